@@ -1,0 +1,68 @@
+"""The port to any inference engine: what the rollout room needs and nothing more.
+
+``RequestT`` is whatever the adapter needs to start a candidate of one prompt, ``OutputT`` whatever it makes of a
+finished one. Both pass through the rooms above unread.
+"""
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from darts_server.types import FinishReason
+
+RequestT = TypeVar("RequestT")
+OutputT = TypeVar("OutputT")
+RequestT_contra = TypeVar("RequestT_contra", contravariant=True)
+OutputT_co = TypeVar("OutputT_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Generic[OutputT]):
+    """A candidate's end. ``reason`` is ``None`` for one that was aborted, whoever asked for it.
+
+    ``tokens`` is the number of generated tokens in ``output``.
+    """
+
+    tokens: int
+    reason: FinishReason | None
+    output: OutputT
+
+
+class Running(Protocol[OutputT]):
+    """A candidate that was started."""
+
+    def tokens(self) -> int | None:
+        """Tokens generated so far and not finished with; ``None`` once it has ended. Cheap, never blocks."""
+        ...
+
+    def stop(self) -> None:
+        """Ask the engine to abort it. Returns at once; :meth:`ended` then gives what there is."""
+        ...
+
+    async def ended(self) -> Ended[OutputT]:
+        """Wait for its end.
+
+        Raises:
+            CandidateFailed, EngineRefused, EngineDead
+        """
+        ...
+
+
+class Engine(Protocol[RequestT_contra, OutputT]):
+    """An inference engine."""
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that the next token will be generated with."""
+        ...
+
+    async def start(self, request: RequestT_contra, index: int) -> Running[OutputT]:
+        """Start candidate ``index`` of the request's prompt.
+
+        Raises:
+            CandidateFailed, EngineRefused, EngineDead
+        """
+        ...
+
+    def cut(self, request: RequestT_contra, output: OutputT, tokens: int) -> OutputT:
+        """The first ``tokens`` tokens of an output, as if they had been the request's ``max_tokens``."""
+        ...

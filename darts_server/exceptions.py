@@ -1,0 +1,62 @@
+"""The one exception tree.
+
+::
+
+    DartsError
+    ├── InvalidRequest       the caller's mistake; names the field and the remedy
+    ├── InvalidSetting       the operator's mistake; stops the start
+    ├── GroupFailed          too few trajectories of a prompt could finish
+    ├── GroupAborted         someone asked the engine to abort the whole request
+    ├── EngineError
+    │   ├── CandidateFailed  one candidate failed; another may succeed
+    │   ├── EngineRefused    the engine does not take this request; trying again does not help
+    │   └── EngineDead       the engine is gone
+    └── IllegalMove          a bug: an event that the group's state machine does not allow
+"""
+
+
+class DartsError(Exception):
+    """Base of everything this project raises on purpose."""
+
+
+class InvalidRequest(DartsError, ValueError):
+    """Bad input from a caller: nothing was started.
+
+    It is a ``ValueError`` too, so that code that never heard of us also takes it for the caller's mistake.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class InvalidSetting(DartsError):
+    """A setting that stops the start. The message names key, value and what is allowed."""
+
+
+class GroupFailed(DartsError):
+    """Too few trajectories of one prompt could finish."""
+
+
+class GroupAborted(DartsError):
+    """The request was aborted from outside while its group was running."""
+
+
+class EngineError(DartsError):
+    """Something went wrong in the engine. The engine's own exception is the ``__cause__``."""
+
+
+class CandidateFailed(EngineError):
+    """One candidate failed; another one may succeed."""
+
+
+class EngineRefused(EngineError):
+    """The engine does not take this request, and would not take it a second time."""
+
+
+class EngineDead(EngineError):
+    """The engine is gone; no candidate will ever finish."""
+
+
+class IllegalMove(DartsError):
+    """An event that is not legal in the state the group or candidate is in."""

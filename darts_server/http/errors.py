@@ -1,0 +1,42 @@
+"""The one map from our exceptions to HTTP, in OpenAI's error form."""
+
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from darts_server.exceptions import DartsError, EngineDead, GroupAborted, InvalidRequest
+
+STATUS: dict[type[DartsError], HTTPStatus] = {
+    InvalidRequest: HTTPStatus.BAD_REQUEST,
+    GroupAborted: HTTPStatus.SERVICE_UNAVAILABLE,
+    EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
+    DartsError: HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+
+
+def status_of(error: DartsError) -> HTTPStatus:
+    """The status of the closest class in the map."""
+    return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
+
+
+def body_of(error: DartsError) -> dict[str, object]:
+    """OpenAI's error object."""
+    status = status_of(error)
+    return {
+        "error": {
+            "message": str(error),
+            "type": "BadRequestError" if status is HTTPStatus.BAD_REQUEST else "InternalServerError",
+            "param": error.field if isinstance(error, InvalidRequest) else None,
+            "code": status.value,
+        }
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Answer our exceptions in this form."""
+
+    @app.exception_handler(DartsError)
+    async def answer(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, DartsError)
+        return JSONResponse(body_of(error), status_code=status_of(error).value)

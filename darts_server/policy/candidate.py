@@ -1,0 +1,117 @@
+"""One candidate of a group: its state and the moves that are legal."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from darts_server.exceptions import IllegalMove
+from darts_server.policy.events import Failed, Finished, Lost, Progress, Scored, Started
+from darts_server.types import End, FinishReason, StopReason
+
+
+class State(Enum):
+    REQUESTED = auto()
+    """Asked for; the engine has not confirmed it."""
+    RUNNING = auto()
+    FINISHED = auto()
+    """Ended by itself or cut; its fate is open."""
+    SELECTED = auto()
+    DISCARDED = auto()
+
+
+CandidateEvent = Started | Progress | Scored | Finished | Failed | Lost
+
+# What a candidate may hear in each state, and the state it is in afterwards. One that was discarded was stopped from
+# here, so the engine's last words about it may still arrive: they change nothing.
+MOVES: dict[tuple[State, type], State] = {
+    (State.REQUESTED, Started): State.RUNNING,
+    (State.REQUESTED, Failed): State.DISCARDED,
+    (State.REQUESTED, Lost): State.DISCARDED,
+    (State.RUNNING, Progress): State.RUNNING,
+    (State.RUNNING, Scored): State.RUNNING,
+    (State.RUNNING, Finished): State.FINISHED,
+    (State.RUNNING, Failed): State.DISCARDED,
+    (State.RUNNING, Lost): State.DISCARDED,
+    **{(state, late): state for state in (State.FINISHED, State.SELECTED) for late in (Progress, Scored)},
+    **{(State.DISCARDED, late): State.DISCARDED for late in (Started, Progress, Scored, Finished, Failed, Lost)},
+}
+
+
+@dataclass(slots=True)
+class Candidate:
+    """State of one candidate.
+
+    ``tokens`` is a lower bound while it runs and its length once it finished. ``draw`` is its number in the group's
+    lottery for the tail, uniform in [0, 1): the lowest wins.
+    """
+
+    index: int
+    draw: float
+    state: State = State.REQUESTED
+    tokens: int = 0
+    finish_reason: FinishReason | None = None
+    quality: float | None = None
+    cut: bool = False
+    end: End | None = None
+    reason: StopReason | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.state in (State.REQUESTED, State.RUNNING)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may still be, or is, in the group."""
+        return self.state is not State.DISCARDED
+
+    @property
+    def valid(self) -> bool:
+        """Whether it ended by itself, before any length limit."""
+        return self.finish_reason is FinishReason.STOP
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place in the length order, earliest possible one while it runs: ties go to the earlier index.
+
+        A candidate seen running with t tokens will have at least t + 1.
+        """
+        return (self.tokens + 1 if self.running else self.tokens, self.index)
+
+    def hear(self, event: CandidateEvent) -> None:
+        """Take one event in.
+
+        Raises:
+            IllegalMove: the event cannot happen in this state.
+        """
+        following = MOVES.get((self.state, type(event)))
+        if following is None:
+            raise IllegalMove(f"candidate {self.index} is {self.state.name} and cannot hear {event}")
+        if self.state is State.RUNNING:
+            self._note(event)
+        self.state = following
+        if isinstance(event, Failed | Lost) and self.reason is None:
+            self.reason = StopReason.FAILED
+
+    def _note(self, event: CandidateEvent) -> None:
+        match event:
+            case Progress(tokens=tokens):
+                self.tokens = max(self.tokens, tokens)
+            case Finished(tokens=tokens, reason=reason):
+                self.tokens = tokens
+                self.finish_reason = reason
+            case Scored(quality=quality):
+                self.quality = quality
+
+    def select(self, end: End) -> None:
+        self.state = State.SELECTED
+        self.end = end
+
+    def discard(self, reason: StopReason) -> None:
+        self.state = State.DISCARDED
+        self.reason = reason
+
+    def cut_at(self, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens, as if they had been the length limit."""
+        self.tokens = tokens
+        self.finish_reason = FinishReason.LENGTH
+        self.cut = True
+        self.state = State.FINISHED

@@ -1,0 +1,84 @@
+"""What is written down about a running group, for the record that observers get."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from darts_server.policy.candidate import Candidate
+from darts_server.policy.group import Group
+from darts_server.types import CandidateRecord, GroupRecord, Outcome
+
+
+@dataclass(slots=True)
+class _Entry:
+    started_at: float | None = None
+    ended_at: float | None = None
+    tokens: int = 0
+    version_start: int | None = None
+    version_end: int | None = None
+
+
+class Ledger:
+    """Times, weight versions and token counts of one group's candidates, by candidate index."""
+
+    def __init__(self, group_id: str, policy: str, places: int, clock: Callable[[], float]) -> None:
+        self.group_id = group_id
+        self.closed = False
+        self._policy = policy
+        self._places = places
+        self._clock = clock
+        self._opened_at = clock()
+        self._entries: list[_Entry] = []
+        self._finish_times: list[float] = []
+
+    def requested(self, count: int) -> None:
+        self._entries += [_Entry() for _ in range(count)]
+
+    def started(self, index: int, weight_version: int) -> None:
+        self._entries[index].started_at = self._clock()
+        self._entries[index].version_start = weight_version
+
+    def ended(self, index: int, weight_version: int, *, by_itself: bool) -> None:
+        """A candidate's end; one that comes after the group's own end changes nothing."""
+        entry = self._entries[index]
+        entry.ended_at = entry.ended_at or self._clock()
+        entry.version_end = weight_version
+        if by_itself:
+            self._finish_times.append(entry.ended_at)
+
+    def stopped(self, index: int, tokens: int | None) -> None:
+        """A candidate was stopped at ``tokens`` tokens, as far as is known here."""
+        self._entries[index].ended_at = self._clock()
+        self._entries[index].tokens = tokens or 0
+
+    def close(self, group: Group, error: Exception | None) -> GroupRecord:
+        """The record of a group that has an outcome."""
+        assert group.outcome is not None
+        self.closed = True
+        now = self._clock()
+        waited = group.outcome is Outcome.COMPLETED and len(self._finish_times) >= self._places
+        return GroupRecord(
+            group_id=self.group_id,
+            policy=self._policy,
+            size=group.size,
+            outcome=group.outcome,
+            candidates=tuple(map(self._record, group.candidates)),
+            started_at=self._opened_at,
+            ended_at=now,
+            tail_wait=now - self._finish_times[self._places - 1] if waited else None,
+            error=None if error is None else str(error),
+        )
+
+    def _record(self, candidate: Candidate) -> CandidateRecord:
+        entry = self._entries[candidate.index]
+        return CandidateRecord(
+            index=candidate.index,
+            tokens=max(candidate.tokens, entry.tokens),
+            finish_reason=candidate.finish_reason,
+            end=candidate.end,
+            reason=candidate.reason,
+            cut=candidate.cut,
+            started_at=entry.started_at,
+            ended_at=entry.ended_at,
+            weight_version_start=entry.version_start,
+            weight_version_end=entry.version_end,
+        )

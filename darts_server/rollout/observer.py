@@ -1,0 +1,27 @@
+"""What others may hear of running groups."""
+
+from typing import Protocol
+
+from darts_server.types import GroupRecord
+
+
+class GroupObserver(Protocol):
+    """Told synchronously, in the event loop: return fast and never raise."""
+
+    def candidates_started(self, count: int) -> None:
+        """``count`` candidates were started."""
+        ...
+
+    def group_ended(self, record: GroupRecord) -> None:
+        """A group ended, whichever way. Said once per group."""
+        ...
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def candidates_started(self, count: int) -> None:
+        pass
+
+    def group_ended(self, record: GroupRecord) -> None:
+        pass

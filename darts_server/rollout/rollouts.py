@@ -1,0 +1,138 @@
+"""The room's front door: which policy a request gets, and groups that run under it."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+
+from darts_server.engine.port import Engine, OutputT, RequestT
+from darts_server.exceptions import InvalidRequest
+from darts_server.policy.group import Group
+from darts_server.policy.selection import SelectionRule
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.ledger import Ledger
+from darts_server.rollout.observer import GroupObserver, Silent
+from darts_server.rollout.run import GroupRun
+from darts_server.rollout.watch import Watch
+
+OFF = "off"
+"""The policy that shapes nothing: the engine serves the request as it always did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one group will be made."""
+
+    policy: str
+    rule: SelectionRule
+    candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be asked for. ``group_size``: the only size that shaped requests may have, ``None`` for any."""
+
+    max_group_size: int
+    group_size: int | None = None
+
+
+class Rollouts(Generic[RequestT, OutputT]):
+    """Runs groups on one engine.
+
+    Args:
+        engine: where candidates run.
+        policies: what each named policy does; ``off`` need not be named.
+        default_policy: for requests that name none.
+        limits: what may be asked for.
+        observer: hears of every group.
+        peek_interval: seconds between two looks at token counts.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine[RequestT, OutputT],
+        policies: Mapping[str, Shaping],
+        default_policy: str,
+        limits: Limits,
+        observer: GroupObserver | None = None,
+        peek_interval: float = 0.02,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._policies = policies
+        self._default = default_policy
+        self._limits = limits
+        self._observer = observer or Silent()
+        self._clock = clock
+        self._watch = Watch(peek_interval)
+        self._runs: dict[str, GroupRun[RequestT, OutputT]] = {}
+
+    @property
+    def running(self) -> int:
+        """Groups that run now."""
+        return len(self._runs)
+
+    def plan(self, size: int, policy: str | None = None) -> Plan | None:
+        """How a request for ``size`` trajectories of one prompt is served; ``None``: unshaped, by the engine alone.
+
+        Raises:
+            InvalidRequest: unknown policy, or a size that the policy or the limits do not allow.
+        """
+        name = self._default if policy is None else policy
+        if name != OFF and name not in self._policies:
+            raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.names())}")
+        if size > self._limits.max_group_size:
+            raise InvalidRequest(
+                "n", f"at most {self._limits.max_group_size}, got {size}; lower n, or raise --max-group-size"
+            )
+        if name == OFF or size <= 1:
+            return None
+        if self._limits.group_size not in (None, size):
+            raise InvalidRequest(
+                "n",
+                f"this server shapes groups of {self._limits.group_size} (--group-size), got {size}; "
+                f"ask for that many, or use policy 'off'",
+            )
+        shaping = self._policies[name]
+        return Plan(name, shaping.rule(size), shaping.candidates(size))
+
+    def names(self) -> Iterator[str]:
+        """The policies that a request may name."""
+        yield OFF
+        yield from (name for name in self._policies if name != OFF)
+
+    def run(
+        self, request: RequestT, plan: Plan, *, group_id: str, lots: Sequence[int] | None = None, early: bool = False
+    ) -> GroupRun[RequestT, OutputT]:
+        """A group that starts when its trajectories are first asked for.
+
+        Args:
+            lots: seed of the tail's lottery; ``None`` for a fresh one.
+            early: give trajectories as soon as they are known to belong.
+        """
+        group = Group(
+            rule=plan.rule,
+            candidates=plan.candidates,
+            rng=np.random.default_rng(lots),
+            # Every seat may be filled anew once; an engine that fails more often than that is not worth waiting for.
+            spare=plan.rule.size,
+            early=early,
+        )
+        ledger = Ledger(group_id, plan.policy, plan.rule.num_shortest, self._clock)
+        run = GroupRun(self._engine, request, group, ledger, self._observer, lambda: self._forget(group_id, run))
+        self._runs[group_id] = run
+        self._watch.add(run)
+        return run
+
+    def abort(self, group_id: str) -> None:
+        """End the group of that id, if it runs, with an error for its caller."""
+        if run := self._runs.get(group_id):
+            run.abort()
+
+    def _forget(self, group_id: str, run: GroupRun[RequestT, OutputT]) -> None:
+        self._watch.remove(run)
+        if self._runs.get(group_id) is run:
+            del self._runs[group_id]

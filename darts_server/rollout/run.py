@@ -1,0 +1,217 @@
+"""One group on an engine: starts its candidates, feeds the state machine, does what it decides."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Generic
+
+from darts_server.engine.port import Ended, Engine, OutputT, RequestT, Running
+from darts_server.exceptions import CandidateFailed, DartsError, EngineError, GroupAborted
+from darts_server.policy.events import (
+    Complete,
+    Cut,
+    Decision,
+    Deliver,
+    Event,
+    Failed,
+    Finished,
+    GiveUp,
+    Lost,
+    Progress,
+    Start,
+    Started,
+    Stop,
+)
+from darts_server.policy.group import Group
+from darts_server.rollout.ledger import Ledger
+from darts_server.rollout.observer import GroupObserver
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory(Generic[OutputT]):
+    """A trajectory that belongs to the group. ``last``: the group is complete with it."""
+
+    index: int
+    output: OutputT
+    last: bool
+
+
+class GroupRun(Generic[RequestT, OutputT]):
+    """Drives one group from its first candidate to its end.
+
+    Each candidate has a task that starts it and waits for its end. Everything else happens synchronously in whichever
+    task or timer brings the news, so a stop reaches the engine in the same turn of the loop.
+    """
+
+    def __init__(
+        self,
+        engine: Engine[RequestT, OutputT],
+        request: RequestT,
+        group: Group,
+        ledger: Ledger,
+        observer: GroupObserver,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._request = request
+        self._group = group
+        self._ledger = ledger
+        self._observer = observer
+        self._on_end = on_end
+        self._running: dict[int, Running[OutputT]] = {}
+        self._outputs: dict[int, asyncio.Future[OutputT]] = {}
+        self._cuts: dict[int, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._news: asyncio.Queue[int | Exception] = asyncio.Queue()
+        self._told: set[int] = set()
+
+    # --- for the caller -----------------------------------------------------
+
+    async def trajectories(self) -> AsyncIterator[Trajectory[OutputT]]:
+        """Start the group and give each trajectory once it is known to belong, exactly ``group.size`` of them.
+
+        Leaving early, by cancellation or by closing the iterator, stops all candidates.
+
+        Raises:
+            EngineError: of the last candidate that failed, if too few could finish.
+            GroupFailed, GroupAborted
+        """
+        try:
+            self._act(self._group.open())
+            for count in range(1, self._group.size + 1):
+                index = await self._news.get()
+                if isinstance(index, Exception):
+                    raise index
+                yield Trajectory(index, await self._outputs[index], last=count == self._group.size)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop whatever still runs. Synchronous, so that it also works while the caller is being cancelled."""
+        self._act(self._group.cancel())
+        self._end()
+
+    def abort(self) -> None:
+        """End the group from outside; the caller gets :class:`GroupAborted`."""
+        self.close()
+        self._news.put_nowait(GroupAborted("the request was aborted while its group was running"))
+
+    def peek(self) -> None:
+        """Report the progress of candidates that reached the count at which it matters."""
+        events = [
+            Progress(index, tokens)
+            for index, alarm in self._group.alarms.items()
+            if (running := self._running.get(index)) is not None
+            and (tokens := running.tokens()) is not None
+            and tokens >= alarm
+        ]
+        if events:
+            self._feed(*events)
+
+    # --- one candidate ------------------------------------------------------
+
+    async def _drive(self, index: int) -> None:
+        try:
+            running = await self._engine.start(self._request, index)
+            self._running[index] = running
+            self._ledger.started(index, self._engine.weight_version)
+            if self._in_play(index):
+                self._feed(Started(index))
+            else:
+                running.stop()
+            ended = await running.ended()
+        except EngineError as error:
+            self._fail(index, error)
+        else:
+            self._take(index, ended)
+        finally:
+            self._running.pop(index, None)
+
+    def _take(self, index: int, ended: Ended[OutputT]) -> None:
+        by_itself = ended.reason is not None and self._in_play(index)
+        self._ledger.ended(index, self._engine.weight_version, by_itself=by_itself)
+        if index in self._cuts:
+            self._outputs[index].set_result(self._engine.cut(self._request, ended.output, self._cuts[index]))
+        elif self._in_play(index):
+            if ended.reason is None:
+                self._feed(Lost(index))
+            else:
+                self._outputs[index].set_result(ended.output)
+                self._feed(Finished(index, ended.tokens, ended.reason))
+
+    def _fail(self, index: int, error: EngineError) -> None:
+        if index in self._cuts:
+            self._outputs[index].set_exception(error)
+            self._outputs[index].exception()  # the caller may be gone
+        elif self._in_play(index):
+            self._feed(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
+
+    def _in_play(self, index: int) -> bool:
+        return self._group.candidates[index].running
+
+    # --- the group ----------------------------------------------------------
+
+    def _feed(self, *events: Event) -> None:
+        """Let the group hear, and act on it. A fault of ours ends this group and no other."""
+        try:
+            self._act(self._group.handle(*events))
+        except DartsError as error:
+            logger.exception("group %s failed on %s", self._ledger.group_id, events)
+            self.close()
+            self._news.put_nowait(error)
+
+    def _act(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Start(indices=indices):
+                    self._start(indices)
+                case Stop(index=index):
+                    self._stop(index)
+                case Cut(index=index, tokens=tokens):
+                    self._cut(index, tokens)
+                case Deliver(index=index):
+                    self._tell(index)
+                case Complete(selection=selection):
+                    self._end()
+                    for index in selection:
+                        self._tell(index)
+                case GiveUp(error=error):
+                    self._end(error)
+                    self._news.put_nowait(error)
+
+    def _start(self, indices: tuple[int, ...]) -> None:
+        loop = asyncio.get_running_loop()
+        for index in indices:
+            self._outputs[index] = loop.create_future()
+            task = loop.create_task(self._drive(index))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._ledger.requested(len(indices))
+        self._observer.candidates_started(len(indices))
+
+    def _stop(self, index: int) -> None:
+        if running := self._running.get(index):
+            self._ledger.stopped(index, running.tokens())
+            running.stop()
+
+    def _cut(self, index: int, tokens: int) -> None:
+        output = self._outputs[index]
+        if output.done():
+            self._outputs[index] = asyncio.get_running_loop().create_future()
+            self._outputs[index].set_result(self._engine.cut(self._request, output.result(), tokens))
+        else:
+            self._cuts[index] = tokens
+            self._running[index].stop()
+
+    def _tell(self, index: int) -> None:
+        if index not in self._told:
+            self._told.add(index)
+            self._news.put_nowait(index)
+
+    def _end(self, error: Exception | None = None) -> None:
+        if self._group.outcome is not None and not self._ledger.closed:
+            self._observer.group_ended(self._ledger.close(self._group, error))
+            self._on_end()

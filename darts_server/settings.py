@@ -1,0 +1,148 @@
+"""Settings: flags before ``DARTS_*`` environment variables before a TOML file before defaults.
+
+Every setting is checked here, once, at start. The rooms get plain values.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+from darts_server.exceptions import InvalidSetting
+
+ENV_PREFIX = "DARTS_"
+
+
+class Settings(BaseSettings):
+    """What ``darts-server serve`` adds to vLLM's flags."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)
+
+    policy: Literal["uniform", "off"] = Field(
+        "uniform", description="How requests with n > 1 are served: shaped alike for every prompt, or not at all."
+    )
+    redundancy: float = Field(
+        1.5, ge=1, le=16, description="Candidates started per trajectory returned: M' = redundancy x n."
+    )
+    num_longest: int = Field(
+        1, ge=0, le=1024, description="L: trajectories of a group that come from the tail. 0 keeps the shortest only."
+    )
+    num_shortest: int | None = Field(
+        None, ge=1, le=1024, description="K: shortest trajectories kept. Left out, it is n - L; set, n must be K + L."
+    )
+    tail: Literal["sampled", "longest"] = Field(
+        "sampled",
+        description="Who gets the L places: drawn by lot from all that are not among the shortest, the others being "
+        "stopped at once, or the longest (the DARTS paper's rule; everything then runs to its end).",
+    )
+    group_size: int | None = Field(
+        None, ge=2, le=1024, description="The group size your trainer asks for. Set, a shaped request must have that n."
+    )
+    max_group_size: int = Field(1024, ge=1, le=16384, description="Largest n that a request may ask for.")
+    peek_interval: float = Field(
+        0.02, ge=0.001, le=1, description="Seconds between two looks at how far running candidates are."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        shortest, longest, size = self.num_shortest, self.num_longest, self.group_size
+        if size is not None and shortest is not None and shortest + longest != size:
+            raise ValueError(
+                f"num_shortest + num_longest must equal group_size, got {shortest} + {longest} != {size}; "
+                f"change one of the three or leave num_shortest out"
+            )
+        if size is not None and longest >= size:
+            raise ValueError(f"num_longest must be smaller than group_size = {size}, got {longest}")
+        if size is not None and size > self.max_group_size:
+            raise ValueError(f"group_size must be at most max_group_size = {self.max_group_size}, got {size}")
+        return self
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Our flags, in a group of their own. Values are checked later, by :func:`load`."""
+    group = parser.add_argument_group(
+        "shaped groups",
+        f"Each can also be set as {ENV_PREFIX}NAME in the environment, or as a key in the file of --darts-config.",
+    )
+    group.add_argument("--darts-config", metavar="FILE", help="TOML file with these settings.")
+    for name, field in Settings.model_fields.items():
+        group.add_argument(flag_of(name), dest=name, metavar=_metavar(field), help=_help(field))
+
+
+def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
+    """Settings from the flags that were given, the environment and the file.
+
+    Raises:
+        InvalidSetting: names the key, the value and what is allowed.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return _with_file(config)(**given)  # type: ignore[arg-type]  # pydantic turns the strings into values
+    except ValidationError as error:
+        raise InvalidSetting("\n".join(_explained(e, given) for e in error.errors())) from error
+    except (SettingsError, ValueError, OSError) as error:
+        raise InvalidSetting(f"--darts-config {config}: {error}") from error
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _with_file(config: str | None) -> type[Settings]:
+    if config is not None and not Path(config).is_file():
+        raise InvalidSetting(f"--darts-config: {config} is not a file")
+
+    class WithFile(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            file = () if config is None else (TomlConfigSettingsSource(settings_cls, config),)
+            return (init_settings, env_settings, *file)
+
+    return WithFile
+
+
+def _explained(error: Any, given: Mapping[str, str | None]) -> str:
+    location: Sequence[int | str] = error["loc"]
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if not location:
+        return message
+    name = str(location[0])
+    if error["type"] == "extra_forbidden":
+        return f"{name}: unknown setting; known ones are {', '.join(Settings.model_fields)}"
+    where = flag_of(name) if name in given else f"{name} (from {ENV_PREFIX}{name.upper()} or the file)"
+    return f"{where} = {error['input']}: {message[0].lower()}{message[1:]} ({_help(Settings.model_fields[name])})"
+
+
+def _help(field: FieldInfo) -> str:
+    default = "" if field.default is None else f" Default: {field.default}."
+    return f"{field.description}{_range(field)}{default}"
+
+
+def _range(field: FieldInfo) -> str:
+    low = next((m.ge for m in field.metadata if hasattr(m, "ge")), None)
+    high = next((m.le for m in field.metadata if hasattr(m, "le")), None)
+    return "" if low is None else f" {low} to {high}."
+
+
+def _metavar(field: FieldInfo) -> str:
+    choices = getattr(field.annotation, "__args__", ())
+    if choices and all(isinstance(c, str) for c in choices):
+        return "{" + ",".join(choices) + "}"
+    return "X" if field.annotation is float else "N"

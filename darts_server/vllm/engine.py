@@ -1,0 +1,142 @@
+"""The engine adapter: candidates are vLLM requests of their own, with final-only outputs.
+
+Leans on four private things of vLLM, each covered by a test on the real engine: ``add_request`` gives a collector that
+knows the internal request id; ``output_processor.request_states[id].detokenizer.num_output_tokens()`` counts tokens; an
+aborted final-only request still yields what it generated; ``abort(..., internal=True)`` takes internal ids.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from vllm import SamplingParams
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from darts_server.engine.port import Ended
+from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
+from darts_server.types import FinishReason
+from darts_server.vllm.outputs import first_tokens
+
+if TYPE_CHECKING:
+    from darts_server.vllm.llm import ShapingLLM
+
+# What vLLM says of a candidate that ended by itself. "repetition" ends at a limit that the caller set, like "length".
+REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """What ``generate()`` was called with, for one prompt and n > 1."""
+
+    prompt: Any
+    params: SamplingParams
+    request_id: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def params_of(self, index: int) -> SamplingParams:
+        """Sampling parameters of candidate ``index``: n = 1, final-only output, seed + index."""
+        if self.params.seed is None:
+            return self._unseeded
+        return self._child(self.params.seed + index)
+
+    @cached_property
+    def _unseeded(self) -> SamplingParams:
+        return self._child(None)
+
+    def _child(self, seed: int | None) -> SamplingParams:
+        child = self.params.clone()
+        child.n = 1
+        child.seed = seed
+        child.output_kind = RequestOutputKind.FINAL_ONLY
+        return child
+
+
+class VllmCandidate:
+    """Implements :class:`darts_server.engine.port.Running`."""
+
+    def __init__(self, llm: "ShapingLLM", collector: RequestOutputCollector, aborts: "Aborts") -> None:
+        self._states = llm.output_processor.request_states
+        self._collector = collector
+        self._aborts = aborts
+
+    def tokens(self) -> int | None:
+        state = self._states.get(self._collector.request_id)
+        return None if state is None or state.detokenizer is None else state.detokenizer.num_output_tokens()
+
+    def stop(self) -> None:
+        self._aborts.add(self._collector.request_id)
+
+    async def ended(self) -> Ended[RequestOutput]:
+        try:
+            output = await self._collector.get()
+        except Exception as error:
+            raise translated(error) from error
+        assert isinstance(output, RequestOutput)
+        completion = output.outputs[0]
+        if completion.finish_reason == "error":
+            raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
+        reason = REASONS.get(completion.finish_reason or "")
+        if reason is not None:
+            completion.finish_reason = reason.value
+        return Ended(len(completion.token_ids), reason, output)
+
+
+class VllmEngine:
+    """Implements :class:`darts_server.engine.port.Engine` on an ``AsyncLLM``."""
+
+    def __init__(self, llm: "ShapingLLM") -> None:
+        self._llm = llm
+        self._aborts = Aborts(llm)
+
+    @property
+    def weight_version(self) -> int:
+        return self._llm.weight_version
+
+    async def start(self, request: PromptRequest, index: int) -> VllmCandidate:
+        # vLLM names the children of a request with n > 1 the same way.
+        child_id = f"{index}_{request.request_id}"
+        try:
+            collector = await self._llm.add_request(
+                child_id, request.prompt, request.params_of(index), **request.options
+            )
+        except Exception as error:
+            raise translated(error) from error
+        return VllmCandidate(self._llm, collector, self._aborts)
+
+    def cut(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
+        return first_tokens(output, tokens, request.params, self._llm.tokenizer)
+
+
+class Aborts:
+    """Collects the stops of one loop turn into one message to the engine."""
+
+    def __init__(self, llm: "ShapingLLM") -> None:
+        self._llm = llm
+        self._waiting: list[str] = []
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def add(self, internal_id: str) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._waiting.append(internal_id)
+
+    def _send(self) -> None:
+        ids, self._waiting = self._waiting, []
+        task = asyncio.get_running_loop().create_task(self._llm.abort(ids, internal=True))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+
+def translated(error: Exception) -> EngineError:
+    """vLLM's exception in the port's words."""
+    if isinstance(error, EngineDeadError):
+        return EngineDead(str(error))
+    if isinstance(error, VLLMClientError | GracefulHTTPError | ValueError | TypeError):
+        return EngineRefused(str(error))
+    return CandidateFailed(f"{type(error).__name__}: {error}")

@@ -1,0 +1,111 @@
+"""The engine that shapes: vLLM's ``AsyncLLM`` whose ``generate()`` turns n > 1 into a group."""
+
+import random
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any
+from zlib import crc32
+
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from darts_server.exceptions import EngineDead, EngineRefused
+from darts_server.rollout.rollouts import Plan, Rollouts
+from darts_server.vllm.engine import PromptRequest
+from darts_server.vllm.outputs import as_choice, as_one
+from darts_server.vllm.platform import refuse_what_would_crash
+from darts_server.vllm.requests import current_options, merged_policy
+
+SEED_MASK = (1 << 64) - 1
+
+
+class ShapingLLM(AsyncLLM):
+    """``rollouts`` is set once, after construction; until then nothing is shaped."""
+
+    rollouts: Rollouts[PromptRequest, RequestOutput] | None = None
+    weight_version: int = 0
+    died: bool | None = None
+    """Whether the engine was dead already when it was first told to shut down; ``None`` before that."""
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As vLLM's, but a request with n > 1 may be served as a shaped group.
+
+        Bad input raises here and not at the first iteration: callers that stream have sent no status yet.
+
+        Raises:
+            InvalidRequest
+        """
+        refuse_what_would_crash(self.vllm_config, sampling_params)
+        plan = self._plan(prompt, sampling_params)
+        if plan is None:
+            return super().generate(prompt, sampling_params, request_id, **options)
+        return self._shaped(plan, PromptRequest(prompt, sampling_params, request_id, options))
+
+    def _plan(self, prompt: Any, params: SamplingParams) -> Plan | None:
+        policy = merged_policy(current_options(), params.extra_args or {})
+        if self.rollouts is None or isinstance(prompt, EngineCoreRequest | AsyncGenerator):
+            return None
+        return self.rollouts.plan(params.n, policy)
+
+    async def _shaped(self, plan: Plan, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
+        assert self.rollouts is not None
+        streaming = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+        lots = self._lots(request)
+        run = self.rollouts.run(request, plan, group_id=request.request_id, lots=lots, early=streaming)
+        try:
+            if streaming:
+                async for output in self._streamed(request, run.trajectories(), plan.rule.size, lots):
+                    yield output
+            else:
+                chosen = {t.index: t.output async for t in run.trajectories()}
+                yield as_one(request.request_id, [chosen[index] for index in sorted(chosen)])
+        except (EngineRefused, EngineDead) as error:
+            # vLLM's own handlers know what to answer to vLLM's own exceptions.
+            raise (error.__cause__ or error) from None
+        finally:
+            run.close()
+
+    async def _streamed(
+        self, request: PromptRequest, trajectories: Any, size: int, lots: Sequence[int] | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Each trajectory whole, as soon as it is known to belong.
+
+        Choice indices are given out in a shuffled order, or they would tell the length rank.
+        """
+        indices = random.Random(repr(lots) if lots else None).sample(range(size), size)
+        first = True
+        async for trajectory in trajectories:
+            output = as_choice(request.request_id, trajectory.output, indices.pop(), last=trajectory.last)
+            if not first:
+                output.prompt_logprobs = None
+            first = False
+            yield output
+
+    @staticmethod
+    def _lots(request: PromptRequest) -> Sequence[int] | None:
+        """Seed of the tail's lottery: from the request's seed and prompt, so that a request can be repeated."""
+        if request.params.seed is None:
+            return None
+        tokens = request.prompt.get("prompt_token_ids", ()) if isinstance(request.prompt, dict) else request.prompt
+        return (request.params.seed & SEED_MASK, crc32(repr(tokens).encode()))
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """As vLLM's; a request that runs as a group is ended as a whole."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        if not internal and self.rollouts is not None:
+            for group_id in ids:
+                self.rollouts.abort(group_id)
+        await super().abort(ids, internal=internal)
+
+    async def update_weights(self, request: Any) -> None:
+        await super().update_weights(request)
+        self.weight_version += 1
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        if self.died is None and hasattr(self, "engine_core"):
+            self.died = self.errored
+        super().shutdown(timeout=timeout)

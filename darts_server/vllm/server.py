@@ -1,0 +1,152 @@
+"""vLLM's own server around the engine that shapes: its app, its routes, its flags."""
+
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+from fastapi import FastAPI
+from vllm import envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args
+from vllm.outputs import RequestOutput
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from darts_server.engine.port import Engine
+from darts_server.exceptions import InvalidSetting
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.vllm.engine import PromptRequest, VllmEngine
+from darts_server.vllm.llm import ShapingLLM
+from darts_server.vllm.platform import prepare
+from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What the rooms above bring: made by ``app.py``.
+
+    ``rollouts``: from the engine and the served model name. ``extend``: adds to vLLM's app before it serves.
+    """
+
+    rollouts: Callable[[Engine[PromptRequest, RequestOutput], str], Rollouts[PromptRequest, RequestOutput]]
+    read_options: ReadOptions
+    extend: Callable[[FastAPI], None]
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    """vLLM's flags, as ``vllm serve`` takes them, checked; exits with a message on a wrong one.
+
+    Raises:
+        InvalidSetting: a mode of vLLM's in which groups could not be shaped.
+    """
+    cli_env_setup()  # type: ignore[no-untyped-call]
+    empty = FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]")  # type: ignore[no-untyped-call]
+    args: Namespace = make_arg_parser(empty).parse_args(list(argv))
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    validate_parsed_serve_args(args)
+    _refuse_other_modes(args)
+    args.host = args.host or LOOPBACK
+    args.served_model_name = with_raw_names(args.served_model_name or [args.model])
+    prepare(args)
+    return args
+
+
+def serve(args: Namespace, wiring: Wiring) -> int:
+    """Serve until told to stop; the process's exit code: 1 if the engine died."""
+    configure_logging_from_args(args)
+    return uvloop.run(_serve(args, wiring))
+
+
+async def _serve(args: Namespace, wiring: Wiring) -> int:
+    signal.signal(signal.SIGTERM, _interrupt)  # until uvicorn has its own
+    address, sock = setup_server(args, reuse_port=False)
+    try:
+        async with engine(args, wiring) as llm:
+            shutdown = await _serve_http(llm, args, wiring, address, sock)
+        await shutdown
+    finally:
+        sock.close()
+    return 1 if llm.died else 0
+
+
+@asynccontextmanager
+async def engine(args: Namespace, wiring: Wiring) -> AsyncIterator[ShapingLLM]:
+    """The engine, from its start to its shutdown."""
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    llm = ShapingLLM.from_vllm_config(
+        config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=engine_args.enable_log_requests,
+        aggregate_engine_logging=engine_args.aggregate_engine_logging,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+    assert isinstance(llm, ShapingLLM)
+    try:
+        await llm.reset_mm_cache()
+        llm.rollouts = wiring.rollouts(VllmEngine(llm), args.served_model_name[0])
+        yield llm
+    finally:
+        llm.shutdown(timeout=config.shutdown_timeout)
+
+
+async def app(llm: ShapingLLM, args: Namespace, wiring: Wiring) -> FastAPI:
+    """vLLM's app on this engine, with our additions."""
+    tasks = await llm.get_supported_tasks()
+    application = build_app(args, tasks, llm.model_config)
+    await init_app_state(llm, application.state, args, tasks)
+    names: list[str] = args.served_model_name
+    attach(application.state, wiring.read_options, frozenset(names[len(names) // 2 :]))
+    wiring.extend(application)
+    application.middleware_stack = None  # vLLM has built it already; this has it built anew, with what was added
+    return application
+
+
+async def _serve_http(llm: ShapingLLM, args: Namespace, wiring: Wiring, address: str, sock: socket.socket) -> Any:
+    log_config = get_uvicorn_log_config(args)
+    return await serve_http(
+        await app(llm, args, wiring),
+        sock=sock,
+        enable_ssl_refresh=args.enable_ssl_refresh,
+        host=args.host,
+        port=args.port,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers,
+        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+        h11_max_header_count=args.h11_max_header_count,
+        **({} if log_config is None else {"log_config": log_config}),
+    )
+
+
+def _refuse_other_modes(args: Namespace) -> None:
+    if args.headless or args.grpc:
+        raise InvalidSetting("--headless and --grpc start no HTTP server here; run vLLM itself for those")
+    if args.api_server_count not in (None, 1):
+        raise InvalidSetting(
+            f"--api-server-count = {args.api_server_count}: API processes share no groups; only 1 is supported"
+        )
+    args.api_server_count = None
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt("terminated")
