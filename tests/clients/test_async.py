@@ -1,0 +1,170 @@
+import asyncio
+import gc
+import json
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import pytest
+
+from darts_client import AsyncClient, BadRequest, Overloaded, TimedOut
+
+from .answers import MODELS, URL, full_completion
+
+pytestmark = pytest.mark.anyio
+
+
+class Server:
+    """Answers prompts that are let through at once; the others wait, and tell when they are cancelled."""
+
+    def __init__(self, *through: str, refused: tuple[str, ...] = ()) -> None:
+        self.through = set(through)
+        self.refused = set(refused)
+        self.requests: list[httpx.Request] = []
+        self.waiting: set[str] = set()
+        self.cancelled: set[str] = set()
+        self.transport = httpx.MockTransport(self.handle)
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        if request.method == "GET":
+            await asyncio.sleep(0)
+            return httpx.Response(200, json=MODELS)
+        body = json.loads(request.content)
+        name = str(body["prompt"][0])
+        if name in self.refused:
+            while not self.waiting:
+                await asyncio.sleep(0)
+            return httpx.Response(400, json={"error": {"message": "no such prompt", "param": "prompt"}})
+        if name not in self.through:
+            await self.wait(name)
+        return httpx.Response(200, json=full_completion(body) | {"id": f"cmpl-{name}"})
+
+    async def wait(self, name: str) -> None:
+        self.waiting.add(name)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.add(name)
+            raise
+
+    def asked(self) -> list[dict[str, Any]]:
+        return [json.loads(request.content) for request in self.requests if request.method == "POST"]
+
+
+async def test_groups_come_in_prompt_order_from_one_request() -> None:
+    server = Server("[1]")
+    async with AsyncClient(URL, model="tiny", transport=server.transport) as client:
+        groups = await client.completions([[1], [2]], group_size=3, max_tokens=16, policy="off", seed=5)
+    assert [group.prompt_token_ids for group in groups] == [(1,), (2,)]
+    assert [group.lengths for group in groups] == [(1, 2, 3), (1, 2, 3)]
+    [request] = server.requests
+    assert request.headers["X-Darts-Policy"] == "off"
+    assert json.loads(request.content)["seed"] == 5
+
+
+async def test_requests_at_once_look_the_model_up_once() -> None:
+    server = Server("a")
+    async with AsyncClient(URL, transport=server.transport) as client:
+        await asyncio.gather(*(client.completions("a", group_size=1, max_tokens=16) for _ in range(5)))
+    assert [request.url.path for request in server.requests].count("/v1/models") == 1
+    assert {body["model"] for body in server.asked()} == {"tiny"}
+
+
+async def test_an_unhealthy_server_is_an_error() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(503))
+    async with AsyncClient(URL, transport=transport) as client:
+        with pytest.raises(Overloaded):
+            await client.health()
+        with pytest.raises(TimedOut, match="HTTP 503"):
+            await client.wait_until_healthy(0)
+
+
+async def test_waiting_ends_with_health() -> None:
+    answers = iter([503, 200])
+    transport = httpx.MockTransport(lambda request: httpx.Response(next(answers)))
+    async with AsyncClient(URL, transport=transport) as client:
+        await client.wait_until_healthy(0.01)
+    assert next(answers, None) is None
+
+
+async def test_the_clients_timeout_reaches_the_transport_and_a_probe_has_its_own() -> None:
+    server = Server("a")
+    async with AsyncClient(URL, model="tiny", timeout=77.0, transport=server.transport) as client:
+        await client.health()
+        await client.completions("a", group_size=1, max_tokens=16)
+    assert [request.extensions["timeout"]["read"] for request in server.requests] == [10.0, 77.0]
+
+
+async def test_streamed_groups_are_one_request_each_and_carry_their_prompts_index() -> None:
+    server = Server("a", "b", "c")
+    async with AsyncClient(URL, transport=server.transport) as client:
+        stream = client.stream_groups(["a", "b", "c"], group_size=2, max_tokens=16, policy="darts", top_k=4)
+        groups = {index: group async for index, group in stream}
+    assert {index: group.group_id for index, group in groups.items()} == {0: "cmpl-a", 1: "cmpl-b", 2: "cmpl-c"}
+    assert [body["prompt"] for body in server.asked()] == [["a"], ["b"], ["c"]]
+    assert {(body["n"], body["top_k"], body["model"]) for body in server.asked()} == {(2, 4, "tiny")}
+    assert {r.headers["X-Darts-Policy"] for r in server.requests if r.method == "POST"} == {"darts"}
+
+
+async def test_streamed_prompts_may_mix_text_and_tokens() -> None:
+    mixed: list[str | list[int]] = ["a", [1, 2]]
+    server = Server("a", "[1, 2]")
+    async with AsyncClient(URL, model="tiny", transport=server.transport) as client:
+        groups = [_ async for _ in client.stream_groups(mixed, group_size=1, max_tokens=16)]
+    assert len(groups) == 2
+
+
+async def test_leaving_a_closed_stream_early_cancels_what_is_pending() -> None:
+    server = Server("b")
+    async with (
+        AsyncClient(URL, model="tiny", transport=server.transport) as client,
+        aclosing(client.stream_groups(["a", "b", "c"], group_size=1, max_tokens=16)) as stream,
+    ):
+        async for index, _ in stream:
+            assert index == 1
+            break
+    assert server.cancelled == server.waiting == {"a", "c"}
+
+
+async def test_leaving_a_stream_by_break_alone_cancels_what_is_pending_soon_after() -> None:
+    server = Server("b")
+    async with AsyncClient(URL, model="tiny", transport=server.transport) as client:
+        async for _ in client.stream_groups(["a", "b", "c"], group_size=1, max_tokens=16):
+            break
+        gc.collect()
+        async with asyncio.timeout(10):
+            while server.cancelled != {"a", "c"}:
+                await asyncio.sleep(0)
+
+
+async def test_one_failure_ends_the_stream_and_cancels_what_is_pending() -> None:
+    server = Server(refused=("b",))
+    async with AsyncClient(URL, model="tiny", transport=server.transport) as client:
+        with pytest.raises(BadRequest, match="no such prompt") as caught:
+            async for _ in client.stream_groups(["a", "b", "c"], group_size=1, max_tokens=16):
+                pytest.fail("no group can be complete")
+    assert caught.value.param == "prompt"
+    assert server.cancelled == server.waiting == {"a", "c"}
+
+
+async def test_what_waits_for_a_slot_is_never_sent_after_the_end() -> None:
+    server = Server("a")
+    async with (
+        AsyncClient(URL, model="tiny", transport=server.transport) as client,
+        aclosing(client.stream_groups(["a", "b", "c"], group_size=1, max_tokens=16, concurrency=1)) as stream,
+    ):
+        await anext(stream)
+    assert "c" not in {body["prompt"][0] for body in server.asked()}
+
+
+async def test_cancelling_a_completion_cancels_its_request() -> None:
+    server = Server()
+    async with AsyncClient(URL, model="tiny", transport=server.transport) as client:
+        task = asyncio.create_task(client.completions("a", group_size=1, max_tokens=16))
+        while not server.waiting:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert server.cancelled == {"a"}

@@ -1,0 +1,16 @@
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from darts_client import Group, Trajectory
+
+
+def test_lengths_are_the_generated_tokens_in_order() -> None:
+    trajectories = tuple(Trajectory(k, "", tuple(range(size)), None, "stop") for k, size in enumerate((3, 0, 5)))
+    assert Group("g", (1, 2), trajectories).lengths == (3, 0, 5)
+
+
+def test_a_group_cannot_be_changed() -> None:
+    group = Group(None, None, ())
+    with pytest.raises(FrozenInstanceError):
+        group.group_id = "other"  # type: ignore[misc]

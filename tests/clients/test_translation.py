@@ -1,0 +1,102 @@
+from typing import Any
+
+import httpx
+import pytest
+
+from darts_client import (
+    BadRequest,
+    ConnectionFailed,
+    DartsError,
+    NotFound,
+    Overloaded,
+    ProtocolError,
+    ServerFault,
+    StatusError,
+    TimedOut,
+    Unauthorized,
+)
+from darts_client._translation import checked, error_for, translated
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, BadRequest),
+        (422, BadRequest),
+        (401, Unauthorized),
+        (403, Unauthorized),
+        (404, NotFound),
+        (429, Overloaded),
+        (503, Overloaded),
+        (500, ServerFault),
+        (502, ServerFault),
+        (307, StatusError),
+        (413, StatusError),
+    ],
+)
+def test_each_status_has_its_error(status: int, kind: type[StatusError]) -> None:
+    with pytest.raises(StatusError) as caught:
+        checked(httpx.Response(status, json={"error": {"message": "no"}}))
+    assert type(caught.value) is kind
+    assert caught.value.status_code == status
+
+
+def test_a_success_passes() -> None:
+    response = httpx.Response(200)
+    assert checked(response) is response
+
+
+def test_the_error_object_is_kept() -> None:
+    body = {"error": {"message": "n is too large", "type": "invalid_request_error", "param": "n", "code": 400}}
+    error = error_for(httpx.Response(400, json=body))
+    assert str(error) == "HTTP 400: n is too large"
+    assert (error.type, error.param, error.code) == ("invalid_request_error", "n", 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"json": {"error": "Unauthorized"}}, "Unauthorized"),
+        ({"json": {"object": "error", "message": "old form"}}, "old form"),
+        ({"json": {"detail": "Not Found"}}, "Not Found"),
+        ({"json": {"detail": [{"loc": ["body", "n"]}]}}, "[{'loc': ['body', 'n']}]"),
+        ({"json": ["a", "list"]}, "['a', 'list']"),
+        ({"json": None}, "Not Found"),
+        ({"json": {"error": {"message": None, "code": [1]}}}, "Not Found"),
+        ({"text": "<h1>gateway</h1>\n"}, "<h1>gateway</h1>"),
+        ({"content": b"\xff\xfe"}, "\ufffd\ufffd"),
+        ({"content": b""}, "Not Found"),
+        ({"text": "x" * 10_000}, "x" * 500),
+    ],
+)
+def test_a_body_of_any_form_gives_a_message(body: dict[str, Any], message: str) -> None:
+    error = error_for(httpx.Response(404, **body))
+    assert str(error) == f"HTTP 404: {message}"
+    assert error.code is None
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("3", 3.0), ("soon", None), ("-1", None), (None, None)])
+def test_retry_after_is_seconds_or_nothing(value: str | None, seconds: float | None) -> None:
+    headers = {} if value is None else {"Retry-After": value}
+    assert error_for(httpx.Response(429, headers=headers)).retry_after == seconds
+
+
+@pytest.mark.parametrize(
+    ("foreign", "kind"),
+    [
+        (httpx.ReadTimeout(""), TimedOut),
+        (httpx.ConnectTimeout("slow"), TimedOut),
+        (httpx.ConnectError("refused"), ConnectionFailed),
+        (httpx.RemoteProtocolError("disconnected"), ConnectionFailed),
+        (httpx.DecodingError("not gzip"), ProtocolError),
+    ],
+)
+def test_httpx_errors_become_ours_and_stay_the_cause(foreign: httpx.RequestError, kind: type[DartsError]) -> None:
+    with pytest.raises(kind, match=rf"^GET /health: {type(foreign).__name__}") as caught, translated("GET /health"):
+        raise foreign
+    assert caught.value.__cause__ is foreign
+
+
+def test_other_exceptions_are_left_alone() -> None:
+    with pytest.raises(KeyError), translated("GET /health"):
+        raise KeyError("a bug")
