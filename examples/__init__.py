@@ -1,0 +1,1 @@
+"""Worked examples that run on two cores."""

@@ -1,0 +1,83 @@
+"""Batches for supervised training: demonstrations as token ids, padded by length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from examples.tiny_rl.task import (
+    MAX_RESPONSE_TOKENS,
+    Verbosity,
+    demonstration,
+    sample_problem,
+)
+from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID
+
+IGNORED = -100  # the label that cross entropy leaves out
+
+# A batch runs as this many parts of like lengths: one long answer among many short
+# ones would otherwise have most of the batch made of padding.
+PARTS = 4
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids of a prompt and its answer; loss falls on the answer alone."""
+
+    tokens: list[int]
+    prompt_length: int
+
+
+def draw_batch(
+    rng: Random,
+    tokenizer: PreTrainedTokenizerFast,
+    verbosity: Verbosity,
+    short: bool,
+    batch_tokens: int,
+) -> list[Sample]:
+    """Draw samples of ``batch_tokens`` tokens in all, sorted from short to long."""
+    samples: list[Sample] = []
+    drawn = 0
+    while drawn < batch_tokens:
+        problem = sample_problem(rng, "easy" if short else None)
+        prompt = tokenizer.encode(problem.prompt)
+        response = [*tokenizer.encode(demonstration(problem, rng, verbosity)), EOS_ID]
+        tokens = prompt + response[:MAX_RESPONSE_TOKENS]
+        samples.append(Sample(tokens, len(prompt)))
+        drawn += len(tokens)
+    return sorted(samples, key=lambda sample: len(sample.tokens))
+
+
+def collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and labels, both [samples, longest], padded on the right.
+
+    Padding needs no attention mask: it stands after everything that counts, and
+    attention is causal.
+    """
+    longest = max(len(sample.tokens) for sample in samples)
+    tokens = torch.full((len(samples), longest), PAD_ID)
+    labels = torch.full((len(samples), longest), IGNORED)
+    for row, sample in enumerate(samples):
+        length = len(sample.tokens)
+        tokens[row, :length] = torch.tensor(sample.tokens)
+        labels[row, sample.prompt_length : length] = tokens[row, sample.prompt_length : length]
+    return tokens, labels
+
+
+def parts_of(samples: list[Sample]) -> Iterator[list[Sample]]:
+    """Split sorted samples into parts of about equally many tokens."""
+    total = sum(len(sample.tokens) for sample in samples)
+    part: list[Sample] = []
+    held = 0
+    for sample in samples:
+        part.append(sample)
+        held += len(sample.tokens)
+        if held * PARTS >= total:
+            yield part
+            part, held = [], 0
+    if part:
+        yield part

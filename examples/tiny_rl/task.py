@@ -1,0 +1,159 @@
+"""The task: running-digit arithmetic, one character a token.
+
+A prompt ``7a-5b*4>`` is a start digit and n steps; a step is a letter (in order, an
+anchor that makes copying easy to learn), an operator and a digit. All arithmetic is
+modulo 10, from left to right. A worked answer ``a-5=2b*4=8#8`` writes every step with
+its result and ends with ``#`` and the digit. A re-check is ``?`` and the whole chain
+again; a guess is ``#`` and a digit with no chain.
+
+Nothing here keeps state: every random choice comes from the caller's generator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+Difficulty = Literal["easy", "hard"]
+Operator = Literal["+", "-", "*"]
+
+DIGITS = "0123456789"
+LETTERS = "abcdefghi"
+OPERATORS: tuple[Operator, ...] = ("+", "-", "*")
+PROMPT_END, EQUALS, RECHECK, ANSWER = ">", "=", "?", "#"
+ALPHABET = DIGITS + LETTERS + "".join(OPERATORS) + EQUALS + ANSWER + RECHECK + PROMPT_END
+
+# Drawn uniformly: 4 stands twice, so that easy chains are a little longer on average.
+STEP_COUNTS: dict[Difficulty, tuple[int, ...]] = {
+    "easy": (2, 3, 4, 4),
+    "hard": (6, 7, 8, 9),
+}
+
+MAX_PROMPT_TOKENS = 29  # start digit + 9 steps of 3 characters + ">"
+MAX_RESPONSE_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation on the running digit."""
+
+    operator: Operator
+    digit: int
+
+    def apply(self, value: int) -> int:
+        """Return the running digit (0 to 9) after this step."""
+        match self.operator:
+            case "+":
+                return (value + self.digit) % 10
+            case "-":
+                return (value - self.digit) % 10
+            case "*":
+                return (value * self.digit) % 10
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt with what is needed to write and to check answers to it."""
+
+    prompt: str
+    steps: tuple[Step, ...]
+    answer: int
+    difficulty: Difficulty
+
+    @property
+    def start(self) -> int:
+        """The running digit before the first step."""
+        return int(self.prompt[0])
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How demonstrations of one difficulty are written, as probabilities."""
+
+    guess: float = 0.0  # no chain at all
+    ramble: float = 0.0  # a first re-check follows the direct chain
+    loop: float = 0.0  # another re-check follows a re-check
+    direct_error: float = 0.0  # a step of the direct chain has a wrong result
+    recheck_error: float = 0.0  # a step of a re-check has a wrong result
+
+
+@dataclass(frozen=True)
+class Verbosity:
+    """Habits for both difficulties."""
+
+    easy: Habits
+    hard: Habits
+
+    def of(self, difficulty: Difficulty) -> Habits:
+        """Return the habits for one difficulty."""
+        return self.easy if difficulty == "easy" else self.hard
+
+
+CLEAN = Verbosity(easy=Habits(), hard=Habits())
+"""Direct chains without an error: what the curriculum teaches first."""
+
+STANDARD = Verbosity(
+    easy=Habits(guess=0.0, ramble=0.35, loop=0.78, direct_error=0.08, recheck_error=0.22),
+    hard=Habits(guess=0.55, ramble=0.15, loop=0.60, direct_error=0.03, recheck_error=0.06),
+)
+"""Easy: rambling hurts, right answers are short. Hard: depth helps, they are long."""
+
+WORDIER = Verbosity(
+    easy=Habits(guess=0.0, ramble=0.40, loop=0.78, direct_error=0.08, recheck_error=0.08),
+    hard=Habits(guess=0.38, ramble=0.30, loop=0.60, direct_error=0.03, recheck_error=0.03),
+)
+"""More re-checks, no worse than direct chains: being long is not being wrong."""
+
+VARIANTS: dict[str, Verbosity] = {"standard": STANDARD, "wordier": WORDIER}
+
+
+def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem:
+    """Draw a problem; without a difficulty, easy and hard are equally likely."""
+    if difficulty is None:
+        difficulty = "easy" if rng.random() < 0.5 else "hard"
+    start = rng.randrange(10)
+    count = rng.choice(STEP_COUNTS[difficulty])
+    steps = tuple(Step(rng.choice(OPERATORS), rng.randrange(10)) for _ in range(count))
+    answer = start
+    for step in steps:
+        answer = step.apply(answer)
+    body = "".join(f"{letter}{step.operator}{step.digit}" for letter, step in zip(LETTERS, steps, strict=False))
+    return Problem(f"{start}{body}{PROMPT_END}", steps, answer, difficulty)
+
+
+def demonstration(problem: Problem, rng: Random, verbosity: Verbosity = CLEAN) -> str:
+    """Write one answer to the problem, without the end of sequence.
+
+    The final digit is the result of the last chain written. No chain is begun past
+    MAX_RESPONSE_TOKENS characters; the text may be longer than that, and whoever
+    trains on it cuts it there.
+    """
+    habits = verbosity.of(problem.difficulty)
+    if rng.random() < habits.guess:
+        return f"{ANSWER}{rng.randrange(10)}"
+    text, result = _chain(problem, rng, habits.direct_error)
+    goes_on = habits.ramble
+    while len(text) < MAX_RESPONSE_TOKENS and rng.random() < goes_on:
+        again, result = _chain(problem, rng, habits.recheck_error)
+        text += RECHECK + again
+        goes_on = habits.loop
+    return f"{text}{ANSWER}{result}"
+
+
+def reward(problem: Problem, response_text: str) -> float:
+    """Return 1.0 if exactly the right digit follows the last ``#``, else 0.0."""
+    _, mark, final = response_text.rpartition(ANSWER)
+    return float(mark == ANSWER and final == str(problem.answer))
+
+
+def _chain(problem: Problem, rng: Random, error: float) -> tuple[str, int]:
+    """Write all steps once, each wrong with probability ``error``, carried on."""
+    value = problem.start
+    parts: list[str] = []
+    for letter, step in zip(LETTERS, problem.steps, strict=False):
+        value = step.apply(value)
+        if rng.random() < error:
+            value = (value + rng.randrange(1, 10)) % 10
+        parts.append(f"{letter}{step.operator}{step.digit}{EQUALS}{value}")
+    return "".join(parts), value

@@ -1,0 +1,37 @@
+"""The tokenizer: one character, one token, and nothing added on either side."""
+
+from __future__ import annotations
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from examples.tiny_rl.task import ALPHABET
+
+VOCABULARY_SIZE = 64
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PAD_ID, EOS_ID = 0, 1
+
+# The last user message as it stands, so that the chat route and the completion
+# route see the same tokens.
+CHAT_TEMPLATE = "{{ (messages | selectattr('role', 'equalto', 'user') | list | last)['content'] }}"
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer; reserved tokens fill it up to VOCABULARY_SIZE."""
+    tokens = [PAD, EOS, UNKNOWN, *ALPHABET]
+    tokens += [f"<reserved_{index}>" for index in range(len(tokens), VOCABULARY_SIZE)]
+    backend = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNKNOWN))
+    backend.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = Fuse()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=320,
+    )

@@ -1,0 +1,148 @@
+"""Train the policy that reinforcement learning starts from.
+
+Run from the repository root::
+
+    python -m examples.tiny_rl.warm_start --out examples/tiny_rl/model
+
+Supervised training on demonstrations with a curriculum: short chains first, then all
+of them without errors, then demonstrations with the variant's verbosity. Without the
+curriculum a model of this size does not learn the arithmetic in the time given.
+Everything follows from the seed (on one thread).
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    SequentialLR,
+)
+from tqdm import trange
+from transformers import (
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from examples.tiny_rl.batches import IGNORED, collate, draw_batch, parts_of
+from examples.tiny_rl.task import (
+    CLEAN,
+    VARIANTS,
+    Verbosity,
+)
+from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID, VOCABULARY_SIZE, build_tokenizer
+
+MAX_LENGTH = 320  # positions; prompt and response take at most 285
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Numbers of the training run; fractions are of ``steps``."""
+
+    steps: int = 700
+    batch_tokens: int = 3000
+    learning_rate: float = 3e-3
+    warmup_steps: int = 30
+    short_until: float = 0.20  # only easy problems until here
+    clean_until: float = 0.55  # only clean demonstrations until here
+
+
+def build_model() -> Qwen3ForCausalLM:
+    """Return the untrained policy: 451,648 parameters in float32."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        max_position_embeddings=MAX_LENGTH,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def warmup_then_cosine(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
+    """Return the learning-rate schedule: linear up, then a cosine down to zero."""
+    warmup, rest = recipe.warmup_steps, recipe.steps - recipe.warmup_steps
+    parts: list[LRScheduler] = [
+        LinearLR(optimizer, 1 / warmup, total_iters=warmup),
+        CosineAnnealingLR(optimizer, rest),
+    ]
+    return SequentialLR(optimizer, parts, milestones=[warmup])
+
+
+def summed_loss(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy in nats, summed over labels [samples, positions]."""
+    logits = model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
+    return cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def train(verbosity: Verbosity, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
+    """Train a policy from nothing on demonstrations of the given verbosity."""
+    torch.manual_seed(seed)
+    rng = Random(seed)
+    tokenizer = build_tokenizer()
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98))
+    schedule = warmup_then_cosine(optimizer, recipe)
+    progress = trange(recipe.steps, desc="warm start", unit="step")
+    for step in progress:
+        short = step < recipe.short_until * recipe.steps
+        clean = step < recipe.clean_until * recipe.steps
+        samples = draw_batch(rng, tokenizer, CLEAN if clean else verbosity, short, recipe.batch_tokens)
+        targets = sum(len(sample.tokens) - sample.prompt_length for sample in samples)
+        total = 0.0
+        for part in parts_of(samples):
+            loss = summed_loss(model, *collate(part)) / targets
+            torch.autograd.backward(loss)
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        progress.set_postfix(loss=f"{total:.3f}")
+    return model
+
+
+def save(model: Qwen3ForCausalLM, folder: Path) -> None:
+    """Write weights, configuration and tokenizer as vLLM and transformers read them."""
+    # vLLM takes default sampling parameters from this file, so it says where a
+    # sequence ends and no more.
+    ends = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)  # type: ignore[no-untyped-call, unused-ignore]
+    model.generation_config = ends
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder, save_jinja_files=False)
+
+
+def main() -> None:
+    """Train one variant and save it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", choices=sorted(VARIANTS), default="standard")
+    parser.add_argument("--out", type=Path, required=True, help="folder to save the model into")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    arguments = parser.parse_args()
+    # One thread is steadier than two on a small machine, and repeats bit for bit.
+    torch.set_num_threads(1)
+    model = train(VARIANTS[arguments.variant], Recipe(steps=arguments.steps), arguments.seed)
+    save(model, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""The tiny task: its problems, answers, verifier, tokenizer and committed model."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from pathlib import Path
+from random import Random
+from typing import cast
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from examples.tiny_rl.batches import IGNORED, PARTS, collate, draw_batch, parts_of
+from examples.tiny_rl.measure import Group, Response, table
+from examples.tiny_rl.task import (
+    ANSWER,
+    CLEAN,
+    MAX_PROMPT_TOKENS,
+    RECHECK,
+    STANDARD,
+    STEP_COUNTS,
+    WORDIER,
+    Difficulty,
+    Problem,
+    Step,
+    demonstration,
+    reward,
+    sample_problem,
+)
+from examples.tiny_rl.tokenizer import EOS_ID, VOCABULARY_SIZE, build_tokenizer
+from examples.tiny_rl.warm_start import Recipe, train
+
+MODEL = Path(__file__).parents[2] / "examples" / "tiny_rl" / "model"
+ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+DIFFICULTIES: tuple[Difficulty, ...] = ("easy", "hard")
+EXAMPLE = Problem(
+    "7a-5b*4c-8d+7>",
+    (Step("-", 5), Step("*", 4), Step("-", 8), Step("+", 7)),
+    7,
+    "easy",
+)
+
+
+@pytest.fixture(scope="module")
+def committed_tokenizer() -> PreTrainedTokenizerFast:
+    return cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(MODEL))
+
+
+def test_clean_demonstration_of_the_example_is_the_worked_answer() -> None:
+    assert demonstration(EXAMPLE, Random(0), CLEAN) == "a-5=2b*4=8c-8=0d+7=7#7"
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("a-5=2b*4=8c-8=0d+7=7#7", 1.0),
+        ("#7", 1.0),
+        ("a-5=2#1#7", 1.0),
+        ("#7#1", 0.0),
+        ("#1", 0.0),
+        ("7", 0.0),
+        ("#", 0.0),
+        ("#77", 0.0),
+        ("a-5=2b*4=8c-8=0d+7=7", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_reward_reads_what_follows_the_last_mark(response: str, expected: float) -> None:
+    assert reward(EXAMPLE, response) == expected
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_problem_has_step_count_of_its_difficulty_and_the_answer_of_its_steps(
+    difficulty: Difficulty,
+) -> None:
+    rng = Random(1)
+    for _ in range(200):
+        problem = sample_problem(rng, difficulty)
+        value = int(problem.prompt[0])
+        for sign, digit in re.findall(r"[a-i]([-+*])(\d)", problem.prompt):
+            value = ARITHMETIC[sign](value, int(digit)) % 10
+        assert problem.difficulty == difficulty
+        assert len(problem.steps) in STEP_COUNTS[difficulty]
+        assert problem.answer == value
+
+
+def test_same_generator_state_gives_same_problems_and_demonstrations() -> None:
+    def draw(rng: Random) -> list[str]:
+        problems = [sample_problem(rng) for _ in range(20)]
+        return [problem.prompt + demonstration(problem, rng, STANDARD) for problem in problems]
+
+    assert draw(Random(2)) == draw(Random(2))
+    assert draw(Random(2)) != draw(Random(3))
+
+
+def test_both_difficulties_are_about_equally_frequent() -> None:
+    rng = Random(4)
+    easy = sum(sample_problem(rng).difficulty == "easy" for _ in range(1000))
+    assert 430 < easy < 570
+
+
+def test_clean_demonstrations_are_right_and_never_recheck() -> None:
+    rng = Random(5)
+    for _ in range(300):
+        problem = sample_problem(rng)
+        text = demonstration(problem, rng, CLEAN)
+        assert reward(problem, text) == 1.0
+        assert RECHECK not in text
+        assert len(text) == 5 * len(problem.steps) + 2
+
+
+def _demonstrations(difficulty: Difficulty, wordier: bool) -> list[tuple[str, float]]:
+    rng = Random(6)
+    problems = [sample_problem(rng, difficulty) for _ in range(4000)]
+    texts = [demonstration(problem, rng, WORDIER if wordier else STANDARD) for problem in problems]
+    return [(text, reward(problem, text)) for problem, text in zip(problems, texts, strict=True)]
+
+
+def _share_right(drawn: list[tuple[str, float]]) -> float:
+    return sum(right for _, right in drawn) / len(drawn)
+
+
+def test_easy_demonstrations_with_a_recheck_are_right_less_often() -> None:
+    drawn = _demonstrations("easy", wordier=False)
+    direct = [pair for pair in drawn if RECHECK not in pair[0]]
+    rambling = [pair for pair in drawn if RECHECK in pair[0]]
+    assert len(rambling) / len(drawn) == pytest.approx(STANDARD.easy.ramble, abs=0.03)
+    assert _share_right(direct) > _share_right(rambling) + 0.2
+
+
+def test_hard_guesses_are_right_by_chance_only() -> None:
+    drawn = _demonstrations("hard", wordier=False)
+    guesses = [pair for pair in drawn if pair[0].startswith(ANSWER)]
+    chains = [pair for pair in drawn if not pair[0].startswith(ANSWER)]
+    assert len(guesses) / len(drawn) == pytest.approx(STANDARD.hard.guess, abs=0.03)
+    assert 0.07 < _share_right(guesses) < 0.13
+    assert _share_right(chains) > 0.7
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_wordier_variant_is_longer_and_not_worse(difficulty: Difficulty) -> None:
+    standard, wordier = (
+        _demonstrations(difficulty, wordier=False),
+        _demonstrations(difficulty, wordier=True),
+    )
+    assert sum(len(text) for text, _ in wordier) > sum(len(text) for text, _ in standard)
+    assert _share_right(wordier) > _share_right(standard) - 0.02
+
+
+def test_prompts_fit_their_limit_in_tokens() -> None:
+    rng, tokenizer = Random(7), build_tokenizer()
+    lengths = [len(tokenizer.encode(sample_problem(rng, "hard").prompt)) for _ in range(200)]
+    assert max(lengths) == MAX_PROMPT_TOKENS
+
+
+def test_tokenizer_is_one_character_a_token_and_decodes_to_the_same_text(
+    committed_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    rng = Random(8)
+    for tokenizer in (build_tokenizer(), committed_tokenizer):
+        assert len(tokenizer) == VOCABULARY_SIZE
+        for _ in range(50):
+            problem = sample_problem(rng)
+            text = problem.prompt + demonstration(problem, rng, STANDARD)
+            ids = tokenizer.encode(text)
+            assert len(ids) == len(text)
+            assert not set(ids) & set(tokenizer.all_special_ids)
+            assert tokenizer.decode(ids) == text
+            assert tokenizer.decode([*ids, EOS_ID], skip_special_tokens=True) == text
+
+
+def test_chat_template_gives_the_last_user_message_and_nothing_else(
+    committed_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    conversation = [
+        {"role": "system", "content": "0"},
+        {"role": "user", "content": "1a+1b+1>"},
+        {"role": "assistant", "content": "#3"},
+        {"role": "user", "content": EXAMPLE.prompt},
+    ]
+    for generation_prompt in (False, True):
+        text = committed_tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=generation_prompt
+        )
+        assert text == EXAMPLE.prompt
+
+
+def test_loss_falls_on_the_response_and_its_end_only() -> None:
+    tokenizer = build_tokenizer()
+    samples = draw_batch(Random(9), tokenizer, STANDARD, short=False, batch_tokens=1500)
+    parts = list(parts_of(samples))
+    assert [sample for part in parts for sample in part] == samples
+    assert 1 < len(parts) <= PARTS + 1
+    for part in parts:
+        tokens, labels = collate(part)
+        for row, sample in enumerate(part):
+            length = len(sample.tokens)
+            assert tokens[row, :length].tolist() == sample.tokens
+            assert labels[row, sample.prompt_length : length].tolist() == sample.tokens[sample.prompt_length :]
+            assert (labels[row] != IGNORED).sum().item() == length - sample.prompt_length
+
+
+def test_training_twice_with_one_seed_gives_the_same_weights() -> None:
+    recipe = Recipe(steps=3, batch_tokens=200, warmup_steps=1)
+    first, second = (train(STANDARD, recipe, seed=0).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_committed_model_loads_in_float32_and_is_small() -> None:
+    model = Qwen3ForCausalLM.from_pretrained(MODEL)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert sum(parameter.numel() for parameter in model.parameters()) == 451_648
+    assert sum(path.stat().st_size for path in MODEL.iterdir()) < 2_000_000
+
+
+def test_committed_generation_config_changes_no_sampling() -> None:
+    settings = json.loads((MODEL / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == EOS_ID
+    assert set(settings) <= {
+        "_from_model_config",
+        "eos_token_id",
+        "pad_token_id",
+        "transformers_version",
+    }
+
+
+def test_committed_model_prefers_a_worked_chain_on_an_easy_problem(
+    committed_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    model = Qwen3ForCausalLM.from_pretrained(MODEL)
+    prompt = committed_tokenizer.encode(EXAMPLE.prompt)
+    chain = committed_tokenizer.encode(demonstration(EXAMPLE, Random(0), CLEAN))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + chain])).logits[0]
+    likeliest = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert committed_tokenizer.decode(likeliest) == committed_tokenizer.decode(chain)
+
+
+def test_table_tells_the_two_patterns_apart() -> None:
+    hard = Problem("1a+1>", (Step("+", 1),), 2, "hard")
+    short_right = (Response(10, True, False), Response(50, False, False))
+    long_right = (
+        Response(50, True, False),
+        Response(10, False, False),
+        Response(10, False, False),
+    )
+    rows = table([Group(EXAMPLE, short_right), Group(hard, long_right)]).splitlines()
+    cells = {cell[0]: cell[1:] for cell in ([part.strip() for part in row.split("|")[1:-1]] for row in rows)}
+    assert cells["prompts with right shorter than wrong"] == ["50 %", "100 %", "0 %"]
+    assert cells["prompts with right longer than wrong"] == ["50 %", "0 %", "100 %"]
+    assert cells["prompts with max/median above 3"] == ["50 %", "0 %", "100 %"]
+    assert cells["length mean / median"] == ["26 / 10", "30 / 30", "23 / 10"]
