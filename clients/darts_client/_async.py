@@ -83,8 +83,8 @@ class AsyncClient:
     ) -> list[Group]:
         """`group_size` trajectories of each prompt, in one request: a group a prompt, in the order of the prompts.
 
-        A prompt is text or token ids. `policy` names the server's shaping for this request, "off" for none. Any other of
-        vLLM's sampling names goes through. Raises ProtocolError if the answer is not exactly the groups asked for.
+        A prompt is text or token ids. `policy` names the server's shaping for this request, "off" for none. Any other
+        of vLLM's sampling names goes through. Raises ProtocolError if the answer is not exactly the groups asked for.
         """
         request = completion_request(
             prompts,

@@ -34,8 +34,11 @@ class Running(Protocol[OutputT]):
         """Tokens generated so far and not finished with; ``None`` once it has ended. Cheap, never blocks."""
         ...
 
-    def stop(self) -> None:
-        """Ask the engine to abort it. Returns at once; :meth:`ended` then gives what there is."""
+    def stop(self) -> int:
+        """Ask the engine to abort it. Returns at once, with the number of tokens that it has generated, running or not.
+
+        :meth:`ended` then gives what there is.
+        """
         ...
 
     async def ended(self) -> Ended[OutputT]:

@@ -52,8 +52,9 @@ class ScriptedCandidate:
     def tokens(self) -> int | None:
         return self.made if self.alive else None
 
-    def stop(self) -> None:
+    def stop(self) -> int:
         self._finish(None)
+        return self.made
 
     async def ended(self) -> Ended[list[int]]:
         return await asyncio.shield(self._end)

@@ -45,10 +45,10 @@ class Ledger:
         if by_itself:
             self._finish_times.append(entry.ended_at)
 
-    def stopped(self, index: int, tokens: int | None) -> None:
-        """A candidate was stopped at ``tokens`` tokens, as far as is known here."""
+    def stopped(self, index: int, tokens: int) -> None:
+        """A candidate was stopped when it had generated ``tokens`` tokens."""
         self._entries[index].ended_at = self._clock()
-        self._entries[index].tokens = tokens or 0
+        self._entries[index].tokens = tokens
 
     def close(self, group: Group, error: Exception | None) -> GroupRecord:
         """The record of a group that has an outcome."""

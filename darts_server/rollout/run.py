@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Generic
 
 from darts_server.engine.port import Ended, Engine, OutputT, RequestT, Running
-from darts_server.exceptions import CandidateFailed, DartsError, EngineError, GroupAborted
+from darts_server.exceptions import CandidateFailed, EngineError, GroupAborted
 from darts_server.policy.events import (
     Complete,
     Cut,
@@ -65,12 +65,12 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._outputs: dict[int, asyncio.Future[OutputT]] = {}
         self._cuts: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._news: asyncio.Queue[int | Exception] = asyncio.Queue()
+        self._news: asyncio.Queue[int | BaseException] = asyncio.Queue()
         self._told: set[int] = set()
 
     # --- for the caller -----------------------------------------------------
 
-    async def trajectories(self) -> AsyncIterator[Trajectory[OutputT]]:
+    async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
         """Start the group and give each trajectory once it is known to belong, exactly ``group.size`` of them.
 
         Leaving early, by cancellation or by closing the iterator, stops all candidates.
@@ -83,7 +83,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._act(self._group.open())
             for count in range(1, self._group.size + 1):
                 index = await self._news.get()
-                if isinstance(index, Exception):
+                if isinstance(index, BaseException):
                     raise index
                 yield Trajectory(index, await self._outputs[index], last=count == self._group.size)
         finally:
@@ -149,16 +149,25 @@ class GroupRun(Generic[RequestT, OutputT]):
         elif self._in_play(index):
             self._feed(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
 
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for a candidate's task, so what it did not expect is told to the caller here."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("group %s failed", self._ledger.group_id, exc_info=error)
+            self.close()
+            self._news.put_nowait(error)
+
     def _in_play(self, index: int) -> bool:
         return self._group.candidates[index].running
 
     # --- the group ----------------------------------------------------------
 
     def _feed(self, *events: Event) -> None:
-        """Let the group hear, and act on it. A fault of ours ends this group and no other."""
+        """Let the group hear, and act on it."""
         try:
             self._act(self._group.handle(*events))
-        except DartsError as error:
+        except Exception as error:
+            # A fault of ours. It ends this group, told to its caller, and no other.
             logger.exception("group %s failed on %s", self._ledger.group_id, events)
             self.close()
             self._news.put_nowait(error)
@@ -188,14 +197,13 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._outputs[index] = loop.create_future()
             task = loop.create_task(self._drive(index))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._reap)
         self._ledger.requested(len(indices))
         self._observer.candidates_started(len(indices))
 
     def _stop(self, index: int) -> None:
         if running := self._running.get(index):
-            self._ledger.stopped(index, running.tokens())
-            running.stop()
+            self._ledger.stopped(index, running.stop())
 
     def _cut(self, index: int, tokens: int) -> None:
         output = self._outputs[index]

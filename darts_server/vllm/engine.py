@@ -69,8 +69,13 @@ class VllmCandidate:
         state = self._states.get(self._collector.request_id)
         return None if state is None or state.detokenizer is None else state.detokenizer.num_output_tokens()
 
-    def stop(self) -> None:
+    def stop(self) -> int:
         self._aborts.add(self._collector.request_id)
+        if (tokens := self.tokens()) is not None:
+            return tokens
+        # It has ended, and nobody has taken its output yet.
+        output = self._collector.output
+        return len(output.outputs[0].token_ids) if isinstance(output, RequestOutput) else 0
 
     async def ended(self) -> Ended[RequestOutput]:
         try:

@@ -19,6 +19,8 @@ from darts_server.vllm.platform import refuse_what_would_crash
 from darts_server.vllm.requests import current_options, merged_policy
 
 SEED_MASK = (1 << 64) - 1
+# Those of generate()'s options that vLLM may refuse.
+CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
 
 
 class ShapingLLM(AsyncLLM):
@@ -43,7 +45,22 @@ class ShapingLLM(AsyncLLM):
         plan = self._plan(prompt, sampling_params)
         if plan is None:
             return super().generate(prompt, sampling_params, request_id, **options)
-        return self._shaped(plan, PromptRequest(prompt, sampling_params, request_id, options))
+        request = PromptRequest(prompt, sampling_params, request_id, options)
+        self._check(request)
+        return self._shaped(plan, request)
+
+    def _check(self, request: PromptRequest) -> None:
+        """Have vLLM look at the prompt now.
+
+        By itself it does so when a prompt is added to the engine. For the second prompt of a request that is after the
+        first one was started, and for a stream after the status was sent.
+        """
+        rendered = isinstance(request.prompt, dict) and "type" in request.prompt
+        if rendered:
+            known = {name: request.options[name] for name in CHECKED_OPTIONS if name in request.options}
+            self.input_processor.process_inputs(
+                request.request_id, request.prompt, request.params, self._supported_tasks, **known
+            )
 
     def _plan(self, prompt: Any, params: SamplingParams) -> Plan | None:
         policy = merged_policy(current_options(), params.extra_args or {})
@@ -101,8 +118,8 @@ class ShapingLLM(AsyncLLM):
                 self.rollouts.abort(group_id)
         await super().abort(ids, internal=internal)
 
-    async def update_weights(self, request: Any) -> None:
-        await super().update_weights(request)
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        await super().finish_weight_update(weight_version)
         self.weight_version += 1
 
     def shutdown(self, timeout: float | None = None) -> None:

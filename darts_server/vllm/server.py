@@ -98,6 +98,7 @@ async def engine(args: Namespace, wiring: Wiring) -> AsyncIterator[ShapingLLM]:
     assert isinstance(llm, ShapingLLM)
     try:
         await llm.reset_mm_cache()
+        await llm.get_supported_tasks()  # vLLM keeps them; generate() needs them without waiting
         llm.rollouts = wiring.rollouts(VllmEngine(llm), args.served_model_name[0])
         yield llm
     finally:

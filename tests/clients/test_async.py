@@ -141,9 +141,9 @@ async def test_leaving_a_stream_by_break_alone_cancels_what_is_pending_soon_afte
 async def test_one_failure_ends_the_stream_and_cancels_what_is_pending() -> None:
     server = Server(refused=("b",))
     async with AsyncClient(URL, model="tiny", transport=server.transport) as client:
+        groups = client.stream_groups(["a", "b", "c"], group_size=1, max_tokens=16)
         with pytest.raises(BadRequest, match="no such prompt") as caught:
-            async for _ in client.stream_groups(["a", "b", "c"], group_size=1, max_tokens=16):
-                pytest.fail("no group can be complete")
+            await anext(groups)
     assert caught.value.param == "prompt"
     assert server.cancelled == server.waiting == {"a", "c"}
 

@@ -1,0 +1,1 @@
+"""What is measured. Each script prints a table last; none is asserted on by time."""

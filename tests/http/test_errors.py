@@ -1,0 +1,40 @@
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from darts_server.exceptions import DartsError, EngineDead, GroupAborted, GroupFailed, InvalidRequest
+from darts_server.http.errors import body_of, install, status_of
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidRequest("n", "too many"), 400),
+        (GroupFailed("no"), 500),
+        (GroupAborted("stopped"), 503),
+        (EngineDead("gone"), 503),
+        (DartsError("?"), 500),
+    ],
+)
+def test_every_error_has_the_status_of_its_closest_class(error: DartsError, status: int) -> None:
+    assert status_of(error) == status
+
+
+def test_the_body_is_openais_error_object() -> None:
+    assert body_of(InvalidRequest("n", "at most 4")) == {
+        "error": {"message": "n: at most 4", "type": "BadRequestError", "param": "n", "code": 400}
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Using `httpx`")
+def test_an_app_answers_in_that_form() -> None:
+    app = FastAPI()
+    install(app)
+
+    @app.get("/")
+    async def fail() -> None:
+        raise InvalidRequest("n", "at most 4")
+
+    answer = TestClient(app).get("/")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "n"

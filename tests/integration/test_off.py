@@ -1,0 +1,46 @@
+"""With shaping off the server is vLLM."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from examples.tiny_rl.server import Server
+
+pytestmark = pytest.mark.engine
+PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>"]
+
+
+def choices(server: Server, model: str, **body: Any) -> list[dict[str, Any]]:
+    body = {"model": model, "max_tokens": 256, "logprobs": 2, "return_token_ids": True} | body
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, Any]] = answer.json()["choices"]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_tokens_and_log_probs_equal_plain_vllm_request_by_request(
+    server: Server, plain: Server, prompt: str, seed: int
+) -> None:
+    ours = choices(server, "tiny:raw", prompt=prompt, n=8, seed=seed)
+    theirs = choices(plain, "tiny", prompt=prompt, n=8, seed=seed)
+    assert [c["token_ids"] for c in ours] == [c["token_ids"] for c in theirs]
+    assert [c["text"] for c in ours] == [c["text"] for c in theirs]
+    assert [c["finish_reason"] for c in ours] == [c["finish_reason"] for c in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-5)
+
+
+def test_the_server_shows_the_same_routes(server: Server, plain: Server) -> None:
+    ours, theirs = (set(httpx.get(f"{s.url}/openapi.json").json()["paths"]) for s in (server, plain))
+    assert theirs <= ours
+
+
+def test_a_candidate_of_a_shaped_group_is_what_its_seed_gives(server: Server) -> None:
+    raw = choices(server, "tiny:raw", prompt=PROMPTS[0], n=12, seed=40)
+    shaped = choices(server, "tiny", prompt=PROMPTS[0], n=8, seed=40)
+    remaining = iter([c["token_ids"] for c in raw])
+    # A subsequence: each is found, and after the one before it, since choices come in candidate order.
+    assert all(c["token_ids"] in remaining for c in shaped)

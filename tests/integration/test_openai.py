@@ -1,0 +1,157 @@
+"""The ``openai`` client, unchanged, against shaped groups."""
+
+from collections import Counter, defaultdict
+
+import httpx
+import openai
+import pytest
+
+from examples.tiny_rl.server import Server
+from tests.integration.waiting import wait_idle
+
+pytestmark = pytest.mark.engine
+PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>"]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_each_prompt_gets_exactly_n_choices_in_prompt_order(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPTS, n=8, max_tokens=200, logprobs=0, extra_body={"return_token_ids": True}
+    )
+    assert [c.index for c in answer.choices] == list(range(24))
+    assert {c.finish_reason for c in answer.choices} <= {"stop", "length"}
+    for number, choice in enumerate(answer.choices):
+        extra = choice.model_extra or {}
+        assert len(extra["prompt_token_ids"]) == len(PROMPTS[number // 8])
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.token_logprobs or []) == len(extra["token_ids"])
+
+
+def test_a_stream_gives_each_choice_whole_and_once(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="tiny", prompt=PROMPTS, n=8, max_tokens=200, stream=True, extra_body={"return_token_ids": True}
+    )
+    finished: Counter[int] = Counter()
+    prompts: dict[int, int] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            assert choice.finish_reason in ("stop", "length")
+            finished[choice.index] += 1
+            prompts[choice.index] = len((choice.model_extra or {})["prompt_token_ids"])
+    assert finished == Counter(range(24))
+    assert prompts == {index: len(PROMPTS[index // 8]) for index in range(24)}
+
+
+def test_streamed_chat_gives_exactly_n_messages(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": PROMPTS[0]}], n=8, max_tokens=200, stream=True
+    )
+    texts: defaultdict[int, str] = defaultdict(str)
+    reasons: dict[int, str] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert sorted(texts) == sorted(reasons) == list(range(8))
+    assert set(reasons.values()) <= {"stop", "length"}
+    assert all("#" in text or reasons[index] == "length" for index, text in texts.items())
+
+
+def test_chat_gives_exactly_n_messages_with_log_probs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": PROMPTS[0]}], n=8, max_tokens=200, logprobs=True
+    )
+    assert [c.index for c in answer.choices] == list(range(8))
+    assert all(c.logprobs is not None and c.logprobs.content for c in answer.choices)
+
+
+def test_the_token_route_is_shaped_too(server: Server) -> None:
+    before = server.metric("darts_groups_total", outcome="completed")
+    answer = httpx.post(
+        f"{server.url}/inference/v1/generate",
+        json={"token_ids": list(range(5, 12)), "sampling_params": {"n": 6, "max_tokens": 100}},
+        timeout=60,
+    ).json()
+    assert [c["index"] for c in answer["choices"]] == list(range(6))
+    assert {c["finish_reason"] for c in answer["choices"]} <= {"stop", "length"}
+    assert server.metric("darts_groups_total", outcome="completed") == before + 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 1},
+        {"n": 4, "model": "tiny:raw"},
+        {"n": 4, "headers": {"X-Darts-Policy": "off"}},
+        {"n": 4, "vllm_xargs": {"darts_policy": "off"}},
+        {"n": 4, "use_beam_search": True, "temperature": 0},
+    ],
+)
+def test_what_is_not_to_be_shaped_is_left_alone(server: Server, body: dict[str, object]) -> None:
+    headers = body.pop("headers", {})
+    before = server.metric("darts_candidates_started_total")
+    answer = httpx.post(
+        f"{server.url}/v1/completions",
+        json={"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 50} | body,
+        headers=headers,  # type: ignore[arg-type]
+        timeout=60,
+    )
+    assert len(answer.json()["choices"]) == body["n"]
+    assert server.metric("darts_candidates_started_total") == before
+
+
+def test_structured_outputs_hold_in_every_choice_of_a_shaped_group(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny",
+        prompt=PROMPTS[0],
+        n=4,
+        max_tokens=20,
+        extra_body={"structured_outputs": {"regex": r"a-5=[0-9]#[0-9]"}},
+    )
+    assert len(answer.choices) == 4
+    assert all(len(c.text) == 7 and c.text.startswith("a-5=") for c in answer.choices)
+
+
+def test_prompt_log_probs_come_with_a_shaped_group(server: Server) -> None:
+    body = {"model": "tiny", "prompt": PROMPTS[0], "n": 4, "max_tokens": 50, "prompt_logprobs": 0}
+    shaped, raw = (
+        httpx.post(f"{server.url}/v1/completions", json=body | {"model": name}, timeout=60).json()["choices"]
+        for name in ("tiny", "tiny:raw")
+    )
+    assert len(shaped[0]["prompt_logprobs"]) == len(PROMPTS[0])
+    assert [set(p or {}) for p in shaped[0]["prompt_logprobs"]] == [set(p or {}) for p in raw[0]["prompt_logprobs"]]
+
+
+def test_metrics_add_up(server: Server, client: openai.OpenAI) -> None:
+    client.completions.create(model="tiny", prompt=PROMPTS, n=8, max_tokens=200)
+    wait_idle(server, 10)
+    assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
+    generated, returned, wasted = (
+        server.metric("darts_tokens_total", kind=kind) for kind in ("generated", "returned", "wasted")
+    )
+    assert generated == returned + wasted
+    assert returned > 0
+
+
+def test_generated_tokens_are_those_that_vllm_counts(server: Server, client: openai.OpenAI) -> None:
+    def counts() -> tuple[float, float]:
+        wait_idle(server, 10)
+        return server.metric("darts_tokens_total", kind="generated"), server.metric("vllm:generation_tokens_total")
+
+    ours, theirs = counts()
+    client.completions.create(model="tiny", prompt=PROMPTS * 8, n=8, max_tokens=200)
+    ours, theirs = (after - before for after, before in zip(counts(), (ours, theirs), strict=True))
+    # A step that is on its way when a candidate is stopped is counted there and not here.
+    assert 0.95 * theirs <= ours <= theirs
+
+
+def test_metrics_carry_the_model_name(server: Server) -> None:
+    text = httpx.get(f"{server.url}/metrics").text
+    ours = [line for line in text.splitlines() if line.startswith("darts_")]
+    assert ours
+    assert all('model_name="tiny"' in line for line in ours)

@@ -1,0 +1,58 @@
+"""TRL's own client, unchanged."""
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.tiny_rl.server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>"]
+# TRL asks for a distribution named "vllm"; the CPU build's is named otherwise. This one is metadata alone.
+SHIM = Path(__file__).parent / "shim"
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Any]:
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        sys.path.insert(0, str(SHIM))
+    from trl.generation.vllm_client import VLLMClient
+
+    yield VLLMClient(base_url=server.url)
+    if str(SHIM) in sys.path:
+        sys.path.remove(str(SHIM))
+
+
+def test_generate_gets_exactly_n_for_each_prompt_in_order(client: Any, server: Server) -> None:
+    before = server.metric("darts_groups_total", outcome="completed")
+    answer = client.generate(PROMPTS, n=8, max_tokens=200)
+    assert [len(ids) for ids in answer["prompt_ids"]] == [len(p) for p in PROMPTS]
+    assert len(answer["completion_ids"]) == 24
+    assert [len(each) for each in answer["logprobs"]] == [len(ids) for ids in answer["completion_ids"]]
+    assert server.metric("darts_groups_total", outcome="completed") == before + 3
+
+
+def test_generate_takes_token_ids(client: Any) -> None:
+    ids = client.generate(PROMPTS, n=1, max_tokens=1)["prompt_ids"]
+    answer = client.generate(ids, n=8, max_tokens=200)
+    assert answer["prompt_ids"] == ids
+    assert len(answer["completion_ids"]) == 24
+
+
+def test_chat_gets_exactly_n_for_each_conversation_in_order(client: Any) -> None:
+    answer = client.chat([[{"role": "user", "content": p}] for p in PROMPTS], n=8, max_tokens=200)
+    assert [len(ids) for ids in answer["prompt_ids"]] == [len(p) for p in PROMPTS]
+    assert len(answer["completion_ids"]) == 24
+
+
+def test_generation_kwargs_can_switch_shaping_off(client: Any, server: Server) -> None:
+    before = server.metric("darts_candidates_started_total")
+    answer = client.generate(PROMPTS, n=4, max_tokens=50, generation_kwargs={"vllm_xargs": {"darts_policy": "off"}})
+    assert len(answer["completion_ids"]) == 12
+    assert server.metric("darts_candidates_started_total") == before

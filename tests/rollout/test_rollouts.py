@@ -1,0 +1,65 @@
+import asyncio
+from typing import Any
+
+import pytest
+
+from darts_server.engine.scripted import settle
+from darts_server.exceptions import InvalidRequest
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.rollouts import Limits, Rollouts
+from tests.rollout.helpers import House, collect, lengths
+
+
+def rollouts(limits: Limits, **shaping: Any) -> Rollouts[str, list[int]]:
+    house = House(lengths(5))
+    return Rollouts(house.engine, {"uniform": Shaping(**shaping)}, "uniform", limits)
+
+
+def test_the_default_policy_is_used_when_none_is_named() -> None:
+    plan = rollouts(Limits(64)).plan(8)
+    assert plan is not None
+    assert (plan.policy, plan.candidates, plan.rule.size) == ("uniform", 12, 8)
+
+
+@pytest.mark.parametrize(("size", "policy"), [(1, None), (1, "uniform"), (8, "off")])
+def test_single_requests_and_the_policy_off_are_left_to_the_engine(size: int, policy: str | None) -> None:
+    assert rollouts(Limits(64)).plan(size, policy) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "shaping", "size", "policy", "message"),
+    [
+        (Limits(64), {}, 8, "sideways", "policy: 'sideways' is unknown; choose one of off, uniform"),
+        (Limits(64), {}, 65, None, "n: at most 64, got 65"),
+        (Limits(64), {}, 65, "off", "n: at most 64, got 65"),
+        (Limits(64), {"num_shortest": 7}, 4, None, "needs n = 8, got 4"),
+        (Limits(64), {"num_longest": 4}, 4, None, "num_longest = 4"),
+        (Limits(64, group_size=8), {}, 4, None, "groups of 8"),
+    ],
+)
+def test_bad_requests_are_refused_with_field_and_remedy(
+    limits: Limits, shaping: dict[str, int], size: int, policy: str | None, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        rollouts(limits, **shaping).plan(size, policy)
+
+
+@pytest.mark.anyio
+async def test_the_timer_rests_while_nothing_runs_and_wakes_for_the_next_group() -> None:
+    house = House(lengths(3, 9, 4, 30, 5, 50))
+    for _ in range(2):
+        assert len(await house.group(house.run(4))) == 4
+        await settle()
+        assert [t for t in asyncio.all_tasks() if t.get_name() == "darts-watch"] == []
+
+
+@pytest.mark.anyio
+async def test_many_groups_at_once_all_get_their_own() -> None:
+    house = House(lambda request, index: lengths(3, 9, 4, 30, 5, 50)(request, (index + int(request)) % 6))
+    waiting = [asyncio.create_task(collect(house.run(4, group_id=str(i)))) for i in range(40)]
+    await settle()
+    await house.engine.run()
+    for group in await asyncio.gather(*waiting):
+        assert sorted(len(t.output) for t in group) == [3, 4, 5, 9]
+    assert house.recorder.started == 40 * 6
+    assert house.rollouts.running == 0

@@ -1,0 +1,81 @@
+import argparse
+from pathlib import Path
+
+import pytest
+
+from darts_server.exceptions import InvalidSetting
+from darts_server.settings import Settings, add_flags, load
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tmp_path / "darts.toml"
+
+
+def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text("redundancy = 2.5\nnum_longest = 3\npeek_interval = 0.5\n")
+    monkeypatch.setenv("DARTS_REDUNDANCY", "2.0")
+    monkeypatch.setenv("DARTS_NUM_LONGEST", "2")
+    settings = load({"redundancy": "1.25", "tail": None}, str(config))
+    assert (settings.redundancy, settings.num_longest, settings.peek_interval, settings.tail) == (
+        1.25,
+        2,
+        0.5,
+        "sampled",
+    )
+
+
+def test_defaults_fit_together() -> None:
+    assert load({}, None).model_dump() == {n: f.default for n, f in Settings.model_fields.items()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"redundancy": "0.5"}, ["--redundancy = 0.5", "greater than or equal to 1", "1 to 16"]),
+        ({"redundancy": "much"}, ["--redundancy = much", "valid number"]),
+        ({"tail": "short"}, ["--tail = short", "'sampled' or 'longest'"]),
+        ({"policy": "fast"}, ["--policy = fast", "'uniform' or 'off'"]),
+        ({"num_longest": "-1"}, ["--num-longest = -1", "0 to 1024"]),
+        ({"group_size": "8", "num_shortest": "5"}, ["num_shortest + num_longest must equal group_size", "5 + 1 != 8"]),
+        ({"group_size": "8", "num_longest": "8"}, ["num_longest must be smaller than group_size = 8"]),
+        ({"group_size": "8", "max_group_size": "4"}, ["at most max_group_size = 4"]),
+        ({"redundancy": "0", "tail": "x"}, ["--redundancy", "--tail"]),
+    ],
+)
+def test_a_wrong_flag_is_named_with_value_and_range(flags: dict[str, str | None], words: list[str]) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        load(flags, None)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DARTS_REDUNDANCY", "0")
+    with pytest.raises(InvalidSetting, match=r"redundancy \(from DARTS_REDUNDANCY or the file\) = 0"):
+        load({}, None)
+
+
+def test_an_unknown_key_in_the_file_is_named(config: Path) -> None:
+    config.write_text("redundncy = 2\n")
+    with pytest.raises(InvalidSetting, match="redundncy: unknown setting; known ones are policy, redundancy"):
+        load({}, str(config))
+
+
+def test_a_file_that_is_no_toml_or_not_there_is_named(config: Path) -> None:
+    with pytest.raises(InvalidSetting, match=r"darts\.toml is not a file"):
+        load({}, str(config))
+    config.write_text("redundancy = = 2")
+    with pytest.raises(InvalidSetting, match=r"darts\.toml"):
+        load({}, str(config))
+
+
+def test_every_setting_is_a_flag_with_help() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    help_text = parser.format_help()
+    assert "shaped groups" in help_text
+    for name, field in Settings.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in help_text
+        assert field.description
