@@ -82,6 +82,8 @@ class Candidate:
         Raises:
             IllegalMove: the event cannot happen in this state.
         """
+        if self.cut:
+            return  # stopped from here as well: what it was cut to stands, whatever the engine still says
         following = MOVES.get((self.state, type(event)))
         if following is None:
             raise IllegalMove(f"candidate {self.index} is {self.state.name} and cannot hear {event}")

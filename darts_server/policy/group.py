@@ -26,11 +26,13 @@ from darts_server.policy.events import (
     GiveUp,
     LimitSet,
     Lost,
+    Scored,
     Start,
+    Started,
     Stop,
 )
 from darts_server.policy.selection import SelectionRule, Verdict
-from darts_server.types import End, Outcome, StopReason
+from darts_server.types import Outcome, StopReason
 
 
 class Group:
@@ -60,14 +62,13 @@ class Group:
         self._spare = spare
         self._early = early
         self._limit: int | None = None
-        self._given: dict[int, End] = {}  # delivered, and out of the rule's hands since a restart
         self._delivered: set[int] = set()
 
     def open(self) -> list[Decision]:
         """The first candidates to start."""
         if self.candidates:
             raise IllegalMove("the group is open already")
-        return [self._start(self._initial)]
+        return [self._start(self._initial)] if self.outcome is None else []
 
     def handle(self, *events: Event) -> list[Decision]:
         """Take events in, in their order, and say what to do about them.
@@ -78,8 +79,8 @@ class Group:
         last_error: Exception | None = None
         for event in events:
             last_error = self._hear(event) or last_error
-        if self.outcome is not None:
-            return []
+        if self.outcome is not None or not self.candidates or all(isinstance(e, Started | Scored) for e in events):
+            return []  # that one was started or scored makes no candidate certain or hopeless
         return list(self._decide(last_error))
 
     def cancel(self) -> list[Decision]:
@@ -108,8 +109,7 @@ class Group:
         if missing > self._spare:
             yield from self._give_up(last_error, missing)
             return
-        if missing > 0:
-            self._hold_delivered()
+        if missing > 0:  # from now on all that are left are needed, so what was delivered or cut stays in the group
             yield self._start(missing)
             self._spare -= missing
         verdict = self._assess()
@@ -117,12 +117,12 @@ class Group:
         if cuts := list(self._cut(verdict)):
             yield from cuts
             verdict = self._assess()
-        if len(verdict.settled) == self._rule.size:
+        if len(verdict.settled) == self.size:
             yield from self._complete()
             return
         self.alarms = dict(verdict.alarms)
         if self._limit is not None:
-            self.alarms |= dict.fromkeys(verdict.tail, self._limit)
+            self.alarms |= {i: self._limit for i in verdict.tail if self.candidates[i].running}
         if self._early:
             yield from self._deliver(verdict)
 
@@ -131,7 +131,7 @@ class Group:
         return self._rule.assess(running, self._finished(), self._early)
 
     def _finished(self) -> list[Candidate]:
-        return [c for c in self.candidates if c.alive and not c.running and c.index not in self._given]
+        return [c for c in self.candidates if c.alive and not c.running]
 
     def _start(self, count: int) -> Start:
         first = len(self.candidates)
@@ -158,17 +158,10 @@ class Group:
             self._delivered.add(index)
             yield Deliver(index)
 
-    def _hold_delivered(self) -> None:
-        """Before newcomers run: what was delivered keeps its seat, and the rule fills the others."""
-        ends = self._rule.select(self._finished())
-        held = {i: ends.get(i, End.SHORT) for i in self._delivered if i not in self._given}
-        self._given |= held
-        self._rule = self._rule.without(len(held))
-
     # --- ending -------------------------------------------------------------
 
     def _complete(self) -> Iterator[Decision]:
-        selection = {**self._rule.select(self._finished()), **self._given}
+        selection = self._rule.select(self._finished())
         for candidate in self.candidates:
             if candidate.index in selection:
                 candidate.select(selection[candidate.index])

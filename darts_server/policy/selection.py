@@ -53,10 +53,6 @@ class SelectionRule(Protocol):
         """Why a finished candidate was not chosen."""
         ...
 
-    def without(self, taken: int) -> "SelectionRule":
-        """The rule for the seats that remain when ``taken`` are given away."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
@@ -84,9 +80,6 @@ class InOrder:
 
     def surplus(self, candidate: Candidate) -> StopReason:
         return StopReason.MIDDLE
-
-    def without(self, taken: int) -> "InOrder":
-        return InOrder(self.size - taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +115,6 @@ class Shortest:
     def surplus(self, candidate: Candidate) -> StopReason:
         return StopReason.LONGER_THAN_NEEDED if candidate.valid else StopReason.TRUNCATED
 
-    def without(self, taken: int) -> "Shortest":
-        return Shortest(self.size - taken)
-
 
 @dataclass(frozen=True, slots=True)
 class LongestTail:
@@ -154,9 +144,11 @@ class LongestTail:
     def assess(self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool) -> Verdict:
         if not running:
             return Verdict(settled=frozenset(self.select(finished)))
+        if not self.num_longest:
+            return Shortest(self.size).assess(running, finished, early)
         race = Race(self.num_shortest, running, finished)
         settled = (c.index for place, c in enumerate(race.valid) if self._is_in(place, c, race))
-        return Verdict(settled=frozenset(settled), alarms=race.alarms(early, whole=True) if early else {})
+        return Verdict(settled=frozenset(settled), alarms=race.alarms(early) if early else {})
 
     def _is_in(self, place: int, candidate: Candidate, race: "Race") -> bool:
         """Whether no future leaves it out, i.e. with K before it and L after it.
@@ -170,10 +162,6 @@ class LongestTail:
 
     def surplus(self, candidate: Candidate) -> StopReason:
         return StopReason.MIDDLE if candidate.valid else StopReason.TRUNCATED
-
-    def without(self, taken: int) -> "LongestTail":
-        short = max(0, self.num_shortest - taken)
-        return LongestTail(short, self.size - taken - short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +192,10 @@ class SampledTail:
         }
 
     def assess(self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool) -> Verdict:
-        if not running:
-            chosen = self.select(finished)
-            return Verdict(
-                settled=frozenset(chosen), tail=frozenset(i for i, end in chosen.items() if end is not End.SHORT)
-            )
         race = Race(self.num_shortest, running, finished)
+        if not running:
+            chosen = frozenset(self.select(finished))
+            return Verdict(settled=chosen, tail=chosen.intersection(c.index for c in race.surely_rest()))
         short = race.surely_short()
         rest = [c for c in (*running, *finished) if c.index not in short]
         winners = {
@@ -222,15 +208,12 @@ class SampledTail:
             settled=frozenset(short | winners.intersection(c.index for c in finished)),
             hopeless={r.index: StopReason.TAIL_PRUNED for r in losers},
             tail=frozenset(winners.intersection(c.index for c in race.surely_rest())),
-            alarms=race.alarms(early),
+            # Whoever falls behind any of the K shortest can decide the lottery, not only whoever falls behind the bar.
+            alarms=race.alarms(early=True),
         )
 
     def surplus(self, candidate: Candidate) -> StopReason:
         return StopReason.MIDDLE if candidate.valid else StopReason.TRUNCATED
-
-    def without(self, taken: int) -> "SampledTail":
-        short = max(0, self.num_shortest - taken)
-        return SampledTail(short, self.size - taken - short)
 
 
 def split(finished: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
@@ -283,17 +266,14 @@ class Race:
                 fewest = min(fewest, behind - placed + sum(c.draw < draw for c in losing))
         return sure + fewest
 
-    def alarms(self, early: bool, whole: bool = False) -> dict[int, int]:
+    def alarms(self, early: bool) -> dict[int, int]:
         """For each contender the token count at which it falls behind the next finished candidate that matters.
 
-        That is the bar alone, or with ``early`` every finished candidate in the first K places (``whole``: in any).
+        That is the bar alone, or with ``early`` every finished candidate in the first K places.
         """
-        if early:
-            marks = self.valid if whole else self.valid[: self.places]
-        else:
-            marks = self.valid[self.places - 1 : self.places] if self.places else []
+        marks = self.valid[0 if early else self.places - 1 : self.places]
         alarms = {}
-        for r in self.running if whole else self.contenders:
+        for r in self.contenders:
             ahead = [
                 tokens if r.index < index else tokens - 1
                 for tokens, index in (c.order for c in marks)

@@ -1,0 +1,93 @@
+"""Strategies: rules, truths and whole worlds, small enough for ties to be frequent."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+from hypothesis import strategies as st
+
+from darts_server.policy.group import Group
+from darts_server.policy.selection import InOrder, LongestTail, SampledTail, Shortest
+from tests.policy.oracle import Rule
+from tests.policy.world import Ending, Peek, Truth, World
+
+WITHOUT_FAILURES = [Ending.STOP, Ending.STOP, Ending.STOP, Ending.LENGTH]
+MANY_TRUNCATED = [Ending.LENGTH] * 4
+WITH_FAILURES = [*WITHOUT_FAILURES, Ending.FAILED, Ending.REFUSED, Ending.LOST]
+WITH_THE_END_OF_THE_ENGINE = [*WITH_FAILURES, Ending.BROKEN]
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that a world is made of. The group's lots come from ``seed``, the order of events from ``order``."""
+
+    rule: Rule
+    candidates: int
+    truths: Sequence[Truth]
+    early: bool
+    seed: int
+    order: int
+    peek: Peek = Peek.ALARMS
+    spare: int = 0
+    at_once: bool = False
+    limits: Mapping[int, int] = field(default_factory=dict)
+
+    def world(self) -> World:
+        group = Group(
+            rule=self.rule,
+            candidates=self.candidates,
+            rng=np.random.default_rng(self.seed),
+            spare=self.spare,
+            early=self.early,
+        )
+        return World(group, self.truths, Random(self.order), peek=self.peek, at_once=self.at_once, limits=self.limits)
+
+
+SEATS = [(short, tail) for short in range(4) for tail in range(3) if short + tail]
+SAMPLED_TAILS = st.sampled_from(SEATS).map(lambda seats: SampledTail(*seats))
+LONGEST_TAILS = st.sampled_from(SEATS).map(lambda seats: LongestTail(*seats))
+WITHOUT_TAIL = st.builds(InOrder, st.integers(1, 4)) | st.builds(Shortest, st.integers(1, 4))
+RULES: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | SAMPLED_TAILS
+
+
+def truths(endings: Sequence[Ending], max_length: int = 8) -> st.SearchStrategy[Truth]:
+    return st.builds(
+        Truth,
+        length=st.integers(1, max_length),
+        ending=st.sampled_from(endings),
+        delay=st.integers(0, 4),
+        speed=st.integers(1, 3),
+    )
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    endings: Sequence[Ending],
+    *,
+    of: st.SearchStrategy[Rule] = RULES,
+    most: int = 9,
+    max_length: int = 8,
+    max_spare: int = 0,
+    cut: bool = False,
+) -> Case:
+    """``most``: the greatest number of candidates at first. ``cut``: set cut limits on the way."""
+    rule = draw(of)
+    candidates = draw(st.integers(rule.size, max(rule.size, most)))
+    spare = draw(st.integers(0, max_spare))
+    in_all = candidates + spare
+    if Ending.LENGTH in endings and draw(st.booleans()):
+        endings = [*endings, *MANY_TRUNCATED]
+    limits = st.dictionaries(st.integers(1, 10), st.integers(1, max_length), min_size=1, max_size=3)
+    return Case(
+        rule=rule,
+        candidates=candidates,
+        truths=draw(st.lists(truths(endings, max_length), min_size=in_all, max_size=in_all)),
+        early=draw(st.booleans()),
+        seed=draw(st.integers(0, 10_000)),
+        order=draw(st.integers(0, 10_000)),
+        peek=draw(st.sampled_from(Peek)),
+        spare=spare,
+        limits=draw(limits) if cut else {},
+    )

@@ -1,0 +1,122 @@
+"""Which moves a candidate may make, and what it keeps of them."""
+
+import pytest
+
+from darts_server.exceptions import IllegalMove
+from darts_server.policy.candidate import Candidate, CandidateEvent, State
+from darts_server.policy.events import Failed, Finished, Lost, Progress, Scored, Started
+from darts_server.types import End, FinishReason, StopReason
+
+EVENTS: list[CandidateEvent] = [
+    Started(0),
+    Progress(0, 7),
+    Scored(0, 0.5),
+    Finished(0, 9, FinishReason.STOP),
+    Failed(0, RuntimeError()),
+    Lost(0),
+]
+LEGAL: dict[State, dict[type[CandidateEvent], State]] = {
+    State.REQUESTED: {Started: State.RUNNING, Failed: State.DISCARDED, Lost: State.DISCARDED},
+    State.RUNNING: {
+        Progress: State.RUNNING,
+        Scored: State.RUNNING,
+        Finished: State.FINISHED,
+        Failed: State.DISCARDED,
+        Lost: State.DISCARDED,
+    },
+    State.FINISHED: {Progress: State.FINISHED, Scored: State.FINISHED},
+    State.SELECTED: {Progress: State.SELECTED, Scored: State.SELECTED},
+    State.DISCARDED: {type(event): State.DISCARDED for event in EVENTS},
+}
+
+
+def candidate(state: State = State.RUNNING, tokens: int = 3) -> Candidate:
+    return Candidate(
+        index=0,
+        draw=0.5,
+        state=state,
+        tokens=tokens,
+        finish_reason=FinishReason.STOP if state in (State.FINISHED, State.SELECTED) else None,
+        end=End.SHORT if state is State.SELECTED else None,
+        reason=StopReason.MIDDLE if state is State.DISCARDED else None,
+    )
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("state", State)
+def test_a_move_leads_where_the_table_says_or_is_refused(state: State, event: CandidateEvent) -> None:
+    c = candidate(state)
+    following = LEGAL[state].get(type(event))
+    if following is None:
+        before = repr(c)
+        with pytest.raises(IllegalMove, match=f"candidate 0 is {state.name}"):
+            c.hear(event)
+        assert repr(c) == before
+    else:
+        c.hear(event)
+        assert c.state is following
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("state", [State.FINISHED, State.SELECTED, State.DISCARDED])
+def test_late_words_change_nothing(state: State, event: CandidateEvent) -> None:
+    c = candidate(state)
+    before = repr(c)
+    if type(event) in LEGAL[state]:
+        c.hear(event)
+    assert repr(c) == before
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("selected", [False, True])
+def test_late_words_about_one_that_was_cut_change_nothing(selected: bool, event: CandidateEvent) -> None:
+    c = candidate()
+    c.cut_at(2)
+    if selected:
+        c.select(End.LONG)
+    before = repr(c)
+    c.hear(event)
+    assert repr(c) == before
+
+
+def test_progress_never_goes_back() -> None:
+    c = candidate(tokens=3)
+    c.hear(Progress(0, 7))
+    c.hear(Progress(0, 5))
+    assert c.tokens == 7
+
+
+def test_a_finish_sets_length_and_reason() -> None:
+    c = candidate()
+    c.hear(Finished(0, 9, FinishReason.LENGTH))
+    assert (c.tokens, c.finish_reason, c.valid) == (9, FinishReason.LENGTH, False)
+    assert c.alive
+    assert not c.running
+
+
+def test_a_score_is_kept() -> None:
+    c = candidate()
+    c.hear(Scored(0, 0.25))
+    assert c.quality == 0.25
+
+
+@pytest.mark.parametrize("state", [State.REQUESTED, State.RUNNING])
+@pytest.mark.parametrize("event", [Failed(0, RuntimeError()), Lost(0)])
+def test_one_that_fails_is_discarded_as_failed(state: State, event: CandidateEvent) -> None:
+    c = candidate(state)
+    c.hear(event)
+    assert (c.state, c.reason) == (State.DISCARDED, StopReason.FAILED)
+    assert not c.alive
+    assert not c.running
+
+
+def test_a_running_candidate_will_have_one_token_more() -> None:
+    assert candidate(State.RUNNING, tokens=3).order == (4, 0)
+    assert candidate(State.FINISHED, tokens=3).order == (3, 0)
+
+
+def test_a_cut_keeps_the_first_tokens_as_if_they_had_been_the_limit() -> None:
+    c = candidate(tokens=8)
+    c.cut_at(5)
+    assert (c.state, c.tokens, c.finish_reason, c.cut) == (State.FINISHED, 5, FinishReason.LENGTH, True)
+    assert not c.valid

@@ -1,0 +1,289 @@
+"""An engine whose candidates have known truths, and which tells a group about them in any order.
+
+Whatever the group decides is checked for being possible at all, so every test that runs a world tests that too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from random import Random
+
+from darts_server.policy.events import (
+    Complete,
+    Cut,
+    Decision,
+    Deliver,
+    Event,
+    Failed,
+    Finished,
+    GiveUp,
+    LimitSet,
+    Lost,
+    Progress,
+    Scored,
+    Start,
+    Started,
+    Stop,
+)
+from darts_server.policy.group import Group
+from darts_server.types import End, FinishReason, StopReason
+from tests.policy.oracle import Fate
+
+PATIENCE = 400
+"""Steps after which a group that still waits is taken to wait for ever; no truth takes a tenth of it."""
+
+
+class Ending(Enum):
+    STOP = auto()
+    LENGTH = auto()
+    FAILED = auto()
+    REFUSED = auto()
+    """Fails before it starts."""
+    BROKEN = auto()
+    """Fails, and no other candidate could fare better."""
+    LOST = auto()
+
+
+class Peek(Enum):
+    ALARMS = auto()
+    """Progress is reported when an alarm says so, in the same step."""
+    EVERYTHING = auto()
+    """Progress of every running candidate is reported in every step."""
+    NOW_AND_THEN = auto()
+    """Progress is reported late, unasked, out of date, or never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """A candidate's life: ``delay`` steps until it starts, ``speed`` tokens a step, the end at ``length`` tokens."""
+
+    length: int
+    ending: Ending = Ending.STOP
+    delay: int = 0
+    speed: int = 1
+
+
+@dataclass(slots=True)
+class Run:
+    """One candidate in the engine."""
+
+    truth: Truth
+    born: int
+    started: bool = False
+    tokens: int = 0
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A decision to stop a candidate: when, how far it really was, and how far the group knew it to be."""
+
+    step: int
+    tokens: int
+    known: int
+    reason: StopReason
+
+
+@dataclass(slots=True)
+class World:
+    """``at_once``: the events of one step are told in one call, instead of in calls of any size.
+
+    ``limits`` maps a step to the cut limit that is set in it.
+    """
+
+    group: Group
+    truths: Sequence[Truth]
+    order: Random
+    peek: Peek = Peek.ALARMS
+    at_once: bool = False
+    limits: Mapping[int, int] = field(default_factory=dict)
+
+    step: int = 0
+    limit: int | None = None
+    runs: list[Run] = field(default_factory=list)
+    known: dict[int, int] = field(default_factory=dict)
+    """Candidate the group takes to be running -> tokens it was told of."""
+    finished: dict[int, Fate] = field(default_factory=dict)
+    failed: dict[int, Event] = field(default_factory=dict)
+    broken: bool = False
+    """Whether a failure was told that other candidates would share."""
+    stopped: dict[int, Stopped] = field(default_factory=dict)
+    cuts: dict[int, int] = field(default_factory=dict)
+    delivered: dict[int, int] = field(default_factory=dict)
+    """Candidate -> step."""
+    gone: frozenset[int] = frozenset()
+    """Failed or stopped when the last failure was told: out, whatever the rule says about those that remain."""
+    selection: Mapping[int, End] | None = None
+    gave_up: Exception | None = None
+
+    # --- living -------------------------------------------------------------
+
+    def run(self) -> "World":
+        for _ in self.moments():
+            pass
+        return self
+
+    def moments(self) -> Iterator[None]:
+        """Live until the group has ended, with a halt after each time it decided."""
+        self.act(self.group.open())
+        yield
+        while self.group.outcome is None:
+            self.step += 1
+            assert self.step < PATIENCE, "the group waits for ever"
+            yield from self._tell(self._step())
+            yield from self._report()
+
+    def _tell(self, events: Sequence[Event]) -> Iterator[None]:
+        while events:
+            count = len(events) if self.at_once else self.order.randint(1, len(events))
+            self.tell(*events[:count])
+            events = events[count:]
+            yield
+
+    def tell(self, *events: Event) -> None:
+        ended_before = self.group.outcome is not None
+        for event in events:
+            self._note(event)
+        decisions = self.group.handle(*events)
+        assert not (ended_before and decisions), "a group that has ended decides nothing"
+        self.act(decisions)
+
+    def _note(self, event: Event) -> None:
+        """Keep book of what the group knows. Of one that it has stopped only a failure of the engine is news."""
+        self.broken |= isinstance(event, Failed) and not event.retryable
+        if isinstance(event, LimitSet):
+            self.limit = event.tokens
+        elif event.index in self.known:
+            match event:
+                case Progress(i, tokens):
+                    self.known[i] = max(self.known[i], tokens)
+                case Finished(i, tokens, reason):
+                    del self.known[i]
+                    self.finished[i] = Fate(tokens, reason is FinishReason.STOP, self.draw(i))
+                case Failed(i) | Lost(i):
+                    del self.known[i]
+                    self.failed[i] = event
+                    self.gone = frozenset(self.failed) | frozenset(self.stopped)
+
+    # --- what happens in a step ---------------------------------------------
+
+    def _step(self) -> list[Event]:
+        queues = [self._advance(i, run) for i, run in enumerate(self.runs) if not run.over]
+        if self.step in self.limits:
+            queues.append([LimitSet(self.limits[self.step])])
+        queues = [queue for queue in queues if queue]
+        events: list[Event] = []
+        while queues:
+            queue = self.order.choice(queues)
+            events.append(queue.pop(0))
+            queues = [queue for queue in queues if queue]
+        return events
+
+    def _advance(self, i: int, run: Run) -> list[Event]:
+        if i not in self.known:
+            return self._last_words(i, run)
+        if self.step < run.born + run.truth.delay:
+            return []
+        if run.truth.ending is Ending.REFUSED:
+            run.over = True
+            return [self._end(i)]
+        events: list[Event] = [] if run.started else [Started(i)]
+        run.started = True
+        if self.peek is Peek.NOW_AND_THEN and self.order.random() < 0.3:
+            out_of_date = Progress(i, self.order.randint(0, run.tokens))
+            events.append(out_of_date if self.order.random() < 0.5 else Scored(i, 0.5))
+        run.tokens = min(run.truth.length, run.tokens + run.truth.speed)
+        if run.tokens == run.truth.length:
+            run.over = True
+            events.append(self._end(i))
+            if isinstance(events[-1], Finished) and self.order.random() < 0.2:
+                events.append(Progress(i, run.tokens))
+        return events
+
+    def _last_words(self, i: int, run: Run) -> list[Event]:
+        """The engine may or may not say how one ended that the group has stopped."""
+        run.over = True
+        started: list[Event] = [] if run.started else [Started(i)]
+        words: list[Event] = [Progress(i, run.tokens), Lost(i), Finished(i, run.tokens + 1, FinishReason.LENGTH)]
+        return self.order.choice([[], [*started, self.order.choice(words)]])
+
+    def _end(self, i: int) -> Event:
+        match self.runs[i].truth.ending:
+            case Ending.STOP:
+                return Finished(i, self.runs[i].tokens, FinishReason.STOP)
+            case Ending.LENGTH:
+                return Finished(i, self.runs[i].tokens, FinishReason.LENGTH)
+            case Ending.LOST:
+                return Lost(i)
+            case ending:
+                return Failed(i, RuntimeError(f"candidate {i}"), retryable=ending is not Ending.BROKEN)
+
+    # --- reporting progress -------------------------------------------------
+
+    def _report(self) -> Iterator[None]:
+        if self.peek is Peek.EVERYTHING:
+            yield from self._tell(self._progress(list(self.known)))
+        elif self.peek is Peek.ALARMS or self.order.random() < 0.5:
+            while due := self._progress(self._ringing()):
+                yield from self._tell(due)
+                silent = all(self.group.alarms.get(event.index, event.tokens + 1) > event.tokens for event in due)
+                assert silent, "an alarm that was answered still rings"
+
+    def _progress(self, indices: list[int]) -> list[Progress]:
+        self.order.shuffle(indices)
+        return [Progress(i, self.runs[i].tokens) for i in indices if self.runs[i].started and not self.runs[i].over]
+
+    def _ringing(self) -> list[int]:
+        return [i for i, tokens in self.group.alarms.items() if self.runs[i].tokens >= tokens]
+
+    # --- doing what the group wants -----------------------------------------
+
+    def act(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            ended = self.selection is not None or self.gave_up is not None
+            assert not ended, f"decided after the end: {decision}"
+            match decision:
+                case Start(indices):
+                    self._start(indices)
+                case Stop(i, reason):
+                    assert i in self.known, f"stopped, but was not running: {i}"
+                    self.stopped[i] = Stopped(self.step, self.runs[i].tokens, self.known.pop(i), reason)
+                case Cut(i, tokens):
+                    self._cut(i, tokens)
+                case Deliver(i):
+                    assert i in self.finished, f"delivered before it finished: {i}"
+                    assert i not in self.delivered, f"delivered twice: {i}"
+                    self.delivered[i] = self.step
+                case Complete(selection):
+                    self.selection = selection
+                case GiveUp(error):
+                    self.gave_up = error
+        assert self.group.alarms.keys() <= self.known.keys(), "an alarm for a candidate that does not run"
+
+    def _start(self, indices: Sequence[int]) -> None:
+        assert tuple(indices) == tuple(range(len(self.runs), len(self.runs) + len(indices)))
+        for i in indices:
+            self.runs.append(Run(self.truths[i], born=self.step))
+            self.known[i] = 0
+
+    def _cut(self, i: int, tokens: int) -> None:
+        assert tokens == self.limit
+        assert i not in self.delivered, f"delivered whole, and cut: {i}"
+        if i in self.known:
+            assert self.known.pop(i) >= tokens
+        else:
+            assert self.finished[i].length > tokens
+        self.cuts[i] = tokens
+        self.finished[i] = Fate(tokens, valid=False, draw=self.draw(i))
+
+    # --- truths -------------------------------------------------------------
+
+    def draw(self, i: int) -> float:
+        return self.group.candidates[i].draw
+
+    def fates(self) -> dict[int, Fate]:
+        """How every candidate that was started would end if nobody stopped it."""
+        return {
+            i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i))
+            for i, run in enumerate(self.runs)
+        }
