@@ -1,5 +1,7 @@
 """vLLM's own server around the engine that shapes: its app, its routes, its flags."""
 
+import multiprocessing
+import os
 import signal
 import socket
 from argparse import Namespace
@@ -32,6 +34,7 @@ from darts_server.vllm.platform import prepare
 from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
 
 LOOPBACK = "127.0.0.1"
+CHILD_GRACE_SECONDS = 5.0  # an engine that has not begun to serve has nothing to finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ def serve(args: Namespace, wiring: Wiring) -> int:
 
 
 async def _serve(args: Namespace, wiring: Wiring) -> int:
-    signal.signal(signal.SIGTERM, _interrupt)  # until uvicorn has its own
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)  # until vLLM's HTTP server has handlers of its own
     address, sock = setup_server(args, reuse_port=False)
     try:
         async with engine(args, wiring) as llm:
@@ -149,5 +153,15 @@ def _refuse_other_modes(args: Namespace) -> None:
     args.api_server_count = None
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt("terminated")
+def _leave(number: int, _: object) -> None:
+    """Told to stop while the engine starts.
+
+    vLLM then waits in a call that swallows what a signal handler raises, so nothing short of leaving works.
+    """
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(CHILD_GRACE_SECONDS)
+        child.kill()
+    os._exit(128 + number)

@@ -3,38 +3,42 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
-from examples.tiny_rl.server import DARTS, Server, serving
+from examples.tiny_rl.server import DARTS, ENVIRONMENT, FLAGS, Server, serving
 from tests.integration.waiting import engine_processes
 
-pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+pytestmark = pytest.mark.engine
 LONG = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, "max_tokens": 300, "ignore_eos": True}
 
 
-async def in_flight(server: Server, count: int) -> list[asyncio.Task[httpx.Response]]:
-    async def ask(stream: bool) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=60) as client:
-            return await client.post(f"{server.url}/v1/completions", json=LONG | {"stream": stream})
-
-    tasks = [asyncio.create_task(ask(stream=bool(i % 2))) for i in range(count)]
-    while await asyncio.to_thread(server.busy) < 8 * count:
-        await asyncio.sleep(0.05)
+async def in_flight(server: Server, client: httpx.AsyncClient, count: int) -> list[asyncio.Task[httpx.Response]]:
+    url = f"{server.url}/v1/completions"
+    posts = (client.post(url, json=LONG | {"stream": bool(i % 2)}) for i in range(count))
+    tasks = [asyncio.create_task(post) for post in posts]
+    while await asyncio.to_thread(server.metric, "darts_candidates_started_total") < 12 * count:
+        await asyncio.sleep(0.02)
     return tasks
 
 
+@pytest.mark.anyio
 async def test_a_killed_engine_is_noticed_told_and_ends_the_server_with_an_error(tmp_path: Path) -> None:
-    with serving(DARTS, tmp_path / "log") as server:
-        requests = await in_flight(server, 8)
-        for child in engine_processes(server):
-            os.kill(child, signal.SIGKILL)
-        began = time.monotonic()
-        answers = await asyncio.gather(*requests, return_exceptions=True)
+    few_at_a_time = ("--max-num-seqs", "16")  # so that no group can be complete before the engine is killed
+    with serving(DARTS, tmp_path / "log", *few_at_a_time) as server:
+        async with httpx.AsyncClient(timeout=60) as client:
+            requests = await in_flight(server, client, 8)
+            for child in engine_processes(server):
+                os.kill(child, signal.SIGKILL)
+            began = time.monotonic()
+            answers = await asyncio.gather(*requests, return_exceptions=True)
         assert time.monotonic() - began < 10
         for number, answer in enumerate(answers):
             assert isinstance(answer, httpx.Response), answer
@@ -42,7 +46,7 @@ async def test_a_killed_engine_is_noticed_told_and_ends_the_server_with_an_error
                 assert "error" in answer.text
                 assert '"code": 5' in answer.text
             else:
-                assert answer.status_code >= 500
+                assert answer.status_code >= 500, answer.text[:2000]
                 assert answer.json()["error"]["message"]
         with suppress(httpx.TransportError):  # gone already
             assert httpx.get(f"{server.url}/health").status_code >= 500
@@ -50,7 +54,7 @@ async def test_a_killed_engine_is_noticed_told_and_ends_the_server_with_an_error
         assert server.process.returncode not in (0, None), server.last_words()
 
 
-async def test_a_server_that_is_told_to_stop_exits_cleanly(tmp_path: Path) -> None:
+def test_a_server_that_is_told_to_stop_exits_cleanly(tmp_path: Path) -> None:
     """And one with chunked prefill on CPU refuses what would kill its engine, and reads its settings from a file."""
     settings = tmp_path / "darts.toml"
     settings.write_text('redundancy = 2.0\nnum_longest = 0\npolicy = "off"\n')
@@ -72,3 +76,21 @@ async def test_a_server_that_is_told_to_stop_exits_cleanly(tmp_path: Path) -> No
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(30)
         assert server.process.returncode == 0, server.last_words()
+
+
+def test_a_server_that_is_told_to_stop_while_its_engine_starts_stops(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", *DARTS, *FLAGS, "--port", "0"]
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=ENVIRONMENT | os.environ)
+    try:
+        while "Initializing a V1 LLM engine" not in log.read_text():
+            assert process.poll() is None, log.read_text()[-2000:]
+            time.sleep(0.1)
+        time.sleep(2)
+        engine = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        assert process.wait(15) == 128 + signal.SIGTERM
+        assert psutil.wait_procs(engine, timeout=15)[1] == []
+    finally:
+        process.kill()
