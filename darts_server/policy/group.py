@@ -26,9 +26,7 @@ from darts_server.policy.events import (
     GiveUp,
     LimitSet,
     Lost,
-    Scored,
     Start,
-    Started,
     Stop,
 )
 from darts_server.policy.selection import SelectionRule, Verdict
@@ -79,8 +77,8 @@ class Group:
         last_error: Exception | None = None
         for event in events:
             last_error = self._hear(event) or last_error
-        if self.outcome is not None or not self.candidates or all(isinstance(e, Started | Scored) for e in events):
-            return []  # that one was started or scored makes no candidate certain or hopeless
+        if self.outcome is not None or not self.candidates:
+            return []
         return list(self._decide(last_error))
 
     def cancel(self) -> list[Decision]:
