@@ -103,9 +103,11 @@ def _wait_until(server: Server, healthy: Callable[[], bool]) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(GRACE_SECONDS)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait(GRACE_SECONDS)
+            return
+    with suppress(ProcessLookupError):  # a server that was killed leaves its engine behind
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
