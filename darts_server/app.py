@@ -1,6 +1,7 @@
 """The only wiring: builds the rooms from settings and joins them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vllm.outputs import RequestOutput
 
@@ -9,18 +10,26 @@ from darts_server.http import errors
 from darts_server.http.headers import read_options
 from darts_server.metrics import Metrics
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.rollout.prompts import KIND, Prompts
 from darts_server.rollout.rollouts import Limits, Rollouts
 from darts_server.settings import Settings
+from darts_server.store import Store
 from darts_server.vllm import server
 from darts_server.vllm.engine import PromptRequest
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
-    """Serve with vLLM's own flags in ``vllm_argv``; the process's exit code."""
-    return server.serve(server.parse(vllm_argv), wiring(settings))
+    """Serve with vLLM's own flags in ``vllm_argv``; the process's exit code.
+
+    Raises:
+        StateError: what was learned before cannot be read; it was not touched.
+    """
+    args = server.parse(vllm_argv)
+    with Store(settings.state_dir) as store:
+        return server.serve(args, wiring(settings, store))
 
 
-def wiring(settings: Settings) -> server.Wiring:
+def wiring(settings: Settings, store: Store) -> server.Wiring:
     """How the server's parts are made from the settings."""
 
     def rollouts(
@@ -28,21 +37,24 @@ def wiring(settings: Settings) -> server.Wiring:
     ) -> Rollouts[PromptRequest, RequestOutput]:
         return Rollouts(
             engine,
-            policies={"uniform": shaping(settings)},
+            policies={"uniform": shaping(settings), "darts": replace(shaping(settings), adaptive=True)},
             default_policy=settings.policy,
             limits=Limits(settings.max_group_size, settings.group_size),
-            observer=Metrics(model_name),
+            prompts=Prompts(store),
+            observer=Metrics(model_name, tracked=lambda: store.count(KIND)),
             peek_interval=settings.peek_interval,
+            batch_window=settings.batch_window,
         )
 
     return server.Wiring(rollouts=rollouts, read_options=read_options, extend=errors.install)
 
 
 def shaping(settings: Settings) -> Shaping:
-    """The policy ``uniform`` as the settings want it."""
+    """The policy ``uniform`` as the settings want it; ``darts`` is its adaptive form."""
     return Shaping(
         redundancy=settings.redundancy,
         num_shortest=settings.num_shortest,
         num_longest=settings.num_longest,
         tail=Tail(settings.tail),
+        max_redundancy=settings.max_redundancy,
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from darts_server import settings
-from darts_server.exceptions import InvalidSetting
+from darts_server.exceptions import InvalidSetting, StateError
 
 USAGE_ERROR = 2
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser.parse_args(arguments[:1]).command
     try:
         return _serve(arguments[1:]) if command == "serve" else _version()
-    except InvalidSetting as error:
+    except (InvalidSetting, StateError) as error:
         print(f"darts-server: {error}", file=sys.stderr)
         return USAGE_ERROR
 

@@ -11,6 +11,9 @@
     │   ├── CandidateFailed  one candidate failed; another may succeed
     │   ├── EngineRefused    the engine does not take this request; trying again does not help
     │   └── EngineDead       the engine is gone
+    ├── StateError           what was learned cannot be read or written now
+    │   ├── StateDamaged     a state file is not ours, or not whole
+    │   └── StateTooNew      a newer version wrote it
     └── IllegalMove          a bug: an event that the group's state machine does not allow
 """
 
@@ -56,6 +59,18 @@ class EngineRefused(EngineError):
 
 class EngineDead(EngineError):
     """The engine is gone; no candidate will ever finish."""
+
+
+class StateError(DartsError):
+    """What was learned cannot be read or written now. The message names the file and the remedy."""
+
+
+class StateDamaged(StateError):
+    """A state file, or a state given to restore, is not ours or not whole. It was not touched."""
+
+
+class StateTooNew(StateError):
+    """A newer version of this server wrote the state. It was not touched."""
 
 
 class IllegalMove(DartsError):

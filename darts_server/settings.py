@@ -28,11 +28,16 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)
 
-    policy: Literal["uniform", "off"] = Field(
-        "uniform", description="How requests with n > 1 are served: shaped alike for every prompt, or not at all."
+    policy: Literal["uniform", "darts", "off"] = Field(
+        "uniform",
+        description="How requests with n > 1 are served: with the same number of candidates for every prompt, with "
+        "more for prompts whose lengths spread more, or unshaped.",
     )
     redundancy: float = Field(
-        1.5, ge=1, le=16, description="Candidates started per trajectory returned: M' = redundancy x n."
+        1.5, ge=1, le=16, description="Candidates started per trajectory returned; for darts, on the average."
+    )
+    max_redundancy: float = Field(
+        2.0, ge=1, le=16, description="darts: candidates per trajectory that one prompt may get at most (M_up)."
     )
     num_longest: int = Field(
         1, ge=0, le=1024, description="L: trajectories of a group that come from the tail. 0 keeps the shortest only."
@@ -49,6 +54,12 @@ class Settings(BaseSettings):
         None, ge=2, le=1024, description="The group size your trainer asks for. Set, a shaped request must have that n."
     )
     max_group_size: int = Field(1024, ge=1, le=16384, description="Largest n that a request may ask for.")
+    batch_window: float = Field(
+        0.02, ge=0, le=1, description="darts: seconds within which groups that come together share one budget."
+    )
+    state_dir: Path | None = Field(
+        None, description="Folder in which what was learned outlives a restart. Left out, it is kept in memory."
+    )
     peek_interval: float = Field(
         0.02, ge=0.001, le=1, description="Seconds between two looks at how far running candidates are."
     )
@@ -56,6 +67,10 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         shortest, longest, size = self.num_shortest, self.num_longest, self.group_size
+        if self.policy == "darts" and self.redundancy > self.max_redundancy:
+            raise ValueError(
+                f"redundancy must be at most max_redundancy = {self.max_redundancy}, got {self.redundancy}"
+            )
         if size is not None and shortest is not None and shortest + longest != size:
             raise ValueError(
                 f"num_shortest + num_longest must equal group_size, got {shortest} + {longest} != {size}; "
@@ -145,4 +160,6 @@ def _metavar(field: FieldInfo) -> str:
     choices = getattr(field.annotation, "__args__", ())
     if choices and all(isinstance(c, str) for c in choices):
         return "{" + ",".join(choices) + "}"
+    if field.annotation == Path | None:
+        return "FOLDER"
     return "X" if field.annotation is float else "N"

@@ -77,6 +77,7 @@ class GroupRecord:
     """What became of one group, told to observers once, when it has ended."""
 
     group_id: str
+    prompt_key: str | None
     policy: str
     size: int
     outcome: Outcome

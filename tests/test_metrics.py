@@ -11,6 +11,7 @@ def candidate(index: int, tokens: int, end: End | None = None, reason: StopReaso
 def record(**changes: object) -> GroupRecord:
     fields: dict[str, object] = {
         "group_id": "g",
+        "prompt_key": "p",
         "policy": "uniform",
         "size": 2,
         "outcome": Outcome.COMPLETED,

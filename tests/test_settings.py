@@ -37,12 +37,13 @@ def test_defaults_fit_together() -> None:
         ({"redundancy": "0.5"}, ["--redundancy = 0.5", "greater than or equal to 1", "1 to 16"]),
         ({"redundancy": "much"}, ["--redundancy = much", "valid number"]),
         ({"tail": "short"}, ["--tail = short", "'sampled' or 'longest'"]),
-        ({"policy": "fast"}, ["--policy = fast", "'uniform' or 'off'"]),
+        ({"policy": "fast"}, ["--policy = fast", "'uniform', 'darts' or 'off'"]),
         ({"num_longest": "-1"}, ["--num-longest = -1", "0 to 1024"]),
         ({"group_size": "8", "num_shortest": "5"}, ["num_shortest + num_longest must equal group_size", "5 + 1 != 8"]),
         ({"group_size": "8", "num_longest": "8"}, ["num_longest must be smaller than group_size = 8"]),
         ({"group_size": "8", "max_group_size": "4"}, ["at most max_group_size = 4"]),
         ({"redundancy": "0", "tail": "x"}, ["--redundancy", "--tail"]),
+        ({"policy": "darts", "redundancy": "3"}, ["redundancy must be at most max_redundancy = 2.0, got 3.0"]),
     ],
 )
 def test_a_wrong_flag_is_named_with_value_and_range(flags: dict[str, str | None], words: list[str]) -> None:

@@ -20,8 +20,11 @@ class _Entry:
 class Ledger:
     """Times, weight versions and token counts of one group's candidates, by candidate index."""
 
-    def __init__(self, group_id: str, policy: str, places: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, group_id: str, policy: str, places: int, clock: Callable[[], float], prompt_key: str | None = None
+    ) -> None:
         self.group_id = group_id
+        self._prompt_key = prompt_key
         self.closed = False
         self._policy = policy
         self._places = places
@@ -58,6 +61,7 @@ class Ledger:
         waited = group.outcome is Outcome.COMPLETED and len(self._finish_times) >= self._places
         return GroupRecord(
             group_id=self.group_id,
+            prompt_key=self._prompt_key,
             policy=self._policy,
             size=group.size,
             outcome=group.outcome,

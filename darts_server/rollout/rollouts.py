@@ -10,12 +10,14 @@ import numpy as np
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.group import Group
-from darts_server.policy.selection import SelectionRule
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.allocator import Allocator
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observer import GroupObserver, Silent
+from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.watch import Watch
+from darts_server.types import GroupRecord
 
 OFF = "off"
 """The policy that shapes nothing: the engine serves the request as it always did."""
@@ -23,11 +25,11 @@ OFF = "off"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one group will be made."""
+    """Under which policy a group of ``size`` will be made."""
 
     policy: str
-    rule: SelectionRule
-    candidates: int
+    shaping: Shaping
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         policies: what each named policy does; ``off`` need not be named.
         default_policy: for requests that name none.
         limits: what may be asked for.
+        prompts: what is known of prompts' lengths; every completed group adds to it.
         observer: hears of every group.
         peek_interval: seconds between two looks at token counts.
+        batch_window: seconds within which groups that come together are allocated together.
         clock: monotonic seconds.
     """
 
@@ -57,14 +61,18 @@ class Rollouts(Generic[RequestT, OutputT]):
         policies: Mapping[str, Shaping],
         default_policy: str,
         limits: Limits,
+        prompts: Prompts,
         observer: GroupObserver | None = None,
         peek_interval: float = 0.02,
+        batch_window: float = 0.02,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._policies = policies
         self._default = default_policy
         self._limits = limits
+        self._prompts = prompts
+        self._allocator = Allocator(prompts, batch_window)
         self._observer = observer or Silent()
         self._clock = clock
         self._watch = Watch(peek_interval)
@@ -97,35 +105,60 @@ class Rollouts(Generic[RequestT, OutputT]):
                 f"ask for that many, or use policy 'off'",
             )
         shaping = self._policies[name]
-        return Plan(name, shaping.rule(size), shaping.candidates(size))
+        shaping.rule(size)  # refuses sizes that do not fit
+        return Plan(name, shaping, size)
 
     def names(self) -> Iterator[str]:
         """The policies that a request may name."""
         yield OFF
         yield from (name for name in self._policies if name != OFF)
 
+    async def allocate(self, plan: Plan, prompt_key: str) -> int:
+        """How many candidates the group gets. Adaptive policies wait a moment for others to allocate with."""
+        return await self._allocator.candidates(plan.policy, plan.shaping, plan.size, prompt_key)
+
     def run(
-        self, request: RequestT, plan: Plan, *, group_id: str, lots: Sequence[int] | None = None, early: bool = False
+        self,
+        request: RequestT,
+        plan: Plan,
+        candidates: int,
+        *,
+        group_id: str,
+        prompt_key: str | None = None,
+        lots: Sequence[int] | None = None,
+        early: bool = False,
     ) -> GroupRun[RequestT, OutputT]:
         """A group that starts when its trajectories are first asked for.
 
         Args:
+            candidates: how many to start, at least the group size.
+            prompt_key: under which its lengths are remembered; ``None`` for not at all.
             lots: seed of the tail's lottery; ``None`` for a fresh one.
             early: give trajectories as soon as they are known to belong.
         """
+        rule = plan.shaping.rule(plan.size, candidates)
         group = Group(
-            rule=plan.rule,
-            candidates=plan.candidates,
+            rule=rule,
+            candidates=candidates,
             rng=np.random.default_rng(lots),
             # Every seat may be filled anew once; an engine that fails more often than that is not worth waiting for.
-            spare=plan.rule.size,
+            spare=rule.size,
             early=early,
         )
-        ledger = Ledger(group_id, plan.policy, plan.rule.num_shortest, self._clock)
-        run = GroupRun(self._engine, request, group, ledger, self._observer, lambda: self._forget(group_id, run))
+        ledger = Ledger(group_id, plan.policy, rule.num_shortest, self._clock, prompt_key)
+        run = GroupRun(self._engine, request, group, ledger, self, lambda: self._forget(group_id, run))
         self._runs[group_id] = run
         self._watch.add(run)
         return run
+
+    def candidates_started(self, count: int) -> None:
+        """Implements the observer for this room's own groups."""
+        self._observer.candidates_started(count)
+
+    def group_ended(self, record: GroupRecord) -> None:
+        """Implements the observer for this room's own groups."""
+        self._prompts.learn(record)
+        self._observer.group_ended(record)
 
     def abort(self, group_id: str) -> None:
         """End the group of that id, if it runs, with an error for its caller."""

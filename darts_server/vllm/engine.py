@@ -20,6 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from darts_server.engine.port import Ended
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
+from darts_server.rollout.prompts import key_of
 from darts_server.types import FinishReason
 from darts_server.vllm.outputs import first_tokens
 
@@ -55,6 +56,14 @@ class PromptRequest:
         child.seed = seed
         child.output_kind = RequestOutputKind.FINAL_ONLY
         return child
+
+
+def prompt_key_of(request: PromptRequest) -> str:
+    """The key under which the lengths of a prompt are remembered: from all that the model sees."""
+    prompt = request.prompt if isinstance(request.prompt, dict) else {"prompt": request.prompt}
+    lora = request.options.get("lora_request")
+    beside = [prompt.get("prompt"), prompt.get("mm_hashes"), None if lora is None else lora.lora_name]
+    return key_of(prompt.get("prompt_token_ids") or (), *(repr(part) for part in beside if part))
 
 
 class VllmCandidate:

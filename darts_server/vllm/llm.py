@@ -13,7 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import EngineDead, EngineRefused
 from darts_server.rollout.rollouts import Plan, Rollouts
-from darts_server.vllm.engine import PromptRequest
+from darts_server.vllm.engine import PromptRequest, prompt_key_of
 from darts_server.vllm.outputs import as_choice, as_one
 from darts_server.vllm.platform import refuse_what_would_crash
 from darts_server.vllm.requests import current_options, merged_policy
@@ -72,10 +72,14 @@ class ShapingLLM(AsyncLLM):
         assert self.rollouts is not None
         streaming = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         lots = self._lots(request)
-        run = self.rollouts.run(request, plan, group_id=request.request_id, lots=lots, early=streaming)
+        key = prompt_key_of(request)
+        candidates = await self.rollouts.allocate(plan, key)
+        run = self.rollouts.run(
+            request, plan, candidates, group_id=request.request_id, prompt_key=key, lots=lots, early=streaming
+        )
         try:
             if streaming:
-                async for output in self._streamed(request, run.trajectories(), plan.rule.size, lots):
+                async for output in self._streamed(request, run.trajectories(), plan.size, lots):
                     yield output
             else:
                 chosen = {t.index: t.output async for t in run.trajectories()}

@@ -6,6 +6,7 @@ does, so an unshaped request for all candidates tells the lengths that stopped o
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from darts_server.exceptions import GroupAborted
+from darts_server.policy.shaping import Shaping, Tail
+from darts_server.rollout.prompts import key_of
 from darts_server.types import Outcome
 from darts_server.vllm.engine import PromptRequest, VllmEngine
-from darts_server.vllm.llm import ShapingLLM
+from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 from examples.tiny_rl.server import ENVIRONMENT
-from tests.integration.engines import SHAPINGS, Recorder, final_only, generate, prompt, shaping_engine
+from examples.tiny_rl.task import sample_problem
 from tests.integration.oracle import expected, hopeless_when_stopped
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -25,7 +28,13 @@ PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>", "2a+2b+2c+2d+2e+2f+2>", 
 GROUPS = 200
 SIZE = 8
 CANDIDATES = 12
-Engine = tuple[ShapingLLM, Recorder]
+POLICIES = {
+    "sampled": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED),
+    "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
+    "shortest": Shaping(redundancy=1.5, num_longest=0),
+    "darts": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED, adaptive=True),
+}
+FIXED = ("sampled", "longest", "shortest")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,8 +46,8 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-async def engine(environment: None, anyio_backend: str) -> AsyncIterator[Engine]:
-    async with shaping_engine() as running:
+async def engine(environment: None, anyio_backend: str) -> AsyncIterator[TinyEngine]:
+    async with shaping_engine(POLICIES) as running:
         yield running
 
 
@@ -46,21 +55,26 @@ def token_ids(output: RequestOutput) -> list[list[int]]:
     return [list(completion.token_ids) for completion in output.outputs]
 
 
-async def test_200_groups_equal_the_brute_force_selection(engine: Engine) -> None:
-    llm, recorder = engine
-    policies = list(SHAPINGS)
+def lots(engine: TinyEngine, text: str, seed: int, count: int) -> list[float]:
+    """The numbers that the candidates of a seeded request draw for the tail."""
+    rng = np.random.default_rng(engine.llm._lots(PromptRequest(engine.prompt(text), final_only(seed=seed), "any")))
+    return [float(rng.random()) for _ in range(count)]
 
+
+async def test_200_groups_equal_the_brute_force_selection(engine: TinyEngine) -> None:
     async def one(number: int) -> None:
-        text, policy = PROMPTS[number % len(PROMPTS)], policies[number % len(policies)]
+        text, policy = PROMPTS[number % len(PROMPTS)], FIXED[number % len(FIXED)]
         name = f"exact-{number}"
         shaped, raw = await asyncio.gather(
-            generate(llm, text, name, policy, n=SIZE, seed=number),
-            generate(llm, text, f"raw-{number}", "off", n=CANDIDATES, seed=number),
+            engine.generate(text, name, policy, n=SIZE, seed=number),
+            engine.generate(text, f"raw-{number}", "off", n=CANDIDATES, seed=number),
         )
         truths = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
-        lots = np.random.default_rng(llm._lots(PromptRequest(prompt(llm, text), final_only(seed=number), name)))
+        lots = np.random.default_rng(
+            engine.llm._lots(PromptRequest(engine.prompt(text), final_only(seed=number), name))
+        )
         wanted = expected(policy, truths, SIZE, [float(lots.random()) for _ in truths])
-        record = recorder.records[name]
+        record = engine.records[name]
         assert {c.index for c in record.selected} == wanted, (policy, truths)
         assert token_ids(shaped) == [token_ids(raw)[index] for index in sorted(wanted)]
         assert [c.index for c in shaped.outputs] == list(range(SIZE))
@@ -78,25 +92,23 @@ async def test_200_groups_equal_the_brute_force_selection(engine: Engine) -> Non
             await one(number)
 
     await asyncio.gather(*map(bounded, range(GROUPS)))
-    stopped = sum(c.finish_reason is None for r in recorder.records.values() for c in r.candidates)
+    stopped = sum(c.finish_reason is None for r in engine.records.values() for c in r.candidates)
     assert stopped > GROUPS, "the rules must have had something to stop"
-    assert llm.get_num_unfinished_requests() == 0
+    assert engine.llm.get_num_unfinished_requests() == 0
 
 
-async def test_unseeded_groups_are_what_the_reported_lengths_say(engine: Engine) -> None:
-    llm, recorder = engine
+async def test_unseeded_groups_are_what_the_reported_lengths_say(engine: TinyEngine) -> None:
     names = [f"unseeded-{i}" for i in range(24)]
-    await asyncio.gather(*(generate(llm, PROMPTS[i % 5], name, "shortest", n=SIZE) for i, name in enumerate(names)))
+    await asyncio.gather(*(engine.generate(PROMPTS[i % 5], name, "shortest", n=SIZE) for i, name in enumerate(names)))
     for name in names:
-        ended = [c for c in recorder.records[name].candidates if c.finish_reason == "stop"]
+        ended = [c for c in engine.records[name].candidates if c.finish_reason == "stop"]
         best = sorted(ended, key=lambda c: (c.tokens, c.index))[:SIZE]
-        assert sorted(c.index for c in best) == [c.index for c in recorder.records[name].selected]
+        assert sorted(c.index for c in best) == [c.index for c in engine.records[name].selected]
 
 
-async def test_token_counts_rise_while_a_candidate_runs_and_are_gone_when_it_ended(engine: Engine) -> None:
-    llm, _ = engine
-    request = PromptRequest(prompt(llm, PROMPTS[0]), final_only(max_tokens=60, ignore_eos=True), "peeked")
-    running = await VllmEngine(llm).start(request, 0)
+async def test_token_counts_rise_while_a_candidate_runs_and_are_gone_when_it_ended(engine: TinyEngine) -> None:
+    request = PromptRequest(engine.prompt(PROMPTS[0]), final_only(max_tokens=60, ignore_eos=True), "peeked")
+    running = await VllmEngine(engine.llm).start(request, 0)
     ending = asyncio.create_task(running.ended())
     seen = []
     while not ending.done():
@@ -109,10 +121,11 @@ async def test_token_counts_rise_while_a_candidate_runs_and_are_gone_when_it_end
     assert running.tokens() is None
 
 
-async def test_a_stopped_candidate_gives_what_it_had_and_frees_the_engine(engine: Engine) -> None:
-    llm, _ = engine
-    request = PromptRequest(prompt(llm, PROMPTS[0]), final_only(max_tokens=290, ignore_eos=True, logprobs=0), "stopped")
-    running = await VllmEngine(llm).start(request, 0)
+async def test_a_stopped_candidate_gives_what_it_had_and_frees_the_engine(engine: TinyEngine) -> None:
+    request = PromptRequest(
+        engine.prompt(PROMPTS[0]), final_only(max_tokens=290, ignore_eos=True, logprobs=0), "stopped"
+    )
+    running = await VllmEngine(engine.llm).start(request, 0)
     while (running.tokens() or 0) < 20:
         await asyncio.sleep(0.002)
     seen = running.tokens()
@@ -123,16 +136,15 @@ async def test_a_stopped_candidate_gives_what_it_had_and_frees_the_engine(engine
     completion = ended.output.outputs[0]
     assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids) == ended.tokens
-    assert llm.get_num_unfinished_requests() == 0
+    assert engine.llm.get_num_unfinished_requests() == 0
 
 
-async def test_a_cut_trajectory_is_what_max_tokens_would_have_given(engine: Engine) -> None:
-    llm, _ = engine
-    adapter = VllmEngine(llm)
+async def test_a_cut_trajectory_is_what_max_tokens_would_have_given(engine: TinyEngine) -> None:
+    adapter = VllmEngine(engine.llm)
     for seed in range(5):
-        whole_request = PromptRequest(prompt(llm, PROMPTS[4]), final_only(seed=seed, logprobs=1), "whole")
+        whole_request = PromptRequest(engine.prompt(PROMPTS[4]), final_only(seed=seed, logprobs=1), "whole")
         limited_request = PromptRequest(
-            prompt(llm, PROMPTS[4]), final_only(seed=seed, logprobs=1, max_tokens=11), "lim"
+            engine.prompt(PROMPTS[4]), final_only(seed=seed, logprobs=1, max_tokens=11), "lim"
         )
         whole, limited = [await (await adapter.start(r, 0)).ended() for r in (whole_request, limited_request)]
         if whole.tokens <= 11:
@@ -147,38 +159,69 @@ async def test_a_cut_trajectory_is_what_max_tokens_would_have_given(engine: Engi
         assert [set(p) for p in cut.logprobs or []] == [set(p) for p in wanted.logprobs or []]
 
 
-async def test_a_streamed_group_has_each_choice_once_and_ends(engine: Engine) -> None:
-    llm, recorder = engine
-    params = final_only(n=SIZE, seed=3, max_tokens=256)
+async def test_a_streamed_group_has_each_choice_once_and_ends(engine: TinyEngine) -> None:
+    params = final_only(n=SIZE, seed=3, extra_args={"darts_policy": "sampled"})
     params.output_kind = RequestOutputKind.DELTA
-    outputs = [o async for o in llm.generate(prompt(llm, PROMPTS[2]), params, "streamed")]
+    outputs = [o async for o in engine.llm.generate(engine.prompt(PROMPTS[2]), params, "streamed")]
     assert [o.finished for o in outputs] == [False] * (SIZE - 1) + [True]
     assert sorted(o.outputs[0].index for o in outputs) == list(range(SIZE))
-    whole = await generate(llm, PROMPTS[2], "unstreamed", "sampled", n=SIZE, seed=3)
+    whole = await engine.generate(PROMPTS[2], "unstreamed", "sampled", n=SIZE, seed=3)
     assert sorted(token_ids(whole)) == sorted(list(o.outputs[0].token_ids) for o in outputs)
-    assert recorder.records["streamed"].outcome is Outcome.COMPLETED
+    assert engine.records["streamed"].outcome is Outcome.COMPLETED
 
 
-async def test_aborting_a_request_by_its_id_ends_the_whole_group(engine: Engine) -> None:
-    llm, recorder = engine
-    waiting = asyncio.create_task(generate(llm, PROMPTS[0], "aborted", "sampled", n=SIZE, ignore_eos=True))
-    while llm.get_num_unfinished_requests() < CANDIDATES:
+async def test_aborting_a_request_by_its_id_ends_the_whole_group(engine: TinyEngine) -> None:
+    waiting = asyncio.create_task(engine.generate(PROMPTS[0], "aborted", "sampled", n=SIZE, ignore_eos=True))
+    while engine.llm.get_num_unfinished_requests() < CANDIDATES:
         await asyncio.sleep(0.01)
-    await llm.abort("aborted")
+    await engine.llm.abort("aborted")
     with pytest.raises(GroupAborted):
         await waiting
-    assert recorder.records["aborted"].outcome is Outcome.CANCELLED
-    while llm.get_num_unfinished_requests():
+    assert engine.records["aborted"].outcome is Outcome.CANCELLED
+    while engine.llm.get_num_unfinished_requests():
         await asyncio.sleep(0.01)
 
 
-async def test_candidates_that_the_engine_aborts_are_started_anew(engine: Engine) -> None:
-    llm, recorder = engine
-    waiting = asyncio.create_task(generate(llm, PROMPTS[0], "lost", "sampled", n=SIZE, ignore_eos=True, max_tokens=100))
-    while llm.get_num_unfinished_requests() < CANDIDATES:
+async def test_candidates_that_the_engine_aborts_are_started_anew(engine: TinyEngine) -> None:
+    waiting = asyncio.create_task(
+        engine.generate(PROMPTS[0], "lost", "sampled", n=SIZE, ignore_eos=True, max_tokens=100)
+    )
+    while engine.llm.get_num_unfinished_requests() < CANDIDATES:
         await asyncio.sleep(0.01)
-    await llm.abort([f"{index}_lost" for index in range(6)])
+    await engine.llm.abort([f"{index}_lost" for index in range(6)])
     output = await waiting
     assert len(output.outputs) == SIZE
-    assert len(recorder.records["lost"].candidates) == CANDIDATES + 2
+    assert len(engine.records["lost"].candidates) == CANDIDATES + 2
     assert {c.finish_reason for c in output.outputs} == {"length"}
+
+
+async def test_darts_gives_wide_prompts_more_keeps_the_budget_and_follows_the_rule(
+    engine: TinyEngine,
+) -> None:
+    rng = Random(5)
+    texts = [sample_problem(rng).prompt for _ in range(64)]
+    low, high = SIZE, 2 * SIZE
+    for epoch in range(4):
+        known = [engine.prompts.std(key_of(engine.prompt(text)["prompt_token_ids"])) for text in texts]
+        names = [f"darts-{epoch}-{i}" for i in range(len(texts))]
+        seeds = [1000 * epoch + i for i in range(len(texts))]
+        asked = zip(texts, names, seeds, strict=True)
+        outputs = await asyncio.gather(
+            *(engine.generate(text, name, "darts", n=SIZE, seed=seed) for text, name, seed in asked)
+        )
+        counts = [len(engine.records[name].candidates) for name in names]
+        assert min(counts) >= low
+        assert max(counts) <= high
+        assert sum(counts) == pytest.approx(1.5 * SIZE * len(texts), rel=0.02)
+        assert {len(output.outputs) for output in outputs} == {SIZE}
+        if epoch:
+            widest = sorted(zip(known, counts, strict=True))
+            assert [count for _, count in widest] == sorted(counts), "more spread, never fewer candidates"
+            assert widest[0][1] < widest[-1][1]
+    for text, name, seed in list(zip(texts, names, seeds, strict=True))[::4]:
+        record = engine.records[name]
+        raw = await engine.generate(text, f"raw-{name}", "off", n=len(record.candidates), seed=seed)
+        truths = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
+        policy = "shortest" if len(truths) == high else "sampled"
+        wanted = expected(policy, truths, SIZE, lots(engine, text, seed, len(truths)))
+        assert {c.index for c in record.selected} == wanted

@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from darts_server.store import Store
 from examples.tiny_rl.server import DARTS, ENVIRONMENT, FLAGS, Server, serving
 from tests.integration.waiting import engine_processes
 
@@ -59,7 +60,7 @@ def test_a_server_that_is_told_to_stop_exits_cleanly(tmp_path: Path) -> None:
     settings = tmp_path / "darts.toml"
     settings.write_text('redundancy = 2.0\nnum_longest = 0\npolicy = "off"\n')
     flags = ("--max-num-batched-tokens", "64", "--enable-chunked-prefill", "--max-num-seqs", "8")
-    ours = ("--darts-config", str(settings), "--num-longest", "2")
+    ours = ("--darts-config", str(settings), "--num-longest", "2", "--state-dir", str(tmp_path / "state"))
     with serving(DARTS, tmp_path / "log", *flags, *ours, env={"DARTS_POLICY": "uniform"}) as server:
         url = f"{server.url}/v1/completions"
         for stream in (False, True):
@@ -76,6 +77,10 @@ def test_a_server_that_is_told_to_stop_exits_cleanly(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(30)
         assert server.process.returncode == 0, server.last_words()
+    with Store(tmp_path / "state") as store:
+        [(_, stats)] = store.items("prompt")
+    assert stats["groups"] == 1
+    assert stats["candidates"] == 8
 
 
 def test_a_server_that_is_told_to_stop_while_its_engine_starts_stops(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """Groups on the scripted engine."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.rollout.prompts import Prompts, Scalar
 from darts_server.rollout.rollouts import Limits, Plan, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.types import GroupRecord
@@ -30,14 +31,36 @@ class Recorder:
         self.records.append(record)
 
 
+class Documents:
+    """A store of plain dictionaries."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, str], dict[str, Scalar]] = {}
+
+    def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
+        return self.kept.get((kind, key))
+
+    def put(self, kind: str, key: str, document: Mapping[str, Scalar]) -> None:
+        self.kept[kind, key] = dict(document)
+
+
 class House:
     """A rollout room on a scripted engine. Peeks are instant, so that steps alone pass time."""
 
     def __init__(self, script: Callable[[str, int], Script]) -> None:
         self.engine = ScriptedEngine(script)
         self.recorder = Recorder()
+        self.store = Documents()
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
-            self.engine, SHAPINGS, "uniform", Limits(64), self.recorder, peek_interval=0, clock=lambda: self.engine.now
+            self.engine,
+            SHAPINGS,
+            "uniform",
+            Limits(64),
+            Prompts(self.store),
+            self.recorder,
+            peek_interval=0,
+            batch_window=0,
+            clock=lambda: self.engine.now,
         )
 
     def run(
@@ -45,7 +68,10 @@ class House:
     ) -> GroupRun[str, list[int]]:
         plan = self.rollouts.plan(size, policy)
         assert isinstance(plan, Plan)
-        return self.rollouts.run(group_id, plan, group_id=group_id, lots=(lots,), early=early)
+        candidates = plan.shaping.candidates(size)
+        return self.rollouts.run(
+            group_id, plan, candidates, group_id=group_id, prompt_key=group_id, lots=(lots,), early=early
+        )
 
     async def group(self, run: GroupRun[str, list[int]]) -> list[Trajectory[list[int]]]:
         """Play a group to its end."""

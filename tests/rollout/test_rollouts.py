@@ -6,19 +6,20 @@ import pytest
 from darts_server.engine.scripted import settle
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.rollouts import Limits, Rollouts
 from tests.rollout.helpers import House, collect, lengths
 
 
 def rollouts(limits: Limits, **shaping: Any) -> Rollouts[str, list[int]]:
     house = House(lengths(5))
-    return Rollouts(house.engine, {"uniform": Shaping(**shaping)}, "uniform", limits)
+    return Rollouts(house.engine, {"uniform": Shaping(**shaping)}, "uniform", limits, Prompts(house.store))
 
 
 def test_the_default_policy_is_used_when_none_is_named() -> None:
     plan = rollouts(Limits(64)).plan(8)
     assert plan is not None
-    assert (plan.policy, plan.candidates, plan.rule.size) == ("uniform", 12, 8)
+    assert (plan.policy, plan.size, plan.shaping.candidates(8)) == ("uniform", 8, 12)
 
 
 @pytest.mark.parametrize(("size", "policy"), [(1, None), (1, "uniform"), (8, "off")])

@@ -1,0 +1,88 @@
+"""What is known of the lengths of each prompt's trajectories, kept where it outlives a restart."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Protocol
+
+from darts_server.exceptions import StateError
+from darts_server.policy.lengths import Observation, PromptStats, prompt_key, updated
+from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
+
+logger = logging.getLogger(__name__)
+
+KIND = "prompt"
+Scalar = str | int | float | bool | None
+
+
+class Documents(Protocol):
+    """The part of the store that is used here."""
+
+    def get(self, kind: str, key: str) -> dict[str, Scalar] | None: ...
+
+    def put(self, kind: str, key: str, document: Mapping[str, Scalar]) -> None: ...
+
+
+def key_of(token_ids: Sequence[int], *beside: str) -> str:
+    """The key of a prompt whose caller named none: a hash of its token ids and of what else sets it apart."""
+    # Token ids are not negative, so what stands beside them cannot be taken for more of them.
+    return prompt_key([*token_ids, *(-1 - byte for text in beside for byte in text.encode())])
+
+
+class Prompts:
+    """Length statistics by prompt key."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+        self._unreadable = False
+
+    def stats(self, key: str) -> PromptStats | None:
+        """What is known of a prompt; ``None`` if it was never seen.
+
+        Raises:
+            StateError: what is known cannot be read.
+        """
+        document = self._documents.get(KIND, key)
+        return None if document is None else PromptStats(**document)  # type: ignore[arg-type]
+
+    def std(self, key: str) -> float | None:
+        """The prompt's length std in tokens (EMA over its groups); ``None`` if it is not known or cannot be read."""
+        with self._reading():
+            stats = self.stats(key)
+            return None if stats is None else stats.std_ema
+        return None
+
+    def learn(self, record: GroupRecord) -> None:
+        """Take in the lengths of a completed group, those of stopped candidates as censored.
+
+        A group that was given up or cancelled tells how long someone waited, not how long trajectories are.
+        """
+        observations = [o for c in record.candidates if (o := _observed(c)) is not None]
+        if record.prompt_key is None or record.outcome is not Outcome.COMPLETED or not observations:
+            return
+        with self._reading():
+            self._add(record.prompt_key, observations, record)
+
+    def _add(self, key: str, observations: Sequence[Observation], record: GroupRecord) -> None:
+        versions = [c.weight_version_end for c in record.selected if c.weight_version_end is not None]
+        stats = updated(self.stats(key), observations, max(versions, default=0))
+        self._documents.put(KIND, key, asdict(stats))
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Statistics that cannot be read cost shaping some of its aim, and nobody a rollout. Said once, not each time."""
+        try:
+            yield
+        except StateError as error:
+            if not self._unreadable:
+                logger.warning("statistics of prompts cannot be read; all count as new: %s", error)
+            self._unreadable = True
+        else:
+            self._unreadable = False
+
+
+def _observed(candidate: CandidateRecord) -> Observation | None:
+    if candidate.tokens == 0:
+        return None
+    return Observation(candidate.tokens, censored=candidate.finish_reason is not FinishReason.STOP)

@@ -1,0 +1,100 @@
+import asyncio
+
+import pytest
+
+from darts_server.policy.selection import SampledTail, Shortest
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.allocator import SMALLEST_BATCH, Allocator
+from darts_server.rollout.prompts import Prompts
+from tests.rollout.helpers import Documents
+
+pytestmark = pytest.mark.anyio
+DARTS = Shaping(redundancy=1.5, adaptive=True)
+SIZE = 8
+
+
+def prompts(**stds: float) -> Prompts:
+    documents = Documents()
+    for key, std in stds.items():
+        document = {"std_ema": std, "mean_ema": 1.0, "groups": 1, "candidates": 12, "weight_version": 0}
+        documents.put("prompt", key, document)
+    return Prompts(documents)
+
+
+async def together(allocator: Allocator, keys: list[str], shaping: Shaping = DARTS, size: int = SIZE) -> list[int]:
+    return await asyncio.gather(*(allocator.candidates("darts", shaping, size, key) for key in keys))
+
+
+async def test_a_uniform_policy_asks_nobody_and_waits_for_nobody() -> None:
+    allocator = Allocator(prompts(a=900.0), window=60)
+    assert await allocator.candidates("uniform", Shaping(redundancy=1.5), SIZE, "a") == 12
+
+
+async def test_in_a_batch_wider_prompts_get_more_and_the_budget_is_spent_exactly() -> None:
+    stds = {f"p{i}": float(i * i) for i in range(16)}
+    counts = await together(Allocator(prompts(**stds), window=0.01), list(stds))
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    assert sum(counts) == 12 * 16
+    assert min(counts) >= SIZE
+    assert max(counts) <= 2 * SIZE
+
+
+async def test_prompts_never_seen_share_alike() -> None:
+    assert set(await together(Allocator(prompts(), window=0.01), [f"p{i}" for i in range(16)])) == {12}
+
+
+async def test_a_budget_that_is_no_whole_number_is_kept_over_the_batches() -> None:
+    allocator = Allocator(prompts(), window=0.001)
+    shaping = Shaping(redundancy=1.3, adaptive=True)
+    total = 0
+    for _ in range(10):
+        total += sum(await together(allocator, [f"p{i}" for i in range(9)], shaping))
+    assert total == round(1.3 * SIZE * 9 * 10)
+
+
+async def test_few_prompts_are_measured_against_those_before_them() -> None:
+    stds = {f"p{i}": float(i) for i in range(50)}
+    allocator = Allocator(prompts(**stds), window=0)
+    counts = {}
+    for _ in range(6):
+        for key in stds:
+            [counts[key]] = await together(allocator, [key])
+    assert counts["p49"] > counts["p0"]
+    assert SMALLEST_BATCH > 1
+
+
+async def test_group_sizes_are_allocated_apart() -> None:
+    allocator = Allocator(prompts(), window=0.01)
+    eights, fours = await asyncio.gather(
+        together(allocator, [f"p{i}" for i in range(8)]),
+        together(allocator, [f"p{i}" for i in range(8)], size=4),
+    )
+    assert (set(eights), set(fours)) == ({12}, {6})
+
+
+async def test_a_caller_that_leaves_before_the_batch_is_closed_takes_no_budget() -> None:
+    allocator = Allocator(prompts(), window=0.01)
+    gone = asyncio.create_task(allocator.candidates("darts", DARTS, SIZE, "gone"))
+    rest = asyncio.create_task(together(allocator, [f"p{i}" for i in range(8)]))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert sum(await rest) == 12 * 8
+
+
+async def test_a_store_that_fails_is_told_to_everyone_who_waits() -> None:
+    class Broken(Documents):
+        def get(self, kind: str, key: str) -> None:
+            raise OSError("the disk is gone")
+
+    allocator = Allocator(Prompts(Broken()), window=0)
+    results = await asyncio.gather(
+        *(allocator.candidates("darts", DARTS, SIZE, key) for key in "ab"), return_exceptions=True
+    )
+    assert [str(r) for r in results] == ["the disk is gone"] * 2
+
+
+def test_a_saturated_prompt_keeps_the_shortest_only() -> None:
+    assert isinstance(DARTS.rule(SIZE, 16), Shortest)
+    assert isinstance(DARTS.rule(SIZE, 15), SampledTail)
+    assert isinstance(Shaping(redundancy=2.0).rule(SIZE, 16), SampledTail)

@@ -1,0 +1,117 @@
+"""Processes that share, fill, restore or kill a store: ``python -m tests.store.children NAME FOLDER``."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+from darts_server.exceptions import StateError
+from darts_server.store import Store
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(name: str, folder: Path) -> "subprocess.Popen[str]":
+    """Runs one of the functions below in a process of its own."""
+    command = [sys.executable, "-W", "error", "-m", "tests.store.children", name, str(folder)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def put_for_ever(store: Store) -> None:
+    """Says number and time of each put."""
+    for number in count():
+        store.put("prompt", f"{number:08}", {"number": number})
+        say(number, time.monotonic())
+        time.sleep(0.002)
+
+
+def die_with_a_log(store: Store) -> None:
+    """Leaves a database whose newer half is in its write-ahead log."""
+    for number in range(50):
+        store.put("prompt", f"{number:032}", {"number": number, "mean": number / 7})
+        store.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restore_for_ever(store: Store) -> None:
+    """In turn two states, each of one number in all documents."""
+    states = []
+    for number in range(2):
+        with Store() as state:
+            for key in range(3000 + number):
+                state.put("prompt", str(key), {"number": number})
+            states.append(state.export())
+    for turn in count():
+        store.restore(states[turn % 2])
+        say(turn)
+
+
+def share(store: Store) -> None:
+    """Told its name: puts its own keys and common ones. Told once more: says what it sees of all."""
+    name = sys.stdin.readline().strip()
+    for number in range(300):
+        store.put("prompt", f"{name} {number}", {"by": name, "number": number})
+        store.put("prompt", f"common {number % 10}", {"by": name, "number": number})
+        if number % 30 == 0:
+            store.flush()
+    store.flush()
+    say("done")
+    sys.stdin.readline()
+    time.sleep(0.6)
+    say(store.count("prompt"), *(str((store.get("prompt", f"common {n}") or {}).get("by")) for n in range(10)))
+
+
+def run_out_of_space(store: Store) -> None:
+    """The file size limit stands for a full disk."""
+    store.put("prompt", "before", {"number": 1})
+    store.flush()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, unlimited[1]))
+    for number in range(2000):
+        store.put("prompt", str(number), {"text": "x" * 200})
+    try:
+        store.flush()
+    except StateError as error:
+        say("flush failed", "state.db" in str(error))
+    before = store.export()
+    try:
+        store.restore(before)
+    except StateError:
+        say("restore failed")
+    store.put("prompt", "0", {"text": "newest"})
+    say(store.fault is not None, store.count("prompt"), store.get("prompt", "0"), store.get("prompt", "before"))
+    time.sleep(1.3)  # the thread tries again, in vain
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    wait_until = time.monotonic() + 20
+    while store.fault is not None and time.monotonic() < wait_until:  # and again, with nobody calling
+        time.sleep(0.05)
+    say("mended" if store.fault is None else store.fault)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def close_without_space(store: Store) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    for number in range(2000):
+        store.put("prompt", str(number), {"text": "x" * 200})
+    try:
+        store.close()
+    except StateError:
+        say("close failed")
+
+
+def main() -> None:
+    with Store(Path(sys.argv[2])) as store:
+        globals()[sys.argv[1]](store)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Real processes, really killed."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from darts_server.store import Store
+from tests.store.children import start
+
+
+@pytest.mark.parametrize("seconds", [1.2, 1.9])
+def test_a_killed_process_loses_the_last_second_at_most(tmp_path: Path, seconds: float) -> None:
+    with start("put_for_ever", tmp_path) as child:
+        assert child.stdout is not None
+        said = [child.stdout.readline()]
+        began = time.monotonic()
+        while time.monotonic() < began + seconds:
+            said.append(child.stdout.readline())
+        killed = time.monotonic()
+        child.kill()
+        said += child.stdout.readlines()
+    put_at = {int(line.split()[0]): float(line.split()[1]) for line in said if line.endswith("\n")}
+    old = [number for number, at in put_at.items() if at < killed - 1.0]
+    with Store(tmp_path) as store:
+        found = dict(store.items("prompt"))
+    assert old
+    assert all(found.get(f"{number:08}") == {"number": number} for number in old)
+    assert list(found) == [f"{number:08}" for number in range(len(found))]  # what is lost is the end
+
+
+def test_a_restore_that_is_killed_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> None:
+    for attempt in range(6):
+        with start("restore_for_ever", tmp_path) as child:
+            assert child.stdout is not None
+            for _ in range(2):
+                child.stdout.readline()
+            time.sleep(0.011 * attempt)
+            child.kill()
+        with Store(tmp_path) as store:
+            numbers = [document["number"] for _, document in store.items("prompt")]
+        assert numbers in ([0] * 3000, [1] * 3001)
+
+
+def test_a_full_disk_loses_nothing_and_is_tried_again(tmp_path: Path) -> None:
+    with start("run_out_of_space", tmp_path) as child:
+        said, errors = child.communicate(timeout=60)
+    assert said.splitlines() == [
+        "flush failed True",
+        "restore failed",
+        "True 2001 {'text': 'newest'} {'number': 1}",
+        "mended",
+    ], errors
+    assert errors.count("kept in memory only") == 1  # once, not at each try
+    with Store(tmp_path) as store:  # the child was killed after it was mended
+        assert store.count("prompt") == 2001
+        assert store.get("prompt", "0") == {"text": "newest"}
+
+
+def test_a_close_that_cannot_write_says_so(tmp_path: Path) -> None:
+    with start("close_without_space", tmp_path) as child:
+        said, errors = child.communicate(timeout=60)
+    assert (said, child.returncode) == ("close failed\n", 0), errors

@@ -1,0 +1,40 @@
+"""Everything learned, out of one store and into another."""
+
+from pathlib import Path
+
+import pytest
+
+from darts_server.exceptions import StateDamaged
+from darts_server.store import Store
+
+
+def test_everything_can_be_exported_and_restored(store: Store, tmp_path: Path) -> None:
+    for number in range(2000):
+        store.put("prompt", f"ü{number}", {"number": number, "mean": number / 3})
+    store.flush()
+    store.put("singleton", "dataset", {"mean": 1.0})  # not written yet
+    data = store.export()
+    for other in (Store(), Store(tmp_path / "other")):
+        with other:
+            other.put("prompt", "flushed", {})
+            other.flush()
+            other.put("prompt", "waiting", {})
+            assert other.get("prompt", "absent") is None
+            other.restore(data)
+            assert list(other.items("prompt")) == list(store.items("prompt"))
+            assert other.get("prompt", "waiting") is None
+            assert other.get("singleton", "dataset") == {"mean": 1.0}
+            assert other.export() == data
+    with Store(tmp_path / "other") as other:
+        assert other.export() == data
+
+
+def test_a_refused_restore_changes_nothing(store: Store) -> None:
+    store.put("prompt", "flushed", {"n": 1})
+    store.flush()
+    store.put("prompt", "waiting", {"n": 2})
+    data = store.export()
+    for bad, limit in ((data[:-1], 10**9), (b"", 10**9), (data, 10)):
+        with pytest.raises(StateDamaged):
+            store.restore(bad, limit)
+        assert store.export() == data

@@ -1,0 +1,87 @@
+"""Which files are taken, and what is made where there is none."""
+
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from darts_server.exceptions import StateDamaged, StateError, StateTooNew
+from darts_server.store import Store
+from darts_server.store.database import FILE_NAME
+from darts_server.store.schema import create
+
+
+def test_a_newer_file_is_refused(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    path = tmp_path / FILE_NAME
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    data = path.read_bytes()
+    with pytest.raises(StateTooNew, match=r"state\.db was written by a newer .*schema 2.* Upgrade"):
+        Store(tmp_path)
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("journal", ["delete", "wal"])
+def test_another_program_s_database_is_refused_and_nothing_is_laid_beside_it(tmp_path: Path, journal: str) -> None:
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.execute(f"PRAGMA journal_mode = {journal}")
+        connection.execute("CREATE TABLE theirs (a)")
+    with pytest.raises(StateDamaged, match="another program's file"):
+        Store(tmp_path)
+    assert os.listdir(tmp_path) == [FILE_NAME]
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("CREATE TRIGGER t AFTER INSERT ON documents BEGIN DELETE FROM documents; END", "tables are not ours"),
+        ("PRAGMA user_version = 0", "tables are not ours"),
+        ("PRAGMA journal_mode = delete", "not in WAL mode"),
+        ("DELETE FROM restores", "how often it was restored"),
+        ("UPDATE restores SET generation = 'x'", "how often it was restored"),
+        ("INSERT INTO documents VALUES ('prompt', 'a', '{}', 1)", "checksum of prompt 'a'"),
+        ("INSERT INTO documents VALUES ('prompt', 'a', x'00', 1)", "wrong type"),
+    ],
+)
+def test_a_file_that_someone_changed_is_refused(tmp_path: Path, statement: str, message: str) -> None:
+    Store(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as connection:
+        connection.execute(statement)
+    data = (tmp_path / FILE_NAME).read_bytes()
+    with pytest.raises(StateDamaged, match=message):
+        Store(tmp_path)
+    assert (tmp_path / FILE_NAME).read_bytes() == data
+
+
+def test_of_two_that_create_the_file_the_first_one_s_stays(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.put("prompt", "a", {"n": 1})
+        store.flush()
+        create(tmp_path / FILE_NAME)
+    with Store(tmp_path) as store:
+        assert store.get("prompt", "a") == {"n": 1}
+    assert os.listdir(tmp_path) == [FILE_NAME]
+
+
+def test_a_log_without_its_database_is_not_taken_for_a_new_one_s(tmp_path: Path) -> None:
+    (tmp_path / f"{FILE_NAME}-wal").write_bytes(b"anything")
+    with pytest.raises(StateDamaged, match=r"state\.db-wal lies there without state\.db"):
+        Store(tmp_path)
+    assert os.listdir(tmp_path) == [f"{FILE_NAME}-wal"]
+
+
+@pytest.mark.parametrize("inside", ["", "deep/er"])
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StateError, match="--state-dir"):
+        Store(tmp_path / "file" / inside)
+
+
+def test_nothing_but_the_database_is_left_in_the_folder(tmp_path: Path) -> None:
+    for _ in range(2):
+        with Store(tmp_path / "a ?#%20ü") as store:
+            store.put("prompt", "a", {"n": 1})
+        assert os.listdir(tmp_path / "a ?#%20ü") == [FILE_NAME]

@@ -1,0 +1,138 @@
+"""What holds with and without a folder."""
+
+import threading
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from darts_server.exceptions import StateError
+from darts_server.store import Store
+
+KEYS = [
+    "",
+    "a",
+    "A",
+    "ä",
+    "a\u0308",
+    "😀",
+    "नमस्ते",
+    "line\nbreak",
+    "nul\0in it",
+    "'; DROP TABLE documents; --",
+    "x" * 65536,
+]
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_each_key_has_its_own_document(store: Store, flushed: bool) -> None:
+    for number, key in enumerate(KEYS):
+        assert store.get("prompt", key) is None
+        store.put("prompt", key, {"number": number})
+        store.put("other", key, {"number": -1})
+    if flushed:
+        store.flush()
+    assert [store.get("prompt", key) for key in KEYS] == [{"number": number} for number in range(len(KEYS))]
+    assert list(store.items("prompt")) == sorted((key, {"number": number}) for number, key in enumerate(KEYS))
+    assert store.count("prompt") == store.count("other") == len(KEYS)
+    assert (store.count("none"), list(store.items("none"))) == (0, [])
+
+
+@pytest.mark.parametrize("value", [0, -(10**30), 1.5, 5e-324, 1e308, True, None, "", 'quote " \0 😀'])
+def test_a_value_comes_back_as_it_was(store: Store, value: str | int | float | bool | None) -> None:
+    store.put("prompt", "a", {"v": value})
+    for _ in range(3):  # not written yet, from the file, read before
+        document = store.get("prompt", "a")
+        assert document == {"v": value}
+        assert type(document["v"]) is type(value)
+        store.flush()
+
+
+def test_the_store_keeps_a_copy(store: Store) -> None:
+    document: dict[str, str | int | float | bool | None] = {"n": 1}
+    store.put("prompt", "a", document)
+    document["n"] = 2
+    got = store.get("prompt", "a")
+    assert got == {"n": 1}
+    got["n"] = 3
+    assert store.get("prompt", "a") == {"n": 1}
+
+
+def test_the_newest_document_counts_wherever_it_is(store: Store) -> None:
+    for number in range(3):
+        for key in range(number, 6):
+            store.put("prompt", str(key), {"number": number})
+        if number < 2:
+            store.flush()
+    assert [document["number"] for _, document in store.items("prompt")] == [0, 1, 2, 2, 2, 2]
+    assert store.count("prompt") == 6
+
+
+def test_threads_may_share_a_store(store: Store) -> None:
+    def work(name: int) -> None:
+        for number in range(200):
+            store.put("prompt", f"{name} {number}", {"n": number})
+            assert store.get("prompt", f"{name} {number}") == {"n": number}
+            if number % 50 == 0:
+                store.flush()
+                assert len(list(store.items("prompt"))) >= number
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.count("prompt") == 800
+
+
+def test_what_is_being_written_is_neither_missed_nor_counted_twice(store: Store) -> None:
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            store.flush()
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        for number in range(0, 20_000, 200):
+            for key in range(number, number + 200):
+                store.put("prompt", str(key), {"n": key})
+            assert store.count("prompt") == number + 200
+            assert store.get("prompt", str(number)) == {"n": number}
+            if number % 4000 == 0:
+                assert len(list(store.items("prompt"))) == number + 200
+    finally:
+        ended.set()
+        writing.join()
+
+
+def test_an_iteration_may_be_left_early_and_sees_one_moment(store: Store) -> None:
+    for number in range(1000):
+        store.put("prompt", f"{number:04}", {"n": 1})
+    store.flush()
+    items = store.items("prompt")
+    next(items)
+    store.put("prompt", "0999", {"n": 2})
+    store.flush()
+    assert list(items)[-1] == ("0999", {"n": 1})
+    assert len(list(islice(store.items("prompt"), 3))) == 3
+
+
+def test_a_closed_store_says_so(store: Store) -> None:
+    store.put("prompt", "a", {})
+    store.close()
+    store.close()
+    for use in (lambda: store.put("prompt", "a", {}), lambda: store.get("prompt", "a"), store.flush, store.export):
+        with pytest.raises(StateError, match="closed"):
+            use()
+
+
+def test_a_hundred_thousand_keys(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        for number in range(100_000):
+            store.put("prompt", f"{number:064x}", {"mean": number / 7, "std": 1.5, "count": number})
+        assert store.count("prompt") == 100_000
+    with Store(tmp_path) as store:
+        assert store.count("prompt") == sum(1 for _ in store.items("prompt")) == 100_000
+        assert store.get("prompt", f"{99_999:064x}") == {"mean": 99_999 / 7, "std": 1.5, "count": 99_999}
