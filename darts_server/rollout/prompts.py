@@ -71,7 +71,7 @@ class Prompts:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Statistics that cannot be read cost shaping some of its aim, and nobody a rollout. Said once, not each time."""
+        """Statistics that cannot be read cost shaping some of its aim, and nobody a rollout. Said once."""
         try:
             yield
         except StateError as error:
