@@ -26,7 +26,9 @@ from darts_server.policy.events import (
     GiveUp,
     LimitSet,
     Lost,
+    Scored,
     Start,
+    Started,
     Stop,
 )
 from darts_server.policy.selection import SelectionRule, Verdict
@@ -61,6 +63,7 @@ class Group:
         self._early = early
         self._limit: int | None = None
         self._delivered: set[int] = set()
+        self._undecided = True  # something was heard that may change what is certain
 
     def open(self) -> list[Decision]:
         """The first candidates to start."""
@@ -77,8 +80,9 @@ class Group:
         last_error: Exception | None = None
         for event in events:
             last_error = self._hear(event) or last_error
-        if self.outcome is not None or not self.candidates:
+        if self.outcome is not None or not self.candidates or not self._undecided:
             return []
+        self._undecided = False
         return list(self._decide(last_error))
 
     def cancel(self) -> list[Decision]:
@@ -88,6 +92,8 @@ class Group:
     # --- hearing ------------------------------------------------------------
 
     def _hear(self, event: Event) -> Exception | None:
+        if not isinstance(event, Started | Scored):  # these make nobody certain or hopeless
+            self._undecided = True
         if isinstance(event, LimitSet):
             self._limit = event.tokens
             return None

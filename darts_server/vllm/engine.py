@@ -55,6 +55,7 @@ class PromptRequest:
         child.n = 1
         child.seed = seed
         child.output_kind = RequestOutputKind.FINAL_ONLY
+        child.skip_clone = True  # vLLM would copy it once more for every candidate; nobody else holds it
         return child
 
 
