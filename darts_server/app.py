@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fastapi import FastAPI
 from vllm.outputs import RequestOutput
 
 from darts_server.engine.port import Engine
 from darts_server.http import errors
+from darts_server.http.group_id import GroupIdHeader
 from darts_server.http.headers import read_options
+from darts_server.http.routes import router
 from darts_server.metrics import Metrics
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.prompts import KIND, Prompts
+from darts_server.rollout.provenance import Provenance
 from darts_server.rollout.rollouts import Limits, Rollouts
 from darts_server.settings import Settings
 from darts_server.store import Store
@@ -31,6 +35,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
 
 def wiring(settings: Settings, store: Store) -> server.Wiring:
     """How the server's parts are made from the settings."""
+    prompts, provenance = Prompts(store), Provenance()
 
     def rollouts(
         engine: Engine[PromptRequest, RequestOutput], model_name: str
@@ -40,13 +45,18 @@ def wiring(settings: Settings, store: Store) -> server.Wiring:
             policies={"uniform": shaping(settings), "darts": replace(shaping(settings), adaptive=True)},
             default_policy=settings.policy,
             limits=Limits(settings.max_group_size, settings.group_size),
-            prompts=Prompts(store),
-            observer=Metrics(model_name, tracked=lambda: store.count(KIND)),
+            prompts=prompts,
+            observers=(Metrics(model_name, tracked=lambda: store.count(KIND)), provenance),
             peek_interval=settings.peek_interval,
             batch_window=settings.batch_window,
         )
 
-    return server.Wiring(rollouts=rollouts, read_options=read_options, extend=errors.install)
+    def extend(app: FastAPI, keys: Sequence[str]) -> None:
+        errors.install(app)
+        app.add_middleware(GroupIdHeader)
+        app.include_router(router(provenance, prompts, keys))
+
+    return server.Wiring(rollouts=rollouts, read_options=read_options, extend=extend)
 
 
 def shaping(settings: Settings) -> Shaping:

@@ -4,6 +4,8 @@
 
     DartsError
     ├── InvalidRequest       the caller's mistake; names the field and the remedy
+    │   └── NotFound         what was asked for is not there
+    ├── Unauthorized         the caller showed no key that opens the route
     ├── InvalidSetting       the operator's mistake; stops the start
     ├── GroupFailed          too few trajectories of a prompt could finish
     ├── GroupAborted         someone asked the engine to abort the whole request
@@ -31,6 +33,14 @@ class InvalidRequest(DartsError, ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class NotFound(InvalidRequest):
+    """What a caller asked for is not there, or not any more."""
+
+
+class Unauthorized(DartsError):
+    """The caller showed no key that opens the route."""
 
 
 class InvalidSetting(DartsError):

@@ -5,13 +5,23 @@ from http import HTTPStatus
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from darts_server.exceptions import DartsError, EngineDead, GroupAborted, InvalidRequest
+from darts_server.exceptions import DartsError, EngineDead, GroupAborted, InvalidRequest, NotFound, Unauthorized
 
 STATUS: dict[type[DartsError], HTTPStatus] = {
     InvalidRequest: HTTPStatus.BAD_REQUEST,
+    NotFound: HTTPStatus.NOT_FOUND,
+    Unauthorized: HTTPStatus.UNAUTHORIZED,
     GroupAborted: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
     DartsError: HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+
+
+# The names that vLLM gives to the same statuses.
+TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.UNAUTHORIZED: "AuthenticationError",
 }
 
 
@@ -26,7 +36,7 @@ def body_of(error: DartsError) -> dict[str, object]:
     return {
         "error": {
             "message": str(error),
-            "type": "BadRequestError" if status is HTTPStatus.BAD_REQUEST else "InternalServerError",
+            "type": TYPES.get(status, "InternalServerError"),
             "param": error.field if isinstance(error, InvalidRequest) else None,
             "code": status.value,
         }

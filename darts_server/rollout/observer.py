@@ -15,13 +15,3 @@ class GroupObserver(Protocol):
     def group_ended(self, record: GroupRecord) -> None:
         """A group ended, whichever way. Said once per group."""
         ...
-
-
-class Silent:
-    """An observer that does nothing."""
-
-    def candidates_started(self, count: int) -> None:
-        pass
-
-    def group_ended(self, record: GroupRecord) -> None:
-        pass

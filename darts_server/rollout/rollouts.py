@@ -13,7 +13,7 @@ from darts_server.policy.group import Group
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocator import Allocator
 from darts_server.rollout.ledger import Ledger
-from darts_server.rollout.observer import GroupObserver, Silent
+from darts_server.rollout.observer import GroupObserver
 from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.watch import Watch
@@ -49,7 +49,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         default_policy: for requests that name none.
         limits: what may be asked for.
         prompts: what is known of prompts' lengths; every completed group adds to it.
-        observer: hears of every group.
+        observers: hear of every group.
         peek_interval: seconds between two looks at token counts.
         batch_window: seconds within which groups that come together are allocated together.
         clock: monotonic seconds.
@@ -62,7 +62,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         default_policy: str,
         limits: Limits,
         prompts: Prompts,
-        observer: GroupObserver | None = None,
+        observers: Sequence[GroupObserver] = (),
         peek_interval: float = 0.02,
         batch_window: float = 0.02,
         clock: Callable[[], float] = time.monotonic,
@@ -73,7 +73,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._limits = limits
         self._prompts = prompts
         self._allocator = Allocator(prompts, batch_window)
-        self._observer = observer or Silent()
+        self._observers = tuple(observers)
         self._clock = clock
         self._watch = Watch(peek_interval)
         self._runs: dict[str, GroupRun[RequestT, OutputT]] = {}
@@ -153,12 +153,14 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     def candidates_started(self, count: int) -> None:
         """Implements the observer for this room's own groups."""
-        self._observer.candidates_started(count)
+        for observer in self._observers:
+            observer.candidates_started(count)
 
     def group_ended(self, record: GroupRecord) -> None:
         """Implements the observer for this room's own groups."""
         self._prompts.learn(record)
-        self._observer.group_ended(record)
+        for observer in self._observers:
+            observer.group_ended(record)
 
     def abort(self, group_id: str) -> None:
         """End the group of that id, if it runs, with an error for its caller."""

@@ -16,7 +16,7 @@ from darts_server.rollout.rollouts import Plan, Rollouts
 from darts_server.vllm.engine import PromptRequest, prompt_key_of
 from darts_server.vllm.outputs import as_choice, as_one
 from darts_server.vllm.platform import refuse_what_would_crash
-from darts_server.vllm.requests import current_options, merged_policy
+from darts_server.vllm.requests import current_options, merged_policy, note_shaped
 
 SEED_MASK = (1 << 64) - 1
 # Those of generate()'s options that vLLM may refuse.
@@ -47,6 +47,7 @@ class ShapingLLM(AsyncLLM):
             return super().generate(prompt, sampling_params, request_id, **options)
         request = PromptRequest(prompt, sampling_params, request_id, options)
         self._check(request)
+        note_shaped(request_id)
         return self._shaped(plan, request)
 
     def _check(self, request: PromptRequest) -> None:

@@ -19,6 +19,7 @@ XARG_POLICY = "darts_policy"
 
 NO_WISHES = RequestOptions()
 _options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_WISHES)
+_shaped: ContextVar[list[str] | None] = ContextVar("darts_shaped", default=None)
 
 Handler = Callable[..., Awaitable[Any]]
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
@@ -27,6 +28,12 @@ ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
 def current_options() -> RequestOptions:
     """What the request that is being handled asked for."""
     return _options.get()
+
+
+def note_shaped(request_id: str) -> None:
+    """A part of the request that is being handled is served as a group of that id."""
+    if (shaped := _shaped.get()) is not None:
+        shaped.append(request_id)
 
 
 def with_raw_names(served: list[str]) -> list[str]:
@@ -66,10 +73,16 @@ def _noting(handler: Handler, read_options: ReadOptions, raw_names: frozenset[st
         options = read_options({} if raw_request is None else raw_request.headers)
         if getattr(request, "model", None) in raw_names:
             options = RequestOptions(policy="off")
-        token = _options.set(options)
+        groups: list[str] = []
+        tokens = _options.set(options), _shaped.set(groups)
         try:
-            return await handler(request, raw_request)
+            answer = await handler(request, raw_request)
         finally:
-            _options.reset(token)
+            _options.reset(tokens[0])
+            _shaped.reset(tokens[1])
+        metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
+        if groups and metadata is not None:
+            raw_request.state.darts_group_id = metadata.request_id
+        return answer
 
     return noting

@@ -41,12 +41,13 @@ CHILD_GRACE_SECONDS = 5.0  # an engine that has not begun to serve has nothing t
 class Wiring:
     """What the rooms above bring: made by ``app.py``.
 
-    ``rollouts``: from the engine and the served model name. ``extend``: adds to vLLM's app before it serves.
+    ``rollouts``: from the engine and the served model name. ``extend``: adds to vLLM's app before it serves; it
+    is given the API keys that guard vLLM's own routes.
     """
 
     rollouts: Callable[[Engine[PromptRequest, RequestOutput], str], Rollouts[PromptRequest, RequestOutput]]
     read_options: ReadOptions
-    extend: Callable[[FastAPI], None]
+    extend: Callable[[FastAPI, Sequence[str]], None]
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -116,8 +117,8 @@ async def app(llm: ShapingLLM, args: Namespace, wiring: Wiring) -> FastAPI:
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
     attach(application.state, wiring.read_options, frozenset(names[len(names) // 2 :]))
-    wiring.extend(application)
-    application.middleware_stack = None  # vLLM has built it already; this has it built anew, with what was added
+    application.middleware_stack = None  # vLLM has built it already; now it is built anew, with what is added
+    wiring.extend(application, [key for key in args.api_key or [envs.VLLM_API_KEY] if key])
     return application
 
 

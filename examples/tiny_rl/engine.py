@@ -62,10 +62,10 @@ async def shaping_engine(policies: Mapping[str, Shaping], *flags: str) -> AsyncI
     engine = TinyEngine()
     wiring = server.Wiring(
         rollouts=lambda port, _: Rollouts(
-            port, policies, OFF, Limits(1024), engine.prompts, engine, peek_interval=0.005
+            port, policies, OFF, Limits(1024), engine.prompts, [engine], peek_interval=0.005
         ),
         read_options=lambda _: RequestOptions(),
-        extend=lambda _: None,
+        extend=lambda *_: None,
     )
     async with server.engine(server.parse([str(MODEL), *FLAGS, *flags]), wiring) as engine.llm:
         yield engine

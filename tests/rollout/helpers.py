@@ -57,7 +57,7 @@ class House:
             "uniform",
             Limits(64),
             Prompts(self.store),
-            self.recorder,
+            [self.recorder],
             peek_interval=0,
             batch_window=0,
             clock=lambda: self.engine.now,

@@ -1,0 +1,92 @@
+"""Wire models of our own API."""
+
+from typing import Self
+
+from pydantic import BaseModel, Field
+
+from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome, StopReason
+
+
+class CandidateAnswer(BaseModel):
+    """One candidate's fate."""
+
+    index: int
+    length: int = Field(description="Generated tokens; of a stopped candidate, as many as it had then.")
+    finish_reason: FinishReason | None = Field(description="None for a candidate that was stopped or failed.")
+    end: End | None = Field(description="From which end of the length order it was selected; None if it was not.")
+    reason: StopReason | None = Field(description="Why it was discarded; None if it was selected.")
+    rank: int | None = Field(description="Place among the selected ones by length, 0 for the shortest.")
+    cut: bool = Field(description="Whether it was cut at the group's token limit.")
+    start: float | None = Field(description="Seconds from the group's beginning to its start on the engine.")
+    stop: float | None = Field(description="Seconds from the group's beginning to its end.")
+    weight_version_start: int | None
+    weight_version_end: int | None
+
+
+class GroupAnswer(BaseModel):
+    """Provenance of one group."""
+
+    group_id: str
+    prompt_key: str | None
+    policy: str
+    group_size: int
+    outcome: Outcome
+    error: str | None
+    duration: float = Field(description="Seconds.")
+    tail_wait: float | None = Field(description="Seconds from the K-th shortest trajectory's finish to the end.")
+    mixed_versions: bool = Field(description="Whether the returned trajectories come from several weight versions.")
+    generated: int = Field(description="Tokens of all candidates.")
+    returned: int = Field(description="Tokens of the selected ones.")
+    candidates: list[CandidateAnswer]
+
+    @classmethod
+    def of(cls, record: GroupRecord) -> Self:
+        ranked = sorted(record.selected, key=lambda c: (c.tokens, c.index))
+        ranks = {c.index: rank for rank, c in enumerate(ranked)}
+        return cls(
+            group_id=record.group_id,
+            prompt_key=record.prompt_key,
+            policy=record.policy,
+            group_size=record.size,
+            outcome=record.outcome,
+            error=record.error,
+            duration=record.ended_at - record.started_at,
+            tail_wait=record.tail_wait,
+            mixed_versions=record.mixed_versions,
+            generated=record.generated_tokens,
+            returned=record.returned_tokens,
+            candidates=[_candidate(c, ranks.get(c.index), record.started_at) for c in record.candidates],
+        )
+
+
+class GroupsAnswer(BaseModel):
+    """One group, or all groups of a response in prompt order."""
+
+    groups: list[GroupAnswer]
+
+
+class PromptAnswer(BaseModel):
+    """What is known of a prompt's lengths, in tokens; stopped candidates count as the longer ones they are."""
+
+    prompt_key: str
+    mean_ema: float
+    std_ema: float | None = Field(description="None while no group had two candidates.")
+    groups: int
+    candidates: int
+    weight_version: int | None = Field(description="Of the last group.")
+
+
+def _candidate(record: CandidateRecord, rank: int | None, began: float) -> CandidateAnswer:
+    return CandidateAnswer(
+        index=record.index,
+        length=record.tokens,
+        finish_reason=record.finish_reason,
+        end=record.end,
+        reason=record.reason,
+        rank=rank,
+        cut=record.cut,
+        start=None if record.started_at is None else record.started_at - began,
+        stop=None if record.ended_at is None else record.ended_at - began,
+        weight_version_start=record.weight_version_start,
+        weight_version_end=record.weight_version_end,
+    )

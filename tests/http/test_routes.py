@@ -1,0 +1,100 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+
+from darts_server.http import errors
+from darts_server.http.group_id import HEADER, STATE_KEY, GroupIdHeader
+from darts_server.http.routes import router
+from darts_server.rollout.prompts import Prompts
+from darts_server.rollout.provenance import Provenance
+from darts_server.store import Store
+from tests.rollout.test_prompts import FINISHED, record
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
+
+
+@contextmanager
+def client(*keys: str) -> Iterator[TestClient]:
+    with Store() as store:
+        prompts, provenance = Prompts(store), Provenance()
+        for observer in (prompts.learn, provenance.group_ended):
+            observer(replace(record(*FINISHED), group_id="cmpl-a-0"))
+            observer(replace(record(*FINISHED), group_id="cmpl-a-1"))
+        app = FastAPI()
+        errors.install(app)
+        app.add_middleware(GroupIdHeader)
+        app.include_router(router(provenance, prompts, keys))
+
+        @app.get("/shaped")
+        async def shaped(request: Request) -> None:
+            setattr(request.state, STATE_KEY, "cmpl-a")
+
+        @app.get("/unshaped")
+        async def unshaped() -> None:
+            pass
+
+        yield TestClient(app)
+
+
+@pytest.fixture
+def opened() -> Iterator[TestClient]:
+    with client() as opened:
+        yield opened
+
+
+def test_provenance_tells_every_candidates_length_fate_and_rank(opened: TestClient) -> None:
+    [group] = opened.get("/darts/v1/groups/cmpl-a-0").json()["groups"]
+    assert (group["group_size"], group["outcome"], group["generated"], group["returned"]) == (2, "completed", 60, 30)
+    assert [(c["length"], c["end"], c["reason"], c["rank"]) for c in group["candidates"]] == [
+        (10, "short", None, 0),
+        (20, "short", None, 1),
+        (30, None, "longer_than_needed", None),
+    ]
+    assert group["candidates"][0]["weight_version_start"] == 3
+
+
+def test_a_responses_id_gives_all_its_groups(opened: TestClient) -> None:
+    groups = opened.get("/darts/v1/groups/cmpl-a").json()["groups"]
+    assert [g["group_id"] for g in groups] == ["cmpl-a-0", "cmpl-a-1"]
+
+
+def test_a_prompts_statistics_are_found_by_the_key_that_its_groups_tell(opened: TestClient) -> None:
+    key = opened.get("/darts/v1/groups/cmpl-a-0").json()["groups"][0]["prompt_key"]
+    stats = opened.get(f"/darts/v1/prompts/{key}").json()
+    assert (stats["mean_ema"], stats["std_ema"], stats["groups"], stats["candidates"]) == (20, 10, 2, 6)
+
+
+@pytest.mark.parametrize("path", ["groups/none", "prompts/none"])
+def test_what_is_not_there_is_not_found_in_openais_form(opened: TestClient, path: str) -> None:
+    answer = opened.get(f"/darts/v1/{path}")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "NotFoundError"
+    assert answer.json()["error"]["param"] in ("group_id", "prompt_key")
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (None, 401),
+        ("Bearer wrong", 401),
+        ("Basic one", 401),
+        ("Bearer", 401),
+        ("Bearer one", 200),
+        ("bearer two", 200),
+    ],
+)
+def test_with_keys_any_of_them_is_asked_for(header: str | None, status: int) -> None:
+    headers = {} if header is None else {"Authorization": header}
+    with client("one", "two") as guarded:
+        answer = guarded.get("/darts/v1/groups/cmpl-a", headers=headers)
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["type"] == "AuthenticationError"
+
+
+def test_responses_of_shaped_requests_name_their_groups_and_others_do_not(opened: TestClient) -> None:
+    assert opened.get("/shaped").headers[HEADER] == "cmpl-a"
+    assert HEADER not in opened.get("/unshaped").headers

@@ -1,0 +1,48 @@
+"""Where a response's trajectories came from, told by the running server."""
+
+import httpx
+import pytest
+
+from examples.tiny_rl.server import DARTS, Server, serving
+
+pytestmark = pytest.mark.engine
+PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>"]
+BODY = {"model": "tiny", "prompt": PROMPTS, "n": 8, "max_tokens": 200, "return_token_ids": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_names_its_groups_and_their_candidates_match_its_choices(server: Server, stream: bool) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY | {"stream": stream}, timeout=60)
+    name = answer.headers["X-Darts-Group-Id"]
+    groups = httpx.get(f"{server.url}/darts/v1/groups/{name}").json()["groups"]
+    assert [group["group_id"] for group in groups] == [f"{name}-0", f"{name}-1"]
+    assert all(len(group["candidates"]) == 12 for group in groups)
+    if not stream:
+        assert answer.json()["id"] == name
+        lengths = [len(choice["token_ids"]) for choice in answer.json()["choices"]]
+        selected = [c["length"] for group in groups for c in group["candidates"] if c["end"]]
+        assert selected == lengths
+    stats = httpx.get(f"{server.url}/darts/v1/prompts/{groups[0]['prompt_key']}").json()
+    assert stats["candidates"] >= 12
+
+
+def test_chat_and_token_routes_name_their_group_too(server: Server) -> None:
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": PROMPTS[0]}], "n": 4, "max_tokens": 50}
+    tokens = {"token_ids": [5, 6, 7], "sampling_params": {"n": 4, "max_tokens": 50}}
+    for path, body in (("v1/chat/completions", chat), ("inference/v1/generate", tokens)):
+        name = httpx.post(f"{server.url}/{path}", json=body, timeout=60).headers["X-Darts-Group-Id"]
+        [group] = httpx.get(f"{server.url}/darts/v1/groups/{name}").json()["groups"]
+        assert len(group["candidates"]) == 6
+
+
+def test_unshaped_responses_name_no_group(server: Server) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY | {"model": "tiny:raw"}, timeout=60)
+    assert "X-Darts-Group-Id" not in answer.headers
+    assert httpx.get(f"{server.url}/darts/v1/groups/{answer.json()['id']}").status_code == 404
+
+
+def test_an_api_key_guards_our_routes_as_it_does_vllms(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with serving(DARTS, tmp_path_factory.mktemp("guarded") / "log", "--api-key", "sesame") as server:
+        url = f"{server.url}/darts/v1/groups/none"
+        assert httpx.get(url).status_code == httpx.get(f"{server.url}/v1/models").status_code == 401
+        assert httpx.get(url, headers={"Authorization": "Bearer sesame"}).status_code == 404
