@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fastapi import FastAPI
-from vllm.outputs import RequestOutput
 
-from darts_server.engine.port import Engine
 from darts_server.http import errors
 from darts_server.http.group_id import GroupIdHeader
 from darts_server.http.headers import read_options
@@ -19,7 +17,7 @@ from darts_server.rollout.rollouts import Limits, Rollouts
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.vllm import server
-from darts_server.vllm.engine import PromptRequest
+from darts_server.vllm.engine import VllmPort, VllmRollouts
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
@@ -37,9 +35,7 @@ def wiring(settings: Settings, store: Store) -> server.Wiring:
     """How the server's parts are made from the settings."""
     prompts, provenance = Prompts(store), Provenance()
 
-    def rollouts(
-        engine: Engine[PromptRequest, RequestOutput], model_name: str
-    ) -> Rollouts[PromptRequest, RequestOutput]:
+    def rollouts(engine: VllmPort, model_name: str) -> VllmRollouts:
         return Rollouts(
             engine,
             policies={"uniform": shaping(settings), "darts": replace(shaping(settings), adaptive=True)},

@@ -25,3 +25,8 @@ def vllm_version() -> str | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+def is_tested(installed: str | None) -> bool:
+    """Whether a version is of the tested series. Groups lean on things that another one may change."""
+    return (installed or "").startswith(f"{TESTED_SERIES}.")

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
@@ -18,14 +18,19 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from darts_server.engine.port import Ended
+from darts_server.engine.port import Ended, Engine
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
 from darts_server.rollout.prompts import key_of
+from darts_server.rollout.rollouts import Rollouts
 from darts_server.types import FinishReason
 from darts_server.vllm.outputs import first_tokens
 
 if TYPE_CHECKING:
     from darts_server.vllm.llm import ShapingLLM
+
+# vLLM is imported in this room alone; the wiring speaks of these.
+VllmPort: TypeAlias = "Engine[PromptRequest, RequestOutput]"
+VllmRollouts: TypeAlias = "Rollouts[PromptRequest, RequestOutput]"
 
 # What vLLM says of a candidate that ended by itself. "repetition" ends at a limit that the caller set, like "length".
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}

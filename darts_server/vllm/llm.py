@@ -12,8 +12,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import EngineDead, EngineRefused
-from darts_server.rollout.rollouts import Plan, Rollouts
-from darts_server.vllm.engine import PromptRequest, prompt_key_of
+from darts_server.rollout.rollouts import Plan
+from darts_server.vllm.engine import PromptRequest, VllmRollouts, prompt_key_of
 from darts_server.vllm.outputs import as_choice, as_one
 from darts_server.vllm.platform import refuse_what_would_crash
 from darts_server.vllm.requests import current_options, merged_policy, note_shaped
@@ -26,7 +26,7 @@ CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
 class ShapingLLM(AsyncLLM):
     """``rollouts`` is set once, after construction; until then nothing is shaped."""
 
-    rollouts: Rollouts[PromptRequest, RequestOutput] | None = None
+    rollouts: VllmRollouts | None = None
     weight_version: int = 0
     died: bool | None = None
     """Whether the engine was dead already when it was first told to shut down; ``None`` before that."""

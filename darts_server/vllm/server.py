@@ -1,5 +1,6 @@
 """vLLM's own server around the engine that shapes: its app, its routes, its flags."""
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -21,17 +22,17 @@ from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
-from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from darts_server.engine.port import Engine
 from darts_server.exceptions import InvalidSetting
-from darts_server.rollout.rollouts import Rollouts
-from darts_server.vllm.engine import PromptRequest, VllmEngine
+from darts_server.vllm.compat import TESTED_SERIES, is_tested, vllm_version
+from darts_server.vllm.engine import VllmEngine, VllmPort, VllmRollouts
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare
 from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 CHILD_GRACE_SECONDS = 5.0  # an engine that has not begun to serve has nothing to finish
@@ -45,7 +46,7 @@ class Wiring:
     is given the API keys that guard vLLM's own routes.
     """
 
-    rollouts: Callable[[Engine[PromptRequest, RequestOutput], str], Rollouts[PromptRequest, RequestOutput]]
+    rollouts: Callable[[VllmPort, str], VllmRollouts]
     read_options: ReadOptions
     extend: Callable[[FastAPI, Sequence[str]], None]
 
@@ -72,6 +73,8 @@ def parse(argv: Sequence[str]) -> Namespace:
 def serve(args: Namespace, wiring: Wiring) -> int:
     """Serve until told to stop; the process's exit code: 1 if the engine died."""
     configure_logging_from_args(args)
+    if not is_tested(installed := vllm_version()):
+        logger.warning("vLLM %s is not tested with darts-server; %s is", installed, TESTED_SERIES)
     return uvloop.run(_serve(args, wiring))
 
 
