@@ -28,10 +28,6 @@ from darts_server.vllm.outputs import first_tokens
 if TYPE_CHECKING:
     from darts_server.vllm.llm import ShapingLLM
 
-# vLLM is imported in this room alone; the wiring speaks of these.
-VllmPort: TypeAlias = "Engine[PromptRequest, RequestOutput]"
-VllmRollouts: TypeAlias = "Rollouts[PromptRequest, RequestOutput]"
-
 # What vLLM says of a candidate that ended by itself. "repetition" ends at a limit that the caller set, like "length".
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
 
@@ -62,6 +58,11 @@ class PromptRequest:
         child.output_kind = RequestOutputKind.FINAL_ONLY
         child.skip_clone = True  # vLLM would copy it once more for every candidate; nobody else holds it
         return child
+
+
+# vLLM is imported in this room alone; the wiring speaks of these.
+VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
+VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
 
 
 def prompt_key_of(request: PromptRequest) -> str:
