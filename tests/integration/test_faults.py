@@ -15,7 +15,7 @@ import pytest
 
 from darts_server.store import Store
 from examples.tiny_rl.server import DARTS, ENVIRONMENT, FLAGS, Server, serving
-from tests.integration.waiting import engine_processes
+from tests.integration.waiting import engine_processes, wait_started
 
 pytestmark = pytest.mark.engine
 LONG = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, "max_tokens": 300, "ignore_eos": True}
@@ -25,8 +25,7 @@ async def in_flight(server: Server, client: httpx.AsyncClient, count: int) -> li
     url = f"{server.url}/v1/completions"
     posts = (client.post(url, json=LONG | {"stream": bool(i % 2)}) for i in range(count))
     tasks = [asyncio.create_task(post) for post in posts]
-    while await asyncio.to_thread(server.metric, "darts_candidates_started_total") < 12 * count:
-        await asyncio.sleep(0.02)
+    await asyncio.to_thread(wait_started, server, 12 * count)
     return tasks
 
 

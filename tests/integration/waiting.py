@@ -16,6 +16,17 @@ def wait_idle(server: Server, seconds: float) -> float:
     return time.monotonic() - began
 
 
+def wait_started(server: Server, candidates: float, seconds: float = 60.0) -> None:
+    """Wait until the server has started that many candidates in all.
+
+    A counter, unlike a gauge, cannot be missed by who looks too late.
+    """
+    began = time.monotonic()
+    while (started := server.metric("darts_candidates_started_total")) < candidates:
+        assert time.monotonic() - began < seconds, f"only {started} of {candidates} candidates after {seconds} s"
+        time.sleep(0.02)
+
+
 def engine_processes(server: Server) -> list[int]:
     """Process ids of the engine, without Python's own helpers."""
     children = psutil.Process(server.process.pid).children()
