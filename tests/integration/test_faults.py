@@ -39,7 +39,7 @@ async def test_a_killed_engine_is_noticed_told_and_ends_the_server_with_an_error
                 os.kill(child, signal.SIGKILL)
             began = time.monotonic()
             answers = await asyncio.gather(*requests, return_exceptions=True)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         for number, answer in enumerate(answers):
             assert isinstance(answer, httpx.Response), answer
             if number % 2:
@@ -50,7 +50,7 @@ async def test_a_killed_engine_is_noticed_told_and_ends_the_server_with_an_error
                 assert answer.json()["error"]["message"]
         with suppress(httpx.TransportError):  # gone already
             assert httpx.get(f"{server.url}/health").status_code >= 500
-        server.process.wait(30)
+        server.process.wait(60)
         assert server.process.returncode not in (0, None), server.last_words()
 
 
@@ -74,7 +74,7 @@ def test_a_server_that_is_told_to_stop_exits_cleanly(tmp_path: Path) -> None:
         assert "num_longest = 2" in httpx.post(url, json=body | {"n": 2}).json()["error"]["message"]
         assert server.metric("darts_candidates_started_total") == 8
         server.process.send_signal(signal.SIGTERM)
-        server.process.wait(30)
+        server.process.wait(60)
         assert server.process.returncode == 0, server.last_words()
     with Store(tmp_path / "state") as store:
         [(_, stats)] = store.items("prompt")
@@ -94,7 +94,7 @@ def test_a_server_that_is_told_to_stop_while_its_engine_starts_stops(tmp_path: P
         time.sleep(2)
         engine = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
-        assert process.wait(15) == 128 + signal.SIGTERM
-        assert psutil.wait_procs(engine, timeout=15)[1] == []
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert psutil.wait_procs(engine, timeout=60)[1] == []
     finally:
         process.kill()
