@@ -64,7 +64,8 @@ class Allocator:
 
     def _allocate(self, kind: Kind, batch: _Batch, stds: list[float | None]) -> list[int]:
         low, high = batch.shaping.bounds(batch.size)
-        target = batch.shaping.redundancy * batch.size
+        # A request may name this policy on a server whose redundancy is above what one prompt may get.
+        target = min(batch.shaping.redundancy * batch.size, high)
         if len(stds) < SMALLEST_BATCH:
             price = self._prices.setdefault(kind, ShadowPrice(target, low, high))
             return [price.candidates(std) for std in stds]

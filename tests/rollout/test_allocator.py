@@ -64,6 +64,16 @@ async def test_few_prompts_are_measured_against_those_before_them() -> None:
     assert SMALLEST_BATCH > 1
 
 
+@pytest.mark.parametrize(("redundancy", "most"), [(3.0, 2.0), (1.3, 1.3)])
+@pytest.mark.parametrize("prompts_at_once", [1, 16])
+async def test_a_redundancy_above_the_bound_gives_everyone_the_bound(
+    redundancy: float, most: float, prompts_at_once: int
+) -> None:
+    shaping = Shaping(redundancy=redundancy, adaptive=True, max_redundancy=most)
+    counts = await together(Allocator(prompts(), window=0.01), [f"p{i}" for i in range(prompts_at_once)], shaping)
+    assert set(counts) == {shaping.bounds(SIZE)[1]}
+
+
 async def test_group_sizes_are_allocated_apart() -> None:
     allocator = Allocator(prompts(), window=0.01)
     eights, fours = await asyncio.gather(
