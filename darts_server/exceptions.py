@@ -4,8 +4,10 @@
 
     DartsError
     ├── InvalidRequest       the caller's mistake; names the field and the remedy
-    │   └── NotFound         what was asked for is not there
+    │   ├── NotFound         what was asked for is not there
+    │   └── TooLarge         the request's body has more bytes than the route takes
     ├── Unauthorized         the caller showed no key that opens the route
+    ├── Forbidden            the route is not for this caller, with or without a key
     ├── InvalidSetting       the operator's mistake; stops the start
     ├── GroupFailed          too few trajectories of a prompt could finish
     ├── GroupAborted         someone asked the engine to abort the whole request
@@ -14,6 +16,7 @@
     │   ├── EngineRefused    the engine does not take this request; trying again does not help
     │   └── EngineDead       the engine is gone
     ├── StateError           what was learned cannot be read or written now
+    │   ├── StateFull        the disk has no room for it
     │   ├── StateDamaged     a state file is not ours, or not whole
     │   └── StateTooNew      a newer version wrote it
     └── IllegalMove          a bug: an event that the group's state machine does not allow
@@ -39,8 +42,16 @@ class NotFound(InvalidRequest):
     """What a caller asked for is not there, or not any more."""
 
 
+class TooLarge(InvalidRequest):
+    """The request's body has more bytes than the route takes."""
+
+
 class Unauthorized(DartsError):
     """The caller showed no key that opens the route."""
+
+
+class Forbidden(DartsError):
+    """The route is not for this caller, and the server has no key that would open it."""
 
 
 class InvalidSetting(DartsError):
@@ -73,6 +84,10 @@ class EngineDead(EngineError):
 
 class StateError(DartsError):
     """What was learned cannot be read or written now. The message names the file and the remedy."""
+
+
+class StateFull(StateError):
+    """The disk has no room for what was learned."""
 
 
 class StateDamaged(StateError):

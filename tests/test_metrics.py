@@ -1,6 +1,6 @@
 from prometheus_client import CollectorRegistry
 
-from darts_server.metrics import Metrics
+from darts_server.metrics import Metrics, Sources
 from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome, StopReason
 
 
@@ -29,7 +29,7 @@ def record(**changes: object) -> GroupRecord:
 
 def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics("tiny", registry)
+    metrics = Metrics("tiny", registry=registry)
     metrics.candidates_started(3)
     metrics.group_ended(record())
 
@@ -51,7 +51,7 @@ def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:
 
 def test_a_group_that_was_not_completed_waited_for_no_tail() -> None:
     registry = CollectorRegistry()
-    Metrics("tiny", registry).group_ended(record(outcome=Outcome.CANCELLED, tail_wait=None, candidates=()))
+    Metrics("tiny", registry=registry).group_ended(record(outcome=Outcome.CANCELLED, tail_wait=None, candidates=()))
     labels = {"model_name": "tiny"}
     assert registry.get_sample_value("darts_groups_total", labels | {"outcome": "cancelled"}) == 1
     assert not registry.get_sample_value("darts_tail_wait_seconds_count", labels)
@@ -59,6 +59,25 @@ def test_a_group_that_was_not_completed_waited_for_no_tail() -> None:
 
 def test_a_metric_has_no_label_that_grows_with_use() -> None:
     registry = CollectorRegistry()
-    Metrics("tiny", registry).group_ended(record())
+    Metrics("tiny", registry=registry).group_ended(record())
     labels = {label for family in registry.collect() for sample in family.samples for label in sample.labels}
     assert labels <= {"model_name", "outcome", "reason", "kind", "le"}
+
+
+def test_gauges_ask_when_they_are_read() -> None:
+    registry = CollectorRegistry()
+    faults: list[str] = []
+    sources = Sources(
+        tracked=lambda: 7,
+        fault=lambda: bool(faults),
+        step_seconds=lambda _: None,
+        mean_length=lambda _: None,
+        length_quantile=lambda *_: None,
+        budget_aversion=lambda: 1.0,
+    )
+    Metrics("tiny", sources, registry)
+    labels = {"model_name": "tiny"}
+    assert registry.get_sample_value("darts_prompts_tracked", labels) == 7
+    assert registry.get_sample_value("darts_store_fault", labels) == 0
+    faults.append("the disk is full")
+    assert registry.get_sample_value("darts_store_fault", labels) == 1

@@ -1,10 +1,11 @@
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 
-from darts_server.exceptions import InvalidSetting
-from darts_server.settings import Settings, add_flags, load
+from darts_server.exceptions import InvalidRequest, InvalidSetting
+from darts_server.settings import Settings, add_flags, changed, live, load
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_defaults_fit_together() -> None:
         ({"redundancy": "0.5"}, ["--redundancy = 0.5", "greater than or equal to 1", "1 to 16"]),
         ({"redundancy": "much"}, ["--redundancy = much", "valid number"]),
         ({"tail": "short"}, ["--tail = short", "'sampled' or 'longest'"]),
-        ({"policy": "fast"}, ["--policy = fast", "'uniform', 'darts' or 'off'"]),
+        ({"policy": "fast"}, ["--policy = fast", "'uniform', 'darts'"]),
         ({"num_longest": "-1"}, ["--num-longest = -1", "0 to 1024"]),
         ({"group_size": "8", "num_shortest": "5"}, ["num_shortest + num_longest must equal group_size", "5 + 1 != 8"]),
         ({"group_size": "8", "num_longest": "8"}, ["num_longest must be smaller than group_size = 8"]),
@@ -80,3 +81,51 @@ def test_every_setting_is_a_flag_with_help() -> None:
     for name, field in Settings.model_fields.items():
         assert f"--{name.replace('_', '-')}" in help_text
         assert field.description
+
+
+def test_what_can_change_while_running_is_told_as_json_values() -> None:
+    values = live(load({"redundancy": "2", "state_dir": "/tmp/learned"}, None))
+    assert values["redundancy"] == 2
+    assert values["tail"] == "sampled"
+    assert not values.keys() & {"state_dir", "batch_window", "peek_interval"}
+    assert json.loads(json.dumps(values)) == values
+
+
+def test_a_change_keeps_what_it_does_not_name_wherever_that_came_from(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text("redundancy = 1.75\npeek_interval = 0.5\n")
+    monkeypatch.setenv("DARTS_NUM_LONGEST", "3")
+    before = load({"state_dir": "/tmp/learned"}, str(config))
+    monkeypatch.setenv("DARTS_NUM_LONGEST", "4")
+    monkeypatch.setenv("DARTS_TAIL", "nonsense")
+    config.unlink()
+    after = changed(changed(before, {"policy": "off"}), {"group_size": 8})
+    assert after.model_dump() == before.model_dump() | {"policy": "off", "group_size": 8}
+    assert before.policy == "uniform"
+
+
+@pytest.mark.parametrize(
+    ("patch", "field", "words"),
+    [
+        ({"redundancy": 0.5}, "redundancy", "input should be greater than or equal to 1, got 0.5"),
+        ({"redundancy": "2"}, "redundancy", "valid number, got '2'"),
+        ({"redundancy": float("nan")}, "redundancy", "got nan"),
+        ({"num_longest": "2"}, "num_longest", "valid integer"),
+        ({"num_longest": 2.0}, "num_longest", "valid integer"),
+        ({"group_size": True}, "group_size", "valid integer, got True"),
+        ({"policy": None}, "policy", "'uniform', 'darts'"),
+        ({"policy": "darts", "redundancy": 3}, "redundancy", "must be at most max_redundancy = 2.0, got 3"),
+        ({"group_size": 2000}, "group_size", "1024"),
+        ({"max_group_size": 4, "group_size": 8}, "max_group_size", "max_group_size = 4"),
+        ({"state_dir": "/tmp"}, "state_dir", "fixed while the server runs; those that can be changed are policy"),
+        ({"redundncy": 2}, "redundncy", "unknown setting; those that can be changed are policy"),
+    ],
+)
+def test_a_wrong_change_names_the_key_and_the_words_are_those_of_the_start(
+    patch: dict[str, object], field: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        changed(load({}, None), patch)
+    assert caught.value.field == field
+    assert words in str(caught.value)

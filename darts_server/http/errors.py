@@ -5,23 +5,40 @@ from http import HTTPStatus
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from darts_server.exceptions import DartsError, EngineDead, GroupAborted, InvalidRequest, NotFound, Unauthorized
+from darts_server.exceptions import (
+    DartsError,
+    EngineDead,
+    Forbidden,
+    GroupAborted,
+    InvalidRequest,
+    NotFound,
+    StateError,
+    StateFull,
+    TooLarge,
+    Unauthorized,
+)
 
 STATUS: dict[type[DartsError], HTTPStatus] = {
     InvalidRequest: HTTPStatus.BAD_REQUEST,
     NotFound: HTTPStatus.NOT_FOUND,
+    TooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     Unauthorized: HTTPStatus.UNAUTHORIZED,
+    Forbidden: HTTPStatus.FORBIDDEN,
     GroupAborted: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
+    StateError: HTTPStatus.SERVICE_UNAVAILABLE,
+    StateFull: HTTPStatus.INSUFFICIENT_STORAGE,
     DartsError: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 
 
-# The names that vLLM gives to the same statuses.
+# The names that vLLM gives to the same statuses, or OpenAI's clients where it has none.
 TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
-    HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
+    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestTooLargeError",
 }
 
 

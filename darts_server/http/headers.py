@@ -3,23 +3,54 @@
 from collections.abc import Mapping
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.options import checked_option
 from darts_server.types import RequestOptions
 
 PREFIX = "x-darts-"
 POLICY = "x-darts-policy"
-KNOWN = (POLICY,)
+PROMPT_KEY = "x-darts-prompt-key"
+GROUP = "x-darts-group"
+KNOWN = (POLICY, PROMPT_KEY, GROUP)
+GROUP_PARTS = {"id": "group_id", "size": "group_size"}
 
 
 def read_options(headers: Mapping[str, str]) -> RequestOptions:
     """What the headers ask of shaping. Names are compared without regard to case.
 
     Raises:
-        InvalidRequest: a header of ours that is unknown or empty. A misspelt one must not silently shape an evaluation.
+        InvalidRequest: a header of ours that is unknown, empty, malformed or there twice with different values. A
+            misspelt one must not silently shape an evaluation.
     """
-    ours = {name.lower(): value.strip() for name, value in headers.items() if name.lower().startswith(PREFIX)}
-    for name, value in ours.items():
+    ours: dict[str, str] = {}
+    for name, value in headers.items():
+        if not (name := name.lower()).startswith(PREFIX):
+            continue
         if name not in KNOWN:
             raise InvalidRequest(name, f"unknown header; known ones are {', '.join(KNOWN)}")
-        if not value:
-            raise InvalidRequest(name, "empty; name a policy, or leave the header out")
-    return RequestOptions(policy=ours.get(POLICY))
+        value = _text(value)
+        if ours.setdefault(name, value) != value:
+            raise InvalidRequest(name, f"there twice, with {ours[name]!r} and {value!r}; send it once")
+    options = {} if GROUP not in ours else _group(ours[GROUP])
+    for name, option in ((POLICY, "policy"), (PROMPT_KEY, "prompt_key")):
+        if name in ours:
+            options[option] = checked_option(option, ours[name], name)
+    return RequestOptions(**options)  # type: ignore[arg-type]  # checked_option gives each option its type
+
+
+def _group(value: str) -> dict[str, str | int]:
+    options: dict[str, str | int] = {}
+    for part in value.split(";"):
+        name, equals, text = part.partition("=")
+        option = GROUP_PARTS.get(name.strip().lower())
+        if option is None or not equals or option in options:
+            raise InvalidRequest(GROUP, f"write id=STRING;size=INT, or one of the two parts, not {value!r}")
+        options[option] = checked_option(option, text.strip(), GROUP)
+    return options
+
+
+def _text(value: str) -> str:
+    """A header's value; HTTP servers decode it as Latin-1, while clients mostly send UTF-8."""
+    try:
+        return value.encode("latin-1").decode().strip()
+    except UnicodeError:
+        return value.strip()

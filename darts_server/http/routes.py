@@ -1,21 +1,26 @@
 """Routes of our own API, under ``/darts/v1``."""
 
-import hashlib
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header
+from fastapi import APIRouter, Depends
 
-from darts_server.exceptions import NotFound, Unauthorized
+from darts_server.exceptions import NotFound
+from darts_server.http import policy, state
+from darts_server.http.access import guard
 from darts_server.http.wire import GroupAnswer, GroupsAnswer, PromptAnswer
 from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.provenance import Provenance
 
 
-def router(provenance: Provenance, prompts: Prompts, keys: Sequence[str]) -> APIRouter:
-    """The routes. ``keys``: any of these opens them; none leaves them open, as vLLM does with its own."""
+def router(
+    provenance: Provenance, prompts: Prompts, store: state.State, control: policy.PolicyControl, keys: Sequence[str]
+) -> APIRouter:
+    """The routes.
+
+    ``keys``: any of these opens them. None leaves them open, as vLLM does with its own, but for those that change the
+    server: these are for this machine alone then.
+    """
     api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=[Depends(guard(keys))])
 
     @api.get("/groups/{group_id}")
@@ -26,7 +31,7 @@ def router(provenance: Provenance, prompts: Prompts, keys: Sequence[str]) -> API
             raise NotFound("group_id", f"no group {group_id!r} is kept; only the latest are, and only shaped ones")
         return GroupsAnswer(groups=[GroupAnswer.of(record) for record in records])
 
-    @api.get("/prompts/{prompt_key}")
+    @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
     async def prompt(prompt_key: str) -> PromptAnswer:
         """What is known of a prompt's lengths. Its key is told with its groups."""
         stats = prompts.stats(prompt_key)
@@ -34,22 +39,6 @@ def router(provenance: Provenance, prompts: Prompts, keys: Sequence[str]) -> API
             raise NotFound("prompt_key", f"no prompt {prompt_key!r} is known; GET /darts/v1/groups/ID tells keys")
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats))
 
+    api.include_router(state.routes(store, keys))
+    api.include_router(policy.routes(control, keys))
     return api
-
-
-def guard(keys: Sequence[str]) -> Callable[..., Any]:
-    """Asks for ``Authorization: Bearer KEY``; compares in constant time."""
-    digests = [_digest(key) for key in keys]
-
-    async def check(authorization: Annotated[str, Header()] = "") -> None:
-        scheme, _, key = authorization.partition(" ")
-        given = _digest(key)
-        known = [secrets.compare_digest(given, digest) for digest in digests]
-        if digests and not (scheme.lower() == "bearer" and any(known)):
-            raise Unauthorized("send the header Authorization: Bearer KEY, with a key the server was started with")
-
-    return check
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

@@ -1,5 +1,6 @@
 """Wire models of our own API."""
 
+from dataclasses import asdict
 from typing import Self
 
 from pydantic import BaseModel, Field
@@ -23,6 +24,16 @@ class CandidateAnswer(BaseModel):
     weight_version_end: int | None
 
 
+class ShadowAnswer(BaseModel):
+    """What a policy would have made of the group's candidates, had they run side by side."""
+
+    policy: str
+    selection: list[int] = Field(description="Indices of the candidates it would have returned.")
+    generated: int = Field(description="Tokens it would have generated.")
+    returned: int = Field(description="Tokens it would have returned.")
+    steps: int = Field(description="Decode steps until its group would have been complete.")
+
+
 class GroupAnswer(BaseModel):
     """Provenance of one group."""
 
@@ -37,6 +48,14 @@ class GroupAnswer(BaseModel):
     mixed_versions: bool = Field(description="Whether the returned trajectories come from several weight versions.")
     generated: int = Field(description="Tokens of all candidates.")
     returned: int = Field(description="Tokens of the selected ones.")
+    deadline: int | None = Field(
+        description="Tokens at which its tail was cut or, if explored, would have been; None without a deadline."
+    )
+    explored: bool = Field(description="Whether it was let run past its deadline, to see what that takes away.")
+    members: list[str] = Field(
+        description="For a group of single requests: their ids, and the name the caller gave the group."
+    )
+    shadow: ShadowAnswer | None = Field(description="Under a shadow policy, what shaping would have done.")
     candidates: list[CandidateAnswer]
 
     @classmethod
@@ -55,6 +74,10 @@ class GroupAnswer(BaseModel):
             mixed_versions=record.mixed_versions,
             generated=record.generated_tokens,
             returned=record.returned_tokens,
+            deadline=record.deadline,
+            explored=record.explored,
+            members=list(record.members),
+            shadow=None if record.shadow is None else ShadowAnswer(**asdict(record.shadow)),
             candidates=[_candidate(c, ranks.get(c.index), record.started_at) for c in record.candidates],
         )
 
@@ -74,6 +97,12 @@ class PromptAnswer(BaseModel):
     groups: int
     candidates: int
     weight_version: int | None = Field(description="Of the last group.")
+
+
+class StateAnswer(BaseModel):
+    """What is known after a restore."""
+
+    prompts: int = Field(description="Prompts with statistics.")
 
 
 def _candidate(record: CandidateRecord, rank: int | None, began: float) -> CandidateAnswer:

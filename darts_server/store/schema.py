@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from darts_server.exceptions import StateDamaged, StateError, StateTooNew
+from darts_server.exceptions import StateDamaged, StateError, StateFull, StateTooNew
 from darts_server.store.document import Row, checksum
 
 VERSION = 1
@@ -136,7 +136,8 @@ def refusing(path: Path) -> Iterator[None]:
         if code is None or code & 0xFF not in _PASSING:
             raise damaged(path, str(error)) from error
         remedy = "look for a full disk, missing rights, another process that holds it, or a folder not on a local disk"
-        raise StateError(f"{path} cannot be used: {error} ({error.sqlite_errorname}); {remedy}") from error
+        kind = StateFull if code & 0xFF == sqlite3.SQLITE_FULL else StateError
+        raise kind(f"{path} cannot be used: {error} ({error.sqlite_errorname}); {remedy}") from error
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> object:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from darts_server.exceptions import StateError
+from darts_server.exceptions import StateDamaged, StateError, StateTooNew
 from darts_server.store.backend import Memory
 from darts_server.store.contents import Contents
 from darts_server.store.database import Database
@@ -93,7 +93,10 @@ class Store(AbstractContextManager["Store"]):
         """
         for _ in unpack(data, limit):  # all of it, before anything is touched
             pass
-        self._contents.replace(unpack(data, limit))
+        try:
+            self._contents.replace(unpack(data, limit))
+        except (StateDamaged, StateTooNew) as error:  # the file in the folder, since ``data`` is whole
+            raise StateError(str(error)) from error
 
     def close(self) -> None:
         """Writes what is left and ends. Raises ``StateError`` if that cannot be written: it is lost then."""

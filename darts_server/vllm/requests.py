@@ -2,12 +2,14 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from starlette.datastructures import State
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.options import checked_option
 from darts_server.types import RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS
 
@@ -15,11 +17,18 @@ RAW_SUFFIX = ":raw"
 """Added to a served model name: the same model, never shaped."""
 
 XARG_PREFIX = "darts_"
-XARG_POLICY = "darts_policy"
+ELSEWHERE = {
+    "policy": "header X-Darts-Policy or the model name",
+    "prompt_key": "header X-Darts-Prompt-Key",
+    "group_id": "header X-Darts-Group",
+    "group_size": "header X-Darts-Group",
+}
+"""By option, where it may stand instead of ``vllm_xargs``."""
 
 NO_WISHES = RequestOptions()
 _options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_WISHES)
 _shaped: ContextVar[list[str] | None] = ContextVar("darts_shaped", default=None)
+_named: ContextVar[set[str] | None] = ContextVar("darts_named_prompts", default=None)
 
 Handler = Callable[..., Awaitable[Any]]
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
@@ -36,6 +45,20 @@ def note_shaped(request_id: str) -> None:
         shaped.append(request_id)
 
 
+def note_named_prompt(fingerprint: str) -> None:
+    """The caller's key is used for a prompt of the request that is being handled.
+
+    Raises:
+        InvalidRequest: the request has several prompts, whose lengths must not be remembered as one's.
+    """
+    if (named := _named.get()) is not None:
+        named.add(fingerprint)
+        if len(named) > 1:
+            raise InvalidRequest(
+                "X-Darts-Prompt-Key", "names one prompt, and the request has several; send them one by one"
+            )
+
+
 def with_raw_names(served: list[str]) -> list[str]:
     """The served names, each followed at the end by its unshaped alias."""
     return [*served, *(name + RAW_SUFFIX for name in served)]
@@ -48,23 +71,25 @@ def attach(state: State, read_options: ReadOptions, raw_names: frozenset[str]) -
             setattr(serving, method, _noting(getattr(serving, method), read_options, raw_names))
 
 
-def merged_policy(options: RequestOptions, extra_args: Mapping[str, Any]) -> str | None:
-    """The policy named by header, alias or ``vllm_xargs``.
+def merged(options: RequestOptions, extra_args: Mapping[str, Any]) -> RequestOptions:
+    """What header, alias and ``vllm_xargs`` ask together.
 
     Raises:
-        InvalidRequest: an unknown ``darts_`` argument, or two places that contradict each other.
+        InvalidRequest: an unknown ``darts_`` argument, an impossible value, or two places that contradict each other.
     """
+    asked: dict[str, Any] = {}
     for name, value in extra_args.items():
-        if name.startswith(XARG_PREFIX) and name != XARG_POLICY:
-            raise InvalidRequest(f"vllm_xargs.{name}", f"unknown; the known one is {XARG_POLICY}")
-        if name == XARG_POLICY and not isinstance(value, str):
-            raise InvalidRequest(f"vllm_xargs.{name}", f"must be the name of a policy, got {value!r}")
-    named = extra_args.get(XARG_POLICY)
-    if named is not None and options.policy not in (None, named):
-        raise InvalidRequest(
-            f"vllm_xargs.{XARG_POLICY}", f"{named!r} contradicts {options.policy!r} of header or model name; name one"
-        )
-    return options.policy if named is None else str(named)
+        if not name.startswith(XARG_PREFIX):
+            continue
+        where, option = f"vllm_xargs.{name}", name.removeprefix(XARG_PREFIX)
+        if option not in ELSEWHERE:
+            raise InvalidRequest(where, f"unknown; known ones are {', '.join(XARG_PREFIX + o for o in ELSEWHERE)}")
+        asked[option] = checked_option(option, value, where)
+        if (other := getattr(options, option)) not in (None, asked[option]):
+            raise InvalidRequest(
+                where, f"{asked[option]!r} contradicts {other!r} of the {ELSEWHERE[option]}; say it in one place"
+            )
+    return replace(options, **asked)
 
 
 def _noting(handler: Handler, read_options: ReadOptions, raw_names: frozenset[str]) -> Handler:
@@ -72,17 +97,24 @@ def _noting(handler: Handler, read_options: ReadOptions, raw_names: frozenset[st
     async def noting(request: Any, raw_request: Any = None) -> Any:
         options = read_options({} if raw_request is None else raw_request.headers)
         if getattr(request, "model", None) in raw_names:
-            options = RequestOptions(policy="off")
+            options = replace(options, policy="off")
         groups: list[str] = []
-        tokens = _options.set(options), _shaped.set(groups)
+        tokens = _options.set(options), _shaped.set(groups), _named.set(set())
         try:
             answer = await handler(request, raw_request)
         finally:
             _options.reset(tokens[0])
             _shaped.reset(tokens[1])
+            _named.reset(tokens[2])
         metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
         if groups and metadata is not None:
-            raw_request.state.darts_group_id = metadata.request_id
+            raw_request.state.darts_group_id = _told(groups, metadata.request_id)
         return answer
 
     return noting
+
+
+def _told(groups: list[str], response_id: str) -> str:
+    """What a response tells of its groups: its own id, which finds them all, or that of the one it shares."""
+    shared = len(set(groups)) == 1 and not groups[0].startswith(response_id)
+    return groups[0] if shared else response_id

@@ -2,7 +2,20 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from darts_server.exceptions import DartsError, EngineDead, GroupAborted, GroupFailed, InvalidRequest
+from darts_server.exceptions import (
+    DartsError,
+    EngineDead,
+    Forbidden,
+    GroupAborted,
+    GroupFailed,
+    InvalidRequest,
+    NotFound,
+    StateDamaged,
+    StateError,
+    StateFull,
+    TooLarge,
+    Unauthorized,
+)
 from darts_server.http.errors import body_of, install, status_of
 
 
@@ -13,6 +26,13 @@ from darts_server.http.errors import body_of, install, status_of
         (GroupFailed("no"), 500),
         (GroupAborted("stopped"), 503),
         (EngineDead("gone"), 503),
+        (NotFound("id", "gone"), 404),
+        (TooLarge("body", "too much"), 413),
+        (Unauthorized("key?"), 401),
+        (Forbidden("no"), 403),
+        (StateError("held"), 503),
+        (StateDamaged("bits"), 503),
+        (StateFull("full"), 507),
         (DartsError("?"), 500),
     ],
 )

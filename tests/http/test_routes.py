@@ -1,43 +1,12 @@
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
-from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
-from darts_server.http import errors
-from darts_server.http.group_id import HEADER, STATE_KEY, GroupIdHeader
-from darts_server.http.routes import router
-from darts_server.rollout.prompts import Prompts
-from darts_server.rollout.provenance import Provenance
-from darts_server.store import Store
-from tests.rollout.test_prompts import FINISHED, record
+from darts_server.http.group_id import HEADER
+from tests.http.serving import client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
-
-
-@contextmanager
-def client(*keys: str) -> Iterator[TestClient]:
-    with Store() as store:
-        prompts, provenance = Prompts(store), Provenance()
-        for observer in (prompts.learn, provenance.group_ended):
-            observer(replace(record(*FINISHED), group_id="cmpl-a-0"))
-            observer(replace(record(*FINISHED), group_id="cmpl-a-1"))
-        app = FastAPI()
-        errors.install(app)
-        app.add_middleware(GroupIdHeader)
-        app.include_router(router(provenance, prompts, keys))
-
-        @app.get("/shaped")
-        async def shaped(request: Request) -> None:
-            setattr(request.state, STATE_KEY, "cmpl-a")
-
-        @app.get("/unshaped")
-        async def unshaped() -> None:
-            pass
-
-        yield TestClient(app)
 
 
 @pytest.fixture
@@ -68,7 +37,12 @@ def test_a_prompts_statistics_are_found_by_the_key_that_its_groups_tell(opened: 
     assert (stats["mean_ema"], stats["std_ema"], stats["groups"], stats["candidates"]) == (20, 10, 2, 6)
 
 
-@pytest.mark.parametrize("path", ["groups/none", "prompts/none"])
+@pytest.mark.parametrize("path", ["prompts/gsm8k%2F7", "prompts/gsm8k/7"])
+def test_a_callers_own_prompt_key_may_have_slashes(opened: TestClient, path: str) -> None:
+    assert opened.get(f"/darts/v1/{path}").json()["prompt_key"] == "gsm8k/7"
+
+
+@pytest.mark.parametrize("path", ["groups/none", "prompts/none", "prompts/none/of/them"])
 def test_what_is_not_there_is_not_found_in_openais_form(opened: TestClient, path: str) -> None:
     answer = opened.get(f"/darts/v1/{path}")
     assert answer.status_code == 404

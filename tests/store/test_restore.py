@@ -1,10 +1,12 @@
 """Everything learned, out of one store and into another."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from darts_server.exceptions import StateDamaged
+from darts_server.exceptions import StateDamaged, StateError
 from darts_server.store import Store
 
 
@@ -38,3 +40,15 @@ def test_a_refused_restore_changes_nothing(store: Store) -> None:
         with pytest.raises(StateDamaged):
             store.restore(bad, limit)
         assert store.export() == data
+
+
+def test_what_is_wrong_with_the_folder_s_own_file_is_not_said_of_the_data(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        data = store.export()
+        with closing(sqlite3.connect(tmp_path / "state.db")) as other:
+            other.execute("PRAGMA user_version = 99")
+        with pytest.raises(StateError, match=r"state\.db was written by a newer") as caught:
+            store.restore(data)
+        assert type(caught.value) is StateError
+        with closing(sqlite3.connect(tmp_path / "state.db")) as other:
+            other.execute("PRAGMA user_version = 1")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from darts_server.exceptions import StateDamaged, StateError, StateTooNew
+from darts_server.exceptions import StateDamaged, StateError, StateFull, StateTooNew
 from darts_server.store import Store
 from darts_server.store.database import FILE_NAME
-from darts_server.store.schema import create
+from darts_server.store.schema import connect, create, refusing
 
 
 def test_a_newer_file_is_refused(tmp_path: Path) -> None:
@@ -85,3 +85,12 @@ def test_nothing_but_the_database_is_left_in_the_folder(tmp_path: Path) -> None:
         with Store(tmp_path / "a ?#%20ü") as store:
             store.put("prompt", "a", {"n": 1})
         assert os.listdir(tmp_path / "a ?#%20ü") == [FILE_NAME]
+
+
+def test_a_full_disk_is_told_from_other_troubles(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    create(path)
+    with closing(connect(path, "rw")) as connection:
+        connection.execute("PRAGMA max_page_count = 10")
+        with pytest.raises(StateFull, match=r"full.*SQLITE_FULL.*look for a full disk"), refusing(path):
+            connection.execute("INSERT INTO documents VALUES ('prompt', 'a', ?, 1)", ["x" * 100_000])

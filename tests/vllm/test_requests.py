@@ -7,7 +7,7 @@ from starlette.datastructures import State
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.headers import read_options
 from darts_server.types import RequestOptions
-from darts_server.vllm.requests import attach, current_options, merged_policy, with_raw_names
+from darts_server.vllm.requests import attach, current_options, merged, with_raw_names
 
 
 @pytest.fixture
@@ -30,13 +30,14 @@ class Serving:
 async def test_a_handler_sees_what_its_own_request_asked_for() -> None:
     serving = Serving()
     attach(State({"openai_serving_completion": serving}), read_options, frozenset({"tiny:raw"}))
-    asked = SimpleNamespace(headers={"X-Darts-Policy": "uniform"})
+    asked = SimpleNamespace(headers={"X-Darts-Policy": "uniform", "X-Darts-Prompt-Key": "p"})
     plain = SimpleNamespace(headers={})
     assert await serving.create_completion(SimpleNamespace(model="tiny"), asked) == "answer"
     await serving.create_completion(SimpleNamespace(model="tiny"), plain)
     await serving.create_completion(SimpleNamespace(model="tiny:raw"), asked)
     await serving.create_completion(SimpleNamespace(model=None))
     assert [options.policy for options in serving.seen] == ["uniform", None, "off", None]
+    assert [options.prompt_key for options in serving.seen] == ["p", None, "p", None]
     assert current_options().policy is None
 
 
@@ -50,29 +51,46 @@ async def test_a_malformed_header_never_reaches_the_handler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "xargs", "policy"),
+    ("header", "xargs", "both"),
     [
-        (None, {}, None),
-        ("off", {}, "off"),
-        (None, {"darts_policy": "off"}, "off"),
-        ("off", {"darts_policy": "off", "other": 3}, "off"),
+        (RequestOptions(), {}, RequestOptions()),
+        (RequestOptions("off"), {"other": 3}, RequestOptions("off")),
+        (RequestOptions(), {"darts_policy": "off"}, RequestOptions("off")),
+        (RequestOptions("off"), {"darts_policy": "off"}, RequestOptions("off")),
+        (RequestOptions("darts"), {"darts_prompt_key": "p"}, RequestOptions("darts", "p")),
+        (RequestOptions(group_id="a"), {"darts_group_size": 8}, RequestOptions(group_id="a", group_size=8)),
+        (RequestOptions(group_size=8), {"darts_group_size": 8.0}, RequestOptions(group_size=8)),
+        (
+            RequestOptions(),
+            {"darts_prompt_key": "p", "darts_group_id": "a", "darts_group_size": "8"},
+            RequestOptions(None, "p", "a", 8),
+        ),
     ],
 )
-def test_header_and_body_name_the_policy_alike(header: str | None, xargs: dict[str, Any], policy: str | None) -> None:
-    assert merged_policy(RequestOptions(header), xargs) == policy
+def test_header_and_body_are_alike_and_add_up(
+    header: RequestOptions, xargs: dict[str, Any], both: RequestOptions
+) -> None:
+    assert merged(header, xargs) == both
 
 
 @pytest.mark.parametrize(
     ("header", "xargs", "words"),
     [
-        ("off", {"darts_policy": "uniform"}, "contradicts"),
-        (None, {"darts_policy": 3}, "must be the name"),
-        (None, {"darts_polcy": "off"}, "unknown"),
+        (RequestOptions("off"), {"darts_policy": "uniform"}, "darts_policy: 'uniform' contradicts 'off' of the header"),
+        (RequestOptions(None, "p"), {"darts_prompt_key": "q"}, "contradicts 'p' of the header X-Darts-Prompt-Key"),
+        (RequestOptions(group_id="a"), {"darts_group_id": "b"}, "contradicts 'a' of the header X-Darts-Group"),
+        (RequestOptions(group_size=8), {"darts_group_size": 4}, "darts_group_size: 4 contradicts 8 of the header"),
+        (RequestOptions(), {"darts_policy": 3}, "vllm_xargs.darts_policy: must be the name"),
+        (RequestOptions(), {"darts_prompt_key": 7}, "vllm_xargs.darts_prompt_key: must be a key"),
+        (RequestOptions(), {"darts_group_id": "a;b"}, "vllm_xargs.darts_group_id: must be an id"),
+        (RequestOptions(), {"darts_group_size": 0}, "from 1 to 16384, got 0"),
+        (RequestOptions(), {"darts_group_size": [8]}, "whole number"),
+        (RequestOptions(), {"darts_polcy": "off"}, "unknown; known ones are darts_policy, darts_prompt_key"),
     ],
 )
-def test_contradictions_and_misspellings_are_refused(header: str | None, xargs: dict[str, Any], words: str) -> None:
+def test_contradictions_and_misspellings_are_refused(header: RequestOptions, xargs: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        merged_policy(RequestOptions(header), xargs)
+        merged(header, xargs)
 
 
 def test_raw_names_come_after_the_served_ones_so_that_the_first_model_is_the_shaped_one() -> None:

@@ -1,0 +1,80 @@
+"""What the settings make of shaping, and how it changes while the server runs."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.named import named
+from darts_server.policy.shaping import BudgetKind, Shaping, Tail
+from darts_server.rollout.plan import OFF, Limits
+from darts_server.settings import Settings, changed, live
+
+
+class Configuration(NamedTuple):
+    """What the rollout room is told of shaping."""
+
+    policies: Mapping[str, Shaping]
+    default_policy: str
+    limits: Limits
+
+
+class Configurable(Protocol):
+    """The part of the rollout room that is used here."""
+
+    def configure(self, policies: Mapping[str, Shaping], default_policy: str, limits: Limits) -> None: ...
+
+
+class Control:
+    """The settings in force. Implements :class:`darts_server.http.policy.PolicyControl`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._rollouts: Configurable | None = None
+
+    def drive(self, rollouts: Configurable) -> None:
+        """Tell these of every change."""
+        self._rollouts = rollouts
+
+    def configuration(self) -> Configuration:
+        return configuration(self.settings)
+
+    def current(self) -> dict[str, object]:
+        """The settings that can change, and under ``policies`` the names that a request may give."""
+        names = [OFF, *self.configuration().policies]
+        return {**live(self.settings), "policies": names}
+
+    def change(self, patch: Mapping[str, object]) -> dict[str, object]:
+        """Put all of the patch in force for groups to come, or nothing; what is in force then.
+
+        Raises:
+            InvalidRequest: names the key that cannot be changed so.
+        """
+        settings = changed(self.settings, patch)
+        if self._rollouts is not None:
+            self._rollouts.configure(*configuration(settings))
+        self.settings = settings
+        return self.current()
+
+
+def configuration(settings: Settings) -> Configuration:
+    """The policies that the settings describe."""
+    uniform = Shaping(
+        redundancy=settings.redundancy,
+        num_shortest=settings.num_shortest,
+        num_longest=settings.num_longest,
+        tail=Tail(settings.tail),
+        max_redundancy=settings.max_redundancy,
+        budget=BudgetKind(settings.budget),
+        budget_aversion=settings.budget_aversion,
+    )
+    deadline = Deadline(
+        quantile=settings.deadline_quantile,
+        floor=settings.deadline_floor,
+        ceiling=settings.deadline_ceiling,
+        exploration=settings.exploration,
+    )
+    return Configuration(
+        policies=named(uniform, deadline),
+        default_policy=settings.policy,
+        limits=Limits(settings.max_group_size, settings.group_size),
+    )

@@ -1,0 +1,62 @@
+"""``/darts/v1/policy``: read and change shaping while the server runs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, Protocol
+
+from fastapi import APIRouter, Depends, Request
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.http.access import local_without
+from darts_server.http.body import read_body
+
+LARGEST_PATCH = 16 * 1024
+"""Bytes; all settings together have some hundred."""
+
+
+class PolicyControl(Protocol):
+    """Whoever holds the settings."""
+
+    def current(self) -> dict[str, object]:
+        """Every setting that can change while running, and ``policies``: the names that a request may give."""
+        ...
+
+    def change(self, patch: Mapping[str, object]) -> dict[str, object]:
+        """Changes all that the patch names, or nothing; then as ``current``.
+
+        Raises:
+            InvalidRequest: names the key.
+        """
+        ...
+
+
+def routes(control: PolicyControl, keys: Sequence[str]) -> APIRouter:
+    """The routes."""
+    api = APIRouter()
+
+    @api.get("/policy")
+    async def read() -> dict[str, object]:
+        """The settings that can change while running, and the policies that a request may name."""
+        return control.current()
+
+    @api.patch("/policy", dependencies=[Depends(local_without(keys))])
+    async def change(request: Request) -> dict[str, object]:
+        """Changes some of these settings, all at once or none. Groups that run keep what they began with."""
+        return control.change(_object(await read_body(request, LARGEST_PATCH)))
+
+    return api
+
+
+def _object(body: bytes) -> dict[str, object]:
+    try:
+        patch = json.loads(body, parse_constant=_refuse)
+        json.dumps(patch, ensure_ascii=False).encode()  # a lone surrogate could not be said in an answer
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("body", "is not JSON; send an object with the settings to change") from error
+    if not isinstance(patch, dict):
+        raise InvalidRequest("body", "must be a JSON object with the settings to change")
+    return patch
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,62 @@
+"""``/darts/v1/state``: everything learned as one file, to save and restore with a training checkpoint."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import anyio
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Depends, Request, Response
+
+from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
+from darts_server.http.access import local_without
+from darts_server.http.body import read_body
+from darts_server.http.wire import StateAnswer
+from darts_server.rollout.prompts import KIND
+
+FILE_NAME = "darts-state"
+LARGEST_FILE = 1024**3
+"""Bytes. The store takes as many when decompressed, so no file that it restores is larger."""
+
+
+class State(Protocol):
+    """The part of the store that is used here. Its methods wait for the disk."""
+
+    def export(self) -> bytes: ...
+
+    def restore(self, data: bytes) -> None: ...
+
+    def count(self, kind: str) -> int: ...
+
+
+def routes(state: State, keys: Sequence[str], largest: int = LARGEST_FILE) -> APIRouter:
+    """The routes. ``largest``: bytes of a file that is taken."""
+    api = APIRouter()
+    restoring, exporting = anyio.Lock(), anyio.Lock()  # each holds a whole file in memory
+
+    @api.get("/state", response_class=Response, responses={200: {"content": {"application/octet-stream": {}}}})
+    async def save() -> Response:
+        """Everything learned as one file."""
+        async with exporting:
+            data = await run_sync(state.export)
+        return Response(
+            data,
+            media_type="application/octet-stream",
+            headers={"Content-Disposition": f'attachment; filename="{FILE_NAME}"'},
+        )
+
+    @api.put("/state", dependencies=[Depends(local_without(keys))])
+    async def restore(request: Request) -> StateAnswer:
+        """Replaces everything learned by what a saved file holds, or changes nothing."""
+        async with restoring:
+            data = await read_body(request, largest)
+            return StateAnswer(prompts=await run_sync(_restore, state, data))
+
+    return api
+
+
+def _restore(state: State, data: bytes) -> int:
+    try:
+        state.restore(data)
+    except (StateDamaged, StateTooNew) as error:
+        raise InvalidRequest("body", str(error)) from error
+    return state.count(KIND)

@@ -1,0 +1,113 @@
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from tests.http.serving import client
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
+URL = "/darts/v1/policy"
+SETTINGS = {
+    "policy": "uniform",
+    "redundancy": 1.5,
+    "max_redundancy": 2.0,
+    "num_longest": 1,
+    "num_shortest": None,
+    "tail": "sampled",
+    "group_size": None,
+    "max_group_size": 1024,
+}
+
+
+def test_what_can_change_is_told_with_its_value_and_the_policies_beside() -> None:
+    with client() as caller:
+        answer = caller.get(URL).json()
+    assert answer["policies"][0] == "off"
+    assert {"uniform", "darts"} < set(answer["policies"])
+    assert SETTINGS.items() <= answer.items()
+    assert not answer.keys() & {"state_dir", "peek_interval", "batch_window"}
+
+
+def test_a_change_is_in_force_at_once_and_the_rest_stays() -> None:
+    with client() as caller:
+        answer = caller.patch(URL, json={"policy": "off", "group_size": 8})
+        assert answer.status_code == 200
+        assert answer.json() == caller.get(URL).json()
+        assert (SETTINGS | {"policy": "off", "group_size": 8}).items() <= answer.json().items()
+        assert caller.patch(URL, json={"group_size": None}).json()["group_size"] is None
+
+
+@pytest.mark.parametrize(
+    ("patch", "param", "words"),
+    [
+        ({"redundancy": "2"}, "redundancy", "valid number, got '2'"),
+        ({"redundancy": 0.5}, "redundancy", "1 to 16"),
+        ({"redundancy": True}, "redundancy", "valid number"),
+        ({"policy": "fast"}, "policy", "'uniform', 'darts'"),
+        ({"num_longest": 1.5}, "num_longest", "valid integer"),
+        ({"state_dir": "/tmp"}, "state_dir", "fixed while the server runs"),
+        ({"peek_interval": 0.1}, "peek_interval", "those that can be changed are policy, redundancy"),
+        ({"policies": []}, "policies", "unknown setting"),
+        ({"num_longest": 8, "group_size": 8}, "num_longest", "must be smaller than group_size = 8"),
+        ({"tail": "longest", "polcy": "off"}, "polcy", "unknown setting"),
+        ([], "body", "must be a JSON object"),
+        ("off", "body", "must be a JSON object"),
+    ],
+)
+def test_a_wrong_change_is_refused_as_a_whole_and_its_key_named(patch: Any, param: str, words: str) -> None:
+    with client() as caller:
+        before = caller.get(URL).json()
+        answer = caller.patch(URL, json=patch)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["type"], error["param"]) == ("BadRequestError", param)
+        assert words in error["message"]
+        assert caller.get(URL).json() == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff", b'{"redundancy": NaN}', b'{"\\ud800": 1}', b"[" * 9000, b'{"redundancy": %s}' % (b"9" * 5000)],
+    ids=lambda body: str(body[:20]),
+)
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    with client() as caller:
+        answer = caller.patch(URL, content=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+
+
+def test_a_huge_body_is_refused() -> None:
+    with client() as caller:
+        assert caller.patch(URL, content=b" " * 20_000 + b"{}").status_code == 413
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
+likely = st.sampled_from(["off", "uniform", "darts", "sampled", "longest", 1, 2, 4, 1.5, None, 0, -1, "2"])
+keys = st.sampled_from([*SETTINGS, "state_dir", "batch_window"]) | st.text()
+patches = st.dictionaries(keys, likely | values, max_size=4) | values
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[TestClient]:
+    with client() as caller:
+        yield caller
+
+
+@given(body=patches.map(lambda patch: json.dumps(patch).encode()) | st.binary())
+@settings(deadline=None)
+def test_any_body_is_put_in_force_or_refused_and_changes_nothing(running: TestClient, body: bytes) -> None:
+    before = running.get(URL).json()
+    answer = running.patch(URL, content=body)
+    after = running.get(URL).json()
+    if answer.status_code == 200:
+        assert answer.json() == after == before | json.loads(body)
+    else:
+        assert (answer.status_code, after) == (400, before)
+        assert answer.json()["error"]["param"] is not None

@@ -1,0 +1,163 @@
+import gzip
+import hashlib
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import anyio
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from darts_server.exceptions import DartsError, StateDamaged, StateError, StateFull
+from darts_server.http import errors
+from darts_server.http.state import routes
+from darts_server.store import Store
+from tests.http.serving import client
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
+URL = "/darts/v1/state"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def signed(body: bytes, version: int = 1) -> bytes:
+    return b"darts-state %d %s\n" % (version, hashlib.sha256(body).hexdigest().encode()) + body
+
+
+class Broken:
+    """A store that fails."""
+
+    def __init__(self, error: DartsError) -> None:
+        self.error = error
+
+    def export(self) -> bytes:
+        raise self.error
+
+    def restore(self, data: bytes) -> None:
+        raise self.error
+
+    def count(self, kind: str) -> int:
+        return 0
+
+
+class Slow:
+    """A store that notes who calls it, and how many at once."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self.inside = self.most = 0
+        self.lock = threading.Lock()
+
+    def _work(self) -> None:
+        self.threads.add(threading.get_ident())
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        time.sleep(0.02)
+        with self.lock:
+            self.inside -= 1
+
+    def export(self) -> bytes:
+        self._work()
+        return b""
+
+    def restore(self, data: bytes) -> None:
+        self._work()
+
+    def count(self, kind: str) -> int:
+        return 7
+
+
+def test_what_was_saved_is_restored() -> None:
+    with client() as one, client() as other:
+        saved = one.get(URL)
+        assert saved.headers["content-type"] == "application/octet-stream"
+        assert saved.headers["content-disposition"] == 'attachment; filename="darts-state"'
+        with Store() as empty:
+            assert other.put(URL, content=empty.export()).json() == {"prompts": 0}
+        assert other.get("/darts/v1/prompts/p").status_code == 404
+        assert other.put(URL, content=saved.content).json() == {"prompts": 2}
+        assert other.get("/darts/v1/prompts/p").json() == one.get("/darts/v1/prompts/p").json()
+        assert other.get(URL).content == saved.content
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (b"", "does not begin like one"),
+        (b"SQLite format 3\0", "does not begin like one"),
+        (signed(gzip.compress(b"[]\n")), "no document"),
+        (signed(b"", version=2), "newer darts-server"),
+    ],
+)
+def test_a_file_that_cannot_be_restored_is_the_callers_mistake_and_changes_nothing(file: bytes, words: str) -> None:
+    with client() as caller:
+        before = caller.get(URL).content
+        for bad in (file, before[:-1]):
+            answer = caller.put(URL, content=bad)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "body"
+            assert "nothing was changed" in answer.json()["error"]["message"]
+        assert words in caller.put(URL, content=file).json()["error"]["message"]
+        assert caller.get(URL).content == before
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(StateError("held by another process"), 503), (StateFull("full"), 507)],
+)
+def test_a_store_that_cannot_write_is_the_servers_trouble(error: DartsError, status: int) -> None:
+    with client(state=Broken(error)) as caller:
+        answer = caller.put(URL, content=b"x")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (status, str(error))
+
+
+def test_a_damaged_file_of_the_servers_own_is_not_the_callers_mistake() -> None:
+    with client(state=Broken(StateDamaged("state.db is damaged"))) as caller:
+        assert caller.get(URL).status_code == 503
+
+
+async def _chunks(taken: list[int]) -> AsyncIterator[bytes]:
+    for number in range(100):
+        taken.append(number)
+        yield b"x" * 1000
+
+
+@pytest.mark.anyio
+async def test_a_file_above_the_limit_is_refused_before_all_of_it_came() -> None:
+    slow, taken = Slow(), list[int]()
+    app = FastAPI()
+    errors.install(app)
+    app.include_router(routes(slow, (), largest=5000))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as caller:
+        answer = await caller.put("/state", content=_chunks(taken))
+        assert (answer.status_code, answer.json()["error"]["type"]) == (413, "RequestTooLargeError")
+        assert len(taken) < 10
+        assert (await caller.put("/state", content=b"x" * 5001)).status_code == 413
+        assert not slow.threads
+        assert (await caller.put("/state", content=b"x" * 5000)).json() == {"prompts": 7}
+
+
+@pytest.mark.anyio
+async def test_one_restore_runs_at_a_time_and_never_in_the_loop() -> None:
+    slow = Slow()
+    app = FastAPI()
+    app.include_router(routes(slow, ()))
+    async with (
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as caller,
+        anyio.create_task_group() as group,
+    ):
+        for _ in range(4):
+            group.start_soon(lambda: caller.put("/state", content=b""))
+    assert slow.most == 1
+    assert (await _saved(app)).status_code == 200
+    assert threading.get_ident() not in slow.threads
+
+
+async def _saved(app: FastAPI) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as caller:
+        return await caller.get("/state")

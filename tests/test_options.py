@@ -1,0 +1,56 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.options import LARGEST_GROUP, NAME_CHARS, checked_option
+
+NAMES = ("policy", "prompt_key", "group_id")
+
+
+@pytest.mark.parametrize("value", [8, 8.0, "8", "08"])
+def test_a_size_may_come_as_any_kind_of_number(value: object) -> None:
+    size = checked_option("group_size", value, "here")
+    assert size == 8
+    assert isinstance(size, int)
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 16385, 8.5, "8.0", "", " ", "-8", "²", "8 ", "99999", "9" * 5000, 1e300, float("nan"), True, [8]]
+)
+def test_another_size_is_refused_with_the_range(value: object) -> None:
+    with pytest.raises(InvalidRequest, match="here: must be the group's size, a whole number from 1 to 16384, got"):
+        checked_option("group_size", value, "here")
+
+
+@pytest.mark.parametrize("option", NAMES)
+@pytest.mark.parametrize("value", ["a", "gsm8k/train 7", "ä😀", "x" * NAME_CHARS])
+def test_a_name_is_taken_as_it_is(option: str, value: str) -> None:
+    assert checked_option(option, value, "here") == value
+
+
+@pytest.mark.parametrize("option", NAMES)
+@pytest.mark.parametrize("value", ["", "  ", "a\nb", "a\0", "\ud800", "x" * (NAME_CHARS + 1), 3, None, ["a"]])
+def test_what_is_no_name_is_refused(option: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"here: must be .*1 to 256 printable characters, got") as caught:
+        checked_option(option, value, "here")
+    str(caught.value).encode()
+
+
+def test_a_group_id_that_no_header_could_carry_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="without ';'"):
+        checked_option("group_id", "a;b", "here")
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+
+
+@given(st.sampled_from([*NAMES, "group_size"]), scalars | st.lists(scalars))
+def test_anything_gives_a_value_or_is_refused(option: str, value: Any) -> None:
+    try:
+        taken = checked_option(option, value, "here")
+    except InvalidRequest:
+        return
+    assert taken == value if option != "group_size" else isinstance(taken, int) and 1 <= taken <= LARGEST_GROUP
