@@ -4,6 +4,7 @@
 
 One engine in this process; every policy serves the same prompts in the same epochs, taking turns, and each time is
 compared with that of ``off`` in the same epoch. Statistics of prompts are learned along the way, by all policies alike.
+"Step" is the time until the last of the 64 groups is complete, as a training step waits for it.
 """
 
 import argparse
@@ -19,18 +20,21 @@ from random import Random
 
 import numpy as np
 
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.named import SHADOW, named
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.rollout.prompts import key_of
 from darts_server.types import GroupRecord
 from examples.tiny_rl.server import ENVIRONMENT
 from examples.tiny_rl.task import sample_problem
 
 SIZE = 8
-POLICIES = {
-    "uniform, sampled tail": Shaping(),
+NAMED = {name: shaping for name, shaping in named(Shaping(), Deadline(exploration=0.0)).items() if SHADOW not in name}
+POLICIES = NAMED | {
     "uniform, longest tail": Shaping(tail=Tail.LONGEST),
-    "uniform, shortest": Shaping(num_longest=0),
-    "darts, sampled tail": Shaping(adaptive=True),
+    "uniform, no tail": Shaping(num_longest=0),
     "darts, longest tail": Shaping(adaptive=True, tail=Tail.LONGEST),
+    "uniform, cut": Shaping(deadline=Deadline(exploration=0.0)),
 }
 
 
@@ -44,6 +48,8 @@ class Tally:
     groups: int = 0
     kept_longest: int = 0
     candidates: int = 0
+    cuts: list[int] = field(default_factory=list)
+    """Where trajectories were cut, in tokens."""
 
     def add(self, records: Sequence[GroupRecord]) -> None:
         for record in records:
@@ -52,6 +58,7 @@ class Tally:
             self.candidates += len(record.candidates)
             self.generated += record.generated_tokens
             self.lengths += kept
+            self.cuts += [c.tokens for c in record.selected if c.cut]
             self.kept_longest += max(kept) == max(c.tokens for c in record.candidates)
 
 
@@ -63,22 +70,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.disable(logging.INFO)
-    tallies = asyncio.run(measure(options.epochs, options.prompts))
-    print(report(tallies))
+    tallies, correlations = asyncio.run(measure(options.epochs, options.prompts))
+    print(report(tallies, correlations))
     return 0
 
 
-async def measure(epochs: int, prompts: int) -> dict[str, Tally]:
+async def measure(epochs: int, prompts: int) -> tuple[dict[str, Tally], list[float]]:
+    """What each policy did, and for ``darts`` the rank correlation of spread and candidates in each epoch."""
     from examples.tiny_rl.engine import shaping_engine
 
     rng = Random(1)
     texts = [sample_problem(rng).prompt for _ in range(prompts)]
     tallies = {name: Tally() for name in ("off", *POLICIES)}
+    correlations = []
     async with shaping_engine(POLICIES) as engine:
         for epoch in range(epochs):
             seconds = {}
             for policy in sorted(tallies, reverse=bool(epoch % 2)):
                 names = [f"{policy}-{epoch}-{i}" for i in range(prompts)]
+                stds = [engine.prompts.std(key_of(engine.prompt(text)["prompt_token_ids"])) for text in texts]
                 began = time.perf_counter()
                 asked = zip(texts, names, strict=True)
                 outputs = await asyncio.gather(*(engine.generate(t, n, policy, n=SIZE) for t, n in asked))
@@ -89,18 +99,32 @@ async def measure(epochs: int, prompts: int) -> dict[str, Tally]:
                     tallies[policy].generated += sum(lengths)
                 elif epoch:
                     tallies[policy].add([engine.records[name] for name in names])
+                if epoch and policy == "darts":
+                    counts = [len(engine.records[name].candidates) for name in names]
+                    correlations.append(rank_correlation([std or 0.0 for std in stds], counts))
             if epoch:
                 for policy, took in seconds.items():
                     tallies[policy].ratios.append(took / seconds["off"])
             print(f"epoch {epoch + 1}/{epochs}: off took {seconds['off']:.1f} s", file=sys.stderr)
-    return tallies
+    return tallies, correlations
 
 
-def report(tallies: dict[str, Tally]) -> str:
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's: the correlation of ranks, equal values sharing the mean of theirs."""
+    ranks = [np.searchsorted(np.sort(x), x, "left") + np.searchsorted(np.sort(x), x, "right") for x in (one, other)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def report(tallies: dict[str, Tally], correlations: Sequence[float]) -> str:
     """The table. Times are medians over epochs, with the smallest and largest."""
     base = tallies["off"].generated
-    head = ["policy", "candidates a group", "generated", "returned", "wasted", "time / off", "length mean", "p95"]
-    lines = [f"| {' | '.join([*head, 'kept the longest'])} |", "|---" * (len(head) + 1) + "|"]
+    correlation = (
+        f"rank correlation of a prompt's length std and its candidates {statistics.median(correlations):.2f} "
+        f"[{min(correlations):.2f}, {max(correlations):.2f}]"
+    )
+    head = ["policy", "candidates a group", "generated", "returned", "wasted", "step / off", "length mean", "p95"]
+    head += ["kept the longest", "groups cut", "at"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, tally in tallies.items():
         returned = sum(tally.lengths)
         row = [
@@ -111,9 +135,12 @@ def report(tallies: dict[str, Tally]) -> str:
             f"{np.mean(tally.lengths):.1f}",
             f"{np.percentile(tally.lengths, 95):.0f}",
             f"{tally.kept_longest / tally.groups:.0%}" if tally.groups else "100%",
+            f"{len(tally.cuts) / tally.groups:.0%}" if tally.cuts else "",
+            f"{statistics.median(tally.cuts):.0f}" if tally.cuts else "",
         ]
         lines.append(f"| {' | '.join(row)} |")
-    return "\n".join([*lines, "", "Tokens are relative to those that `off` generated."])
+    notes = ["", "Tokens are relative to those that `off` generated.", f"`darts`: {correlation}"]
+    return "\n".join([*lines, *notes])
 
 
 if __name__ == "__main__":

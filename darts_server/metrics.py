@@ -4,53 +4,54 @@ Every metric has the one label ``model_name``, beside its own.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import nan
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from darts_server.types import GroupRecord
+from darts_server.types import BatchRecord, End, GroupRecord
 
 LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CANDIDATE_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
 SECONDS_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+BATCH_SIZES = (1, 4, 16, 64, 256, 1024)
+"""Where the latency curve is shown."""
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
+KINDS = ("generated", "returned")
+
+Values = dict[tuple[str, ...], Callable[[], float | None]]
+"""By labels, how to ask for a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What is asked for its present value whenever metrics are scraped; ``None`` from one means not known yet.
+
+    ``tracked``: prompts with statistics. ``fault``: whether what is learned cannot be written. ``step_seconds``: of a
+    decode step with so many sequences. ``mean_length``, ``length_quantile``: in tokens, of `KINDS`.
+    ``budget_aversion``: lambda.
+    """
+
+    tracked: Callable[[], float]
+    fault: Callable[[], bool]
+    step_seconds: Callable[[int], float | None]
+    mean_length: Callable[[str], float | None]
+    length_quantile: Callable[[str, float], float | None]
+    budget_aversion: Callable[[], float]
 
 
 class Metrics:
     """Implements the observer protocol of the rollout room."""
 
-    def __init__(
-        self, model_name: str, registry: CollectorRegistry = REGISTRY, tracked: Callable[[], float] | None = None
-    ) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ("model_name", *labels), registry=registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=registry)
-
+    def __init__(self, model_name: str, sources: Sources | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         self._model = model_name
-        self._groups = counter("darts_groups", "Groups that ended, by outcome.", "outcome")
-        self._started = counter("darts_candidates_started", "Candidates started.")
-        self._ended = counter(
-            "darts_candidates_ended", "Candidates that ended: 'selected', or why they were discarded.", "reason"
-        )
-        self._tokens = counter(
-            "darts_tokens", "Tokens of all candidates (generated), of returned ones, of the others (wasted).", "kind"
-        )
-        self._candidates = histogram("darts_candidates_per_group", "Candidates started for a group.", CANDIDATE_BUCKETS)
-        if tracked is not None:
-            prompts = Gauge("darts_prompts_tracked", "Prompts with statistics.", ("model_name",), registry=registry)
-            prompts.labels(model_name).set_function(tracked)
-        self._duration = histogram(
-            "darts_group_duration_seconds", "From a group's first candidate to its end.", SECONDS_BUCKETS
-        )
-        self._tail_wait = histogram(
-            "darts_tail_wait_seconds", "From the finish of the K-th trajectory to the completed group.", SECONDS_BUCKETS
-        )
-        self._length = histogram(
-            "darts_trajectory_length_tokens",
-            "Generated tokens of every candidate (stopped ones as far as they came) and of the returned ones.",
-            tuple(map(float, LENGTH_BUCKETS)),
-            "kind",
-        )
+        self._registry = registry
+        self._make_group_metrics()
+        self._make_batch_metrics()
+        if sources is not None:
+            self._show(sources)
 
     def candidates_started(self, count: int) -> None:
         self._started.labels(self._model).inc(count)
@@ -61,14 +62,135 @@ class Metrics:
         self._duration.labels(self._model).observe(record.ended_at - record.started_at)
         if record.tail_wait is not None:
             self._tail_wait.labels(self._model).observe(record.tail_wait)
-        self._count_tokens(record)
+        generated, returned = record.generated_tokens, record.returned_tokens
+        self._count(self._tokens, {"generated": generated, "returned": returned, "wasted": generated - returned})
+        if record.shadow is not None:
+            shadow = record.shadow
+            self._count(self._shadow, {"generated": shadow.generated, "returned": shadow.returned})
+        self._look_at_candidates(record)
+
+    def batch_ended(self, record: BatchRecord) -> None:
+        self._batches.labels(self._model, str(record.explored).lower()).inc()
+        self._mean_candidates.labels(self._model).set(record.mean_candidates)
+        if record.deadline is not None:
+            self._deadline.labels(self._model).set(record.deadline)
+        if record.predicted_seconds is not None:
+            self._rollout.labels(self._model, "predicted").observe(record.predicted_seconds)
+            self._rollout.labels(self._model, "measured").observe(record.measured_seconds)
+
+    def _look_at_candidates(self, record: GroupRecord) -> None:
         for candidate in record.candidates:
             self._ended.labels(self._model, candidate.reason or "selected").inc()
             self._length.labels(self._model, "generated").observe(candidate.tokens)
             if candidate.end is not None:
                 self._length.labels(self._model, "returned").observe(candidate.tokens)
+            if candidate.cut:
+                self._cut.labels(self._model).inc()
+            if record.explored and record.deadline is not None and candidate.end in (End.LONG, End.FILL):
+                beyond = max(0, candidate.tokens - record.deadline)
+                self._explored.labels(self._model, "beyond" if beyond else "within").inc()
+                self._explored_tokens.labels(self._model).inc(beyond)
 
-    def _count_tokens(self, record: GroupRecord) -> None:
-        generated, returned = record.generated_tokens, record.returned_tokens
-        for kind, tokens in {"generated": generated, "returned": returned, "wasted": generated - returned}.items():
-            self._tokens.labels(self._model, kind).inc(tokens)
+    def _count(self, counter: Counter, tokens: dict[str, int]) -> None:
+        for kind, count in tokens.items():
+            counter.labels(self._model, kind).inc(count)
+
+    # --- making them --------------------------------------------------------
+
+    def _make_group_metrics(self) -> None:
+        self._groups = self._counter("darts_groups", "Groups that ended, by outcome.", "outcome")
+        self._started = self._counter("darts_candidates_started", "Candidates started.")
+        self._ended = self._counter(
+            "darts_candidates_ended", "Candidates that ended: 'selected', or why they were discarded.", "reason"
+        )
+        self._cut = self._counter("darts_candidates_cut", "Candidates that were returned cut at the deadline.")
+        self._tokens = self._counter(
+            "darts_tokens", "Tokens of all candidates (generated), of returned ones, of the others (wasted).", "kind"
+        )
+        self._shadow = self._counter(
+            "darts_shadow_tokens", "What the shadowed policy would have generated and returned.", "kind"
+        )
+        self._candidates = self._histogram(
+            "darts_candidates_per_group", "Candidates started for a group.", CANDIDATE_BUCKETS
+        )
+        self._duration = self._histogram(
+            "darts_group_duration_seconds", "From a group's first candidate to its end.", SECONDS_BUCKETS
+        )
+        self._tail_wait = self._histogram(
+            "darts_tail_wait_seconds", "From the finish of the K-th trajectory to the completed group.", SECONDS_BUCKETS
+        )
+        self._length = self._histogram(
+            "darts_trajectory_length_tokens",
+            "Generated tokens of every candidate (stopped ones as far as they came) and of the returned ones.",
+            LENGTH_BUCKETS,
+            "kind",
+        )
+
+    def _make_batch_metrics(self) -> None:
+        self._batches = self._counter(
+            "darts_batches", "Batches of groups that ended, by whether they were let run past the deadline.", "explored"
+        )
+        self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last batch.")
+        self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last batch that had one.")
+        self._rollout = self._histogram(
+            "darts_rollout_seconds",
+            "From a batch's allocation to the end of its last group, as predicted and as measured.",
+            SECONDS_BUCKETS,
+            "kind",
+        )
+        self._explored = self._counter(
+            "darts_explored_candidates",
+            "Candidates of the tail that were let run past the deadline, by where they ended.",
+            "end",
+        )
+        self._explored_tokens = self._counter(
+            "darts_explored_beyond_tokens", "Tokens of these that the deadline would have taken away."
+        )
+
+    def _show(self, sources: Sources) -> None:
+        self._set("darts_prompts_tracked", "Prompts with statistics.", {(): sources.tracked})
+        self._set(
+            "darts_store_fault",
+            "1 while what is learned cannot be written, else 0.",
+            {(): lambda: float(sources.fault())},
+        )
+        self._set("darts_budget_aversion", "Lambda of the utility budget.", {(): sources.budget_aversion})
+        self._set(
+            "darts_step_seconds",
+            "Seconds of a decode step by the number of sequences that run, as learned.",
+            {(str(size),): partial(sources.step_seconds, size) for size in BATCH_SIZES},
+            "sequences",
+        )
+        lengths: Values = {(kind, "mean"): partial(sources.mean_length, kind) for kind in KINDS}
+        for kind, (name, share) in product(KINDS, QUANTILES.items()):
+            lengths[kind, name] = partial(sources.length_quantile, kind, share)
+        self._set(
+            "darts_length_tokens",
+            "Lengths of the last groups: generated (of stopped candidates estimated) and returned ones.",
+            lengths,
+            "kind",
+            "statistic",
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ("model_name", *labels), registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, ("model_name", *labels), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)
+
+    def _set(self, name: str, text: str, values: Values, *labels: str) -> None:
+        """A gauge that asks for its values when it is scraped."""
+        gauge = self._gauge(name, text, *labels)
+        for labelled, value in values.items():
+            gauge.labels(self._model, *labelled).set_function(_or_nan(value))
+
+
+def _or_nan(value: Callable[[], float | None]) -> Callable[[], float]:
+    def ask() -> float:
+        known = value()
+        return nan if known is None else known
+
+    return ask

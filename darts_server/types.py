@@ -30,6 +30,8 @@ class StopReason(StrEnum):
     """Could only have been in the tail, and the tail went to others."""
     FAILED = "failed"
     """The engine failed or lost it."""
+    WATCHED = "watched"
+    """Ran only to learn what shaping would have done with it (shadow)."""
     CANCELLED = "cancelled"
     """The whole group was given up: the caller went away, or too few could finish."""
 
@@ -87,6 +89,13 @@ class GroupRecord:
     tail_wait: float | None
     """Seconds from the finish of the K-th shortest trajectory to completion; ``None`` unless completed."""
     error: str | None = None
+    deadline: int | None = None
+    """Tokens at which its tail was cut or, in an explored group, would have been; ``None`` without a deadline."""
+    explored: bool = False
+    """Whether it was let run past its deadline, to see what that takes away."""
+    members: tuple[str, ...] = ()
+    """Ids of the requests it answered, where these are several."""
+    shadow: "ShadowRecord | None" = None
 
     @property
     def selected(self) -> list[CandidateRecord]:
@@ -109,7 +118,46 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowRecord:
+    """What shaping would have made of an unshaped group's candidates, had they all run at one token a step.
+
+    ``policy``: whose choice it is. ``selection``: candidate indices. ``generated``, ``returned``: tokens. ``steps``:
+    decode steps until the group would have been complete.
+    """
+
+    policy: str
+    selection: tuple[int, ...]
+    generated: int
+    returned: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """What became of groups that were allocated together, told to observers when the last of them has ended.
+
+    ``mean_candidates``: M' that was decided on. ``deadline``: in tokens, ``None`` if none was known in time. Seconds
+    are from the allocation to the end of the last group; ``predicted_seconds`` is ``None`` where nothing was predicted.
+    """
+
+    policy: str
+    groups: int
+    mean_candidates: float
+    deadline: int | None
+    explored: bool
+    predicted_seconds: float | None
+    measured_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a caller asked of shaping for one request; ``None`` leaves it to the server's setting."""
+    """What a caller asked of shaping for one request; ``None`` leaves it to the server's setting.
+
+    ``prompt_key``: the name under which the prompt's lengths are remembered. ``group_id`` and ``group_size``: which
+    single requests make one group, and of how many trajectories.
+    """
 
     policy: str | None = None
+    prompt_key: str | None = None
+    group_id: str | None = None
+    group_size: int | None = None

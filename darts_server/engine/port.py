@@ -58,6 +58,11 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """The version of the weights that the next token will be generated with."""
         ...
 
+    @property
+    def capacity(self) -> int | None:
+        """Most candidates that it runs at once; others wait. ``None`` if there is no such bound."""
+        ...
+
     async def start(self, request: RequestT_contra, index: int) -> Running[OutputT]:
         """Start candidate ``index`` of the request's prompt.
 

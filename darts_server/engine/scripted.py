@@ -86,6 +86,7 @@ class ScriptedEngine:
     def __init__(self, script: Callable[[str, int], Script]) -> None:
         self.now = 0
         self.weight_version = 0
+        self.capacity: int | None = None
         self.started: list[ScriptedCandidate] = []
         self.refuse: Exception | None = None
         """Raised by :meth:`start` while set."""

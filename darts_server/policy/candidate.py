@@ -41,7 +41,8 @@ class Candidate:
     """State of one candidate.
 
     ``tokens`` is a lower bound while it runs and its length once it finished. ``draw`` is its number in the group's
-    lottery for the tail, uniform in [0, 1): the lowest wins.
+    lottery for the tail, uniform in [0, 1): the lowest wins. ``place`` counts candidates of the group in the order in
+    which they were heard to finish.
     """
 
     index: int
@@ -49,6 +50,7 @@ class Candidate:
     state: State = State.REQUESTED
     tokens: int = 0
     finish_reason: FinishReason | None = None
+    place: int = 0
     quality: float | None = None
     cut: bool = False
     end: End | None = None

@@ -2,17 +2,18 @@
 
 Usage::
 
-    group = Group(rule=Shortest(8), candidates=12, rng=rng, spare=8)
-    act_on(group.open())
+    group = Group(rng=rng)
+    act_on(group.open(Shortest(8), candidates=12))
     act_on(group.handle(Finished(3, tokens=17, reason=FinishReason.STOP)))
+
+A group whose size is not known yet may `gather` candidates one by one before it is opened.
 
 Every candidate that was started ends exactly once, selected or discarded with one reason. What is decided is never
 taken back: a stopped candidate does not return and a delivered one stays in the group.
 """
 
 from collections.abc import Iterator
-
-import numpy as np
+from typing import Protocol
 
 from darts_server.exceptions import GroupFailed, IllegalMove
 from darts_server.policy.candidate import Candidate
@@ -23,6 +24,7 @@ from darts_server.policy.events import (
     Deliver,
     Event,
     Failed,
+    Finished,
     GiveUp,
     LimitSet,
     Lost,
@@ -32,44 +34,86 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.selection import SelectionRule, Verdict
-from darts_server.types import Outcome, StopReason
+from darts_server.types import End, Outcome, StopReason
+
+
+class Lots(Protocol):
+    """A numpy ``Generator``, or what stands for one."""
+
+    def random(self) -> float: ...
 
 
 class Group:
     """One prompt's group.
 
     Args:
-        rule: how the group is chosen; its ``size`` is the number of trajectories returned.
-        candidates: how many to start at first, at least ``rule.size``.
         rng: the group's own generator; it numbers the lots of the tail.
-        spare: how many more may be started, in all, to replace candidates that failed.
+        spare: how many more candidates may be started, in all, to replace ones that failed; ``None`` means one for each
+            seat: an engine that fails more often is not worth waiting for.
         early: decide ``Deliver`` as soon as a trajectory is known to belong, for callers that stream.
     """
 
-    def __init__(
-        self, *, rule: SelectionRule, candidates: int, rng: np.random.Generator, spare: int, early: bool = False
-    ) -> None:
-        if candidates < rule.size:
-            raise ValueError(f"candidates must be at least the group size {rule.size}, got {candidates}")
-        self.size = rule.size
+    def __init__(self, *, rng: Lots, spare: int | None = None, early: bool = False) -> None:
         self.candidates: list[Candidate] = []
         self.outcome: Outcome | None = None
+        self.limit: int | None = None
         self.alarms: dict[int, int] = {}
         """Running candidate -> token count at which its progress should be reported. Nobody need look before."""
-        self._rule = rule
-        self._initial = candidates
+        self._rule: SelectionRule | None = None
         self._rng = rng
-        self._spare = spare
+        self._wanted_spare = spare
+        self._spare = 0
+        self._beyond_help = False
         self._early = early
-        self._limit: int | None = None
+        self._finish_count = 0
+        self._last_error: Exception | None = None
         self._delivered: set[int] = set()
         self._undecided = True  # something was heard that may change what is certain
 
-    def open(self) -> list[Decision]:
-        """The first candidates to start."""
-        if self.candidates:
+    @property
+    def rule(self) -> SelectionRule:
+        """How the group is chosen; its ``size`` is the number of trajectories returned. Known once it is open."""
+        if self._rule is None:
+            raise IllegalMove("the group is not open yet")
+        return self._rule
+
+    @property
+    def size(self) -> int:
+        return self.rule.size
+
+    @property
+    def is_open(self) -> bool:
+        return self._rule is not None
+
+    @property
+    def settled_all(self) -> bool:
+        """Whether all its trajectories were delivered, though it may still watch others."""
+        return self.is_open and len(self._delivered) == self.size
+
+    @property
+    def needed(self) -> int | None:
+        """Length of the M-th shortest valid candidate so far; ``None`` before so many have finished by themselves."""
+        lengths = sorted(c.tokens for c in self.candidates if c.valid)
+        return lengths[self.size - 1] if len(lengths) >= self.size else None
+
+    def gather(self) -> list[Decision]:
+        """Start one candidate of a group that is not open yet. Nothing is decided about it before that."""
+        if self._rule is not None:
             raise IllegalMove("the group is open already")
-        return [self._start(self._initial)] if self.outcome is None else []
+        return [self._start(1)] if self.outcome is None else []
+
+    def open(self, rule: SelectionRule, candidates: int) -> list[Decision]:
+        """Start what is missing of ``candidates``, at least ``rule.size``, and begin to decide."""
+        if candidates < rule.size:
+            raise ValueError(f"candidates must be at least the group size {rule.size}, got {candidates}")
+        if self._rule is not None:
+            raise IllegalMove("the group is open already")
+        if self.outcome is not None:
+            return []
+        self._rule = rule
+        self._spare = rule.size if self._wanted_spare is None else self._wanted_spare
+        missing = candidates - sum(c.alive for c in self.candidates)
+        return [*([self._start(missing)] if missing > 0 else []), *self.handle()]
 
     def handle(self, *events: Event) -> list[Decision]:
         """Take events in, in their order, and say what to do about them.
@@ -77,13 +121,14 @@ class Group:
         Raises:
             IllegalMove: an event that cannot happen; nothing is decided.
         """
-        last_error: Exception | None = None
         for event in events:
-            last_error = self._hear(event) or last_error
+            self._hear(event)
         if self.outcome is not None or not self.candidates or not self._undecided:
             return []
+        if self._rule is None:
+            return list(self._give_up()) if self._beyond_help else []
         self._undecided = False
-        return list(self._decide(last_error))
+        return list(self._decide())
 
     def cancel(self) -> list[Decision]:
         """The caller went away: stop everything."""
@@ -91,27 +136,36 @@ class Group:
 
     # --- hearing ------------------------------------------------------------
 
-    def _hear(self, event: Event) -> Exception | None:
+    def _hear(self, event: Event) -> None:
         if not isinstance(event, Started | Scored):  # these make nobody certain or hopeless
             self._undecided = True
         if isinstance(event, LimitSet):
-            self._limit = event.tokens
-            return None
+            # What was decided under one limit cannot be taken back under another.
+            self.limit = event.tokens if self.limit is None else self.limit
+            return
         if not 0 <= event.index < len(self.candidates):
             raise IllegalMove(f"no candidate {event.index} was started: {event}")
-        self.candidates[event.index].hear(event)
-        if isinstance(event, Failed):
-            if not event.retryable:
-                self._spare = 0
-            return event.error
-        return GroupFailed(f"the engine aborted candidate {event.index}") if isinstance(event, Lost) else None
+        candidate = self.candidates[event.index]
+        news = candidate.running  # or else it was stopped from here
+        candidate.hear(event)
+        match event:
+            case Finished() if news:
+                self._finish_count += 1
+                candidate.place = self._finish_count
+            case Failed(error=error, retryable=retryable):
+                self._last_error = error
+                if not retryable:
+                    self._beyond_help = True
+                    self._spare = 0
+            case Lost(index=index) if news:
+                self._last_error = GroupFailed(f"the engine aborted candidate {index}")
 
     # --- deciding -----------------------------------------------------------
 
-    def _decide(self, last_error: Exception | None) -> Iterator[Decision]:
+    def _decide(self) -> Iterator[Decision]:
         missing = self.size - sum(c.alive for c in self.candidates)
         if missing > self._spare:
-            yield from self._give_up(last_error, missing)
+            yield from self._give_up()
             return
         if missing > 0:  # from now on all that are left are needed, so what was delivered or cut stays in the group
             yield self._start(missing)
@@ -121,18 +175,16 @@ class Group:
         if cuts := list(self._cut(verdict)):
             yield from cuts
             verdict = self._assess()
-        if len(verdict.settled) == self.size:
+        if len(verdict.settled) == self.size and not verdict.watching:
             yield from self._complete()
             return
         self.alarms = dict(verdict.alarms)
-        if self._limit is not None:
-            self.alarms |= {i: self._limit for i in verdict.tail if self.candidates[i].running}
         if self._early:
             yield from self._deliver(verdict)
 
     def _assess(self) -> Verdict:
         running = [c for c in self.candidates if c.running]
-        return self._rule.assess(running, self._finished(), self._early)
+        return self.rule.assess(running, self._finished(), self._early, self.limit)
 
     def _finished(self) -> list[Candidate]:
         return [c for c in self.candidates if c.alive and not c.running]
@@ -148,14 +200,11 @@ class Group:
             yield Stop(index, reason)
 
     def _cut(self, verdict: Verdict) -> Iterator[Cut]:
-        """Cut the tail at the limit, whether it still runs or ended beyond it before anyone looked."""
-        if self._limit is None:
-            return
-        for index in sorted(verdict.tail - self._delivered):
-            candidate = self.candidates[index]
-            if candidate.tokens >= self._limit if candidate.running else candidate.tokens > self._limit:
-                candidate.cut_at(self._limit)
-                yield Cut(index, self._limit)
+        """Cut what is to be cut, whether it still runs or ended beyond that before anyone looked."""
+        for index, tokens in verdict.cuts.items():
+            if index not in self._delivered:
+                self.candidates[index].cut_at(tokens)
+                yield Cut(index, tokens)
 
     def _deliver(self, verdict: Verdict) -> Iterator[Decision]:
         for index in sorted(verdict.settled - self._delivered):
@@ -165,26 +214,30 @@ class Group:
     # --- ending -------------------------------------------------------------
 
     def _complete(self) -> Iterator[Decision]:
-        selection = self._rule.select(self._finished())
+        selection = self.rule.select(self._finished(), self.limit)
         for candidate in self.candidates:
             if candidate.index in selection:
                 candidate.select(selection[candidate.index])
             elif candidate.alive:
-                candidate.discard(self._rule.surplus(candidate))
+                candidate.discard(self.rule.surplus(candidate))
         self.outcome = Outcome.COMPLETED
         self.alarms = {}
         yield Complete(dict(sorted(selection.items())))
 
-    def _give_up(self, last_error: Exception | None, missing: int) -> Iterator[Decision]:
-        error = last_error or GroupFailed(f"{missing} of {self.size} trajectories are missing")
+    def _give_up(self) -> Iterator[Decision]:
+        error = self._last_error or GroupFailed("too few candidates could finish")
         yield from self._close(Outcome.FAILED)
         yield GiveUp(error)
 
     def _close(self, outcome: Outcome) -> Iterator[Decision]:
+        """End without a group. What was delivered has gone out, and stays selected."""
+        ends = self.rule.select(self._finished(), self.limit) if self._delivered else {}
         for candidate in self.candidates:
             if candidate.running:
                 yield Stop(candidate.index, StopReason.CANCELLED)
-            if candidate.alive:
+            if candidate.index in self._delivered:
+                candidate.select(ends.get(candidate.index, End.SHORT))
+            elif candidate.alive:
                 candidate.discard(StopReason.CANCELLED)
         self.outcome = outcome
         self.alarms = {}

@@ -118,6 +118,19 @@ def estimate(observations: Sequence[Observation]) -> Estimate:
     return _summary(_completed(finished, censored) if censored else [(1.0, x, x * x) for x in finished])
 
 
+def completed(observations: Sequence[Observation]) -> list[tuple[float, float]]:
+    """The sample as (weight, length) pairs, with each candidate that was stopped at the length it was likely to reach.
+
+    The weights add up to the number of candidates that generated anything. For distributions over many prompts; mean
+    and std of one prompt are `estimate`'s.
+    """
+    finished = [o.tokens for o in observations if not o.censored]
+    censored = sorted(o.tokens for o in observations if o.censored and o.tokens > 0)
+    if not censored or not finished:
+        return [(1.0, float(o.tokens)) for o in observations if o.tokens > 0]
+    return [(weight, first) for weight, first, _ in _completed(finished, censored)]
+
+
 Moments = tuple[float, float]
 """E[x] and E[x²] of one candidate's length."""
 Weighted = tuple[float, float, float]

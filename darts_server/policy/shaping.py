@@ -5,7 +5,9 @@ from enum import StrEnum
 from math import floor
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.selection import LongestTail, SampledTail, SelectionRule, Shortest
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.selection import FirstFinish, SelectionRule, Shadow, Shortest
+from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 
 
 class Tail(StrEnum):
@@ -15,13 +17,24 @@ class Tail(StrEnum):
     SAMPLED = "sampled"
 
 
+class BudgetKind(StrEnum):
+    """What decides the mean number of candidates."""
+
+    FIXED = "fixed"
+    CV_LOG = "cv_log"
+    UTILITY = "utility"
+
+
 @dataclass(frozen=True, slots=True)
 class Shaping:
     """How one policy shapes.
 
-    ``redundancy``: M'/M, at least 1; of an adaptive policy, its mean over prompts. ``num_longest``: L.
+    ``redundancy``: M'/M, at least 1; of a policy that gives prompts different numbers, the mean under a fixed budget.
+    ``budget``, ``budget_aversion``: what decides that mean, and lambda of the utility. ``num_longest``: L.
     ``num_shortest``: K; ``None`` means M - L. ``adaptive``: prompts get candidates by the spread of their lengths,
-    between M and ``max_redundancy`` * M (M_low and M_up).
+    between M and ``max_redundancy`` * M (M_low and M_up). ``deadline``: of the tail, ``None`` to wait for all of it; a
+    sampled tail is cut there, and of the longest only those in time count. ``finish_order``: saturated prompts take
+    finish order for length order, as the paper's public code does. ``shadow``: nothing is shaped, only recorded.
     """
 
     redundancy: float = 1.5
@@ -30,6 +43,16 @@ class Shaping:
     tail: Tail = Tail.SAMPLED
     adaptive: bool = False
     max_redundancy: float = 2.0
+    budget: BudgetKind = BudgetKind.FIXED
+    budget_aversion: float = 1.0
+    deadline: Deadline | None = None
+    finish_order: bool = False
+    shadow: bool = False
+
+    @property
+    def batched(self) -> bool:
+        """Whether groups that come together are looked at together."""
+        return self.adaptive or self.deadline is not None or self.budget is not BudgetKind.FIXED
 
     def bounds(self, size: int) -> tuple[int, int]:
         """M_low and M_up for a group of ``size``."""
@@ -42,12 +65,24 @@ class Shaping:
     def rule(self, size: int, candidates: int | None = None) -> SelectionRule:
         """The selection rule for a group of ``size`` with that many candidates.
 
-        A prompt that an adaptive policy gave all it may have is saturated: its tail is so long that only the shortest
-        are kept (DARTS, variance-guided tail pruning).
-
         Raises:
             InvalidRequest: K + L is not the group size.
         """
+        rule = self._rule(size, self._shortest(size), candidates)
+        return Shadow(rule) if self.shadow else rule
+
+    def _rule(self, size: int, shortest: int, candidates: int | None) -> SelectionRule:
+        if self.num_longest == 0:
+            return Shortest(size)
+        if self.deadline is not None:
+            return (CutTail if self.tail is Tail.SAMPLED else DeadlineTail)(shortest, self.num_longest)
+        if self.adaptive and candidates is not None and candidates >= self.bounds(size)[1] > size:
+            # Saturated: its tail is so long that only the shortest are kept (DARTS, variance-guided tail pruning).
+            # With a deadline there is no need to: nobody waits for the tail beyond it.
+            return FirstFinish(size) if self.finish_order else Shortest(size)
+        return (SampledTail if self.tail is Tail.SAMPLED else LongestTail)(shortest, self.num_longest)
+
+    def _shortest(self, size: int) -> int:
         shortest = size - self.num_longest if self.num_shortest is None else self.num_shortest
         if shortest + self.num_longest != size:
             raise InvalidRequest(
@@ -61,8 +96,4 @@ class Shaping:
                 f"the tail alone takes num_longest = {self.num_longest} trajectories, so n must be larger than that, "
                 f"got {size}; raise n, or lower --num-longest",
             )
-        saturated = self.adaptive and candidates is not None and candidates >= self.bounds(size)[1] > size
-        if self.num_longest == 0 or saturated:
-            return Shortest(size)
-        tail = SampledTail if self.tail is Tail.SAMPLED else LongestTail
-        return tail(shortest, self.num_longest)
+        return shortest

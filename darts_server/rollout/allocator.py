@@ -1,12 +1,21 @@
 """How many candidates a group gets, from what is known of its prompt and of those that come with it."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import floor
+from typing import Any
 
-from darts_server.policy.allocation import ShadowPrice, batch_candidates
+import numpy as np
+
+from darts_server.policy.allocation import PriceState, ShadowPrice, batch_candidates
+from darts_server.policy.deadline import RecentNeeds
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.batch import Batch, Grant, Terms
+from darts_server.rollout.budgets import Budgets
+from darts_server.rollout.documents import Documents, Notes
 from darts_server.rollout.prompts import Prompts
+from darts_server.types import BatchRecord, GroupRecord, Outcome
 
 SMALLEST_BATCH = 8
 """Fewer prompts than this say less about each other than the last requests do, so each is priced against those."""
@@ -16,60 +25,138 @@ Kind = tuple[str, int]
 
 
 @dataclass(slots=True)
-class _Batch:
+class _Waiting:
     """Groups of one kind that wait for their number of candidates."""
 
     shaping: Shaping
     size: int
-    waiting: list[tuple[str, asyncio.Future[int]]] = field(default_factory=list)
+    groups: list[tuple[str, asyncio.Future[Grant]]] = field(default_factory=list)
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for key, _ in self.groups]
 
 
 class Allocator:
     """Allocates over the groups that come within ``window`` seconds (DARTS, adaptive redundancy allocation).
 
-    The mean over all groups of one policy and size stays at ``redundancy`` times the size.
+    The mean over all groups of one policy and size stays at what the budget says. What it learns is in ``documents``.
     """
 
-    def __init__(self, prompts: Prompts, window: float) -> None:
+    def __init__(
+        self,
+        prompts: Prompts,
+        budgets: Budgets,
+        documents: Documents,
+        window: float,
+        on_batch_end: Callable[[BatchRecord], None],
+        clock: Callable[[], float],
+        rng: np.random.Generator | None = None,
+    ) -> None:
         self._prompts = prompts
+        self._budgets = budgets
+        self._prices = Notes(documents, "price", lambda value: PriceState(**value))
+        self._needs = Notes(documents, "deadline", _needs)
         self._window = window
-        self._batches: dict[Kind, _Batch] = {}
-        self._prices: dict[Kind, ShadowPrice] = {}
+        self._on_batch_end = on_batch_end
+        self._clock = clock
+        self._rng = rng or np.random.default_rng()
+        self._waiting: dict[Kind, _Waiting] = {}
         self._carries: dict[Kind, float] = {}
 
-    async def candidates(self, policy: str, shaping: Shaping, size: int, key: str) -> int:
+    async def grant(self, policy: str, shaping: Shaping, size: int, key: str) -> Grant:
         """Candidates for a group of ``size`` of the prompt ``key``, at least ``size``."""
-        if not shaping.adaptive:
-            return shaping.candidates(size)
+        if not shaping.batched:
+            return Grant(shaping.candidates(size))
         loop = asyncio.get_running_loop()
         kind = (policy, size)
-        if kind not in self._batches:
-            self._batches[kind] = _Batch(shaping, size)
+        if kind not in self._waiting:
+            self._waiting[kind] = _Waiting(shaping, size)
             loop.call_later(self._window, self._close, kind)
-        answer: asyncio.Future[int] = loop.create_future()
-        self._batches[kind].waiting.append((key, answer))
-        return await answer
+        answer: asyncio.Future[Grant] = loop.create_future()
+        self._waiting[kind].groups.append((key, answer))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                _give_back(answer.result())
+            raise
+
+    def learn(self, record: GroupRecord) -> None:
+        """Take in how long the group's M-th shortest trajectory was."""
+        lengths = sorted(c.tokens for c in record.candidates if c.finish_reason is not None and not c.cut)
+        if record.outcome is Outcome.COMPLETED and len(lengths) >= record.size:
+            name = _name(record.policy, record.size)
+            needs = self._needs.load(name) or RecentNeeds()
+            needs.add(lengths[record.size - 1])
+            self._needs.save(name, needs.state)
 
     def _close(self, kind: Kind) -> None:
-        batch = self._batches.pop(kind)
-        waiting = [(key, answer) for key, answer in batch.waiting if not answer.cancelled()]
+        waiting = self._waiting.pop(kind)
+        waiting.groups = [(key, answer) for key, answer in waiting.groups if not answer.cancelled()]
+        if not waiting.groups:
+            return
         try:
-            counts = self._allocate(kind, batch, [self._prompts.std(key) for key, _ in waiting])
+            counts, terms = self._allocate(kind, waiting)
         except Exception as error:  # told to everyone who waits: nobody waits for ever
-            for _, answer in waiting:
+            for _, answer in waiting.groups:
                 answer.set_exception(error)
             return
-        for (_, answer), count in zip(waiting, counts, strict=True):
-            answer.set_result(count)
+        batch = Batch(terms, self._on_batch_end, self._clock)
+        for (_, answer), count in zip(waiting.groups, counts, strict=True):
+            answer.set_result(Grant(count, batch))
 
-    def _allocate(self, kind: Kind, batch: _Batch, stds: list[float | None]) -> list[int]:
-        low, high = batch.shaping.bounds(batch.size)
-        # A request may name this policy on a server whose redundancy is above what one prompt may get.
-        target = min(batch.shaping.redundancy * batch.size, high)
+    def _allocate(self, kind: Kind, waiting: _Waiting) -> tuple[list[int], Terms]:
+        shaping, groups = waiting.shaping, len(waiting.groups)
+        budget = self._budgets.decide(shaping, waiting.size, waiting.keys)
+        stds = [self._prompts.std(key) for key in waiting.keys]
+        counts = self._counts(kind, waiting, budget.mean, stds)
+        few = groups < SMALLEST_BATCH
+        recent = self._needs.load(_name(*kind)) or RecentNeeds()
+        return counts, Terms(
+            policy=kind[0],
+            groups=groups,
+            mean_candidates=budget.mean,
+            predicted_seconds=budget.seconds,
+            # A few groups by themselves say as little of what groups need.
+            deadline=None if few else shaping.deadline,
+            tokens=recent.deadline(shaping.deadline) if shaping.deadline is not None and few else None,
+            explored=shaping.deadline is not None and self._rng.random() < shaping.deadline.exploration,
+        )
+
+    def _counts(self, kind: Kind, waiting: _Waiting, target: float, stds: Sequence[float | None]) -> list[int]:
+        low, high = waiting.shaping.bounds(waiting.size)
+        if not waiting.shaping.adaptive:
+            return self._even(kind, target, len(stds))
         if len(stds) < SMALLEST_BATCH:
-            price = self._prices.setdefault(kind, ShadowPrice(target, low, high))
-            return [price.candidates(std) for std in stds]
-        wanted = target * len(stds) + self._carries.get(kind, 0.0)
-        budget = floor(wanted + 0.5)
-        self._carries[kind] = wanted - budget
-        return batch_candidates(stds, budget=budget, low=low, high=high)
+            price = ShadowPrice(target, low, high, self._prices.load(_name(*kind)))
+            counts = [price.candidates(std) for std in stds]
+            recent, debt, carry = price.state.recent, price.state.debt, price.state.carry
+            self._prices.save(_name(*kind), {"recent": list(recent), "debt": debt, "carry": carry})
+            return counts
+        return batch_candidates(stds, budget=sum(self._even(kind, target, len(stds))), low=low, high=high)
+
+    def _even(self, kind: Kind, target: float, groups: int) -> list[int]:
+        """Whole candidates with ``target`` as their mean, over this batch and those before it."""
+        counts = []
+        for _ in range(groups):
+            wanted = target + self._carries.get(kind, 0.0)
+            counts.append(floor(wanted + 0.5))
+            self._carries[kind] = wanted - counts[-1]
+        return counts
+
+
+def _needs(value: Any) -> RecentNeeds:
+    if not (isinstance(value, list) and all(isinstance(tokens, int) for tokens in value)):
+        raise ValueError("lengths in tokens must be a list of whole numbers")
+    return RecentNeeds(value)
+
+
+def _give_back(grant: Grant) -> None:
+    """The caller left before it took the grant."""
+    if grant.batch is not None:
+        grant.batch.dropped()
+
+
+def _name(policy: str, size: int) -> str:
+    return f"{policy}/{size}"

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
-from darts_server.types import CandidateRecord, GroupRecord, Outcome
+from darts_server.policy.replay import replay
+from darts_server.policy.selection import Shadow
+from darts_server.types import CandidateRecord, GroupRecord, Outcome, ShadowRecord
 
 
 @dataclass(slots=True)
@@ -20,14 +22,12 @@ class _Entry:
 class Ledger:
     """Times, weight versions and token counts of one group's candidates, by candidate index."""
 
-    def __init__(
-        self, group_id: str, policy: str, places: int, clock: Callable[[], float], prompt_key: str | None = None
-    ) -> None:
+    def __init__(self, group_id: str, policy: str, clock: Callable[[], float], prompt_key: str | None = None) -> None:
         self.group_id = group_id
         self._prompt_key = prompt_key
         self.closed = False
+        self.members: tuple[str, ...] = ()
         self._policy = policy
-        self._places = places
         self._clock = clock
         self._opened_at = clock()
         self._entries: list[_Entry] = []
@@ -53,24 +53,32 @@ class Ledger:
         self._entries[index].ended_at = self._clock()
         self._entries[index].tokens = tokens
 
-    def close(self, group: Group, error: Exception | None) -> GroupRecord:
-        """The record of a group that has an outcome."""
+    def close(self, group: Group, error: Exception | None, deadline: int | None, explored: bool) -> GroupRecord:
+        """The record of a group that has an outcome. ``deadline``: its limit or, if ``explored``, what would be."""
         assert group.outcome is not None
         self.closed = True
         now = self._clock()
-        waited = group.outcome is Outcome.COMPLETED and len(self._finish_times) >= self._places
         return GroupRecord(
             group_id=self.group_id,
             prompt_key=self._prompt_key,
             policy=self._policy,
-            size=group.size,
+            size=group.size if group.is_open else len(group.candidates),
             outcome=group.outcome,
             candidates=tuple(map(self._record, group.candidates)),
             started_at=self._opened_at,
             ended_at=now,
-            tail_wait=now - self._finish_times[self._places - 1] if waited else None,
+            tail_wait=self._tail_wait(group, now),
             error=None if error is None else str(error),
+            deadline=None if deadline is None or group.needed is None else max(deadline, group.needed),
+            explored=explored,
+            members=self.members,
+            shadow=shadow_of(group, self._policy),
         )
+
+    def _tail_wait(self, group: Group, now: float) -> float | None:
+        if group.outcome is not Outcome.COMPLETED or len(self._finish_times) < group.rule.num_shortest:
+            return None
+        return now - self._finish_times[group.rule.num_shortest - 1]
 
     def _record(self, candidate: Candidate) -> CandidateRecord:
         entry = self._entries[candidate.index]
@@ -86,3 +94,20 @@ class Ledger:
             weight_version_start=entry.version_start,
             weight_version_end=entry.version_end,
         )
+
+
+def shadow_of(group: Group, policy: str) -> ShadowRecord | None:
+    """What the shadowed rule would have done, if the group is a shadow and enough candidates came to their end."""
+    if not group.is_open or not isinstance(group.rule, Shadow) or group.outcome is not Outcome.COMPLETED:
+        return None
+    ended = [c for c in group.candidates if c.finish_reason is not None]
+    if len(ended) < group.size:
+        return None
+    would = replay(group.rule.shaped, ended, group.limit)
+    return ShadowRecord(
+        policy=policy,
+        selection=tuple(ended[i].index for i in would.selection),
+        generated=would.generated,
+        returned=would.returned,
+        steps=would.steps,
+    )

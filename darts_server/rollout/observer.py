@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from darts_server.types import GroupRecord
+from darts_server.types import BatchRecord, GroupRecord
 
 
 class GroupObserver(Protocol):
@@ -14,4 +14,8 @@ class GroupObserver(Protocol):
 
     def group_ended(self, record: GroupRecord) -> None:
         """A group ended, whichever way. Said once per group."""
+        ...
+
+    def batch_ended(self, record: BatchRecord) -> None:
+        """All groups of a batch have ended."""
         ...

@@ -1,27 +1,18 @@
 """What is known of the lengths of each prompt's trajectories, kept where it outlives a restart."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Protocol
 
 from darts_server.exceptions import StateError
 from darts_server.policy.lengths import Observation, PromptStats, prompt_key, updated
-from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
+from darts_server.rollout.documents import Documents
+from darts_server.types import FinishReason, GroupRecord, Outcome
 
 logger = logging.getLogger(__name__)
 
 KIND = "prompt"
-Scalar = str | int | float | bool | None
-
-
-class Documents(Protocol):
-    """The part of the store that is used here."""
-
-    def get(self, kind: str, key: str) -> dict[str, Scalar] | None: ...
-
-    def put(self, kind: str, key: str, document: Mapping[str, Scalar]) -> None: ...
 
 
 def key_of(token_ids: Sequence[int], *beside: str) -> str:
@@ -53,21 +44,30 @@ class Prompts:
             return None if stats is None else stats.std_ema
         return None
 
-    def learn(self, record: GroupRecord) -> None:
-        """Take in the lengths of a completed group, those of stopped candidates as censored.
+    def mean(self, key: str) -> float | None:
+        """The prompt's mean length in tokens (EMA over its groups); ``None`` if it is not known or cannot be read."""
+        with self._reading():
+            stats = self.stats(key)
+            return None if stats is None else stats.mean_ema
+        return None
+
+    def learn(self, record: GroupRecord) -> PromptStats | None:
+        """Take in the lengths of a completed group, those of stopped candidates as censored; what is known then.
 
         A group that was given up or cancelled tells how long someone waited, not how long trajectories are.
         """
-        observations = [o for c in record.candidates if (o := _observed(c)) is not None]
-        if record.prompt_key is None or record.outcome is not Outcome.COMPLETED or not observations:
-            return
+        seen = observations(record)
+        if record.prompt_key is None or record.outcome is not Outcome.COMPLETED or not seen:
+            return None
         with self._reading():
-            self._add(record.prompt_key, observations, record)
+            return self._add(record.prompt_key, seen, record)
+        return None
 
-    def _add(self, key: str, observations: Sequence[Observation], record: GroupRecord) -> None:
+    def _add(self, key: str, seen: Sequence[Observation], record: GroupRecord) -> PromptStats:
         versions = [c.weight_version_end for c in record.selected if c.weight_version_end is not None]
-        stats = updated(self.stats(key), observations, max(versions, default=0))
+        stats = updated(self.stats(key), seen, max(versions, default=0))
         self._documents.put(KIND, key, asdict(stats))
+        return stats
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -82,7 +82,10 @@ class Prompts:
             self._unreadable = False
 
 
-def _observed(candidate: CandidateRecord) -> Observation | None:
-    if candidate.tokens == 0:
-        return None
-    return Observation(candidate.tokens, censored=candidate.finish_reason is not FinishReason.STOP)
+def observations(record: GroupRecord) -> list[Observation]:
+    """How long the group's candidates became, those that were stopped, cut or truncated as the longer ones they are."""
+    return [
+        Observation(c.tokens, censored=c.finish_reason is not FinishReason.STOP)
+        for c in record.candidates
+        if c.tokens > 0
+    ]

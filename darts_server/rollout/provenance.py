@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from darts_server.types import GroupRecord
+from darts_server.types import BatchRecord, GroupRecord
 
 DEFAULT_KEPT = 10_000
 """Groups kept: the last dozens of training steps. A record of 12 candidates takes about 3 KB."""
@@ -22,26 +22,39 @@ class Provenance:
     def candidates_started(self, count: int) -> None:
         """Of no interest here."""
 
+    def batch_ended(self, record: BatchRecord) -> None:
+        """Of no interest here."""
+
     def group_ended(self, record: GroupRecord) -> None:
         if record.group_id in self._records:
             self._forget(record.group_id)  # a caller used its request id again: the newer one counts
         self._records[record.group_id] = record
-        self._of_response.setdefault(response_id(record.group_id), []).append(record.group_id)
+        for name in _names(record):
+            self._of_response.setdefault(name, []).append(record.group_id)
         while len(self._records) > self._kept:
             self._forget(next(iter(self._records)))
 
     def find(self, name: str) -> list[GroupRecord]:
-        """The group of that id, or all groups of that response in prompt order; empty if it is not kept."""
+        """The group of that id, or all groups of that response in prompt order; empty if it is not kept.
+
+        A group of single requests is found by each of them, and by the name that its callers gave it.
+        """
         if name in self._records:
             return [self._records[name]]
-        return [self._records[group] for group in sorted(self._of_response.get(name, ()), key=_prompt_number)]
+        records = [self._records[group] for group in self._of_response.get(name, ())]
+        return sorted(records, key=lambda record: _prompt_number(record, name))
 
     def _forget(self, group_id: str) -> None:
-        del self._records[group_id]
-        groups = self._of_response[response_id(group_id)]
-        groups.remove(group_id)
-        if not groups:
-            del self._of_response[response_id(group_id)]
+        for name in _names(self._records.pop(group_id)):
+            groups = self._of_response[name]
+            groups.remove(group_id)
+            if not groups:
+                del self._of_response[name]
+
+
+def _names(record: GroupRecord) -> set[str]:
+    """What the group is found by, beside its own id."""
+    return {response_id(name) for name in (record.group_id, *record.members)} | set(record.members)
 
 
 def response_id(group_id: str) -> str:
@@ -50,5 +63,7 @@ def response_id(group_id: str) -> str:
     return head if dash and number.isdigit() and len(number) <= LONGEST_NUMBER else group_id
 
 
-def _prompt_number(group_id: str) -> int:
-    return int(group_id.rpartition("-")[2])
+def _prompt_number(record: GroupRecord, response: str) -> int:
+    """Of the response's prompts the first that the group answered."""
+    names = (name for name in (record.group_id, *record.members) if response_id(name) == response != name)
+    return min((int(name.rpartition("-")[2]) for name in names), default=0)

@@ -1,43 +1,30 @@
 """The room's front door: which policy a request gets, and groups that run under it."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
 import numpy as np
 
 from darts_server.engine.port import Engine, OutputT, RequestT
-from darts_server.exceptions import InvalidRequest
 from darts_server.policy.group import Group
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocator import Allocator
+from darts_server.rollout.assembly import Assembly, Joining
+from darts_server.rollout.batch import Grant
+from darts_server.rollout.budgets import Budgets
+from darts_server.rollout.dataset import Dataset
+from darts_server.rollout.documents import Documents
+from darts_server.rollout.latency import Latency
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observer import GroupObserver
+from darts_server.rollout.plan import Limits, Plan, Planner
 from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.watch import Watch
-from darts_server.types import GroupRecord
+from darts_server.types import BatchRecord, GroupRecord, RequestOptions
 
-OFF = "off"
-"""The policy that shapes nothing: the engine serves the request as it always did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Under which policy a group of ``size`` will be made."""
-
-    policy: str
-    shaping: Shaping
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What may be asked for. ``group_size``: the only size that shaped requests may have, ``None`` for any."""
-
-    max_group_size: int
-    group_size: int | None = None
+NO_WISHES = RequestOptions()
 
 
 class Rollouts(Generic[RequestT, OutputT]):
@@ -48,10 +35,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         policies: what each named policy does; ``off`` need not be named.
         default_policy: for requests that name none.
         limits: what may be asked for.
-        prompts: what is known of prompts' lengths; every completed group adds to it.
+        documents: where what is learned is kept; every completed group adds to it.
         observers: hear of every group.
         peek_interval: seconds between two looks at token counts.
         batch_window: seconds within which groups that come together are allocated together.
+        group_wait: seconds without a further request after which a group of single requests is complete.
+        latency: how fast the engine is; ``None`` for one that is learned here.
         clock: monotonic seconds.
     """
 
@@ -61,20 +50,24 @@ class Rollouts(Generic[RequestT, OutputT]):
         policies: Mapping[str, Shaping],
         default_policy: str,
         limits: Limits,
-        prompts: Prompts,
+        documents: Documents,
         observers: Sequence[GroupObserver] = (),
         peek_interval: float = 0.02,
         batch_window: float = 0.02,
+        group_wait: float = 5.0,
+        latency: Latency | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
-        self._policies = policies
-        self._default = default_policy
-        self._limits = limits
-        self._prompts = prompts
-        self._allocator = Allocator(prompts, batch_window)
+        self._planner = Planner(policies, default_policy, limits)
+        self._prompts = Prompts(documents)
+        self._dataset = Dataset(documents)
+        self._latency = latency or Latency(documents, engine.capacity)
+        budgets = Budgets(self._prompts, self._dataset, self._latency, clock)
+        self._allocator = Allocator(self._prompts, budgets, documents, batch_window, self.batch_ended, clock)
         self._observers = tuple(observers)
         self._clock = clock
+        self._assembly = Assembly(self, group_wait)
         self._watch = Watch(peek_interval)
         self._runs: dict[str, GroupRun[RequestT, OutputT]] = {}
 
@@ -83,73 +76,75 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Groups that run now."""
         return len(self._runs)
 
-    def plan(self, size: int, policy: str | None = None) -> Plan | None:
-        """How a request for ``size`` trajectories of one prompt is served; ``None``: unshaped, by the engine alone.
+    def plan(self, n: int, options: RequestOptions = NO_WISHES) -> Plan | None:
+        """How a request for ``n`` trajectories of one prompt is served; ``None``: unshaped, by the engine alone.
 
         Raises:
             InvalidRequest: unknown policy, or a size that the policy or the limits do not allow.
         """
-        name = self._default if policy is None else policy
-        if name != OFF and name not in self._policies:
-            raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.names())}")
-        if size > self._limits.max_group_size:
-            raise InvalidRequest(
-                "n", f"at most {self._limits.max_group_size}, got {size}; lower n, or raise --max-group-size"
-            )
-        if name == OFF or size <= 1:
-            return None
-        if self._limits.group_size not in (None, size):
-            raise InvalidRequest(
-                "n",
-                f"this server shapes groups of {self._limits.group_size} (--group-size), got {size}; "
-                f"ask for that many, or use policy 'off'",
-            )
-        shaping = self._policies[name]
-        shaping.rule(size)  # refuses sizes that do not fit
-        return Plan(name, shaping, size)
+        return self._planner.plan(n, options)
 
-    def names(self) -> Iterator[str]:
-        """The policies that a request may name."""
-        yield OFF
-        yield from (name for name in self._policies if name != OFF)
+    def configure(self, policies: Mapping[str, Shaping], default_policy: str, limits: Limits) -> None:
+        """Shape groups that are planned from now on so; those that run keep what they were planned with."""
+        self._planner = Planner(policies, default_policy, limits)
 
-    async def allocate(self, plan: Plan, prompt_key: str) -> int:
-        """How many candidates the group gets. Adaptive policies wait a moment for others to allocate with."""
-        return await self._allocator.candidates(plan.policy, plan.shaping, plan.size, prompt_key)
+    async def allocate(self, plan: Plan, prompt_key: str) -> Grant:
+        """How many candidates the group gets. Most policies wait a moment for others to allocate with."""
+        return await self._allocator.grant(plan.policy, plan.shaping, plan.size, prompt_key)
 
     def run(
         self,
         request: RequestT,
         plan: Plan,
-        candidates: int,
+        grant: Grant,
         *,
         group_id: str,
         prompt_key: str | None = None,
         lots: Sequence[int] | None = None,
         early: bool = False,
     ) -> GroupRun[RequestT, OutputT]:
-        """A group that starts when its trajectories are first asked for.
+        """A group that has begun; its caller must see its trajectories, or `GroupRun.leave` it.
 
         Args:
-            candidates: how many to start, at least the group size.
             prompt_key: under which its lengths are remembered; ``None`` for not at all.
             lots: seed of the tail's lottery; ``None`` for a fresh one.
             early: give trajectories as soon as they are known to belong.
         """
-        rule = plan.shaping.rule(plan.size, candidates)
-        group = Group(
-            rule=rule,
-            candidates=candidates,
-            rng=np.random.default_rng(lots),
-            # Every seat may be filled anew once; an engine that fails more often than that is not worth waiting for.
-            spare=rule.size,
-            early=early,
-        )
-        ledger = Ledger(group_id, plan.policy, rule.num_shortest, self._clock, prompt_key)
-        run = GroupRun(self._engine, request, group, ledger, self, lambda: self._forget(group_id, run))
+        early = early or plan.shaping.shadow  # the caller leaves with its trajectories; the others go on
+        run = self.gathering(request, plan.policy, group_id=group_id, prompt_key=prompt_key, lots=lots, early=early)
+        run.open(plan.shaping.rule(plan.size, grant.candidates), grant)
+        return run
+
+    def gathering(
+        self,
+        request: RequestT,
+        policy: str,
+        *,
+        group_id: str,
+        prompt_key: str | None = None,
+        lots: Sequence[int] | None = None,
+        early: bool = True,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> GroupRun[RequestT, OutputT]:
+        """A group that is not open yet, and to which single candidates may be added before it is.
+
+        ``on_end`` is called when it has ended, whichever way.
+        """
+        group = Group(rng=np.random.default_rng(lots), early=early)
+        ledger = Ledger(group_id, policy, self._clock, prompt_key)
+
+        def ended() -> None:
+            self._forget(group_id, run)
+            on_end()
+
+        run = GroupRun(self._engine, request, group, ledger, self, ended)
         self._runs[group_id] = run
         self._watch.add(run)
         return run
+
+    def step(self, batch: int, seconds: float) -> None:
+        """The engine made a decode step of ``batch`` sequences."""
+        self._latency.observe(batch, seconds)
 
     def candidates_started(self, count: int) -> None:
         """Implements the observer for this room's own groups."""
@@ -158,12 +153,23 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     def group_ended(self, record: GroupRecord) -> None:
         """Implements the observer for this room's own groups."""
-        self._prompts.learn(record)
+        self._dataset.learn(record, self._prompts.learn(record))
+        self._allocator.learn(record)
         for observer in self._observers:
             observer.group_ended(record)
 
+    def batch_ended(self, record: BatchRecord) -> None:
+        """Implements the observer for this room's own batches."""
+        for observer in self._observers:
+            observer.batch_ended(record)
+
+    async def join(self, joining: Joining[RequestT], told: Callable[[str], None]) -> OutputT:
+        """The trajectory of a request for one, as part of a group; ``told`` hears the group's id."""
+        return await self._assembly.join(joining, told)
+
     def abort(self, group_id: str) -> None:
-        """End the group of that id, if it runs, with an error for its caller."""
+        """End the group or the single request of that id, if it runs, with an error for its caller."""
+        self._assembly.abort(group_id)
         if run := self._runs.get(group_id):
             run.abort()
 

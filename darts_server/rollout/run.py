@@ -17,6 +17,7 @@ from darts_server.policy.events import (
     Failed,
     Finished,
     GiveUp,
+    LimitSet,
     Lost,
     Progress,
     Start,
@@ -24,6 +25,8 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.group import Group
+from darts_server.policy.selection import SelectionRule
+from darts_server.rollout.batch import Batch, Grant
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observer import GroupObserver
 
@@ -57,7 +60,10 @@ class GroupRun(Generic[RequestT, OutputT]):
     ) -> None:
         self._engine = engine
         self._request = request
+        self._own_requests: dict[int, RequestT] = {}
         self._group = group
+        self._batch: Batch | None = None
+        self._needed: int | None = None
         self._ledger = ledger
         self._observer = observer
         self._on_end = on_end
@@ -70,8 +76,35 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     # --- for the caller -----------------------------------------------------
 
+    def answers(self, name: str) -> None:
+        """Note one more request, or name for the group, in its record."""
+        self._ledger.members += (name,)
+
+    def gather(self, request: RequestT) -> None:
+        """Start a candidate with a request of its own, before the group's size is known."""
+        self._own_requests[len(self._group.candidates)] = request
+        self._act(self._group.gather())
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has its outcome, though its trajectories may still be on their way to the caller."""
+        return self._group.outcome is not None
+
+    def open(self, rule: SelectionRule, grant: Grant) -> None:
+        """Start what is missing of the candidates that were granted; ``rule`` chooses among them."""
+        if self.ended:  # it failed while it gathered
+            if grant.batch is not None:
+                grant.batch.dropped()
+            return
+        self._batch = grant.batch
+        if self._batch is not None:
+            self._batch.join(self)
+        decisions = self._group.open(rule, grant.candidates)
+        self._tell_batch()
+        self._act(decisions)
+
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
-        """Start the group and give each trajectory once it is known to belong, exactly ``group.size`` of them.
+        """Each trajectory of an open group once it is known to belong, exactly ``group.size`` of them.
 
         Leaving early, by cancellation or by closing the iterator, stops all candidates.
 
@@ -79,15 +112,27 @@ class GroupRun(Generic[RequestT, OutputT]):
             EngineError: of the last candidate that failed, if too few could finish.
             GroupFailed, GroupAborted
         """
+        given = 0
         try:
-            self._act(self._group.open())
-            for count in range(1, self._group.size + 1):
+            while True:
                 index = await self._news.get()
                 if isinstance(index, BaseException):
                     raise index
-                yield Trajectory(index, await self._outputs[index], last=count == self._group.size)
+                given += 1
+                yield Trajectory(index, await self._outputs[index], last=given == self._group.size)
+                if given == self._group.size:
+                    return
         finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """The caller is gone or has all it asked for: stop what still runs, unless it runs to be watched."""
+        if not self._group.settled_all:
             self.close()
+
+    def limit(self, tokens: int) -> None:
+        """The batch's deadline is known."""
+        self._feed(LimitSet(tokens))
 
     def close(self) -> None:
         """Stop whatever still runs. Synchronous, so that it also works while the caller is being cancelled."""
@@ -115,7 +160,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     async def _drive(self, index: int) -> None:
         try:
-            running = await self._engine.start(self._request, index)
+            running = await self._engine.start(*self._asked(index))
             self._running[index] = running
             self._ledger.started(index, self._engine.weight_version)
             if self._in_play(index):
@@ -134,7 +179,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         by_itself = ended.reason is not None and self._in_play(index)
         self._ledger.ended(index, self._engine.weight_version, by_itself=by_itself)
         if index in self._cuts:
-            self._outputs[index].set_result(self._engine.cut(self._request, ended.output, self._cuts[index]))
+            self._outputs[index].set_result(self._engine.cut(self._asked(index)[0], ended.output, self._cuts[index]))
         elif self._in_play(index):
             if ended.reason is None:
                 self._feed(Lost(index))
@@ -160,17 +205,30 @@ class GroupRun(Generic[RequestT, OutputT]):
     def _in_play(self, index: int) -> bool:
         return self._group.candidates[index].running
 
+    def _asked(self, index: int) -> tuple[RequestT, int]:
+        """The request behind a candidate, and which of that request's candidates it is."""
+        own = self._own_requests.get(index)
+        return (self._request, index) if own is None else (own, 0)
+
     # --- the group ----------------------------------------------------------
 
     def _feed(self, *events: Event) -> None:
         """Let the group hear, and act on it."""
         try:
-            self._act(self._group.handle(*events))
+            decisions = self._group.handle(*events)
+            self._tell_batch()
+            self._act(decisions)
         except Exception as error:
             # A fault of ours. It ends this group, told to its caller, and no other.
             logger.exception("group %s failed on %s", self._ledger.group_id, events)
             self.close()
             self._news.put_nowait(error)
+
+    def _tell_batch(self) -> None:
+        if self._batch is not None and self._needed is None and self._group.is_open:
+            self._needed = self._group.needed
+            if self._needed is not None:
+                self._batch.needs(self, self._needed)
 
     def _act(self, decisions: list[Decision]) -> None:
         for decision in decisions:
@@ -209,10 +267,11 @@ class GroupRun(Generic[RequestT, OutputT]):
         output = self._outputs[index]
         if output.done():
             self._outputs[index] = asyncio.get_running_loop().create_future()
-            self._outputs[index].set_result(self._engine.cut(self._request, output.result(), tokens))
+            self._outputs[index].set_result(self._engine.cut(self._asked(index)[0], output.result(), tokens))
         else:
             self._cuts[index] = tokens
             self._running[index].stop()
+            self._ledger.ended(index, self._engine.weight_version, by_itself=False)
 
     def _tell(self, index: int) -> None:
         if index not in self._told:
@@ -220,6 +279,13 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._news.put_nowait(index)
 
     def _end(self, error: Exception | None = None) -> None:
-        if self._group.outcome is not None and not self._ledger.closed:
-            self._observer.group_ended(self._ledger.close(self._group, error))
+        if not self.ended or self._ledger.closed:
+            return
+        try:
+            explored = self._batch if self._batch is not None and self._batch.terms.explored else None
+            deadline = self._group.limit if explored is None else explored.tokens
+            self._observer.group_ended(self._ledger.close(self._group, error, deadline, explored is not None))
+        finally:  # a fault in what hears of it is no reason for others to wait
             self._on_end()
+            if self._batch is not None:
+                self._batch.ended(self)

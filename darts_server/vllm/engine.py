@@ -6,11 +6,13 @@ aborted final-only request still yields what it generated; ``abort(..., internal
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from msgspec import structs
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
@@ -73,6 +75,13 @@ def prompt_key_of(request: PromptRequest) -> str:
     return key_of(prompt.get("prompt_token_ids") or (), *(repr(part) for part in beside if part))
 
 
+def sameness(request: PromptRequest) -> str:
+    """Equal for requests whose trajectories may stand for each other: the seed and the way of delivery aside."""
+    params = structs.asdict(request.params)
+    extra = {name: value for name, value in (params["extra_args"] or {}).items() if not name.startswith("darts_")}
+    return f"{prompt_key_of(request)} {params | {'seed': None, 'output_kind': None, 'extra_args': extra}}"
+
+
 class VllmCandidate:
     """Implements :class:`darts_server.engine.port.Running`."""
 
@@ -119,6 +128,11 @@ class VllmEngine:
     def weight_version(self) -> int:
         return self._llm.weight_version
 
+    @property
+    def capacity(self) -> int:
+        config = self._llm.vllm_config
+        return config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
+
     async def start(self, request: PromptRequest, index: int) -> VllmCandidate:
         # vLLM names the children of a request with n > 1 the same way.
         child_id = f"{index}_{request.request_id}"
@@ -152,6 +166,15 @@ class Aborts:
         task = asyncio.get_running_loop().create_task(self._llm.abort(ids, internal=True))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+
+
+@contextmanager
+def in_vllms_words() -> Iterator[None]:
+    """vLLM's own handlers know what to answer to vLLM's own exceptions."""
+    try:
+        yield
+    except (EngineRefused, EngineDead) as error:
+        raise (error.__cause__ or error) from None
 
 
 def translated(error: Exception) -> EngineError:

@@ -11,12 +11,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from darts_server.exceptions import EngineDead, EngineRefused
-from darts_server.rollout.rollouts import Plan
-from darts_server.vllm.engine import PromptRequest, VllmRollouts, prompt_key_of
+from darts_server.rollout.assembly import Joining
+from darts_server.rollout.plan import Plan
+from darts_server.types import RequestOptions
+from darts_server.vllm.engine import PromptRequest, VllmRollouts, in_vllms_words, prompt_key_of, sameness
 from darts_server.vllm.outputs import as_choice, as_one
 from darts_server.vllm.platform import refuse_what_would_crash
-from darts_server.vllm.requests import current_options, merged_policy, note_shaped
+from darts_server.vllm.requests import current_options, merged, note_named_prompt, note_shaped
 
 SEED_MASK = (1 << 64) - 1
 # Those of generate()'s options that vLLM may refuse.
@@ -32,9 +33,9 @@ class ShapingLLM(AsyncLLM):
     """Whether the engine was dead already when it was first told to shut down; ``None`` before that."""
 
     def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **more: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As vLLM's, but a request with n > 1 may be served as a shaped group.
+        """As vLLM's, but a request with n > 1 may be served as a shaped group, and one with n = 1 as part of one.
 
         Bad input raises here and not at the first iteration: callers that stream have sent no status yet.
 
@@ -42,13 +43,17 @@ class ShapingLLM(AsyncLLM):
             InvalidRequest
         """
         refuse_what_would_crash(self.vllm_config, sampling_params)
-        plan = self._plan(prompt, sampling_params)
+        options = merged(current_options(), sampling_params.extra_args or {})
+        plan = self._plan(prompt, sampling_params, options)
         if plan is None:
-            return super().generate(prompt, sampling_params, request_id, **options)
-        request = PromptRequest(prompt, sampling_params, request_id, options)
+            return super().generate(prompt, sampling_params, request_id, **more)
+        request = PromptRequest(prompt, sampling_params, request_id, more)
         self._check(request)
+        key = self._key(request, options)
+        if plan.single:
+            return self._joined(plan, request, key, options.group_id)
         note_shaped(request_id)
-        return self._shaped(plan, request)
+        return self._shaped(plan, request, key)
 
     def _check(self, request: PromptRequest) -> None:
         """Have vLLM look at the prompt now.
@@ -63,33 +68,48 @@ class ShapingLLM(AsyncLLM):
                 request.request_id, request.prompt, request.params, self._supported_tasks, **known
             )
 
-    def _plan(self, prompt: Any, params: SamplingParams) -> Plan | None:
-        policy = merged_policy(current_options(), params.extra_args or {})
+    def _plan(self, prompt: Any, params: SamplingParams, options: RequestOptions) -> Plan | None:
         if self.rollouts is None or isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             return None
-        return self.rollouts.plan(params.n, policy)
+        return self.rollouts.plan(params.n, options)
 
-    async def _shaped(self, plan: Plan, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
+    @staticmethod
+    def _key(request: PromptRequest, options: RequestOptions) -> str:
+        own = prompt_key_of(request)
+        if options.prompt_key is None:
+            return own
+        note_named_prompt(own)
+        return options.prompt_key
+
+    async def _shaped(self, plan: Plan, request: PromptRequest, key: str) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
         streaming = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         lots = self._lots(request)
-        key = prompt_key_of(request)
-        candidates = await self.rollouts.allocate(plan, key)
-        run = self.rollouts.run(
-            request, plan, candidates, group_id=request.request_id, prompt_key=key, lots=lots, early=streaming
+        with in_vllms_words():
+            grant = await self.rollouts.allocate(plan, key)
+            run = self.rollouts.run(
+                request, plan, grant, group_id=request.request_id, prompt_key=key, lots=lots, early=streaming
+            )
+            try:
+                if streaming:
+                    async for output in self._streamed(request, run.trajectories(), plan.size, lots):
+                        yield output
+                else:
+                    chosen = {t.index: t.output async for t in run.trajectories()}
+                    yield as_one(request.request_id, [chosen[index] for index in sorted(chosen)])
+            finally:
+                run.leave()
+
+    async def _joined(
+        self, plan: Plan, request: PromptRequest, key: str, name: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        assert self.rollouts is not None
+        joining = Joining(
+            request, request.request_id, plan, key, f"{plan.policy}/{plan.size}/{name}/{sameness(request)}", name
         )
-        try:
-            if streaming:
-                async for output in self._streamed(request, run.trajectories(), plan.size, lots):
-                    yield output
-            else:
-                chosen = {t.index: t.output async for t in run.trajectories()}
-                yield as_one(request.request_id, [chosen[index] for index in sorted(chosen)])
-        except (EngineRefused, EngineDead) as error:
-            # vLLM's own handlers know what to answer to vLLM's own exceptions.
-            raise (error.__cause__ or error) from None
-        finally:
-            run.close()
+        with in_vllms_words():
+            output = await self.rollouts.join(joining, note_shaped)
+        yield as_choice(request.request_id, output, 0, last=True)
 
     async def _streamed(
         self, request: PromptRequest, trajectories: Any, size: int, lots: Sequence[int] | None

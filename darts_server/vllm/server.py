@@ -31,6 +31,7 @@ from darts_server.vllm.engine import VllmEngine, VllmPort, VllmRollouts
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare
 from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
+from darts_server.vllm.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -96,18 +97,22 @@ async def engine(args: Namespace, wiring: Wiring) -> AsyncIterator[ShapingLLM]:
     """The engine, from its start to its shutdown."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    steps = Steps()
     llm = ShapingLLM.from_vllm_config(
         config,
         usage_context=UsageContext.OPENAI_API_SERVER,
         enable_log_requests=engine_args.enable_log_requests,
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
         disable_log_stats=engine_args.disable_log_stats,
+        # Who wants no statistics gets none, and nothing is learned of the engine's speed.
+        stat_loggers=None if engine_args.disable_log_stats else [steps.logger],
     )
     assert isinstance(llm, ShapingLLM)
     try:
         await llm.reset_mm_cache()
         await llm.get_supported_tasks()  # vLLM keeps them; generate() needs them without waiting
         llm.rollouts = wiring.rollouts(VllmEngine(llm), args.served_model_name[0])
+        steps.listener = llm.rollouts.step
         yield llm
     finally:
         llm.shutdown(timeout=config.shutdown_timeout)

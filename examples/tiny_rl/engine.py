@@ -17,11 +17,14 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind
 
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.latency import Latency
+from darts_server.rollout.plan import OFF, Limits
 from darts_server.rollout.prompts import Prompts
-from darts_server.rollout.rollouts import OFF, Limits, Rollouts
+from darts_server.rollout.rollouts import Rollouts
 from darts_server.store import Store
-from darts_server.types import GroupRecord, RequestOptions
+from darts_server.types import BatchRecord, GroupRecord, RequestOptions
 from darts_server.vllm import server
+from darts_server.vllm.engine import VllmPort, VllmRollouts
 from darts_server.vllm.llm import ShapingLLM
 from examples.tiny_rl.server import FLAGS, MODEL
 from examples.tiny_rl.task import MAX_RESPONSE_TOKENS
@@ -33,7 +36,10 @@ class TinyEngine:
     def __init__(self) -> None:
         self.llm: ShapingLLM
         self.records: dict[str, GroupRecord] = {}
-        self.prompts = Prompts(Store())
+        self.batches: list[BatchRecord] = []
+        self.store = Store()
+        self.prompts = Prompts(self.store)
+        self.latency: Latency
 
     def candidates_started(self, count: int) -> None:
         """Implements the observer."""
@@ -41,6 +47,17 @@ class TinyEngine:
     def group_ended(self, record: GroupRecord) -> None:
         """Implements the observer."""
         self.records[record.group_id] = record
+
+    def batch_ended(self, record: BatchRecord) -> None:
+        """Implements the observer."""
+        self.batches.append(record)
+
+    def rollouts(self, port: VllmPort, policies: Mapping[str, Shaping]) -> VllmRollouts:
+        """What the engine shapes with."""
+        self.latency = Latency(self.store, port.capacity)
+        return Rollouts(
+            port, policies, OFF, Limits(1024), self.store, [self], peek_interval=0.005, latency=self.latency
+        )
 
     def prompt(self, text: str) -> Any:
         """The prompt as vLLM's routes hand it to ``generate()``."""
@@ -61,9 +78,7 @@ async def shaping_engine(policies: Mapping[str, Shaping], *flags: str) -> AsyncI
     """A running engine with these policies, beside ``off``, which is its default."""
     engine = TinyEngine()
     wiring = server.Wiring(
-        rollouts=lambda port, _: Rollouts(
-            port, policies, OFF, Limits(1024), engine.prompts, [engine], peek_interval=0.005
-        ),
+        rollouts=lambda port, _: engine.rollouts(port, policies),
         read_options=lambda _: RequestOptions(),
         extend=lambda *_: None,
     )

@@ -1,0 +1,96 @@
+"""The latency curve that the server learns, and whether it foretells how long a rollout takes.
+
+    python -m benchmarks.latency
+
+One engine in this process. It serves some batches of unshaped requests, from whose steps the curve is learned as in the
+server; then others, of other sizes, whose time is predicted from the curve and their lengths (the paper's cost model)
+and measured. What is learned is frozen before.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from darts_server.policy.latency import LatencyCurve
+from examples.tiny_rl.engine import TinyEngine, shaping_engine
+from examples.tiny_rl.server import ENVIRONMENT
+from examples.tiny_rl.task import sample_problem
+
+LEARNED = (1, 2, 4, 8, 16, 32)
+HELD_OUT = (1, 3, 6, 12, 24, 48)
+"""Prompts in a batch, with 8 trajectories each."""
+SIZE = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One held-out batch: its sequences, tokens, and seconds predicted and measured."""
+
+    sequences: int
+    tokens: int
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.latency", description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=4, help="batches of each size (default: %(default)s)")
+    options = parser.parse_args(argv)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.disable(logging.INFO)
+    curve, rows = asyncio.run(measure(options.rounds))
+    print(report(curve, rows))
+    return 0
+
+
+async def measure(rounds: int) -> tuple[LatencyCurve, list[Row]]:
+    rng = Random(2)
+    async with shaping_engine({}) as engine:
+        for number in range(rounds * len(LEARNED)):
+            await batch(engine, f"learned-{number}", LEARNED[number % len(LEARNED)], rng)
+        curve = engine.latency.curve
+        assert curve is not None, "too few steps to learn from"
+        rows = []
+        for number in range(rounds * len(HELD_OUT)):
+            seconds, lengths = await batch(engine, f"held-out-{number}", HELD_OUT[number % len(HELD_OUT)], rng)
+            predicted = curve.rollout_seconds(lengths, engine.latency.capacity)
+            rows.append(Row(len(lengths), sum(lengths), predicted, seconds))
+    return curve, rows
+
+
+async def batch(engine: TinyEngine, name: str, prompts: int, rng: Random) -> tuple[float, list[int]]:
+    """Seconds and lengths of one batch of unshaped requests."""
+    texts = [sample_problem(rng).prompt for _ in range(prompts)]
+    began = time.perf_counter()
+    outputs = await asyncio.gather(
+        *(engine.generate(text, f"{name}-{i}", "off", n=SIZE) for i, text in enumerate(texts))
+    )
+    return time.perf_counter() - began, [len(c.token_ids) for output in outputs for c in output.outputs]
+
+
+def report(curve: LatencyCurve, rows: Sequence[Row]) -> str:
+    lines = ["| sequences that run | step, ms |", "|---|---|"]
+    lines += [f"| {batch} | {1000 * curve.step_seconds(batch):.2f} |" for batch in (1, 8, 32, 128, 384)]
+    lines += ["", "| sequences | tokens | predicted, s | measured, s | error |", "|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda r: (r.sequences, r.tokens)):
+        lines.append(
+            f"| {row.sequences} | {row.tokens} | {row.predicted:.2f} | {row.measured:.2f} | {row.error:+.0%} |"
+        )
+    errors = [abs(row.error) for row in rows]
+    return "\n".join([*lines, "", f"Median error {statistics.median(errors):.1%}, largest {max(errors):.0%}."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What a rule would have done with candidates whose lengths are known, had they run side by side."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from darts_server.policy.candidate import Candidate
+from darts_server.policy.events import Cut, Event, Finished, LimitSet, Progress, Started, Stop
+from darts_server.policy.group import Group
+from darts_server.policy.selection import SelectionRule
+from darts_server.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """``lengths``: tokens of each candidate when it ended or was stopped or cut. ``selection``: indices of the group.
+    ``steps``: decode steps until it was complete.
+    """
+
+    lengths: tuple[int, ...]
+    selection: tuple[int, ...]
+    steps: int
+
+    @property
+    def generated(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def returned(self) -> int:
+        return sum(self.lengths[i] for i in self.selection)
+
+
+def replay(rule: SelectionRule, candidates: Sequence[Candidate], limit: int | None = None) -> Replay:
+    """Run ``candidates``, all finished and at least ``rule.size``, at one token a step from one start.
+
+    Their lots are kept. ``limit``: the group's token limit, known from the start.
+    """
+    group = Group(rng=_Lots(c.draw for c in candidates), spare=0)
+    group.open(rule, len(candidates))
+    step, lengths = 0, [c.tokens for c in candidates]
+    group.handle(*([] if limit is None else [LimitSet(limit)]), *(Started(i) for i in range(len(candidates))))
+    while group.outcome is None:
+        running = [c.index for c in group.candidates if c.running]
+        step = min([lengths[i] for i in running] + [mark for mark in group.alarms.values() if mark > step])
+        for decision in group.handle(*_events(running, candidates, group.alarms, step)):
+            match decision:
+                case Stop(index=index):
+                    lengths[index] = min(step, lengths[index])
+                case Cut(index=index, tokens=tokens):
+                    lengths[index] = tokens
+    return Replay(tuple(lengths), tuple(c.index for c in group.candidates if c.end is not None), step)
+
+
+def _events(running: Iterable[int], candidates: Sequence[Candidate], alarms: Iterable[int], step: int) -> list[Event]:
+    events: list[Event] = []
+    for i in running:
+        if candidates[i].tokens <= step:
+            events.append(Finished(i, candidates[i].tokens, candidates[i].finish_reason or FinishReason.STOP))
+        elif i in alarms:
+            events.append(Progress(i, step))
+    return events
+
+
+class _Lots:
+    """Numbers that were drawn before."""
+
+    def __init__(self, draws: Iterable[float]) -> None:
+        self._draws = iter(draws)
+
+    def random(self) -> float:
+        return next(self._draws)
