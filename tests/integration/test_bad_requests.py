@@ -20,7 +20,7 @@ GOOD: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, "max_toke
         ({"n": "many"}, {}, "body.n"),
         ({"n": 5000}, {}, "at most 1024, got 5000"),
         ({}, {"X-Darts-Policy": "sideways"}, "'sideways' is unknown; choose one of off, uniform"),
-        ({}, {"X-Darts-Policy": ""}, "x-darts-policy: empty"),
+        ({}, {"X-Darts-Policy": ""}, "x-darts-policy: must be the name of a policy"),
         ({}, {"X-Darts-Polcy": "off"}, "x-darts-polcy: unknown header"),
         ({"vllm_xargs": {"darts_polcy": "off"}}, {}, "vllm_xargs.darts_polcy"),
         ({"vllm_xargs": {"darts_policy": 3}}, {}, "must be the name of a policy"),

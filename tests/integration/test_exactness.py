@@ -14,9 +14,10 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from darts_server.exceptions import GroupAborted
+from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.prompts import key_of
-from darts_server.types import Outcome
+from darts_server.types import GroupRecord, Outcome
 from darts_server.vllm.engine import PromptRequest, VllmEngine
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 from examples.tiny_rl.server import ENVIRONMENT
@@ -33,6 +34,10 @@ POLICIES = {
     "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
     "shortest": Shaping(redundancy=1.5, num_longest=0),
     "darts": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED, adaptive=True),
+    "cut": Shaping(redundancy=1.5, deadline=Deadline(exploration=0.0)),
+    "deadline": Shaping(redundancy=1.5, tail=Tail.LONGEST, deadline=Deadline(exploration=0.0)),
+    "explored": Shaping(redundancy=1.5, deadline=Deadline(exploration=1.0)),
+    "shadow": Shaping(redundancy=1.5, shadow=True),
 }
 FIXED = ("sampled", "longest", "shortest")
 
@@ -193,6 +198,89 @@ async def test_candidates_that_the_engine_aborts_are_started_anew(engine: TinyEn
     assert len(output.outputs) == SIZE
     assert len(engine.records["lost"].candidates) == CANDIDATES + 2
     assert {c.finish_reason for c in output.outputs} == {"length"}
+
+
+async def batch(engine: TinyEngine, policy: str, groups: int) -> list[tuple[GroupRecord, RequestOutput, RequestOutput]]:
+    """Record and answer of each of ``groups`` seeded groups that come together, and all their candidates unshaped."""
+    rng = Random(7)
+    texts = [sample_problem(rng).prompt for _ in range(groups)]
+    names = [f"{policy}-batch-{i}" for i in range(groups)]
+    shaped = await asyncio.gather(
+        *(engine.generate(t, n, policy, n=SIZE, seed=s) for s, (t, n) in enumerate(zip(texts, names, strict=True)))
+    )
+    raw = await asyncio.gather(
+        *(
+            engine.generate(t, f"raw-{n}", "off", n=CANDIDATES, seed=s)
+            for s, (t, n) in enumerate(zip(texts, names, strict=True))
+        )
+    )
+    while not set(names) <= engine.records.keys():  # of a shadow, some candidates may still run
+        await asyncio.sleep(0.01)
+    return [(engine.records[n], one, all_) for n, one, all_ in zip(names, shaped, raw, strict=True)]
+
+
+def lengths_of(raw: RequestOutput) -> list[int]:
+    return [len(c.token_ids) for c in raw.outputs]
+
+
+async def test_a_cut_batch_shows_the_first_tokens_of_its_tails_and_waits_for_no_more(engine: TinyEngine) -> None:
+    made = await batch(engine, "cut", 32)
+    [told] = [b for b in engine.batches if b.policy == "cut"]
+    assert told.deadline is not None
+    cut = 0
+    for seed, (record, shaped, raw) in enumerate(made):
+        truths = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
+        own = sorted(length for length, valid in truths if valid)[SIZE - 1]
+        assert record.deadline in (max(told.deadline, own), None), "None: it was complete before the batch had one"
+        wanted = expected("sampled", truths, SIZE, lots(engine, raw.prompt or "", seed, CANDIDATES))
+        assert {c.index for c in record.selected} == wanted
+        for candidate, completion in zip(record.selected, shaped.outputs, strict=True):
+            whole = list(raw.outputs[candidate.index].token_ids)
+            assert list(completion.token_ids) == whole[: candidate.tokens]
+            assert candidate.cut == (candidate.tokens < len(whole))
+            assert not candidate.cut or (candidate.tokens, completion.finish_reason) == (record.deadline, "length")
+        cut += sum(c.cut for c in record.selected)
+        stopped = [c for c in record.candidates if c.finish_reason is None]
+        assert all(hopeless_when_stopped(record, c, SIZE - 1) for c in stopped), record
+    assert cut >= 3, "a tenth of the groups and more have tails beyond the deadline"
+
+
+async def test_a_deadline_takes_the_longest_that_are_in_time(engine: TinyEngine) -> None:
+    made = await batch(engine, "deadline", 32)
+    [told] = [b for b in engine.batches if b.policy == "deadline"]
+    assert told.deadline is not None
+    late = 0
+    for record, shaped, raw in made:
+        lengths = lengths_of(raw)
+        ended_whole = not any(c.finish_reason is None for c in record.candidates)
+        own = sorted(len(c.token_ids) for c in raw.outputs if c.finish_reason == "stop")[SIZE - 1]
+        deadline = max(lengths) if ended_whole else max(told.deadline, own)
+        in_time = [(n, c.finish_reason == "stop" and n <= deadline) for n, c in zip(lengths, raw.outputs, strict=True)]
+        assert {c.index for c in record.selected} == expected("longest", in_time, SIZE, [])
+        assert token_ids(shaped) == [list(raw.outputs[c.index].token_ids) for c in record.selected]
+        late += sum(c.finish_reason is None for c in record.candidates)
+    assert late > 10
+
+
+async def test_explored_batches_run_past_the_deadline_and_say_where_it_was(engine: TinyEngine) -> None:
+    made = await batch(engine, "explored", 32)
+    assert all(record.explored for record, _, _ in made)
+    assert not any(c.cut for record, _, _ in made for c in record.candidates)
+    assert any(c.tokens > record.deadline for record, _, _ in made if record.deadline for c in record.selected)
+
+
+async def test_a_shadow_returns_what_no_shaping_does_and_tells_what_shaping_would(engine: TinyEngine) -> None:
+    made = await batch(engine, "shadow", 8)
+    saved = 0
+    for seed, (record, shaped, raw) in enumerate(made):
+        assert token_ids(shaped) == token_ids(raw)[:SIZE]
+        truths = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
+        assert record.shadow is not None
+        assert set(record.shadow.selection) == expected(
+            "sampled", truths, SIZE, lots(engine, raw.prompt or "", seed, CANDIDATES)
+        )
+        saved += sum(lengths_of(raw)) - record.shadow.generated
+    assert saved > 0
 
 
 async def test_darts_gives_wide_prompts_more_keeps_the_budget_and_follows_the_rule(

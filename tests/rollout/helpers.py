@@ -1,14 +1,23 @@
 """Groups on the scripted engine."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.rollout.prompts import Prompts, Scalar
-from darts_server.rollout.rollouts import Limits, Plan, Rollouts
+from darts_server.rollout.allocator import Allocator
+from darts_server.rollout.batch import Grant
+from darts_server.rollout.budgets import Budgets
+from darts_server.rollout.dataset import Dataset
+from darts_server.rollout.documents import Scalar
+from darts_server.rollout.latency import Latency
+from darts_server.rollout.plan import Limits, Plan
+from darts_server.rollout.prompts import Prompts
+from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
-from darts_server.types import GroupRecord
+from darts_server.types import BatchRecord, GroupRecord, RequestOptions
 
 SHAPINGS = {
     "uniform": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED),
@@ -23,12 +32,16 @@ class Recorder:
     def __init__(self) -> None:
         self.started = 0
         self.records: list[GroupRecord] = []
+        self.batches: list[BatchRecord] = []
 
     def candidates_started(self, count: int) -> None:
         self.started += count
 
     def group_ended(self, record: GroupRecord) -> None:
         self.records.append(record)
+
+    def batch_ended(self, record: BatchRecord) -> None:
+        self.batches.append(record)
 
 
 class Documents:
@@ -47,16 +60,16 @@ class Documents:
 class House:
     """A rollout room on a scripted engine. Peeks are instant, so that steps alone pass time."""
 
-    def __init__(self, script: Callable[[str, int], Script]) -> None:
+    def __init__(self, script: Callable[[str, int], Script], shapings: Mapping[str, Shaping] = SHAPINGS) -> None:
         self.engine = ScriptedEngine(script)
         self.recorder = Recorder()
         self.store = Documents()
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
-            SHAPINGS,
+            shapings,
             "uniform",
             Limits(64),
-            Prompts(self.store),
+            self.store,
             [self.recorder],
             peek_interval=0,
             batch_window=0,
@@ -66,12 +79,30 @@ class House:
     def run(
         self, size: int, policy: str = "shortest", *, group_id: str = "g", early: bool = False, lots: int = 7
     ) -> GroupRun[str, list[int]]:
-        plan = self.rollouts.plan(size, policy)
-        assert isinstance(plan, Plan)
-        candidates = plan.shaping.candidates(size)
+        """A group under a policy that asks nobody how many candidates it gets."""
+        plan = self.plan(size, policy)
+        grant = Grant(plan.shaping.candidates(size))
         return self.rollouts.run(
-            group_id, plan, candidates, group_id=group_id, prompt_key=group_id, lots=(lots,), early=early
+            group_id, plan, grant, group_id=group_id, prompt_key=group_id, lots=(lots,), early=early
         )
+
+    async def together(self, size: int, policy: str, group_ids: Sequence[str]) -> list[GroupRun[str, list[int]]]:
+        """Groups that are allocated together, begun. Each draws its lots from its place."""
+        plan = self.plan(size, policy)
+        grants = await asyncio.gather(*(self.rollouts.allocate(plan, name) for name in group_ids))
+        return [
+            self.rollouts.run(name, plan, grant, group_id=name, prompt_key=name, lots=(place,))
+            for place, (name, grant) in enumerate(zip(group_ids, grants, strict=True))
+        ]
+
+    def plan(self, size: int, policy: str) -> Plan:
+        plan = self.rollouts.plan(size, RequestOptions(policy))
+        assert plan is not None
+        return plan
+
+    def record(self, group_id: str) -> GroupRecord:
+        [record] = [r for r in self.recorder.records if r.group_id == group_id]
+        return record
 
     async def group(self, run: GroupRun[str, list[int]]) -> list[Trajectory[list[int]]]:
         """Play a group to its end."""
@@ -79,6 +110,17 @@ class House:
         await settle()
         await self.engine.run()
         return await waiting
+
+
+def an_allocator(
+    documents: Documents, window: float = 0, on_batch_end: Callable[[BatchRecord], None] = lambda _: None, seed: int = 0
+) -> Allocator:
+    def clock() -> float:
+        return 0.0
+
+    prompts = Prompts(documents)
+    budgets = Budgets(prompts, Dataset(documents), Latency(Documents()), clock)
+    return Allocator(prompts, budgets, documents, window, on_batch_end, clock, np.random.default_rng(seed))
 
 
 async def collect(run: GroupRun[str, list[int]]) -> list[Trajectory[list[int]]]:

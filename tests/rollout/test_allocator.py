@@ -2,37 +2,39 @@ import asyncio
 
 import pytest
 
-from darts_server.policy.selection import SampledTail, Shortest
+from darts_server.policy.selection import Shortest
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.tails import SampledTail
 from darts_server.rollout.allocator import SMALLEST_BATCH, Allocator
-from darts_server.rollout.prompts import Prompts
-from tests.rollout.helpers import Documents
+from darts_server.rollout.batch import Grant
+from tests.rollout.helpers import Documents, an_allocator
 
 pytestmark = pytest.mark.anyio
 DARTS = Shaping(redundancy=1.5, adaptive=True)
 SIZE = 8
 
 
-def prompts(**stds: float) -> Prompts:
+def prompts(**stds: float) -> Documents:
     documents = Documents()
     for key, std in stds.items():
         document = {"std_ema": std, "mean_ema": 1.0, "groups": 1, "candidates": 12, "weight_version": 0}
         documents.put("prompt", key, document)
-    return Prompts(documents)
+    return documents
 
 
 async def together(allocator: Allocator, keys: list[str], shaping: Shaping = DARTS, size: int = SIZE) -> list[int]:
-    return await asyncio.gather(*(allocator.candidates("darts", shaping, size, key) for key in keys))
+    grants = await asyncio.gather(*(allocator.grant("darts", shaping, size, key) for key in keys))
+    return [grant.candidates for grant in grants]
 
 
 async def test_a_uniform_policy_asks_nobody_and_waits_for_nobody() -> None:
-    allocator = Allocator(prompts(a=900.0), window=60)
-    assert await allocator.candidates("uniform", Shaping(redundancy=1.5), SIZE, "a") == 12
+    allocator = an_allocator(prompts(a=900.0), window=60)
+    assert await allocator.grant("uniform", Shaping(redundancy=1.5), SIZE, "a") == Grant(12)
 
 
 async def test_in_a_batch_wider_prompts_get_more_and_the_budget_is_spent_exactly() -> None:
     stds = {f"p{i}": float(i * i) for i in range(16)}
-    counts = await together(Allocator(prompts(**stds), window=0.01), list(stds))
+    counts = await together(an_allocator(prompts(**stds), window=0.01), list(stds))
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
     assert sum(counts) == 12 * 16
@@ -41,11 +43,11 @@ async def test_in_a_batch_wider_prompts_get_more_and_the_budget_is_spent_exactly
 
 
 async def test_prompts_never_seen_share_alike() -> None:
-    assert set(await together(Allocator(prompts(), window=0.01), [f"p{i}" for i in range(16)])) == {12}
+    assert set(await together(an_allocator(prompts(), window=0.01), [f"p{i}" for i in range(16)])) == {12}
 
 
 async def test_a_budget_that_is_no_whole_number_is_kept_over_the_batches() -> None:
-    allocator = Allocator(prompts(), window=0.001)
+    allocator = an_allocator(prompts(), window=0.001)
     shaping = Shaping(redundancy=1.3, adaptive=True)
     total = 0
     for _ in range(10):
@@ -55,7 +57,7 @@ async def test_a_budget_that_is_no_whole_number_is_kept_over_the_batches() -> No
 
 async def test_few_prompts_are_measured_against_those_before_them() -> None:
     stds = {f"p{i}": float(i) for i in range(50)}
-    allocator = Allocator(prompts(**stds), window=0)
+    allocator = an_allocator(prompts(**stds), window=0)
     counts = {}
     for _ in range(6):
         for key in stds:
@@ -70,12 +72,12 @@ async def test_a_redundancy_above_the_bound_gives_everyone_the_bound(
     redundancy: float, most: float, prompts_at_once: int
 ) -> None:
     shaping = Shaping(redundancy=redundancy, adaptive=True, max_redundancy=most)
-    counts = await together(Allocator(prompts(), window=0.01), [f"p{i}" for i in range(prompts_at_once)], shaping)
+    counts = await together(an_allocator(prompts(), window=0.01), [f"p{i}" for i in range(prompts_at_once)], shaping)
     assert set(counts) == {shaping.bounds(SIZE)[1]}
 
 
 async def test_group_sizes_are_allocated_apart() -> None:
-    allocator = Allocator(prompts(), window=0.01)
+    allocator = an_allocator(prompts(), window=0.01)
     eights, fours = await asyncio.gather(
         together(allocator, [f"p{i}" for i in range(8)]),
         together(allocator, [f"p{i}" for i in range(8)], size=4),
@@ -84,8 +86,8 @@ async def test_group_sizes_are_allocated_apart() -> None:
 
 
 async def test_a_caller_that_leaves_before_the_batch_is_closed_takes_no_budget() -> None:
-    allocator = Allocator(prompts(), window=0.01)
-    gone = asyncio.create_task(allocator.candidates("darts", DARTS, SIZE, "gone"))
+    allocator = an_allocator(prompts(), window=0.01)
+    gone = asyncio.create_task(allocator.grant("darts", DARTS, SIZE, "gone"))
     rest = asyncio.create_task(together(allocator, [f"p{i}" for i in range(8)]))
     await asyncio.sleep(0)
     gone.cancel()
@@ -97,9 +99,9 @@ async def test_a_store_that_fails_is_told_to_everyone_who_waits() -> None:
         def get(self, kind: str, key: str) -> None:
             raise OSError("the disk is gone")
 
-    allocator = Allocator(Prompts(Broken()), window=0)
+    allocator = an_allocator(Broken())
     results = await asyncio.gather(
-        *(allocator.candidates("darts", DARTS, SIZE, key) for key in "ab"), return_exceptions=True
+        *(allocator.grant("darts", DARTS, SIZE, key) for key in "ab"), return_exceptions=True
     )
     assert [str(r) for r in results] == ["the disk is gone"] * 2
 

@@ -1,4 +1,4 @@
-"""A cut on an engine. No policy sets a limit yet, so the group is told directly."""
+"""A cut on an engine, under a limit that the group is told directly."""
 
 import asyncio
 
@@ -6,27 +6,30 @@ import numpy as np
 import pytest
 
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
-from darts_server.policy.events import LimitSet
 from darts_server.policy.group import Group
-from darts_server.policy.selection import SampledTail
+from darts_server.policy.tails import CutTail
+from darts_server.rollout.batch import Grant
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.run import GroupRun
-from darts_server.types import End, FinishReason
+from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord
 from tests.rollout.helpers import Recorder, collect
 
 pytestmark = pytest.mark.anyio
+# With these lots candidate 3 is the first to be drawn, then 2.
+SEED = 0
 
 
 async def play(script: dict[int, Script], limit: int) -> tuple[dict[int, list[int]], Recorder, ScriptedEngine]:
     engine = ScriptedEngine(lambda _, index: script[index])
     recorder = Recorder()
-    group = Group(rule=SampledTail(2, 1), candidates=len(script), rng=np.random.default_rng(0), spare=3)
+    group = Group(rng=np.random.default_rng(SEED), spare=3)
     run: GroupRun[str, list[int]] = GroupRun(
-        engine, "prompt", group, Ledger("g", "cut", 2, lambda: engine.now), recorder, lambda: None
+        engine, "prompt", group, Ledger("g", "cut", lambda: engine.now), recorder, lambda: None
     )
+    run.open(CutTail(2, 1), Grant(len(script)))
     waiting = asyncio.create_task(collect(run))
     await settle()
-    group.handle(LimitSet(limit))
+    run.limit(limit)
     for _ in range(100):
         await engine.step()
         run.peek()
@@ -34,10 +37,16 @@ async def play(script: dict[int, Script], limit: int) -> tuple[dict[int, list[in
     return {t.index: t.output for t in await waiting}, recorder, engine
 
 
-async def test_the_tail_is_cut_at_the_limit_and_counts_as_truncated_there() -> None:
-    got, recorder, engine = await play({0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60)}, limit=7)
-    [record] = recorder.records
+def the_tail(record: GroupRecord) -> CandidateRecord:
     [tail] = [c for c in record.selected if c.end is End.LONG]
+    return tail
+
+
+async def test_the_tail_is_cut_at_the_limit_and_counts_as_truncated_there() -> None:
+    script = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}
+    got, recorder, engine = await play(script, limit=7)
+    [record] = recorder.records
+    tail = the_tail(record)
     assert tail.cut
     assert tail.tokens == 7
     assert tail.finish_reason is FinishReason.LENGTH
@@ -46,10 +55,27 @@ async def test_the_tail_is_cut_at_the_limit_and_counts_as_truncated_there() -> N
     assert engine.now >= 7
 
 
-async def test_one_that_ended_beyond_the_limit_before_anyone_looked_is_trimmed() -> None:
-    # Both tails end by themselves in the same step as the second short one, beyond the limit.
-    got, recorder, _ = await play({0: Script(2), 1: Script(9), 2: Script(10), 3: Script(10)}, limit=5)
+async def test_a_group_that_needs_longer_than_the_limit_has_the_time_for_its_own_m_th_shortest() -> None:
+    script = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(11)}
+    got, recorder, _ = await play(script, limit=7)
     [record] = recorder.records
-    [tail] = [c for c in record.selected if c.end is End.LONG]
+    assert (the_tail(record).index, the_tail(record).tokens) == (3, 11)
+    assert got[3] == list(range(11))
+
+
+async def test_one_that_ended_beyond_the_limit_before_anyone_looked_is_trimmed() -> None:
+    # The tail ends by itself beyond the limit before the third shortest, which began late, is known.
+    script = {0: Script(2), 1: Script(3), 2: Script(4, delay=20), 3: Script(10)}
+    got, recorder, _ = await play(script, limit=5)
+    [record] = recorder.records
+    tail = the_tail(record)
     assert len(got[tail.index]) == 5
     assert tail.cut
+
+
+async def test_one_that_is_cut_while_it_runs_has_an_end_and_a_weight_version_as_the_others_have() -> None:
+    _, recorder, _ = await play({0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}, limit=7)
+    [record] = recorder.records
+    tail = the_tail(record)
+    assert (tail.weight_version_start, tail.weight_version_end, tail.ended_at) == (0, 0, 7)
+    assert not record.mixed_versions

@@ -6,14 +6,15 @@ import pytest
 from darts_server.engine.scripted import settle
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.prompts import Prompts
-from darts_server.rollout.rollouts import Limits, Rollouts
+from darts_server.rollout.plan import Limits
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.types import RequestOptions
 from tests.rollout.helpers import House, collect, lengths
 
 
 def rollouts(limits: Limits, **shaping: Any) -> Rollouts[str, list[int]]:
     house = House(lengths(5))
-    return Rollouts(house.engine, {"uniform": Shaping(**shaping)}, "uniform", limits, Prompts(house.store))
+    return Rollouts(house.engine, {"uniform": Shaping(**shaping)}, "uniform", limits, house.store)
 
 
 def test_the_default_policy_is_used_when_none_is_named() -> None:
@@ -24,7 +25,7 @@ def test_the_default_policy_is_used_when_none_is_named() -> None:
 
 @pytest.mark.parametrize(("size", "policy"), [(1, None), (1, "uniform"), (8, "off")])
 def test_single_requests_and_the_policy_off_are_left_to_the_engine(size: int, policy: str | None) -> None:
-    assert rollouts(Limits(64)).plan(size, policy) is None
+    assert rollouts(Limits(64)).plan(size, RequestOptions(policy)) is None
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_bad_requests_are_refused_with_field_and_remedy(
     limits: Limits, shaping: dict[str, int], size: int, policy: str | None, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        rollouts(limits, **shaping).plan(size, policy)
+        rollouts(limits, **shaping).plan(size, RequestOptions(policy))
 
 
 @pytest.mark.anyio

@@ -107,8 +107,10 @@ async def test_a_fault_in_one_group_leaves_the_other_alone() -> None:
     assert len(await good) == 4
 
 
-@pytest.mark.parametrize("early", [False, True])
-async def test_a_caller_that_is_cancelled_leaves_nothing_running(early: bool) -> None:
+@pytest.mark.parametrize(("early", "given"), [(False, []), (True, [0])])
+async def test_a_caller_that_is_cancelled_leaves_nothing_running_and_keeps_what_it_was_given(
+    early: bool, given: list[int]
+) -> None:
     house = House(lengths(1, 50))
     waiting = asyncio.create_task(collect(house.run(4, early=early)))
     await settle()
@@ -120,7 +122,8 @@ async def test_a_caller_that_is_cancelled_leaves_nothing_running(early: bool) ->
     assert house.rollouts.running == 0
     [record] = house.recorder.records
     assert record.outcome is Outcome.CANCELLED
-    assert {c.reason for c in record.candidates} == {StopReason.CANCELLED}
+    assert [c.index for c in record.selected] == given
+    assert {c.reason for c in record.candidates if c.end is None} == {StopReason.CANCELLED}
 
 
 async def test_a_caller_that_stops_iterating_leaves_nothing_running() -> None:

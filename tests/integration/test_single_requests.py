@@ -1,0 +1,144 @@
+"""Trainers that ask for each trajectory by itself: groups put together from single requests, on real vLLM."""
+
+import asyncio
+from collections import Counter
+from random import Random
+
+import httpx
+import pytest
+
+from examples.tiny_rl.server import Server
+from examples.tiny_rl.task import sample_problem
+from tests.integration.waiting import wait_idle
+
+pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+SIZE = 8
+CANDIDATES = 12
+PROMPTS = 64
+GROUP = {"X-Darts-Group": f"size={SIZE}"}
+NO_LIMIT = httpx.Limits(max_connections=None)
+
+
+def body(prompt: str) -> dict[str, object]:
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 256, "temperature": 1.0, "return_token_ids": True}
+
+
+async def test_64_prompts_by_8_single_requests_of_which_a_tenth_hang_up(server: Server) -> None:
+    rng = Random(11)
+    prompts = list({sample_problem(rng).prompt: None for _ in range(3 * PROMPTS)})[:PROMPTS]
+    callers = [prompt for prompt in prompts for _ in range(SIZE)]
+    rng.shuffle(callers)
+    impatient = set(rng.sample(range(len(callers)), len(callers) // 10))
+
+    async def call(number: int, client: httpx.AsyncClient) -> httpx.Response | None:
+        await asyncio.sleep(rng.random() * 0.5)
+        post = asyncio.create_task(
+            client.post(f"{server.url}/v1/completions", json=body(callers[number]), headers=GROUP)
+        )
+        if number in impatient:
+            await asyncio.sleep(rng.random())
+            post.cancel()
+        answered, _ = await asyncio.wait([post])
+        return None if post.cancelled() else answered.pop().result()
+
+    async with httpx.AsyncClient(timeout=120, limits=NO_LIMIT) as client:
+        answers = await asyncio.gather(*(call(number, client) for number in range(len(callers))))
+        await asyncio.to_thread(wait_idle, server, 10.0)
+        groups = {}
+        taken: Counter[tuple[str, int]] = Counter()
+        for number, answer in enumerate(answers):
+            if answer is None:
+                assert number in impatient
+                continue
+            assert answer.status_code == 200, answer.text
+            [choice] = answer.json()["choices"]
+            name = answer.headers["X-Darts-Group-Id"]
+            told = await client.get(f"{server.url}/darts/v1/groups/{name}")
+            [groups[name]] = told.json()["groups"]
+            assert answer.json()["id"] in {member.rpartition("-")[0] for member in groups[name]["members"]}
+            taken[name, len(choice["token_ids"])] += 1
+
+    whole = [g for g in groups.values() if g["outcome"] == "completed" and g["group_size"] == SIZE]
+    # Of the others, a caller hung up before it had taken a seat.
+    assert len(whole) > PROMPTS / 3, Counter((g["outcome"], g["group_size"]) for g in groups.values())
+    for group in whole:
+        follows_the_rule(group)
+    for (name, length), count in taken.items():
+        held = [c["length"] for c in groups[name]["candidates"] if c["end"]]
+        assert count <= held.count(length), "a candidate was given twice"
+    assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
+
+
+def follows_the_rule(group: dict[str, object]) -> None:
+    """The seven shortest are in, and whoever was stopped could not have been one of them."""
+    candidates = group["candidates"]
+    assert isinstance(candidates, list)
+    order = {c["index"]: (c["length"] + (c["finish_reason"] is None), c["index"]) for c in candidates}
+    ended = sorted(order[c["index"]] for c in candidates if c["finish_reason"] == "stop")
+    shortest = {index for _, index in ended[: SIZE - 1]}
+    bar = ended[SIZE - 2]
+    selected = {c["index"] for c in candidates if c["end"]}
+    assert shortest <= selected
+    assert len(selected) == SIZE
+    assert all(order[c["index"]] > bar for c in candidates if c["finish_reason"] is None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_generation_route_takes_part(server: Server, stream: bool) -> None:
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "7a-5b*4>"}], "max_tokens": 60, "stream": stream}
+    routes = {
+        "v1/completions": body("7a-5b*4>") | {"stream": stream},
+        "v1/chat/completions": chat,
+        "inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 60}, "stream": stream},
+    }
+    async with httpx.AsyncClient(timeout=60, limits=NO_LIMIT) as client:
+        for path, request in routes.items():
+            before = server.metric("darts_groups_total", outcome="completed")
+            posts = (client.post(f"{server.url}/{path}", json=request, headers=GROUP) for _ in range(SIZE))
+            answers = await asyncio.gather(*posts)
+            assert {answer.status_code for answer in answers} == {200}, answers[0].text
+            assert server.metric("darts_groups_total", outcome="completed") == before + 1, path
+            if not stream:
+                assert len({answer.headers["X-Darts-Group-Id"] for answer in answers}) == 1
+
+
+async def test_names_keep_groups_of_one_prompt_apart_and_find_them_again(server: Server) -> None:
+    async with httpx.AsyncClient(timeout=60, limits=NO_LIMIT) as client:
+        names = ["red", "blue"] * 4
+        asked = (
+            client.post(
+                f"{server.url}/v1/completions",
+                json=body("1a+5b*4c-3>") | {"vllm_xargs": {"darts_group_id": name, "darts_group_size": 4}},
+            )
+            for name in names
+        )
+        answers = await asyncio.gather(*asked)
+        for name in ("red", "blue"):
+            [group] = (await client.get(f"{server.url}/darts/v1/groups/{name}")).json()["groups"]
+            theirs = {a.headers["X-Darts-Group-Id"] for a, n in zip(answers, names, strict=True) if n == name}
+            assert theirs == {group["group_id"]}
+            assert (group["group_size"], len(group["candidates"])) == (4, 6)
+
+
+async def test_a_lone_request_is_answered_as_if_nothing_were_shaped(server: Server) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        seeded = body("9a-1b*3c+8d-5e*2f+7g-1>") | {"seed": 5}
+        answer = await client.post(f"{server.url}/v1/completions", json=seeded, headers=GROUP)
+        raw = await client.post(f"{server.url}/v1/completions", json=seeded | {"model": "tiny:raw"})
+        assert answer.json()["choices"][0]["token_ids"] == raw.json()["choices"][0]["token_ids"]
+        name = answer.headers["X-Darts-Group-Id"]
+        [group] = (await client.get(f"{server.url}/darts/v1/groups/{name}")).json()["groups"]
+        assert len(group["candidates"]) == 1
+
+
+async def test_a_group_without_a_size_is_refused(server: Server) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(
+            f"{server.url}/v1/completions", json=body("7a-5b*4>"), headers={"X-Darts-Group": "id=x"}
+        )
+        assert answer.status_code == 400
+        assert "size=INT" in answer.json()["error"]["message"]
+        several = body("7a-5b*4>") | {"prompt": ["7a-5b*4>", "1a+5b*4c-3>"], "n": 2}
+        answer = await client.post(f"{server.url}/v1/completions", json=several, headers={"X-Darts-Prompt-Key": "mine"})
+        assert answer.status_code == 400
+        assert "one by one" in answer.json()["error"]["message"]

@@ -1,0 +1,92 @@
+"""What is learned and how groups are shaped, read and changed while the server runs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from examples.tiny_rl.server import Server
+
+pytestmark = pytest.mark.engine
+BODY = {"model": "tiny", "prompt": "2a+3b-1c>", "n": 2, "max_tokens": 100}
+
+
+@pytest.fixture
+def api(server: Server) -> Iterator[httpx.Client]:
+    """The server's API; afterwards it shapes and knows what it did before."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        state, policy = client.get("/darts/v1/state").content, client.get("/darts/v1/policy").json()
+        del policy["policies"]
+        try:
+            yield client
+        finally:
+            client.put("/darts/v1/state", content=state).raise_for_status()
+            client.patch("/darts/v1/policy", json=policy).raise_for_status()
+
+
+def groups(api: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    """The groups that one request was served as; none if it was not shaped."""
+    answer = api.post("/v1/completions", json=BODY | body)
+    assert len(answer.json()["choices"]) == (BODY | body)["n"]
+    name = answer.headers.get("X-Darts-Group-Id")
+    found: list[dict[str, Any]] = [] if name is None else api.get(f"/darts/v1/groups/{name}").json()["groups"]
+    return found
+
+
+def test_a_restored_state_knows_what_the_saved_one_did(api: httpx.Client) -> None:
+    [group] = groups(api, n=8)
+    url = f"/darts/v1/prompts/{group['prompt_key']}"
+    known = api.get(url).json()
+    saved = api.get("/darts/v1/state").content
+
+    groups(api, n=8)
+    more = api.get(url).json()
+    assert more["groups"] == known["groups"] + 1
+    refused = api.put("/darts/v1/state", content=saved[:-1])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "body")
+    assert api.get(url).json() == more
+
+    restored = api.put("/darts/v1/state", content=saved)
+    assert restored.status_code == 200
+    assert restored.json()["prompts"] >= 1
+    assert api.get(url).json() == known
+    assert api.get("/darts/v1/state").content == saved
+
+
+def test_groups_are_shaped_as_the_policy_route_last_said(api: httpx.Client) -> None:
+    assert len(groups(api)[0]["candidates"]) == 3
+    assert api.patch("/darts/v1/policy", json={"policy": "off"}).json()["policy"] == "off"
+    assert groups(api) == []
+    api.patch("/darts/v1/policy", json={"policy": "uniform", "redundancy": 2.5, "max_redundancy": 4}).raise_for_status()
+    [group] = groups(api)
+    assert (group["policy"], len(group["candidates"])) == ("uniform", 5)
+
+
+def test_a_refused_change_names_its_key_and_changes_nothing(api: httpx.Client) -> None:
+    before = api.get("/darts/v1/policy").json()
+    refused = api.patch("/darts/v1/policy", json={"policy": "off", "redundancy": "2"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "redundancy")
+    assert api.get("/darts/v1/policy").json() == before
+
+
+@pytest.mark.parametrize(
+    ("headers", "xargs", "param"),
+    [
+        ({"X-Darts-Prompt-Key": "x" * 257}, {}, "x-darts-prompt-key"),
+        ({"X-Darts-Group": "id=a;size=many"}, {}, "x-darts-group"),
+        ({}, {"darts_group_size": 0}, "vllm_xargs.darts_group_size"),
+        ({"X-Darts-Prompt-Key": "a"}, {"darts_prompt_key": "b"}, "vllm_xargs.darts_prompt_key"),
+    ],
+)
+def test_options_that_cannot_be_are_the_callers_mistake(
+    api: httpx.Client, headers: dict[str, str], xargs: dict[str, Any], param: str
+) -> None:
+    answer = api.post("/v1/completions", json=BODY | {"vllm_xargs": xargs}, headers=headers)
+    assert answer.status_code == 400
+    assert param in answer.json()["error"]["message"]
+
+
+def test_a_writable_store_has_no_fault(server: Server) -> None:
+    assert server.metric("darts_store_fault") == 0
+    assert "darts_store_fault" in httpx.get(f"{server.url}/metrics").text
