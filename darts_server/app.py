@@ -45,8 +45,10 @@ def wiring(settings: Settings, store: Store) -> server.Wiring:
             mean_length=bias.mean,
             length_quantile=bias.quantile,
             budget_aversion=lambda: control.settings.budget_aversion,
+            lost_share=lambda: made.losses.share,
+            deadline_stretch=lambda: made.losses.stretch,
         )
-        made = Rollouts(
+        made: VllmRollouts = Rollouts(
             engine,
             *control.configuration(),
             documents=store,

@@ -72,6 +72,7 @@ def configuration(settings: Settings) -> Configuration:
         floor=settings.deadline_floor,
         ceiling=settings.deadline_ceiling,
         exploration=settings.exploration,
+        most_lost=settings.most_lost,
     )
     return Configuration(
         policies=named(uniform, deadline),

@@ -31,7 +31,8 @@ class Sources:
 
     ``tracked``: prompts with statistics. ``fault``: whether what is learned cannot be written. ``step_seconds``: of a
     decode step with so many sequences. ``mean_length``, ``length_quantile``: in tokens, of `KINDS`.
-    ``budget_aversion``: lambda.
+    ``budget_aversion``: lambda. ``lost_share``: of right answers, by the deadline. ``deadline_stretch``: the factor by
+    which it is held back.
     """
 
     tracked: Callable[[], float]
@@ -40,6 +41,8 @@ class Sources:
     mean_length: Callable[[str], float | None]
     length_quantile: Callable[[str, float], float | None]
     budget_aversion: Callable[[], float]
+    lost_share: Callable[[], float | None]
+    deadline_stretch: Callable[[], float]
 
 
 class Metrics:
@@ -155,6 +158,14 @@ class Metrics:
             {(): lambda: float(sources.fault())},
         )
         self._set("darts_budget_aversion", "Lambda of the utility budget.", {(): sources.budget_aversion})
+        self._set(
+            "darts_deadline_lost_share",
+            "Share of right answers that the deadline takes away, where rewards were reported.",
+            {(): sources.lost_share},
+        )
+        self._set(
+            "darts_deadline_stretch", "Factor by which the deadline is held back.", {(): sources.deadline_stretch}
+        )
         self._set(
             "darts_step_seconds",
             "Seconds of a decode step by the number of sequences that run, as learned.",

@@ -95,6 +95,13 @@ class Settings(BaseSettings):
     exploration: Live[float] = Field(
         0.05, ge=0, le=1, description="Share of batches that run past the deadline, to see what it takes away."
     )
+    most_lost: Live[float] = Field(
+        0.02,
+        ge=0,
+        le=1,
+        description="Share of right answers that the deadline may take away, by the rewards reported for batches that "
+        "ran past it; above it, the deadline is held back.",
+    )
     group_size: Live[int | None] = Field(
         None,
         ge=2,

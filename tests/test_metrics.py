@@ -1,7 +1,19 @@
+import math
+from dataclasses import replace
+
 from prometheus_client import CollectorRegistry
 
 from darts_server.metrics import Metrics, Sources
-from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome, StopReason
+from darts_server.types import (
+    BatchRecord,
+    CandidateRecord,
+    End,
+    FinishReason,
+    GroupRecord,
+    Outcome,
+    ShadowRecord,
+    StopReason,
+)
 
 
 def candidate(index: int, tokens: int, end: End | None = None, reason: StopReason | None = None) -> CandidateRecord:
@@ -74,10 +86,50 @@ def test_gauges_ask_when_they_are_read() -> None:
         mean_length=lambda _: None,
         length_quantile=lambda *_: None,
         budget_aversion=lambda: 1.0,
+        lost_share=lambda: None,
+        deadline_stretch=lambda: 1.25,
     )
     Metrics("tiny", sources, registry)
     labels = {"model_name": "tiny"}
     assert registry.get_sample_value("darts_prompts_tracked", labels) == 7
+    assert registry.get_sample_value("darts_deadline_stretch", labels) == 1.25
+    assert math.isnan(registry.get_sample_value("darts_deadline_lost_share", labels) or 0)
     assert registry.get_sample_value("darts_store_fault", labels) == 0
     faults.append("the disk is full")
     assert registry.get_sample_value("darts_store_fault", labels) == 1
+
+
+def test_a_batch_tells_its_budget_its_deadline_and_how_well_its_time_was_foretold() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics("tiny", registry=registry)
+    batch = BatchRecord("darts_cut", 64, 12.5, 60, False, predicted_seconds=2.0, measured_seconds=2.5)
+    metrics.batch_ended(batch)
+    metrics.batch_ended(replace(batch, deadline=None, explored=True, predicted_seconds=None))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "tiny", **labels})
+
+    assert value("darts_batches_total", explored="false") == value("darts_batches_total", explored="true") == 1
+    assert value("darts_budget_mean_candidates") == 12.5
+    assert value("darts_deadline_tokens") == 60
+    assert value("darts_rollout_seconds_sum", kind="predicted") == 2
+    assert value("darts_rollout_seconds_sum", kind="measured") == 2.5
+
+
+def test_what_a_deadline_takes_or_would_take_and_what_a_shadow_would_do_is_counted() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics("tiny", registry=registry)
+    tail = replace(candidate(2, 30, end=End.LONG), cut=True)
+    metrics.group_ended(record(candidates=(candidate(0, 10, end=End.SHORT), tail)))
+    metrics.group_ended(record(deadline=25, explored=True))
+    metrics.group_ended(record(deadline=45, explored=True, shadow=ShadowRecord("darts", (0,), 60, 40, 30)))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "tiny", **labels})
+
+    assert value("darts_candidates_cut_total") == 1
+    assert value("darts_explored_candidates_total", end="beyond") == 1
+    assert value("darts_explored_candidates_total", end="within") == 1
+    assert value("darts_explored_beyond_tokens_total") == 5
+    assert value("darts_shadow_tokens_total", kind="generated") == 60
+    assert value("darts_shadow_tokens_total", kind="returned") == 40

@@ -7,13 +7,19 @@ groups before them.
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
+from math import ceil, inf
 
 QUANTILE = 0.9
 EXPLORATION = 0.05
+MOST_LOST = 0.02
 WINDOW = 256
 """Groups that stand in for the batch when they come one at a time."""
+MEMORY = 500
+"""Right answers after which older ones are forgotten: those of some hundred explored groups."""
+ENOUGH_RIGHT = 50
+AWAY, BACK = 1.05, 1.01
+MOST_STRETCH = 16.0
 FEWEST = 8
 """Groups that must be known before a quantile over them means anything."""
 
@@ -24,13 +30,16 @@ class Deadline:
 
     ``quantile``: of the M-th shortest lengths of the batch, in (0, 1]. ``floor``, ``ceiling``: tokens that the
     batch's deadline is held between; a group whose own M-th shortest is longer than that still waits for it.
-    ``exploration``: share of batches that are let run past it, to see what it takes away.
+    ``exploration``: share of batches that are let run past it, to see what it takes away. ``most_lost``: share of
+    right answers that it may take away. ``stretch``: factor by which it is held back, at least 1.
     """
 
     quantile: float = QUANTILE
     floor: int = 1
     ceiling: int | None = None
     exploration: float = EXPLORATION
+    most_lost: float = MOST_LOST
+    stretch: float = 1.0
 
     def of(self, needed: Iterable[int], groups: int) -> int | None:
         """The deadline in tokens from the lengths known so far of a batch of ``groups``; ``None`` if they are too few.
@@ -39,10 +48,45 @@ class Deadline:
         """
         rank = ceil(self.quantile * groups)
         known = sorted(needed)
-        return self.clip(known[rank - 1]) if 0 < rank <= len(known) else None
+        return self.clip(ceil(self.stretch * known[rank - 1])) if 0 < rank <= len(known) else None
 
     def clip(self, tokens: int) -> int:
         return max(self.floor, tokens if self.ceiling is None else min(tokens, self.ceiling))
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """What deadlines would have taken away from groups that were let run past them, by their reported rewards.
+
+    Plain fields: ``Losses(**json)`` restores it. ``right``: right answers among the returned ones, older ones faded.
+    ``lost``: those of them that were longer than the deadline, and right perhaps only for that. ``stretch``: what the
+    deadline must be multiplied with to keep the share of the lost below its bound.
+    """
+
+    right: float = 0.0
+    lost: float = 0.0
+    stretch: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.lost <= self.right < inf and 1 <= self.stretch <= MOST_STRETCH):
+            raise ValueError(f"losses must hold 0 <= lost <= right and 1 <= stretch <= {MOST_STRETCH}, got {self}")
+
+    @property
+    def share(self) -> float | None:
+        """Share of right answers that the deadline takes away; ``None`` before `ENOUGH_RIGHT` are known."""
+        return self.lost / self.right if self.right >= ENOUGH_RIGHT else None
+
+    def reported(self, right: int, lost: int, most: float) -> "Losses":
+        """After one more group with ``right`` right answers, of which the deadline takes ``lost``.
+
+        Above the bound ``most`` the deadline moves away fast, below it comes back slowly.
+        """
+        keep = max(0.0, 1 - right / MEMORY)
+        heard = Losses(keep * self.right + right, keep * self.lost + lost, self.stretch)
+        if heard.share is None:
+            return heard
+        stretch = self.stretch * AWAY if heard.share > most else self.stretch / BACK
+        return replace(heard, stretch=min(max(stretch, 1.0), MOST_STRETCH))
 
 
 class RecentNeeds:

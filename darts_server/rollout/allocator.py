@@ -4,18 +4,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import floor
-from typing import Any
 
 import numpy as np
 
 from darts_server.policy.allocation import PriceState, ShadowPrice, batch_candidates
-from darts_server.policy.deadline import RecentNeeds
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batch import Batch, Grant, Terms
 from darts_server.rollout.budgets import Budgets
+from darts_server.rollout.deadlines import Deadlines
 from darts_server.rollout.documents import Documents, Notes
 from darts_server.rollout.prompts import Prompts
-from darts_server.types import BatchRecord, GroupRecord, Outcome
+from darts_server.types import BatchRecord, GroupRecord
 
 SMALLEST_BATCH = 8
 """Fewer prompts than this say less about each other than the last requests do, so each is priced against those."""
@@ -56,11 +55,11 @@ class Allocator:
         self._prompts = prompts
         self._budgets = budgets
         self._prices = Notes(documents, "price", lambda value: PriceState(**value))
-        self._needs = Notes(documents, "deadline", _needs)
+        self.deadlines = Deadlines(documents, rng or np.random.default_rng())
+        self._with_deadlines: set[Kind] = set()
         self._window = window
         self._on_batch_end = on_batch_end
         self._clock = clock
-        self._rng = rng or np.random.default_rng()
         self._waiting: dict[Kind, _Waiting] = {}
         self._carries: dict[Kind, float] = {}
 
@@ -83,13 +82,9 @@ class Allocator:
             raise
 
     def learn(self, record: GroupRecord) -> None:
-        """Take in how long the group's M-th shortest trajectory was."""
-        lengths = sorted(c.tokens for c in record.candidates if c.finish_reason is not None and not c.cut)
-        if record.outcome is Outcome.COMPLETED and len(lengths) >= record.size:
-            name = _name(record.policy, record.size)
-            needs = self._needs.load(name) or RecentNeeds()
-            needs.add(lengths[record.size - 1])
-            self._needs.save(name, needs.state)
+        """Take in how long the group's M-th shortest trajectory was, if its policy has deadlines."""
+        if (record.policy, record.size) in self._with_deadlines:
+            self.deadlines.learn(record, _name(record.policy, record.size))
 
     def _close(self, kind: Kind) -> None:
         waiting = self._waiting.pop(kind)
@@ -111,17 +106,19 @@ class Allocator:
         budget = self._budgets.decide(shaping, waiting.size, waiting.keys)
         stds = [self._prompts.std(key) for key in waiting.keys]
         counts = self._counts(kind, waiting, budget.mean, stds)
+        # A few groups by themselves say as little of what groups need.
         few = groups < SMALLEST_BATCH
-        recent = self._needs.load(_name(*kind)) or RecentNeeds()
+        rule = self.deadlines.rule(shaping)
+        if rule is not None:
+            self._with_deadlines.add(kind)
         return counts, Terms(
             policy=kind[0],
             groups=groups,
             mean_candidates=budget.mean,
             predicted_seconds=budget.seconds,
-            # A few groups by themselves say as little of what groups need.
-            deadline=None if few else shaping.deadline,
-            tokens=recent.deadline(shaping.deadline) if shaping.deadline is not None and few else None,
-            explored=shaping.deadline is not None and self._rng.random() < shaping.deadline.exploration,
+            deadline=None if few else rule,
+            tokens=self.deadlines.recent(rule, _name(*kind)) if rule is not None and few else None,
+            explored=rule is not None and self.deadlines.explores(rule),
         )
 
     def _counts(self, kind: Kind, waiting: _Waiting, target: float, stds: Sequence[float | None]) -> list[int]:
@@ -144,12 +141,6 @@ class Allocator:
             counts.append(floor(wanted + 0.5))
             self._carries[kind] = wanted - counts[-1]
         return counts
-
-
-def _needs(value: Any) -> RecentNeeds:
-    if not (isinstance(value, list) and all(isinstance(tokens, int) for tokens in value)):
-        raise ValueError("lengths in tokens must be a list of whole numbers")
-    return RecentNeeds(value)
 
 
 def _give_back(grant: Grant) -> None:

@@ -78,6 +78,10 @@ class Planner:
         shaping.rule(size)  # refuses sizes that do not fit
         return Plan(name, shaping, size, single=n == 1)
 
+    def shaping(self, policy: str) -> Shaping | None:
+        """What the named policy does; ``None`` for one that does nothing or is not known (any more)."""
+        return self._policies.get(policy)
+
     def names(self) -> Iterator[str]:
         """The policies that a request may name."""
         yield OFF

@@ -7,6 +7,7 @@ from typing import Generic
 import numpy as np
 
 from darts_server.engine.port import Engine, OutputT, RequestT
+from darts_server.policy.deadline import Losses
 from darts_server.policy.group import Group
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocator import Allocator
@@ -141,6 +142,17 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._runs[group_id] = run
         self._watch.add(run)
         return run
+
+    def rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
+        """Which of an ended group's candidates, by index, gave the right answer."""
+        shaping = self._planner.shaping(record.policy)
+        if shaping is not None and shaping.deadline is not None:
+            self._allocator.deadlines.rewarded(record, right, shaping.deadline)
+
+    @property
+    def losses(self) -> Losses:
+        """What deadlines take away, as far as rewards were reported."""
+        return self._allocator.deadlines.losses
 
     def step(self, batch: int, seconds: float) -> None:
         """The engine made a decode step of ``batch`` sequences."""

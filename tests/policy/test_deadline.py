@@ -1,0 +1,86 @@
+"""Deadlines: quantiles over what is known, and how lost answers hold them back."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_server.policy.deadline import AWAY, ENOUGH_RIGHT, FEWEST, WINDOW, Deadline, Losses, RecentNeeds
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=80), st.floats(0.1, 1.0))
+def test_it_is_the_smallest_length_that_the_quantiles_share_of_groups_does_not_exceed(
+    needed: list[int], quantile: float
+) -> None:
+    deadline = Deadline(quantile=quantile).of(needed, len(needed))
+    enough = [n for n in needed if sum(m <= n for m in needed) >= math.ceil(quantile * len(needed))]
+    assert deadline == min(enough)
+
+
+@given(st.lists(st.integers(1, 1000), max_size=64), st.integers(1, 64))
+def test_those_that_are_not_known_yet_count_as_longer(known: list[int], unknown: int) -> None:
+    groups = len(known) + unknown
+    deadline = Deadline().of(known, groups)
+    assert deadline == (Deadline().of([*known, *[10**9] * unknown], groups) if len(known) >= 0.9 * groups else None)
+
+
+def test_it_is_held_between_floor_and_ceiling_and_stretched_before() -> None:
+    needed = [100] * 10
+    assert Deadline(floor=150).of(needed, 10) == 150
+    assert Deadline(ceiling=50).of(needed, 10) == 50
+    assert Deadline(stretch=1.5).of(needed, 10) == 150
+    assert Deadline(stretch=1.5, ceiling=120).of(needed, 10) == 120
+    assert Deadline().of([], 0) is None
+
+
+def test_recent_groups_stand_in_for_a_batch_once_there_are_some() -> None:
+    needs = RecentNeeds()
+    for tokens in range(1, FEWEST):
+        needs.add(tokens)
+    assert needs.deadline(Deadline()) is None
+    needs.add(FEWEST)
+    assert needs.deadline(Deadline(quantile=1.0)) == FEWEST
+    for _ in range(WINDOW):
+        needs.add(7)
+    assert needs.deadline(Deadline(quantile=1.0)) == 7, "older ones are forgotten"
+    assert RecentNeeds(needs.state).deadline(Deadline()) == 7
+
+
+def test_few_right_answers_say_nothing() -> None:
+    losses = Losses().reported(ENOUGH_RIGHT - 1, ENOUGH_RIGHT - 1, 0.02)
+    assert losses.share is None
+    assert losses.stretch == 1.0
+
+
+def test_a_deadline_that_costs_too_much_moves_away_until_it_does_not_and_comes_back() -> None:
+    """Right answers have log-normal lengths; the deadline would be their median, and 2 % of them may be lost."""
+    rng = np.random.default_rng(3)
+    losses, shares = Losses(), []
+    for group in range(3000):
+        lengths = rng.lognormal(5, 0.5, 8)
+        losses = losses.reported(8, int((lengths > math.exp(5) * losses.stretch).sum()), 0.02)
+        if group > 1000:
+            shares.append(losses.share)
+    settled = math.exp(0.5 * 2.054)  # where 2 % of a standard normal are beyond
+    # It comes back slowly, so it stays on the safe side of the bound.
+    assert 0.9 * settled < losses.stretch < 1.6 * settled
+    assert 0.003 < np.mean([s for s in shares if s is not None]) < 0.02
+    for _ in range(1000):
+        losses = losses.reported(8, 0, 0.02)
+    assert losses.stretch == 1.0
+
+
+def test_it_moves_by_steps_and_not_beyond_reason() -> None:
+    losses = Losses().reported(ENOUGH_RIGHT, ENOUGH_RIGHT, 0.02)
+    assert losses.stretch == pytest.approx(AWAY)
+    for _ in range(1000):
+        losses = losses.reported(8, 8, 0.02)
+    assert losses.stretch == 16
+
+
+@pytest.mark.parametrize("state", [{"right": -1}, {"right": 1, "lost": 2}, {"stretch": 0.5}, {"right": math.nan}])
+def test_a_state_that_cannot_be_is_refused(state: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="losses must hold"):
+        Losses(**state)
