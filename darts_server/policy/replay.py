@@ -1,6 +1,6 @@
 """What a rule would have done with candidates whose lengths are known, had they run side by side."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from darts_server.policy.candidate import Candidate
@@ -40,7 +40,8 @@ def replay(rule: SelectionRule, candidates: Sequence[Candidate], limit: int | No
     group.handle(*([] if limit is None else [LimitSet(limit)]), *(Started(i) for i in range(len(candidates))))
     while group.outcome is None:
         running = [c.index for c in group.candidates if c.running]
-        step = min([lengths[i] for i in running] + [mark for mark in group.alarms.values() if mark > step])
+        # An alarm may be at a count that has been passed already: it is answered in the same step.
+        step = max(step, min([*(lengths[i] for i in running), *group.alarms.values()]))
         for decision in group.handle(*_events(running, candidates, group.alarms, step)):
             match decision:
                 case Stop(index=index):
@@ -50,12 +51,14 @@ def replay(rule: SelectionRule, candidates: Sequence[Candidate], limit: int | No
     return Replay(tuple(lengths), tuple(c.index for c in group.candidates if c.end is not None), step)
 
 
-def _events(running: Iterable[int], candidates: Sequence[Candidate], alarms: Iterable[int], step: int) -> list[Event]:
+def _events(
+    running: Iterable[int], candidates: Sequence[Candidate], alarms: Mapping[int, int], step: int
+) -> list[Event]:
     events: list[Event] = []
     for i in running:
         if candidates[i].tokens <= step:
             events.append(Finished(i, candidates[i].tokens, candidates[i].finish_reason or FinishReason.STOP))
-        elif i in alarms:
+        elif alarms.get(i, step + 1) <= step:
             events.append(Progress(i, step))
     return events
 

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from darts_server.policy.group import Group
-from darts_server.policy.selection import InOrder, LongestTail, SampledTail, Shortest
+from darts_server.policy.selection import FirstFinish, InOrder, Shadow, Shortest
+from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 from tests.policy.oracle import Rule
 from tests.policy.world import Ending, Peek, Truth, World
 
@@ -32,23 +33,37 @@ class Case:
     spare: int = 0
     at_once: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)
+    gathers: Sequence[int] = ()
+    opening: int = 0
 
     def world(self) -> World:
-        group = Group(
+        return World(
+            group=Group(rng=np.random.default_rng(self.seed), spare=self.spare, early=self.early),
             rule=self.rule,
             candidates=self.candidates,
-            rng=np.random.default_rng(self.seed),
-            spare=self.spare,
-            early=self.early,
+            truths=self.truths,
+            order=Random(self.order),
+            peek=self.peek,
+            at_once=self.at_once,
+            limits=self.limits,
+            gathers=self.gathers,
+            opening=self.opening,
         )
-        return World(group, self.truths, Random(self.order), peek=self.peek, at_once=self.at_once, limits=self.limits)
 
 
 SEATS = [(short, tail) for short in range(4) for tail in range(3) if short + tail]
 SAMPLED_TAILS = st.sampled_from(SEATS).map(lambda seats: SampledTail(*seats))
 LONGEST_TAILS = st.sampled_from(SEATS).map(lambda seats: LongestTail(*seats))
+DEADLINE_TAILS = st.sampled_from(SEATS).map(lambda seats: DeadlineTail(*seats))
+CUT_TAILS = st.sampled_from([(1, 1), (2, 1), (1, 2), *SEATS]).map(lambda seats: CutTail(*seats))
 WITHOUT_TAIL = st.builds(InOrder, st.integers(1, 4)) | st.builds(Shortest, st.integers(1, 4))
-RULES: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | SAMPLED_TAILS
+FIRST_FINISH = st.builds(FirstFinish, st.integers(1, 4))
+SHADOWS = st.builds(Shadow, st.builds(Shortest, st.integers(1, 4)) | CUT_TAILS)
+WITH_DEADLINE = DEADLINE_TAILS | CUT_TAILS
+WITHOUT_DEADLINE: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | SHADOWS
+TIMELESS = WITHOUT_DEADLINE | WITH_DEADLINE | CUT_TAILS
+"""Rules to which the order of finishing is nothing."""
+RULES = TIMELESS | FIRST_FINISH
 
 
 def truths(endings: Sequence[Ending], max_length: int = 8) -> st.SearchStrategy[Truth]:
@@ -68,18 +83,24 @@ def cases(
     *,
     of: st.SearchStrategy[Rule] = RULES,
     most: int = 9,
+    room: int = 0,
     max_length: int = 8,
     max_spare: int = 0,
     cut: bool = False,
 ) -> Case:
-    """``most``: the greatest number of candidates at first. ``cut``: set cut limits on the way."""
+    """``most``: the greatest number of candidates at first; ``room``: at least so many more than seats.
+
+    ``cut``: set limits on the way.
+    """
     rule = draw(of)
-    candidates = draw(st.integers(rule.size, max(rule.size, most)))
+    candidates = draw(st.integers(rule.size + room, max(rule.size + room, most)))
     spare = draw(st.integers(0, max_spare))
-    in_all = candidates + spare
+    opening = draw(st.just(0) | st.integers(1, 5))
+    gathers = draw(st.lists(st.integers(0, opening), max_size=candidates)) if opening else []
+    in_all = candidates + len(gathers) + spare
     if Ending.LENGTH in endings and draw(st.booleans()):
         endings = [*endings, *MANY_TRUNCATED]
-    limits = st.dictionaries(st.integers(1, 10), st.integers(1, max_length), min_size=1, max_size=3)
+    limits = st.dictionaries(st.integers(0, 6), st.integers(1, max_length), min_size=1, max_size=3)
     return Case(
         rule=rule,
         candidates=candidates,
@@ -90,4 +111,6 @@ def cases(
         peek=draw(st.sampled_from(Peek)),
         spare=spare,
         limits=draw(limits) if cut else {},
+        gathers=gathers,
+        opening=opening,
     )

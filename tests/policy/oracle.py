@@ -6,44 +6,51 @@ The rule objects serve as data only: which rule, and how many seats.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import permutations, product
 
-from darts_server.policy.selection import InOrder, LongestTail, SampledTail, Shortest
+from darts_server.policy.selection import FirstFinish, InOrder, Shadow, Shortest
+from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import End
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """How a candidate truly ends. ``valid``: by itself, not at the length limit."""
+    """How a candidate truly ends.
+
+    ``valid``: by itself, not at the length limit. ``place``: its number in the order of finishing.
+    """
 
     length: int
     valid: bool
     draw: float
+    place: int = 0
 
 
 Fates = Mapping[int, Fate]
-Rule = InOrder | Shortest | LongestTail | SampledTail
+Rule = InOrder | Shortest | FirstFinish | Shadow | LongestTail | SampledTail | DeadlineTail | CutTail
 
 
-def chosen(rule: Rule, fates: Fates) -> dict[int, End]:
-    """The group that ``rule`` makes of candidates that all ended."""
+def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, End]:
+    """The group that ``rule`` makes of candidates that all ended, nobody being cut."""
     match rule:
         case InOrder(size):
+            return _first_by_index(fates, size)
+        case Shadow():
+            return _first_by_index(fates, rule.size)
+        case Shortest(size):
+            return _valid_first(fates, short=size, size=size)
+        case FirstFinish(size):
             return {
                 i: End.SHORT if fate.valid else End.FILL
                 for i, fate in fates.items()
-                if sum(other < i for other in fates) < size
+                if sum((not o.valid, o.place) < (not fate.valid, fate.place) for o in fates.values()) < size
             }
-        case Shortest(size):
-            return _valid_first(fates, short=size, size=size)
         case LongestTail(short, longest):
-            if _valid(fates) < short + longest:
-                return _valid_first(fates, short=short, size=short + longest)
-            before = {i: _valid_before(i, fates) for i, fate in fates.items() if fate.valid}
-            first = {i: End.SHORT for i, count in before.items() if count < short}
-            last = {i: End.LONG for i, count in before.items() if len(before) - count <= longest}
-            return first | last
-        case SampledTail(short, longest):
+            return _both_ends(fates, short, longest)
+        case DeadlineTail(short, longest):
+            end = deadline(fates, short + longest, limit)
+            return _both_ends({i: f for i, f in fates.items() if end is None or f.length <= end}, short, longest)
+        case SampledTail(short, longest) | CutTail(short, longest):
             if _valid(fates) < short:
                 return _valid_first(fates, short=short, size=short + longest)
             first = {i: End.SHORT for i, fate in fates.items() if fate.valid and _valid_before(i, fates) < short}
@@ -54,6 +61,40 @@ def chosen(rule: Rule, fates: Fates) -> dict[int, End]:
                 if sum(other.draw < fate.draw for other in rest.values()) < longest
             }
             return first | drawn
+
+
+def cut_lengths(rule: Rule, fates: Fates, limit: int | None) -> dict[int, int]:
+    """Who is cut, and at which length, under a limit that was there from the beginning."""
+    end = deadline(fates, rule.size, limit) if isinstance(rule, CutTail) else None
+    if end is None:
+        return {}
+    drawn = [i for i, end in chosen(rule, fates).items() if end is not End.SHORT]
+    return {i: end for i in drawn if fates[i].length > end}
+
+
+def deadline(fates: Fates, size: int, limit: int | None) -> int | None:
+    """The limit or the length of the valid candidate that has exactly M - 1 before it, whichever is more."""
+    if limit is None:
+        return None
+    lasts = [fate.length for i, fate in fates.items() if fate.valid and _valid_before(i, fates) == size - 1]
+    return max(limit, lasts[0]) if lasts else None
+
+
+def _first_by_index(fates: Fates, size: int) -> dict[int, End]:
+    return {
+        i: End.SHORT if fate.valid else End.FILL
+        for i, fate in fates.items()
+        if sum(other < i for other in fates) < size
+    }
+
+
+def _both_ends(fates: Fates, short: int, longest: int) -> dict[int, End]:
+    if _valid(fates) < short + longest:
+        return _valid_first(fates, short=short, size=short + longest)
+    before = {i: _valid_before(i, fates) for i, fate in fates.items() if fate.valid}
+    first = {i: End.SHORT for i, count in before.items() if count < short}
+    last = {i: End.LONG for i, count in before.items() if len(before) - count <= longest}
+    return first | last
 
 
 def _valid_first(fates: Fates, *, short: int, size: int) -> dict[int, End]:
@@ -89,7 +130,9 @@ Open = tuple[tuple[int, int, float], ...]
 
 
 @cache
-def possible(rule: Rule, known: Known, open_ones: Open) -> tuple[frozenset[int], frozenset[int]]:
+def possible(
+    rule: Rule, known: Known, open_ones: Open, limit: int | None = None
+) -> tuple[frozenset[int], frozenset[int]]:
     """Who is in the group in some future, and who in all of them.
 
     In a future each open candidate ends by itself with at least one more token than it has. With ``InOrder`` it may
@@ -98,8 +141,8 @@ def possible(rule: Rule, known: Known, open_ones: Open) -> tuple[frozenset[int],
     some: set[int] = set()
     everyone = frozenset(i for i, _ in known) | {i for i, _, _ in open_ones}
     every = everyone
-    for fates in _futures(rule, known, open_ones):
-        group = chosen(rule, fates).keys()
+    for fates in futures(rule, known, open_ones, limit):
+        group = chosen(rule, fates, limit).keys()
         some |= group
         every &= group
         if len(some) == len(everyone) and not every:
@@ -107,16 +150,28 @@ def possible(rule: Rule, known: Known, open_ones: Open) -> tuple[frozenset[int],
     return frozenset(some), every
 
 
-def _futures(rule: Rule, known: Known, open_ones: Open) -> Iterator[Fates]:
-    beyond = max([fate.length for _, fate in known] + [tokens + 1 for _, tokens, _ in open_ones], default=0) + 2
+def futures(rule: Rule, known: Known, open_ones: Open, limit: int | None = None) -> Iterator[Fates]:
+    if isinstance(rule, FirstFinish):
+        yield from _orders(known, open_ones)
+        return
+    lengths = [fate.length for _, fate in known] + [tokens + 1 for _, tokens, _ in open_ones]
+    beyond = max([*lengths, limit or 0]) + 2
     ways: list[list[int | None]] = [
-        [None, tokens + 1] if isinstance(rule, InOrder) else list(range(tokens + 1, beyond + 1))
+        [None, tokens + 1] if isinstance(rule, InOrder | Shadow) else list(range(tokens + 1, beyond + 1))
         for _, tokens, _ in open_ones
     ]
-    for lengths in product(*ways):
+    for ends in product(*ways):
         ended = {
             i: Fate(length, valid=True, draw=draw)
-            for (i, _, draw), length in zip(open_ones, lengths, strict=True)
+            for (i, _, draw), length in zip(open_ones, ends, strict=True)
             if length is not None
         }
+        yield dict(known) | ended
+
+
+def _orders(known: Known, open_ones: Open) -> Iterator[Fates]:
+    """In a future of ``FirstFinish`` the open ones finish one after the other; lengths do not matter."""
+    last = max((fate.place for _, fate in known), default=0)
+    for order in permutations(open_ones):
+        ended = {i: Fate(tokens + 1, True, draw, last + n) for n, (i, tokens, draw) in enumerate(order, 1)}
         yield dict(known) | ended

@@ -1,7 +1,5 @@
 """Single steps of a group: what it decides on which event, and what it refuses."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -23,29 +21,41 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.group import Group
-from darts_server.policy.selection import LongestTail, SampledTail, SelectionRule, Shortest
+from darts_server.policy.selection import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
+from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import End, FinishReason, Outcome, StopReason
 
 
-class Lots(np.random.Generator):
+class Lots:
     """Gives out the given lots, in their order."""
 
     def __init__(self, *lots: float) -> None:
-        super().__init__(np.random.PCG64(0))
         self._lots = iter(lots)
 
-    def random(self, *_: Any, **__: Any) -> Any:
+    def random(self) -> float:
         return next(self._lots)
+
+
+def unopened(*, lots: tuple[float, ...] = (), spare: int | None = 0, early: bool = False) -> Group:
+    return Group(rng=Lots(*lots) if lots else np.random.default_rng(0), spare=spare, early=early)
 
 
 def opened(
     rule: SelectionRule, candidates: int, *, lots: tuple[float, ...] = (), spare: int = 0, early: bool = False
 ) -> Group:
     """A group all of whose first candidates run."""
-    rng = Lots(*lots) if lots else np.random.default_rng(0)
-    group = Group(rule=rule, candidates=candidates, rng=rng, spare=spare, early=early)
-    assert group.open() == [Start(tuple(range(candidates)))]
+    group = unopened(lots=lots, spare=spare, early=early)
+    assert group.open(rule, candidates) == [Start(tuple(range(candidates)))]
     group.handle(*(Started(i) for i in range(candidates)))
+    return group
+
+
+def gathered(candidates: int, *, lots: tuple[float, ...] = (), spare: int | None = 0, early: bool = False) -> Group:
+    """A group that is not open yet, with so many that run."""
+    group = unopened(lots=lots, spare=spare, early=early)
+    for i in range(candidates):
+        assert group.gather() == [Start((i,))]
+        assert group.handle(Started(i)) == []
     return group
 
 
@@ -65,33 +75,137 @@ def reasons(group: Group) -> list[StopReason | None]:
 
 
 def test_fewer_candidates_than_seats_are_refused() -> None:
+    group = unopened()
     with pytest.raises(ValueError, match="at least the group size 3, got 2"):
-        Group(rule=Shortest(3), candidates=2, rng=np.random.default_rng(0), spare=0)
+        group.open(Shortest(3), 2)
+    assert not group.is_open
+    assert group.open(Shortest(3), 3) == [Start((0, 1, 2))]
 
 
-def test_a_group_opens_once() -> None:
+def test_a_group_opens_once_and_gathers_no_more() -> None:
     group = opened(Shortest(1), 1)
     with pytest.raises(IllegalMove, match="open already"):
-        group.open()
+        group.open(Shortest(1), 1)
+    with pytest.raises(IllegalMove, match="open already"):
+        group.gather()
+
+
+def test_a_group_has_no_size_before_it_is_open() -> None:
+    group = gathered(1)
+    assert not group.is_open
+    assert not group.settled_all
+    for unknown in ("rule", "size", "needed"):
+        with pytest.raises(IllegalMove, match="not open yet"):
+            getattr(group, unknown)
+    group.open(Shortest(2), 2)
+    assert (group.is_open, group.rule, group.size, group.needed) == (True, Shortest(2), 2, None)
 
 
 def test_a_group_that_was_cancelled_before_it_opened_does_not_open() -> None:
-    group = Group(rule=Shortest(1), candidates=1, rng=np.random.default_rng(0), spare=0)
+    group = unopened()
     assert group.cancel() == []
     assert group.outcome is Outcome.CANCELLED
-    assert group.open() == []
+    assert group.open(Shortest(1), 1) == []
+    assert group.gather() == []
+    assert not group.candidates
 
 
 def test_a_limit_may_be_set_before_the_group_opens() -> None:
-    group = Group(rule=SampledTail(0, 1), candidates=1, rng=np.random.default_rng(0), spare=5)
+    group = unopened(lots=(0.2, 0.1))
     assert group.handle(LimitSet(3)) == []
-    assert group.open() == [Start((0,))]
-    assert group.handle(Started(0), Progress(0, 3)) == [Cut(0, 3), Complete({0: End.LONG})]
+    assert group.open(CutTail(1, 1), 2) == [Start((0, 1))]
+    assert group.handle(Started(0), stop(0, 2), Started(1)) == []
+    assert group.handle(stop(1, 9)) == [Complete({0: End.SHORT, 1: End.LONG})]
+    assert group.candidates[1].tokens == 9  # without it the second shortest would be missing
 
 
 def test_lots_are_numbered_by_the_generator_it_was_given() -> None:
-    group = opened(Shortest(1), 3)
-    assert [c.draw for c in group.candidates] == list(np.random.default_rng(0).random(3))
+    lots = list(np.random.default_rng(0).random(3))
+    assert [c.draw for c in opened(Shortest(1), 3).candidates] == lots
+    group = gathered(2)
+    group.open(Shortest(1), 3)
+    assert [c.draw for c in group.candidates] == lots
+
+
+# --- gathering --------------------------------------------------------------
+
+
+def test_nothing_is_decided_before_a_group_is_open() -> None:
+    group = gathered(3)
+    assert group.handle(stop(0, 2), truncated(1, 9), Progress(2, 5)) == []
+    assert group.handle(LimitSet(1)) == []
+    assert group.alarms == {}
+    assert group.open(Shortest(1), 3) == [Stop(2, StopReason.LONGER_THAN_NEEDED), Complete({0: End.SHORT})]
+
+
+def test_opening_starts_what_is_missing() -> None:
+    group = gathered(2)
+    assert group.open(Shortest(2), 4) == [Start((2, 3))]
+    assert group.alarms == {}
+    group.handle(stop(0, 2), stop(1, 6))
+    assert group.alarms == {2: 5, 3: 5}
+
+
+def test_opening_with_more_than_was_wanted_starts_nobody_and_stops_nobody() -> None:
+    group = gathered(4)
+    assert group.open(Shortest(2), 3) == []
+    assert len(group.candidates) == 4
+
+
+def test_those_that_finished_before_the_opening_count() -> None:
+    group = gathered(2)
+    group.handle(stop(0, 2), stop(1, 4))
+    assert group.open(Shortest(3), 3) == [Start((2,))]
+    assert group.alarms == {}
+    assert group.handle(Started(2), stop(2, 3)) == [Complete({0: End.SHORT, 1: End.SHORT, 2: End.SHORT})]
+
+
+def test_a_group_may_be_complete_when_it_opens() -> None:
+    group = gathered(2)
+    group.handle(stop(0, 2), stop(1, 4))
+    assert group.open(InOrder(2), 2) == [Complete({0: End.SHORT, 1: End.SHORT})]
+    assert group.outcome is Outcome.COMPLETED
+
+
+def test_what_is_certain_is_delivered_at_the_opening() -> None:
+    group = gathered(2, early=True)
+    group.handle(stop(0, 2), Progress(1, 2))
+    assert group.open(Shortest(2), 2) == [Deliver(0)]
+
+
+def test_one_that_failed_before_the_opening_is_missing_and_takes_nothing_from_the_spare_ones() -> None:
+    group = gathered(3, spare=1)
+    assert group.handle(Lost(0), Failed(2, RuntimeError())) == []
+    assert group.open(Shortest(3), 3) == [Start((3, 4))]
+    assert group.handle(Lost(3)) == [Start((5,))]
+    stopped = [Stop(i, StopReason.CANCELLED) for i in (1, 5)]
+    assert group.handle(Lost(4))[:-1] == stopped
+
+
+def test_a_failure_that_others_would_share_ends_a_group_that_is_not_open() -> None:
+    group, error = gathered(2), RuntimeError("the engine is dead")
+    assert group.handle(Failed(0, error, retryable=False)) == [Stop(1, StopReason.CANCELLED), GiveUp(error)]
+    assert group.outcome is Outcome.FAILED
+    assert reasons(group) == [StopReason.FAILED, StopReason.CANCELLED]
+    assert group.gather() == []
+    assert group.open(Shortest(2), 2) == []
+
+
+def test_the_spare_ones_are_as_many_as_the_seats_unless_told_otherwise() -> None:
+    group = gathered(1, spare=None)
+    assert group.open(Shortest(2), 2) == [Start((1,))]
+    assert group.handle(Lost(0), Lost(1)) == [Start((2, 3))]
+    assert isinstance(group.handle(Lost(2))[-1], GiveUp)
+
+
+def test_a_gathering_group_that_is_cancelled_stops_what_runs() -> None:
+    group = gathered(3)
+    group.handle(stop(0, 2))
+    assert group.cancel() == [Stop(1, StopReason.CANCELLED), Stop(2, StopReason.CANCELLED)]
+    assert reasons(group) == [StopReason.CANCELLED] * 3
+    assert group.gather() == []
+    assert group.open(Shortest(2), 2) == []
+    assert group.handle(stop(1, 4), Failed(2, RuntimeError(), retryable=False)) == []
 
 
 # --- refusing ---------------------------------------------------------------
@@ -111,13 +225,10 @@ def test_a_second_end_is_refused() -> None:
 
 
 def test_a_failure_that_came_with_an_illegal_event_counts_at_the_next() -> None:
-    group = opened(Shortest(2), 2)
+    group, error = opened(Shortest(2), 2), RuntimeError()
     with pytest.raises(IllegalMove):
-        group.handle(Failed(0, RuntimeError()), Started(1))
-    stopped, gave_up = group.handle()
-    assert stopped == Stop(1, StopReason.CANCELLED)
-    assert isinstance(gave_up, GiveUp)
-    assert str(gave_up.error) == "1 of 2 trajectories are missing"
+        group.handle(Failed(0, error), Started(1))
+    assert group.handle() == [Stop(1, StopReason.CANCELLED), GiveUp(error)]
 
 
 # --- completing -------------------------------------------------------------
@@ -169,6 +280,74 @@ def test_what_is_known_to_belong_is_delivered_once_before_the_group_is_complete(
     assert group.handle(stop(0, 6)) == [Complete({0: End.SHORT, 1: End.SHORT})]
 
 
+def test_the_first_to_finish_complete_it_whatever_their_lengths() -> None:
+    group = opened(FirstFinish(2), 4)
+    assert group.handle(stop(3, 9)) == []
+    assert group.handle(Progress(0, 50), truncated(1, 4)) == []
+    assert group.handle(stop(2, 5)) == [
+        Stop(0, StopReason.LONGER_THAN_NEEDED),
+        Complete({2: End.SHORT, 3: End.SHORT}),
+    ]
+    assert reasons(group) == [StopReason.LONGER_THAN_NEEDED, StopReason.TRUNCATED, None, None]
+
+
+def test_of_those_that_finish_in_one_call_the_first_told_are_first() -> None:
+    group = opened(FirstFinish(2), 4)
+    assert group.handle(truncated(0, 1), stop(3, 7), stop(1, 7), stop(2, 3)) == [Complete({1: End.SHORT, 3: End.SHORT})]
+    assert [c.place for c in group.candidates] == [1, 3, 4, 2]
+
+
+def test_too_few_that_finish_are_filled_up_in_the_same_order() -> None:
+    group = opened(FirstFinish(2), 3, early=True)
+    assert group.handle(truncated(2, 9)) == []
+    assert group.handle(truncated(0, 8)) == []
+    assert group.handle(stop(1, 7)) == [Complete({1: End.SHORT, 2: End.FILL})]
+
+
+def test_the_first_to_finish_may_do_so_before_the_group_is_open() -> None:
+    group = gathered(3)
+    group.handle(stop(2, 9), Lost(0))
+    group.handle(stop(1, 5))
+    assert group.open(FirstFinish(1), 2) == [Complete({2: End.SHORT})]
+
+
+# --- watching ---------------------------------------------------------------
+
+
+def test_a_shadow_delivers_the_first_and_watches_the_others_to_their_end() -> None:
+    group = opened(Shadow(Shortest(2)), 4, early=True)
+    assert group.handle(stop(3, 2), stop(1, 3)) == [Deliver(1)]
+    assert group.handle(Progress(2, 50)) == []
+    assert not group.settled_all
+    assert group.handle(truncated(0, 9)) == [Deliver(0)]
+    assert group.settled_all
+    assert group.outcome is None
+    assert group.alarms == {}
+    assert group.handle(stop(2, 60)) == [Complete({0: End.FILL, 1: End.SHORT})]
+    assert reasons(group) == [None, None, StopReason.WATCHED, StopReason.WATCHED]
+
+
+def test_a_watched_one_that_fails_is_not_replaced() -> None:
+    group = opened(Shadow(Shortest(1)), 2, spare=1, early=True)
+    assert group.handle(stop(0, 2)) == [Deliver(0)]
+    assert group.handle(Failed(1, RuntimeError(), retryable=False)) == [Complete({0: End.SHORT})]
+    assert reasons(group) == [None, StopReason.FAILED]
+
+
+def test_the_next_in_order_takes_the_seat_of_one_that_failed() -> None:
+    group = opened(Shadow(Shortest(1)), 2, early=True)
+    assert group.handle(stop(1, 2)) == []
+    assert group.handle(Lost(0)) == [Complete({1: End.SHORT})]
+
+
+def test_a_shadow_that_is_cancelled_keeps_what_was_delivered() -> None:
+    group = opened(Shadow(Shortest(1)), 3, early=True)
+    group.handle(stop(0, 9), stop(1, 2))
+    assert group.cancel() == [Stop(2, StopReason.CANCELLED)]
+    assert [c.end for c in group.candidates] == [End.SHORT, None, None]
+    assert reasons(group) == [None, StopReason.CANCELLED, StopReason.CANCELLED]
+
+
 # --- failing ----------------------------------------------------------------
 
 
@@ -192,6 +371,12 @@ def test_giving_up_names_the_last_failure_whatever_else_was_heard() -> None:
     first, last = RuntimeError("first"), RuntimeError("last")
     group = opened(Shortest(2), 3)
     assert group.handle(Failed(0, first), Failed(1, last), Progress(2, 4))[-1] == GiveUp(last)
+
+
+def test_giving_up_does_not_name_one_that_was_stopped_from_here() -> None:
+    group, error = opened(SampledTail(1, 1), 3, lots=(0.9, 0.8, 0.1)), RuntimeError("no memory")
+    assert group.handle(stop(0, 2), Progress(1, 2), Progress(2, 2)) == [Stop(1, StopReason.TAIL_PRUNED)]
+    assert group.handle(Failed(2, error), Lost(1)) == [GiveUp(error)]
 
 
 def test_nobody_is_started_after_a_failure_that_others_would_share() -> None:
@@ -229,67 +414,158 @@ def test_a_restart_leaves_both_ends_of_the_group_as_they_were_wanted() -> None:
     assert group.handle(Started(3), stop(3, 7)) == [Complete({0: End.SHORT, 1: End.FILL, 3: End.LONG})]
 
 
-# --- cutting ----------------------------------------------------------------
+# --- limits -----------------------------------------------------------------
 
 
 def test_a_running_tail_is_cut_when_it_reaches_the_limit() -> None:
-    group = opened(SampledTail(1, 1), 3, lots=(0.9, 0.2, 0.1))
-    assert group.handle(LimitSet(6), stop(0, 2)) == []
-    assert group.handle(Progress(1, 2), Progress(2, 3)) == [Stop(1, StopReason.TAIL_PRUNED)]
+    group = opened(CutTail(1, 1), 4, lots=(0.9, 0.2, 0.1, 0.8))
+    assert group.handle(LimitSet(6), stop(0, 2), Progress(1, 2), Progress(2, 3), Progress(3, 3)) == []
+    assert group.alarms == {}
+    assert group.handle(stop(3, 5)) == []
+    assert group.alarms == {1: 5, 2: 5}
+    assert group.handle(Progress(1, 5)) == [Stop(1, StopReason.TAIL_PRUNED)]
+    assert group.handle(Progress(2, 5)) == []
     assert group.alarms == {2: 6}
     assert group.handle(Progress(2, 7)) == [Cut(2, 6), Complete({0: End.SHORT, 2: End.LONG})]
     assert (group.candidates[2].tokens, group.candidates[2].state) == (6, State.SELECTED)
 
 
-def test_a_tail_that_ended_beyond_the_limit_is_cut_afterwards() -> None:
-    group = opened(SampledTail(1, 1), 2, lots=(0.9, 0.1))
-    assert group.handle(stop(1, 9)) == []
-    assert group.handle(stop(0, 2), LimitSet(5)) == [Cut(1, 5), Complete({0: End.SHORT, 1: End.LONG})]
+def test_a_tail_is_never_cut_before_what_the_group_itself_needs() -> None:
+    group = opened(CutTail(1, 1), 3, lots=(0.9, 0.8, 0.1))
+    assert group.handle(LimitSet(3), stop(0, 2), Progress(2, 4), stop(1, 5)) == []
+    assert group.alarms == {2: 5}
+    assert group.handle(Progress(2, 5)) == [Cut(2, 5), Complete({0: End.SHORT, 2: End.LONG})]
 
 
-def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
-    group = opened(SampledTail(1, 2), 3, early=True)
-    assert Deliver(1) in group.handle(stop(0, 2), stop(1, 9), Progress(2, 3))
-    assert group.handle(LimitSet(5), Progress(2, 4)) == []
-    assert group.handle(Progress(2, 5))[0] == Cut(2, 5)
+def test_a_tail_that_ended_beyond_the_limit_is_cut_when_it_is_certain_where() -> None:
+    group = opened(CutTail(1, 1), 4, lots=(0.9, 0.1, 0.8, 0.7))
+    assert group.handle(LimitSet(3), truncated(1, 9), stop(0, 2), stop(2, 7)) == []
+    assert group.alarms == {3: 1}
+    assert group.handle(Progress(3, 5)) == []
+    assert group.alarms == {3: 6}
+    assert group.handle(stop(3, 6)) == [Cut(1, 6), Complete({0: End.SHORT, 1: End.LONG})]
+    assert group.candidates[1].tokens == 6
 
 
-def test_only_running_candidates_have_alarms() -> None:
-    group = opened(SampledTail(0, 2), 2)
-    group.handle(LimitSet(5), stop(0, 2))
-    assert group.alarms == {1: 5}
+def test_the_others_are_stopped_when_it_is_certain_that_nobody_is_cut() -> None:
+    group = opened(CutTail(1, 1), 3, lots=(0.9, 0.1, 0.8))
+    assert group.handle(LimitSet(5), stop(0, 2), Progress(2, 2)) == []
+    assert group.handle(stop(1, 5)) == [
+        Stop(2, StopReason.TAIL_PRUNED),
+        Complete({0: End.SHORT, 1: End.LONG}),
+    ]
 
 
-def test_one_that_only_fills_up_is_returned_whole() -> None:
-    group = opened(SampledTail(2, 0), 2)
-    group.handle(LimitSet(5), stop(0, 2))
-    assert group.handle(truncated(1, 9)) == [Complete({0: End.SHORT, 1: End.FILL})]
+def test_a_tail_that_ended_before_there_was_a_limit_is_cut_afterwards() -> None:
+    group = opened(CutTail(1, 1), 3, lots=(0.9, 0.1, 0.8))
+    assert group.handle(stop(1, 9), stop(0, 2)) == []
+    assert group.handle(LimitSet(5), stop(2, 4)) == [Cut(1, 5), Complete({0: End.SHORT, 1: End.LONG})]
+
+
+def test_a_group_that_is_complete_before_there_is_a_limit_keeps_its_tail_whole() -> None:
+    group = opened(CutTail(1, 1), 2)
+    assert group.handle(stop(0, 2), stop(1, 9)) == [Complete({0: End.SHORT, 1: End.LONG})]
+    assert group.handle(LimitSet(5)) == []
     assert group.candidates[1].tokens == 9
 
 
-def test_a_newcomer_takes_no_seat_from_one_that_was_cut() -> None:
-    group = opened(SampledTail(1, 2), 3, lots=(0.9, 0.5, 0.6, 0.0), spare=1)
-    assert group.handle(LimitSet(4), stop(0, 2), Progress(1, 4)) == [Cut(1, 4)]
-    assert group.handle(Lost(2)) == [Start((3,))]
-    assert group.handle(Started(3), stop(3, 1)) == [Complete({0: End.LONG, 1: End.LONG, 3: End.SHORT})]
+def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
+    group = opened(CutTail(1, 2), 5, lots=(0.9, 0.1, 0.2, 0.8, 0.7), early=True)
+    assert group.handle(stop(0, 2), stop(1, 9)) == [Deliver(1)]
+    assert group.handle(LimitSet(5), Progress(2, 4), stop(3, 3), stop(4, 4)) == [Deliver(0)]
+    assert group.handle(Progress(2, 5)) == [Cut(2, 5), Complete({0: End.SHORT, 1: End.LONG, 2: End.LONG})]
+
+
+def test_what_may_yet_be_cut_is_not_delivered() -> None:
+    group = opened(CutTail(1, 1), 3, lots=(0.1, 0.5, 0.6), early=True)
+    assert group.handle(LimitSet(3), stop(0, 9)) == []
+    assert group.handle(stop(1, 2), Progress(2, 1)) == [Deliver(1)]
+    assert group.handle(stop(2, 2)) == [Cut(0, 3), Complete({0: End.LONG, 1: End.SHORT})]
+
+
+def test_only_the_first_limit_counts() -> None:
+    group = opened(CutTail(1, 1), 3, lots=(0.9, 0.8, 0.1))
+    group.handle(LimitSet(6), stop(0, 2), stop(1, 3))
+    assert group.handle(LimitSet(4), Progress(2, 5)) == []
+    assert (group.limit, group.alarms) == (6, {2: 6})
+
+
+def test_without_enough_valid_ones_nobody_is_cut() -> None:
+    group = opened(CutTail(1, 2), 3, lots=(0.9, 0.5, 0.1))
+    assert group.handle(LimitSet(3), stop(0, 2), truncated(1, 9), Progress(2, 8)) == []
+    assert group.handle(stop(2, 9)) == [Complete({0: End.SHORT, 1: End.FILL, 2: End.LONG})]
+
+
+def test_a_newcomer_takes_no_seat_from_a_tail_that_may_be_cut() -> None:
+    group = opened(CutTail(1, 1), 2, lots=(0.9, 0.5, 0.0), spare=1)
+    assert group.handle(LimitSet(4), stop(0, 2), Lost(1)) == [Start((2,))]
+    assert group.handle(Started(2), Progress(2, 9)) == []
+    assert group.handle(stop(2, 10)) == [Complete({0: End.SHORT, 2: End.LONG})]
 
 
 def test_what_the_engine_still_says_about_one_that_was_cut_changes_nothing() -> None:
-    group = opened(SampledTail(0, 2), 2)
-    assert group.handle(LimitSet(4), Progress(1, 4)) == [Cut(1, 4)]
-    assert group.handle(truncated(1, 5)) == []
-    assert group.handle(stop(0, 3)) == [Complete({0: End.LONG, 1: End.LONG})]
-    assert group.candidates[1].tokens == 4
+    group = opened(CutTail(1, 2), 4, lots=(0.9, 0.8, 0.2, 0.1))
+    assert group.handle(LimitSet(4), stop(0, 2), stop(1, 3), Progress(2, 3), Progress(3, 4)) == []
+    assert group.handle(stop(2, 4)) == [Cut(3, 4), Complete({0: End.SHORT, 2: End.LONG, 3: End.LONG})]
+    assert group.handle(truncated(3, 5)) == []
+    assert (group.candidates[3].tokens, group.candidates[3].place) == (4, 0)
+
+
+def test_whoever_reaches_the_deadline_of_its_group_is_stopped() -> None:
+    group = opened(DeadlineTail(1, 1), 4)
+    assert group.handle(LimitSet(6), stop(0, 2), Progress(1, 9)) == []
+    assert group.alarms == {}
+    assert group.handle(stop(2, 8)) == [Stop(1, StopReason.TAIL_PRUNED)]
+    assert group.alarms == {3: 8}
+    assert group.handle(stop(3, 7)) == [Complete({0: End.SHORT, 3: End.LONG})]
+    assert reasons(group) == [None, StopReason.TAIL_PRUNED, StopReason.MIDDLE, None]
+
+
+def test_before_there_is_a_limit_the_longest_is_waited_for() -> None:
+    group = opened(DeadlineTail(1, 1), 3)
+    assert group.handle(stop(0, 2), stop(1, 3), Progress(2, 20)) == []
+    assert group.alarms == {}
+    assert group.handle(LimitSet(20)) == [
+        Stop(2, StopReason.TAIL_PRUNED),
+        Complete({0: End.SHORT, 1: End.LONG}),
+    ]
+
+
+def test_what_a_group_needs_falls_as_shorter_ones_come_in() -> None:
+    group = opened(LongestTail(1, 1), 4)
+    group.handle(stop(0, 9), truncated(1, 1))
+    assert group.needed is None
+    group.handle(stop(2, 5))
+    assert group.needed == 9
+    group.handle(stop(3, 4))
+    assert group.needed == 5
 
 
 # --- cancelling -------------------------------------------------------------
 
 
 def test_a_cancelled_group_stops_what_runs_and_discards_all() -> None:
-    group = opened(Shortest(2), 3, early=True)
+    group = opened(Shortest(2), 3)
     group.handle(stop(0, 2), Lost(1))
     assert group.cancel() == [Stop(2, StopReason.CANCELLED)]
     assert reasons(group) == [StopReason.CANCELLED, StopReason.FAILED, StopReason.CANCELLED]
     assert group.outcome is Outcome.CANCELLED
     assert group.handle(stop(2, 1)) == []
     assert group.cancel() == []
+
+
+def test_what_was_delivered_stays_selected_when_the_group_is_cancelled() -> None:
+    group = opened(SampledTail(1, 1), 4, lots=(0.9, 0.1, 0.8, 0.7), early=True)
+    assert group.handle(stop(0, 2), truncated(1, 9), stop(2, 4)) == [Deliver(1)]
+    assert group.cancel() == [Stop(3, StopReason.CANCELLED)]
+    assert [c.end for c in group.candidates] == [None, End.FILL, None, None]
+    assert reasons(group) == [StopReason.CANCELLED, None, StopReason.CANCELLED, StopReason.CANCELLED]
+
+
+def test_what_was_delivered_stays_selected_when_the_group_gives_up() -> None:
+    group = opened(Shortest(2), 2, early=True)
+    group.handle(stop(0, 2), Progress(1, 2))
+    error = RuntimeError("no memory")
+    assert group.handle(Failed(1, error)) == [GiveUp(error)]
+    assert [c.end for c in group.candidates] == [End.SHORT, None]
+    assert reasons(group) == [None, StopReason.FAILED]

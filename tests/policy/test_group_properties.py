@@ -7,23 +7,34 @@ from hypothesis import strategies as st
 
 from darts_server.policy.candidate import State
 from darts_server.policy.events import Failed, Finished, LimitSet, Lost, Progress, Scored, Started
-from darts_server.policy.selection import LongestTail, SampledTail
+from darts_server.policy.selection import Shadow
+from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import End, FinishReason, Outcome, StopReason
 from tests.policy.cases import (
-    LONGEST_TAILS,
-    SAMPLED_TAILS,
+    CUT_TAILS,
+    DEADLINE_TAILS,
+    FIRST_FINISH,
+    SHADOWS,
+    TIMELESS,
+    WITH_DEADLINE,
     WITH_FAILURES,
     WITH_THE_END_OF_THE_ENGINE,
+    WITHOUT_DEADLINE,
     WITHOUT_FAILURES,
-    WITHOUT_TAIL,
     Case,
     cases,
 )
-from tests.policy.oracle import Fate, chosen, possible
+from tests.policy.oracle import Fate, Fates, chosen, cut_lengths, deadline, possible
 from tests.policy.world import Ending, Peek, World
 
 thoroughly = settings(max_examples=3 * settings().max_examples)
 """For the properties in which a mistake hides best."""
+
+
+def is_small(case: Case) -> bool:
+    """Whether all futures can be tried."""
+    return max(case.candidates, len(case.gathers)) <= 5
+
 
 # --- the selection ----------------------------------------------------------
 
@@ -36,60 +47,104 @@ def test_the_group_is_what_the_rule_makes_of_all_true_lengths(case: Case) -> Non
     assert_ended_well(case, world)
 
 
-@given(cases(WITHOUT_FAILURES), cases(WITHOUT_FAILURES, most=12))
+@thoroughly
+@given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2, cut=True))
+def test_so_is_a_group_with_a_deadline(case: Case) -> None:
+    world = case.world().run()
+    assert_exact(case, world, world.fates())
+    assert_ended_well(case, world)
+    event("cut" if world.cuts else "not cut")
+    event("pruned" if any(s.reason is StopReason.TAIL_PRUNED for s in world.stopped.values()) else "not pruned")
+
+
+@given(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE), cases(WITHOUT_FAILURES, most=12))
 def test_the_group_does_not_depend_on_timing(case: Case, other: Case) -> None:
-    lives = zip(case.truths, [*other.truths, *case.truths], strict=False)
-    truths = [replace(ours, delay=theirs.delay, speed=theirs.speed) for ours, theirs in lives]
-    changed = replace(case, truths=truths, order=other.order, peek=other.peek, at_once=other.early, early=other.early)
-    assert changed.world().run().selection == case.world().run().selection
+    assert case.world().run().selection == at_another_time(case, other).world().run().selection
 
 
 @thoroughly
-@given(cases(WITH_FAILURES, max_spare=6, most=6))
+@given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2), cases(WITHOUT_FAILURES, most=12), st.integers(1, 4))
+def test_neither_does_a_group_whose_limit_was_there_before(case: Case, other: Case, limit: int) -> None:
+    case = replace(case, limits={0: limit})
+    here, there = case.world().run(), at_another_time(case, other).world().run()
+    assert (here.selection, here.cuts) == (there.selection, there.cuts)
+    event("cut" if here.cuts else "not cut")
+
+
+def at_another_time(case: Case, other: Case) -> Case:
+    """The same truths, begun, lived and told as in ``other``."""
+    lives = zip(case.truths, [*other.truths, *case.truths], strict=False)
+    return replace(
+        case,
+        truths=[replace(ours, delay=theirs.delay, speed=theirs.speed) for ours, theirs in lives],
+        order=other.order,
+        peek=other.peek,
+        at_once=other.early,
+        early=other.early,
+        gathers=other.gathers[: case.candidates],
+        opening=other.opening,
+    )
+
+
+@thoroughly
+@given(cases(WITH_FAILURES, max_spare=6, most=6, cut=True))
 def test_with_failures_the_rule_chooses_among_those_that_remain(case: Case) -> None:
     world = case.world().run()
     if world.selection is not None:
-        assert world.selection == chosen_of_those_that_remain(case, world)
-    event("restarted" if len(world.runs) > case.candidates else "not restarted")
-    event("delivered and restarted" if world.delivered and len(world.runs) > case.candidates else "not so")
+        assert_exact(case, world, {i: fate for i, fate in world.fates().items() if i not in world.gone})
+    restarted = len(world.runs) > world.in_all
+    event("restarted" if restarted else "not restarted")
+    event("delivered and restarted" if world.delivered and restarted else "not so")
+    event("cut" if world.cuts else "not cut")
 
 
-def chosen_of_those_that_remain(case: Case, world: World) -> dict[int, End]:
-    """Whoever was cut counts as truncated there, but is as long as the tail is."""
-    fates = world.fates() | {i: world.finished[i] for i in world.cuts}
-    ends = chosen(case.rule, {i: fate for i, fate in fates.items() if i not in world.gone})
-    return {i: End.LONG if i in world.cuts else end for i, end in ends.items()}
+def assert_exact(case: Case, world: World, fates: Fates) -> None:
+    """The group is the rule's choice. Whoever is cut counts as truncated there, but is as long as the tail is."""
+    cuts = {i: end for i, end in cut_lengths(case.rule, fates, world.limit).items() if i not in world.whole}
+    assert world.cuts == cuts
+    assert world.selection == chosen(case.rule, fates, world.limit) | dict.fromkeys(cuts, End.LONG)
 
 
 # --- stopping ---------------------------------------------------------------
 
 
 @thoroughly
-@given(cases(WITHOUT_FAILURES, most=5, max_length=5).filter(lambda case: case.candidates <= 5))
+@given(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE | FIRST_FINISH, most=5, max_length=5).filter(is_small))
 def test_a_candidate_is_stopped_when_no_future_selects_it_and_not_before(case: Case) -> None:
     world = case.world()
-    moments = world.moments()
-    next(moments)  # open: a group decides whom to stop when it hears something
-    for _ in moments:
-        some, _ = futures(case, world)
-        assert world.known.keys() == some & (world.known.keys() | world.stopped.keys())
+    for _ in world.moments():
+        if world.group.is_open and not isinstance(case.rule, Shadow):
+            some, _ = outlook(case, world)
+            assert world.known.keys() == some & (world.known.keys() | world.stopped.keys())
 
 
-@given(cases([Ending.STOP], most=5, max_length=5).filter(lambda case: case.candidates <= 5))
+@thoroughly
+@given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, most=5, max_length=5, cut=True).filter(is_small))
+def test_with_a_deadline_nobody_is_stopped_that_some_future_selects(case: Case) -> None:
+    world = case.world()
+    for _ in world.moments():
+        some, _ = outlook(case, world)
+        assert not world.stopped.keys() & some
+    event("stopped" if world.stopped else "not stopped")
+
+
+@given(cases([Ending.STOP], most=5, max_length=5).filter(is_small))
 def test_a_trajectory_is_delivered_when_every_future_selects_it_and_not_before(case: Case) -> None:
-    """With a sampled tail some are delivered later than that; never sooner."""
+    """With a tail other than the longest some are delivered later than that; never sooner."""
     world = replace(case, early=True, peek=Peek.EVERYTHING).world()
     for _ in world.moments():
-        if world.selection is None:
-            _, every = futures(case, world)
+        if world.selection is None and world.group.is_open:
+            _, every = outlook(case, world)
             assert world.delivered.keys() <= every
-            assert isinstance(case.rule, SampledTail) or world.delivered.keys() == every & world.finished.keys()
+            late = isinstance(case.rule, SampledTail | DeadlineTail | CutTail)
+            assert late or world.delivered.keys() == every & world.finished.keys()
 
 
-def futures(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
+def outlook(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
     tokens = world.known | {i: stopped.known for i, stopped in world.stopped.items()}
     open_ones = ((i, known, world.draw(i)) for i, known in sorted(tokens.items()))
-    return possible(case.rule, tuple(sorted(world.finished.items(), key=lambda f: f[0])), tuple(open_ones))
+    ended = ((i, fate) for i, fate in sorted(world.finished.items(), key=lambda f: f[0]))
+    return possible(case.rule, tuple(ended), tuple(open_ones), world.limit)
 
 
 @given(cases(WITHOUT_FAILURES, of=st.builds(LongestTail, st.integers(0, 3), st.integers(1, 2)), max_length=20))
@@ -97,10 +152,31 @@ def test_the_longest_tail_stops_nobody(case: Case) -> None:
     assert not case.world().run().stopped
 
 
+@given(cases(WITHOUT_FAILURES, of=SHADOWS, max_length=20, cut=True))
+def test_a_shadow_stops_and_cuts_nobody_and_waits_for_all(case: Case) -> None:
+    world = case.world().run()
+    assert not world.stopped
+    assert not world.cuts
+    assert all(run.over for run in world.runs)
+    surplus = [c.reason for c in world.group.candidates if c.reason is not None]
+    assert surplus == [StopReason.WATCHED] * (len(world.runs) - case.rule.size)
+
+
+@given(cases(WITHOUT_FAILURES, of=DEADLINE_TAILS, cut=True))
+def test_a_deadline_tail_stops_whoever_reaches_the_deadline_and_nobody_else(case: Case) -> None:
+    assume(case.rule.size > case.rule.num_shortest)
+    world = replace(case, peek=Peek.EVERYTHING).world()
+    for _ in world.moments():
+        end = deadline(world.finished, case.rule.size, world.limit)
+        late = {i for i, tokens in world.known.items() if end is not None and tokens >= end}
+        assert not late or not world.group.is_open
+        assert all(stop.tokens >= (end or 0) for stop in world.stopped.values())
+
+
 @thoroughly
-@given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=3), st.booleans())
+@given(cases(WITH_THE_END_OF_THE_ENGINE, of=TIMELESS, max_spare=3), st.booleans())
 def test_alarms_show_everything_that_matters(case: Case, cut: bool) -> None:
-    case = replace(case, at_once=True, limits={2: 4, 5: 3} if cut else {})
+    case = replace(case, at_once=True, limits={2: 4} if cut else {})
     asked = replace(case, peek=Peek.ALARMS).world().run()
     told = replace(case, peek=Peek.EVERYTHING).world().run()
     assert sights(asked) == sights(told)
@@ -133,14 +209,14 @@ def test_nothing_is_delivered_early_unless_asked_for(case: Case) -> None:
 @thoroughly
 @given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=6), st.booleans())
 def test_every_group_ends_and_every_candidate_ends_once(case: Case, cut: bool) -> None:
-    world = replace(case, limits={1: 6, 4: 3} if cut else {}).world().run()
+    world = replace(case, limits={1: 6} if cut else {}).world().run()
     assert_ended_well(case, world)
     event(str(world.group.outcome))
 
 
 def assert_ended_well(case: Case, world: World) -> None:
     group = world.group
-    assert len(group.candidates) == len(world.runs) <= case.candidates + case.spare
+    assert len(group.candidates) == len(world.runs) <= world.in_all + case.spare
     assert not world.known
     assert not group.alarms
     assert (world.selection is None) != (world.gave_up is None)
@@ -155,6 +231,7 @@ def assert_ended_well(case: Case, world: World) -> None:
         assert_completed(case, world)
     else:
         assert_given_up(case, world)
+        assert_delivered_stay(case, world)
 
 
 def assert_completed(case: Case, world: World) -> None:
@@ -165,16 +242,26 @@ def assert_completed(case: Case, world: World) -> None:
     assert world.selection == {c.index: c.end for c in world.group.candidates if c.end is not None}
     for i in world.selection:
         candidate = world.group.candidates[i]
-        assert Fate(candidate.tokens, candidate.valid, candidate.draw) == world.finished[i]
+        assert Fate(candidate.tokens, candidate.valid, candidate.draw, candidate.place) == world.finished[i]
         assert candidate.cut == (i in world.cuts)
 
 
 def assert_given_up(case: Case, world: World) -> None:
     assert world.group.outcome is Outcome.FAILED
     left = len(world.runs) - len(world.gone)
-    unused = case.candidates + case.spare - len(world.runs)
-    assert case.rule.size - left > unused or world.broken
-    assert case.rule.size > left
+    unused = world.in_all + case.spare - len(world.runs)
+    if world.group.is_open:
+        assert case.rule.size - left > unused or world.broken
+        assert case.rule.size > left
+    else:
+        assert world.broken
+
+
+def assert_delivered_stay(case: Case, world: World) -> None:
+    """In a group that has none in the end, they count as what they are of those that finished."""
+    ends = chosen(case.rule, world.finished, world.limit) | dict.fromkeys(world.cuts, End.LONG)
+    selected = {c.index: c.end for c in world.group.candidates if c.state is State.SELECTED}
+    assert selected == {i: ends[i] for i in world.delivered}
 
 
 @given(cases(WITH_FAILURES, max_spare=6, cut=True), st.integers(0, 12))
@@ -191,7 +278,9 @@ def test_a_cancelled_group_stops_everything_and_hears_nothing_more(case: Case, m
     assert world.stopped.keys() - stopped == running
     assert not world.known
     reasons = {c.index: c.reason for c in world.group.candidates}
-    assert all(reasons[i] is StopReason.CANCELLED for i in reasons.keys() - stopped - failed)
+    for i in reasons.keys() - stopped - failed:
+        assert reasons[i] is (None if i in world.delivered else StopReason.CANCELLED)
+    assert_delivered_stay(case, world)
     assert_late_words_change_nothing(world, sorted(running))
 
 
@@ -209,30 +298,40 @@ def assert_late_words_change_nothing(world: World, running: list[int]) -> None:
     assert not world.group.alarms
 
 
-# --- cutting ----------------------------------------------------------------
-
-
-@given(cases(WITHOUT_FAILURES, of=SAMPLED_TAILS, cut=True))
-def test_a_cut_changes_where_the_tail_ends_and_not_who_is_in_the_group(case: Case) -> None:
-    world = case.world().run()
-    whole = chosen(case.rule, world.fates())
-    assert not any(whole[i] is End.SHORT for i in world.cuts)
-    assert world.selection == {i: End.LONG if i in world.cuts else end for i, end in whole.items()}
-    event("cut" if world.cuts else "not cut")
+# --- limits -----------------------------------------------------------------
 
 
 @thoroughly
-@given(cases(WITH_FAILURES, of=SAMPLED_TAILS, cut=True, max_spare=6))
-def test_a_cut_candidate_is_in_the_tail_with_exactly_its_limit(case: Case) -> None:
+@given(cases(WITH_FAILURES, of=CUT_TAILS, cut=True, max_spare=6))
+def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> None:
     world = case.world().run()
     for i, tokens in world.cuts.items() if world.selection is not None else ():
         candidate = world.group.candidates[i]
         assert candidate.cut
         assert (candidate.end, candidate.tokens, candidate.finish_reason) == (End.LONG, tokens, FinishReason.LENGTH)
-    if world.selection is not None:
-        assert world.selection == chosen_of_those_that_remain(case, world)
 
 
-@given(cases(WITH_FAILURES, of=WITHOUT_TAIL | LONGEST_TAILS, max_spare=6, cut=True))
-def test_only_a_sampled_tail_is_cut(case: Case) -> None:
-    assert not case.world().run().cuts
+@given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE | FIRST_FINISH, max_spare=6), st.integers(0, 20), st.integers(1, 8))
+def test_a_limit_is_nothing_to_a_rule_without_a_deadline(case: Case, moment: int, limit: int) -> None:
+    world = case.world()
+    for passed, _ in enumerate(world.moments()):
+        if passed == moment:
+            world.tell(LimitSet(limit))
+    assert sights(world) == sights(case.world().run())
+
+
+@given(cases(WITH_FAILURES, of=WITH_DEADLINE, max_spare=6), st.integers(1, 8), st.lists(st.integers(1, 8), max_size=3))
+def test_only_the_first_limit_counts(case: Case, first: int, others: list[int]) -> None:
+    world, same = case.world(), case.world()
+    for limit in (first, *others):
+        world.tell(LimitSet(limit))
+    same.tell(LimitSet(first))
+    assert sights(world.run()) == sights(same.run())
+
+
+@given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=3, cut=True))
+def test_needed_is_the_length_of_the_last_of_the_shortest_so_far(case: Case) -> None:
+    world = case.world()
+    for _ in world.moments():
+        if world.group.is_open:
+            assert world.group.needed == deadline(world.finished, case.rule.size, 0)

@@ -3,23 +3,31 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from darts_server.policy.candidate import Candidate, State
-from darts_server.policy.selection import InOrder, LongestTail, SampledTail, Shortest, Verdict
+from darts_server.policy.selection import FirstFinish, InOrder, Shadow, Shortest, Verdict
+from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import End, FinishReason, StopReason
-from tests.policy.cases import RULES
-from tests.policy.oracle import Fate, Rule, chosen, possible
+from tests.policy.cases import CUT_TAILS, DEADLINE_TAILS, FIRST_FINISH, RULES, WITHOUT_DEADLINE
+from tests.policy.oracle import Fate, Known, Open, Rule, chosen, cut_lengths, deadline, futures, possible
 
 cheap = settings(max_examples=3 * settings().max_examples)
+thoroughly = settings(max_examples=6 * settings().max_examples)
 
 
-def ended(index: int, tokens: int, *, valid: bool = True, draw: float = 0.5) -> Candidate:
+RuleT = TypeVar("RuleT", bound=Rule)
+RANDOMS = st.randoms(use_true_random=True)
+LIMITS = st.none() | st.integers(1, 8)
+
+
+def ended(index: int, tokens: int, *, valid: bool = True, draw: float = 0.5, place: int = 0) -> Candidate:
     reason = FinishReason.STOP if valid else FinishReason.LENGTH
-    return Candidate(index, draw=draw, state=State.FINISHED, tokens=tokens, finish_reason=reason)
+    return Candidate(index, draw=draw, state=State.FINISHED, tokens=tokens, finish_reason=reason, place=place)
 
 
 def running(index: int, tokens: int, *, draw: float = 0.5) -> Candidate:
@@ -29,13 +37,19 @@ def running(index: int, tokens: int, *, draw: float = 0.5) -> Candidate:
 # --- choosing ---------------------------------------------------------------
 
 
-@given(RULES, st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=10), st.randoms())
-def test_a_rule_chooses_what_its_definition_says(rule: Rule, ends: list[tuple[int, bool]], random: Random) -> None:
-    draws = random.sample(range(100), len(ends))
-    fates = {i: Fate(length, valid, draw) for i, ((length, valid), draw) in enumerate(zip(ends, draws, strict=True))}
-    finished = [ended(i, fate.length, valid=fate.valid, draw=fate.draw) for i, fate in fates.items()]
+@cheap
+@given(RULES, st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=10), LIMITS, RANDOMS)
+def test_a_rule_chooses_what_its_definition_says(
+    rule: Rule, ends: list[tuple[int, bool]], limit: int | None, random: Random
+) -> None:
+    draws, places = random.sample(range(100), len(ends)), random.sample(range(100), len(ends))
+    fates = {
+        i: Fate(length, valid, draw, place)
+        for i, ((length, valid), draw, place) in enumerate(zip(ends, draws, places, strict=True))
+    }
+    finished = [ended(i, f.length, valid=f.valid, draw=f.draw, place=f.place) for i, f in fates.items()]
     random.shuffle(finished)
-    assert rule.select(finished) == chosen(rule, fates)
+    assert rule.select(finished, limit) == chosen(rule, fates, limit)
 
 
 def test_the_shortest_are_short_and_truncated_ones_fill() -> None:
@@ -77,9 +91,49 @@ def test_in_order_takes_the_first_however_they_ended() -> None:
     assert InOrder(2).select(finished) == {0: End.FILL, 1: End.SHORT}
 
 
+def test_the_first_to_finish_are_short_and_truncated_ones_fill_in_the_same_order() -> None:
+    finished = [
+        ended(0, 1, place=4),
+        ended(1, 9, place=2),
+        ended(2, 3, valid=False, place=3),
+        ended(3, 5, valid=False, place=1),
+    ]
+    assert FirstFinish(1).select(finished) == {1: End.SHORT}
+    assert FirstFinish(3).select(finished) == {0: End.SHORT, 1: End.SHORT, 3: End.FILL}
+
+
+def test_a_shadow_returns_the_first_whatever_is_shadowed() -> None:
+    finished = [ended(2, 1), ended(0, 9, valid=False), ended(1, 5)]
+    assert Shadow(Shortest(2)).select(finished) == {0: End.FILL, 1: End.SHORT}
+
+
+def test_the_longest_are_those_that_made_the_deadline() -> None:
+    finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
+    rule = DeadlineTail(1, 1)
+    assert rule.select(finished) == {1: End.SHORT, 0: End.LONG}
+    assert rule.select(finished, 9) == {1: End.SHORT, 0: End.LONG}
+    assert rule.select(finished, 5) == {1: End.SHORT, 3: End.LONG}
+
+
+def test_a_deadline_is_never_less_than_the_group_itself_needs() -> None:
+    finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
+    assert DeadlineTail(1, 1).select(finished, 1) == {1: End.SHORT, 2: End.LONG}
+    assert DeadlineTail(1, 2).select(finished, 1) == {1: End.SHORT, 2: End.LONG, 3: End.LONG}
+    assert DeadlineTail(1, 3).select(finished, 1) == {1: End.SHORT, 2: End.LONG, 3: End.LONG, 0: End.LONG}
+
+
 @pytest.mark.parametrize(
     ("rule", "short", "size"),
-    [(InOrder(3), 3, 3), (Shortest(3), 3, 3), (LongestTail(3, 1), 3, 4), (SampledTail(3, 1), 3, 4)],
+    [
+        (InOrder(3), 3, 3),
+        (Shortest(3), 3, 3),
+        (FirstFinish(3), 3, 3),
+        (Shadow(SampledTail(3, 1)), 4, 4),
+        (LongestTail(3, 1), 3, 4),
+        (SampledTail(3, 1), 3, 4),
+        (DeadlineTail(3, 1), 3, 4),
+        (CutTail(3, 1), 3, 4),
+    ],
 )
 def test_a_rule_knows_its_seats(rule: Rule, short: int, size: int) -> None:
     assert (rule.num_shortest, rule.size) == (short, size)
@@ -92,6 +146,10 @@ def test_a_rule_knows_its_seats(rule: Rule, short: int, size: int) -> None:
         (Shortest(1), StopReason.LONGER_THAN_NEEDED, StopReason.TRUNCATED),
         (LongestTail(1, 1), StopReason.MIDDLE, StopReason.TRUNCATED),
         (SampledTail(1, 1), StopReason.MIDDLE, StopReason.TRUNCATED),
+        (DeadlineTail(1, 1), StopReason.MIDDLE, StopReason.TRUNCATED),
+        (CutTail(1, 1), StopReason.MIDDLE, StopReason.TRUNCATED),
+        (FirstFinish(1), StopReason.LONGER_THAN_NEEDED, StopReason.TRUNCATED),
+        (Shadow(Shortest(1)), StopReason.WATCHED, StopReason.WATCHED),
     ],
 )
 def test_the_rule_says_why_a_finished_one_is_surplus(rule: Rule, valid: StopReason, truncated: StopReason) -> None:
@@ -120,7 +178,6 @@ def test_one_that_lost_the_lottery_is_pruned_from_the_tail() -> None:
     done = [ended(0, 2, draw=0.9), ended(1, 5, draw=0.1)]
     verdict = SampledTail(1, 1).assess([running(2, 5, draw=0.2), running(3, 0, draw=0.2)], done, early=False)
     assert verdict.hopeless == {2: StopReason.TAIL_PRUNED}
-    assert verdict.tail == frozenset({1})
 
 
 def test_one_that_passes_any_of_the_shortest_can_decide_the_lottery() -> None:
@@ -143,58 +200,179 @@ def test_a_drawn_one_is_certain_to_belong_if_it_is_valid_or_enough_others_are() 
     assert SampledTail(1, 1).assess(going, [ended(2, 7), truncated], early=True).settled == {1}
 
 
-def test_candidates_that_only_fill_up_are_not_the_tail() -> None:
+def test_the_first_that_finish_are_certain_at_once_and_the_rest_hopeless() -> None:
+    rule, going = FirstFinish(2), [running(4, 0), running(5, 9)]
+    assert rule.assess(going, [ended(0, 9, place=1)], early=True) == Verdict(frozenset({0}))
+    done = [ended(0, 9, place=1), ended(2, 8, valid=False, place=2), ended(1, 7, place=3)]
+    longer = StopReason.LONGER_THAN_NEEDED
+    assert rule.assess(going, done, early=True) == Verdict(frozenset({0, 1}), {4: longer, 5: longer})
+
+
+def test_a_truncated_one_is_not_certain_to_be_among_the_first_while_others_run() -> None:
+    done = [ended(0, 9, valid=False, place=1)]
+    assert FirstFinish(1).assess([running(1, 0)], done, early=True) == Verdict(frozenset())
+    assert FirstFinish(1).assess([], done, early=True) == Verdict(frozenset({0}))
+
+
+def test_a_shadow_watches_until_nothing_runs() -> None:
+    rule, done = Shadow(Shortest(1)), [ended(0, 9), ended(1, 2)]
+    assert rule.assess([running(2, 9)], done, early=True) == Verdict(frozenset({0}), watching=True)
+    assert rule.assess([], done, early=True) == Verdict(frozenset({0}))
+
+
+def test_candidates_that_only_fill_up_are_not_cut() -> None:
     done = [ended(0, 2), ended(1, 5, valid=False), ended(2, 6, valid=False)]
-    verdict = SampledTail(2, 1).assess([], done, early=False)
-    assert verdict.settled == frozenset({0, 1, 2})
-    assert verdict.tail == frozenset()
+    assert CutTail(2, 1).assess([], done, early=False, limit=1) == Verdict(frozenset({0, 1, 2}))
 
 
-def states(most: int, max_tokens: int) -> st.SearchStrategy[list[tuple[str, int]]]:
-    return st.lists(
-        st.tuples(st.sampled_from(["running", "running", "stop", "stop", "length"]), st.integers(0, max_tokens)),
-        max_size=most,
+def test_a_drawn_one_beyond_the_limit_waits_for_those_that_may_come_in_before() -> None:
+    """Candidate 1 is drawn. Where it ends hangs on 3, which may still be shorter than the second shortest."""
+    done = [ended(0, 2, draw=0.9), ended(1, 9, draw=0.1), ended(2, 6, draw=0.8)]
+    rule, going = CutTail(1, 1), running(3, 4, draw=0.2)
+    waiting = rule.assess([going], done, early=False, limit=3)
+    assert waiting == Verdict(frozenset({0}), alarms={3: 5})
+    certain = rule.assess([replace(going, tokens=5)], done, early=False, limit=3)
+    assert certain == Verdict(frozenset({0, 1}), {3: StopReason.TAIL_PRUNED}, cuts={1: 6})
+
+
+def test_a_loser_of_the_lottery_runs_on_for_the_deadline_and_no_longer() -> None:
+    done = [ended(0, 2, draw=0.9), ended(1, 9, draw=0.2)]
+    going = [running(2, 4, draw=0.1), running(3, 4, draw=0.8)]
+    assert not CutTail(1, 1).assess(going, done, early=False, limit=20).hopeless
+    assert SampledTail(1, 1).assess(going, done, early=False).hopeless == {3: StopReason.TAIL_PRUNED}
+    done.append(ended(4, 4, draw=0.7))
+    verdict = CutTail(1, 1).assess(going, done, early=False, limit=20)
+    assert (verdict.hopeless, verdict.alarms) == ({3: StopReason.TAIL_PRUNED}, {2: 20})
+
+
+def test_what_may_be_short_or_else_cut_is_not_certain_beyond_the_limit() -> None:
+    """Candidate 0 belongs either way, but with its first tokens only if two others come in before it."""
+    going, drawn = [running(1, 0, draw=0.5), running(2, 0, draw=0.6)], [ended(0, 9, draw=0.1)]
+    assert CutTail(1, 1).assess(going, drawn, early=True).settled == {0}
+    assert CutTail(1, 1).assess(going, drawn, early=True, limit=9).settled == {0}
+    assert CutTail(1, 1).assess(going, drawn, early=True, limit=8).settled == set()
+
+
+def test_what_is_surely_short_is_certain_beyond_the_limit_too() -> None:
+    going = [running(1, 9), running(2, 9)]
+    assert CutTail(1, 1).assess(going, [ended(0, 9)], early=True, limit=3).settled == {0}
+
+
+def test_whoever_reaches_the_deadline_is_pruned() -> None:
+    done = [ended(0, 2), ended(1, 5)]
+    going = [running(2, 5), running(3, 4), running(4, 7)]
+    verdict = DeadlineTail(1, 1).assess(going, done, early=False, limit=7)
+    assert (verdict.hopeless, verdict.alarms) == ({4: StopReason.TAIL_PRUNED}, {2: 7, 3: 7})
+    verdict = DeadlineTail(1, 1).assess(going, done, early=False, limit=3)
+    assert (verdict.hopeless, verdict.alarms) == (dict.fromkeys((2, 4), StopReason.TAIL_PRUNED), {3: 5})
+    assert not DeadlineTail(1, 1).assess(going, done, early=False).hopeless
+    assert not DeadlineTail(1, 2).assess(going, done, early=False, limit=3).hopeless
+
+
+def test_a_deadline_tail_of_none_stops_those_that_are_longer() -> None:
+    verdict = DeadlineTail(1, 0).assess([running(1, 2)], [ended(0, 2)], early=False, limit=9)
+    assert verdict == Verdict(frozenset({0}), {1: StopReason.LONGER_THAN_NEEDED})
+
+
+States = list[tuple[str, int]]
+
+
+def situations(
+    of: st.SearchStrategy[RuleT], most: int = 5, max_tokens: int = 3, spare: int = 0
+) -> st.SearchStrategy[tuple[RuleT, States]]:
+    """A rule, and at most ``most`` candidates, enough for a group and ``spare`` more."""
+    tokens = st.just(0) | st.integers(0, max_tokens)
+    state = st.tuples(st.sampled_from(["running", "running", "stop", "stop", "length"]), tokens)
+    return of.filter(lambda rule: rule.size <= most).flatmap(
+        lambda rule: st.tuples(st.just(rule), st.lists(state, min_size=min(most, rule.size + spare), max_size=most))
     )
 
 
-def candidates(states: list[tuple[str, int]], random: Random) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that run and those that have finished, with lots in any order."""
+def candidates(states: States, random: Random) -> tuple[list[Candidate], list[Candidate]]:
+    """Those that run and those that have finished, with lots and in an order of finishing of any kind."""
     going, done = [], []
-    draws = random.sample(range(100), len(states))
-    for i, ((state, tokens), draw) in enumerate(zip(states, draws, strict=True)):
+    draws, places = random.sample(range(100), len(states)), random.sample(range(100), len(states))
+    for i, ((state, tokens), draw, place) in enumerate(zip(states, draws, places, strict=True)):
         if state == "running":
             going.append(running(i, tokens, draw=draw))
         else:
-            done.append(ended(i, tokens + 1, valid=state == "stop", draw=draw))
+            done.append(ended(i, tokens + 1, valid=state == "stop", draw=draw, place=place))
     return going, done
 
 
+def known(going: Sequence[Candidate], done: Sequence[Candidate]) -> tuple[Known, Open]:
+    ends = tuple((c.index, Fate(c.tokens, c.valid, c.draw, c.place)) for c in done)
+    return ends, tuple((c.index, c.tokens, c.draw) for c in going)
+
+
 @cheap
-@given(RULES, states(most=5, max_tokens=3), st.booleans(), st.randoms())
+@given(situations(WITHOUT_DEADLINE | FIRST_FINISH), st.booleans(), RANDOMS)
 def test_the_hopeless_are_those_that_no_future_selects(
-    rule: Rule, states: list[tuple[str, int]], early: bool, random: Random
+    situation: tuple[Rule, States], early: bool, random: Random
 ) -> None:
-    going, done = candidates(states, random)
-    known = tuple((c.index, Fate(c.tokens, c.valid, c.draw)) for c in done)
-    some, every = possible(rule, known, tuple((c.index, c.tokens, c.draw) for c in going))
+    rule, (going, done) = situation[0], candidates(situation[1], random)
+    some, every = possible(rule, *known(going, done))
     verdict = rule.assess(going, done, early)
-    assert verdict.hopeless.keys() == {c.index for c in going} - some
-    assert verdict.settled | verdict.tail <= every
+    if not isinstance(rule, Shadow):
+        assert verdict.hopeless.keys() == {c.index for c in going} - some
+    assert verdict.settled <= every
 
 
 @cheap
-@given(RULES, states(most=8, max_tokens=8), st.booleans(), st.randoms())
-def test_no_verdict_changes_before_an_alarm(
-    rule: Rule, states: list[tuple[str, int]], early: bool, random: Random
+@given(situations(DEADLINE_TAILS), st.booleans(), st.sampled_from([None, 1, 2, 3, 4]), RANDOMS)
+def test_with_a_deadline_the_hopeless_are_those_that_reached_it(
+    situation: tuple[DeadlineTail, States], early: bool, limit: int | None, random: Random
 ) -> None:
-    going, done = candidates(states, random)
-    now = rule.assess(going, done, early)
+    rule, (going, done) = situation[0], candidates(situation[1], random)
+    some, every = possible(rule, *known(going, done), limit)
+    verdict = rule.assess(going, done, early, limit)
+    end = deadline(dict(known(going, done)[0]), rule.size, limit)
+    late = {c.index for c in going if end is not None and c.tokens >= end}
+    assert not late & some
+    assert verdict.hopeless.keys() == (late if rule.num_longest else {c.index for c in going} - some)
+    assert verdict.settled <= every
+
+
+@thoroughly
+@given(situations(CUT_TAILS, spare=2), st.booleans(), st.sampled_from([None, 1, 2, 3]), RANDOMS)
+def test_what_a_rule_that_cuts_holds_for_certain_comes_true_in_every_future(
+    situation: tuple[CutTail, States], early: bool, limit: int | None, random: Random
+) -> None:
+    rule, (going, done) = situation[0], candidates(situation[1], random)
+    verdict = rule.assess(going, done, early, limit)
+    outcomes: dict[object, object] = {}
+    some: set[int] = set()
+    for fates in futures(rule, *known(going, done), limit):
+        group, cuts = chosen(rule, fates).keys(), cut_lengths(rule, fates, limit)
+        some |= group
+        assert verdict.settled <= group
+        assert verdict.cuts.items() <= cuts.items()
+        assert verdict.settled & cuts.keys() <= verdict.cuts.keys()
+        # Nobody is stopped whose length could change anything.
+        others = tuple(fate.length for i, fate in sorted(fates.items()) if i not in verdict.hopeless)
+        outcome = frozenset(group), frozenset(cuts.items())
+        assert outcomes.setdefault(others, outcome) == outcome
+    unselected = {c.index for c in going} - some
+    ahead = [sum(d.valid and d.order < c.order for d in done) for c in going]
+    behind = {c.index for c, before in zip(going, ahead, strict=True) if before >= rule.size}
+    certain = len(verdict.settled) == rule.size
+    assert verdict.hopeless.keys() == (unselected if certain else unselected & behind)
+
+
+@cheap
+@given(situations(RULES, most=8, max_tokens=8), st.booleans(), LIMITS, RANDOMS)
+def test_no_verdict_changes_before_an_alarm(
+    situation: tuple[Rule, States], early: bool, limit: int | None, random: Random
+) -> None:
+    rule, (going, done) = situation[0], candidates(situation[1], random)
+    now = rule.assess(going, done, early, limit)
     assert now.alarms.keys() <= {c.index for c in going}
     assert all(now.alarms[c.index] > c.tokens for c in going if c.index in now.alarms)
     silent = [replace(c, tokens=random.randint(c.tokens, now.alarms.get(c.index, 20) - 1)) for c in going]
-    then = rule.assess(silent, done, early)
+    then = rule.assess(silent, done, early, limit)
     assert acted_on(rule, now, early) == acted_on(rule, then, early)
 
 
 def acted_on(rule: Rule, verdict: Verdict, early: bool) -> Sequence[object]:
-    return verdict.hopeless, verdict.tail, verdict.settled if early else len(verdict.settled) == rule.size
+    settled = verdict.settled if early else len(verdict.settled) == rule.size
+    return settled, verdict.hopeless, verdict.cuts, verdict.watching

@@ -1,10 +1,14 @@
 """What a named policy makes of one prompt."""
 
+from dataclasses import replace
+
 import pytest
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.selection import LongestTail, SampledTail, SelectionRule, Shortest
-from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.selection import FirstFinish, SelectionRule, Shadow, Shortest
+from darts_server.policy.shaping import BudgetKind, Shaping, Tail
+from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 
 
 @pytest.mark.parametrize(("redundancy", "size", "candidates"), [(1.0, 8, 8), (1.5, 8, 12), (1.5, 3, 5), (1.25, 1, 1)])
@@ -20,17 +24,74 @@ def test_redundancy_is_rounded_half_up_and_never_below_the_size(redundancy: floa
         (Shaping(num_longest=2, tail=Tail.LONGEST), LongestTail(6, 2)),
         (Shaping(num_longest=0, tail=Tail.LONGEST), Shortest(8)),
         (Shaping(num_shortest=5, num_longest=3), SampledTail(5, 3)),
+        (Shaping(deadline=Deadline()), CutTail(7, 1)),
+        (Shaping(deadline=Deadline(), num_longest=2, tail=Tail.LONGEST), DeadlineTail(6, 2)),
+        (Shaping(deadline=Deadline(), num_longest=0), Shortest(8)),
+        (Shaping(shadow=True), Shadow(SampledTail(7, 1))),
+        (Shaping(shadow=True, deadline=Deadline()), Shadow(CutTail(7, 1))),
     ],
 )
 def test_the_settings_name_a_rule(shaping: Shaping, rule: SelectionRule) -> None:
     assert shaping.rule(8) == rule
+    assert shaping.rule(8, candidates=12) == rule
 
 
-def test_a_size_that_is_not_both_ends_together_is_refused() -> None:
+ADAPTIVE = Shaping(adaptive=True, max_redundancy=2.0)
+
+
+@pytest.mark.parametrize(
+    ("shaping", "rule"),
+    [
+        (ADAPTIVE, Shortest(8)),
+        (replace(ADAPTIVE, tail=Tail.LONGEST), Shortest(8)),
+        (replace(ADAPTIVE, finish_order=True), FirstFinish(8)),
+        (replace(ADAPTIVE, finish_order=True, shadow=True), Shadow(FirstFinish(8))),
+        (replace(ADAPTIVE, finish_order=True, deadline=Deadline()), CutTail(7, 1)),
+    ],
+)
+def test_a_saturated_prompt_keeps_the_shortest_alone_unless_there_is_a_deadline(
+    shaping: Shaping, rule: SelectionRule
+) -> None:
+    assert shaping.rule(8, candidates=16) == rule
+
+
+@pytest.mark.parametrize("shaping", [ADAPTIVE, replace(ADAPTIVE, finish_order=True)])
+@pytest.mark.parametrize("candidates", [None, 8, 15])
+def test_other_prompts_of_an_adaptive_policy_keep_their_tail(shaping: Shaping, candidates: int | None) -> None:
+    assert shaping.rule(8, candidates) == SampledTail(7, 1)
+
+
+def test_a_prompt_that_may_have_no_more_than_its_seats_is_not_saturated() -> None:
+    assert replace(ADAPTIVE, max_redundancy=1.0).rule(8, candidates=8) == SampledTail(7, 1)
+
+
+@pytest.mark.parametrize(("redundancy", "most"), [(2.0, 16), (1.5, 12), (1.7, 14), (0.5, 8)])
+def test_a_prompt_gets_between_its_seats_and_the_greatest_redundancy(redundancy: float, most: int) -> None:
+    assert Shaping(max_redundancy=redundancy).bounds(8) == (8, most)
+
+
+@pytest.mark.parametrize(
+    ("shaping", "batched"),
+    [
+        (Shaping(), False),
+        (Shaping(shadow=True, finish_order=True), False),
+        (Shaping(adaptive=True), True),
+        (Shaping(deadline=Deadline()), True),
+        (Shaping(budget=BudgetKind.CV_LOG), True),
+        (Shaping(budget=BudgetKind.UTILITY), True),
+    ],
+)
+def test_what_looks_at_groups_together_waits_for_a_batch(shaping: Shaping, batched: bool) -> None:
+    assert shaping.batched is batched
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_a_size_that_is_not_both_ends_together_is_refused(shadow: bool) -> None:
     with pytest.raises(InvalidRequest, match="needs n = 8, got 4"):
-        Shaping(num_shortest=7, num_longest=1).rule(4)
+        Shaping(num_shortest=7, num_longest=1, shadow=shadow).rule(4)
 
 
-def test_a_tail_that_leaves_no_short_place_is_refused() -> None:
+@pytest.mark.parametrize("shadow", [False, True])
+def test_a_tail_that_leaves_no_short_place_is_refused(shadow: bool) -> None:
     with pytest.raises(InvalidRequest, match="raise n, or lower --num-longest"):
-        Shaping(num_longest=2).rule(2)
+        Shaping(num_longest=2, shadow=shadow).rule(2)

@@ -27,7 +27,7 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group
 from darts_server.types import End, FinishReason, StopReason
-from tests.policy.oracle import Fate
+from tests.policy.oracle import Fate, Rule
 
 PATIENCE = 400
 """Steps after which a group that still waits is taken to wait for ever; no truth takes a tenth of it."""
@@ -88,22 +88,33 @@ class Stopped:
 class World:
     """``at_once``: the events of one step are told in one call, instead of in calls of any size.
 
-    ``limits`` maps a step to the cut limit that is set in it.
+    ``limits`` maps a step to the limit that is set in it, ``gathers`` are steps in each of which one candidate is
+    gathered, and in the step ``opening`` the group is opened: in step 0 after both.
     """
 
     group: Group
+    rule: Rule
+    candidates: int
     truths: Sequence[Truth]
     order: Random
     peek: Peek = Peek.ALARMS
     at_once: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)
+    gathers: Sequence[int] = ()
+    opening: int = 0
 
     step: int = 0
     limit: int | None = None
+    whole: frozenset[int] = frozenset()
+    """Delivered before there was a limit."""
+    in_all: int = 0
+    """Candidates that were started until the group was open, replacements not counted."""
     runs: list[Run] = field(default_factory=list)
     known: dict[int, int] = field(default_factory=dict)
     """Candidate the group takes to be running -> tokens it was told of."""
     finished: dict[int, Fate] = field(default_factory=dict)
+    heard: int = 0
+    """How many the group heard to finish."""
     failed: dict[int, Event] = field(default_factory=dict)
     broken: bool = False
     """Whether a failure was told that other candidates would share."""
@@ -125,13 +136,25 @@ class World:
 
     def moments(self) -> Iterator[None]:
         """Live until the group has ended, with a halt after each time it decided."""
-        self.act(self.group.open())
-        yield
+        if 0 in self.limits:
+            self.tell(LimitSet(self.limits[0]))
+        yield from self._let_in()
         while self.group.outcome is None:
             self.step += 1
             assert self.step < PATIENCE, "the group waits for ever"
             yield from self._tell(self._step())
+            yield from self._let_in()
             yield from self._report()
+
+    def _let_in(self) -> Iterator[None]:
+        for _ in range(self.gathers.count(self.step)):
+            self.act(self.group.gather())
+            self.in_all = len(self.runs)
+        if self.step == self.opening:
+            alive = len(self.runs) - len(self.failed)
+            self.in_all = len(self.runs) + max(0, self.candidates - alive)
+            self.act(self.group.open(self.rule, self.candidates))
+            yield
 
     def _tell(self, events: Sequence[Event]) -> Iterator[None]:
         while events:
@@ -146,20 +169,24 @@ class World:
             self._note(event)
         decisions = self.group.handle(*events)
         assert not (ended_before and decisions), "a group that has ended decides nothing"
+        assert self.group.is_open or self.broken or not decisions, "decided before it was open"
         self.act(decisions)
 
     def _note(self, event: Event) -> None:
         """Keep book of what the group knows. Of one that it has stopped only a failure of the engine is news."""
         self.broken |= isinstance(event, Failed) and not event.retryable
         if isinstance(event, LimitSet):
-            self.limit = event.tokens
+            if self.limit is None and self.group.outcome is None:
+                self.limit = event.tokens
+                self.whole = frozenset(self.delivered)
         elif event.index in self.known:
             match event:
                 case Progress(i, tokens):
                     self.known[i] = max(self.known[i], tokens)
                 case Finished(i, tokens, reason):
                     del self.known[i]
-                    self.finished[i] = Fate(tokens, reason is FinishReason.STOP, self.draw(i))
+                    self.heard += 1
+                    self.finished[i] = Fate(tokens, reason is FinishReason.STOP, self.draw(i), place=self.heard)
                 case Failed(i) | Lost(i):
                     del self.known[i]
                     self.failed[i] = event
@@ -259,6 +286,7 @@ class World:
                 case GiveUp(error):
                     self.gave_up = error
         assert self.group.alarms.keys() <= self.known.keys(), "an alarm for a candidate that does not run"
+        assert self.group.settled_all == (self.group.is_open and len(self.delivered) == self.rule.size)
 
     def _start(self, indices: Sequence[int]) -> None:
         assert tuple(indices) == tuple(range(len(self.runs), len(self.runs) + len(indices)))
@@ -267,14 +295,16 @@ class World:
             self.known[i] = 0
 
     def _cut(self, i: int, tokens: int) -> None:
-        assert tokens == self.limit
+        assert self.limit is not None
+        assert tokens >= self.limit
         assert i not in self.delivered, f"delivered whole, and cut: {i}"
         if i in self.known:
             assert self.known.pop(i) >= tokens
         else:
             assert self.finished[i].length > tokens
         self.cuts[i] = tokens
-        self.finished[i] = Fate(tokens, valid=False, draw=self.draw(i))
+        place = self.finished[i].place if i in self.finished else 0
+        self.finished[i] = Fate(tokens, valid=False, draw=self.draw(i), place=place)
 
     # --- truths -------------------------------------------------------------
 
@@ -282,8 +312,9 @@ class World:
         return self.group.candidates[i].draw
 
     def fates(self) -> dict[int, Fate]:
-        """How every candidate that was started would end if nobody stopped it."""
+        """How every candidate that was started would end if nobody stopped it; after those that did, in any order."""
+        places = {i: fate.place for i, fate in self.finished.items() if fate.place}
         return {
-            i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i))
+            i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i), places.get(i, PATIENCE + i))
             for i, run in enumerate(self.runs)
         }

@@ -60,15 +60,22 @@ class Documents:
 class House:
     """A rollout room on a scripted engine. Peeks are instant, so that steps alone pass time."""
 
-    def __init__(self, script: Callable[[str, int], Script], shapings: Mapping[str, Shaping] = SHAPINGS) -> None:
+    def __init__(
+        self,
+        script: Callable[[str, int], Script],
+        shapings: Mapping[str, Shaping] = SHAPINGS,
+        store: Documents | None = None,
+    ) -> None:
+        self.script = script
+        self.limits = Limits(64)
         self.engine = ScriptedEngine(script)
         self.recorder = Recorder()
-        self.store = Documents()
+        self.store = store or Documents()
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
             shapings,
             "uniform",
-            Limits(64),
+            self.limits,
             self.store,
             [self.recorder],
             peek_interval=0,

@@ -144,9 +144,7 @@ async def test_a_size_that_the_policy_cannot_do_is_not_shaped() -> None:
 
 
 async def test_a_sealed_short_group_replaces_what_failed_while_it_gathered() -> None:
-    hall = Hall(
-        lambda request, index: Script(2, error=CandidateFailed("boom")) if index == 0 else Script(6), SAMPLED
-    )
+    hall = Hall(lambda request, index: Script(2, error=CandidateFailed("boom")) if index == 0 else Script(6), SAMPLED)
     callers = await hall.all_come(2)
     await hall.steps(3)
     assert hall.engine.running == []
@@ -338,9 +336,7 @@ async def test_a_seat_of_a_group_that_has_ended_is_not_given_to_a_late_caller() 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("error", [EngineDead, EngineRefused])
-async def test_an_engine_that_takes_nothing_is_told_to_every_caller_at_once(
-    count: int, error: type[Exception]
-) -> None:
+async def test_an_engine_that_takes_nothing_is_told_to_every_caller_at_once(count: int, error: type[Exception]) -> None:
     hall = Hall(lengths(9), SAMPLED)
     hall.engine.refuse = error("no")
     callers = [hall.come(f"c{i}") for i in range(count)]
@@ -423,7 +419,7 @@ async def test_a_fault_of_ours_is_told_to_every_caller(caplog: pytest.LogCapture
     def broken(record: GroupRecord) -> None:
         raise RuntimeError("observer broke")
 
-    hall.recorder.group_ended = broken  # type: ignore[method-assign,assignment]
+    hall.recorder.group_ended = broken  # type: ignore[method-assign]
     callers = await hall.all_come()
     assert {str(r) for r in await finish(hall, callers) if isinstance(r, Exception)} == {"observer broke"}
     assert "group group-c0 failed" in caplog.text

@@ -141,7 +141,7 @@ def check_the_rule(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(25))
 async def test_every_caller_that_stays_gets_one_trajectory_of_its_own_prompt_and_the_group_is_the_rules(
     policy: str, seed: int
 ) -> None:
@@ -164,9 +164,11 @@ async def test_candidates_that_fail_cost_nobody_its_trajectory_or_everybody_hear
         stayed = [c for c in callers if not c.task.cancelled()]
         errors = {repr(c.task.exception()) for c in stayed if not c.served}
         assert len(errors) <= 1, "all of a group hear the same"
-        got = [(c.got.request, c.got.index) for c in stayed if c.served]
-        assert len(set(got)) == len(got)
-        assert all(crowd.script(*c).error is None and not crowd.script(*c).lost for c in got)
+        got = {(c.got.request, c.got.index): c.got.tokens for c in stayed if c.served}
+        assert len(got) == sum(c.served for c in stayed)
+        for candidate, tokens in got.items():
+            script = crowd.script(*candidate)
+            assert tokens < script.length or (script.error is None and not script.lost)  # a cut one had not failed yet
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -215,7 +217,7 @@ async def test_neither_the_queue_nor_who_hangs_up_tells_anything_of_lengths() ->
     deviation = ((SIZE**2 - 1) / 12) ** 0.5
 
     def unbiased(values: list[int]) -> bool:
-        return abs(sum(values) / len(values) - (SIZE + 1) / 2) < 5 * deviation / len(values) ** 0.5
+        return bool(abs(sum(values) / len(values) - (SIZE + 1) / 2) < 5 * deviation / len(values) ** 0.5)
 
     assert unbiased([rank for _, rank in ranks])
     for place in range(SIZE):

@@ -1,0 +1,186 @@
+"""Policies with a deadline, from the allocation of a batch to what its callers get."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from math import ceil
+from random import Random
+
+import pytest
+
+from darts_server.engine.scripted import Script, settle
+from darts_server.policy.deadline import QUANTILE, Deadline
+from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.rollout.run import GroupRun
+from darts_server.types import BatchRecord, CandidateRecord, End, FinishReason, GroupRecord, Outcome
+from tests.policy.oracle import Fate, chosen, cut_lengths
+from tests.rollout.helpers import House, collect
+
+pytestmark = pytest.mark.anyio
+SIZE = 8
+GROUPS = [f"p{i}" for i in range(16)]
+TAILS = [Tail.SAMPLED, Tail.LONGEST]
+SEEDS = range(8)
+
+
+def shaping(tail: Tail, exploration: float = 0.0) -> Shaping:
+    return Shaping(redundancy=1.5, adaptive=True, tail=tail, deadline=Deadline(exploration=exploration))
+
+
+@dataclass
+class Played:
+    """A batch that was played to its end. ``steps``: of the engine until then."""
+
+    house: House
+    runs: dict[str, GroupRun[str, list[int]]]
+    outputs: dict[str, dict[int, list[int]]]
+    batch: BatchRecord
+    steps: int
+
+    def fates(self, name: str) -> dict[int, Fate]:
+        """How every candidate of a group would end if nobody stopped it."""
+        fates = {}
+        for candidate in self.runs[name]._group.candidates:
+            script = self.house.script(name, candidate.index)
+            fates[candidate.index] = Fate(script.length, script.reason is FinishReason.STOP, candidate.draw)
+        return fates
+
+    def needed(self, name: str) -> int:
+        """The length of a group's M-th shortest."""
+        return sorted(fate.length for fate in self.fates(name).values() if fate.valid)[SIZE - 1]
+
+    def records(self) -> list[tuple[str, GroupRecord]]:
+        return [(name, self.house.record(name)) for name in GROUPS]
+
+
+def long_tails(seed: int, delays: int = 0) -> House:
+    """Prompts of different lengths, each with a few candidates that are many times as long as the others."""
+
+    def script(prompt: str, index: int) -> Script:
+        random = Random(f"{seed} {prompt} {index}")
+        usual = Random(f"{seed} {prompt}").randint(4, 20)
+        length = max(1, round(usual * random.lognormvariate(0, 0.9)))
+        return Script(min(length, 200), random.randint(0, delays))
+
+    return House(script, {"sampled": shaping(Tail.SAMPLED), "longest": shaping(Tail.LONGEST)})
+
+
+async def play(house: House, policy: str) -> Played:
+    runs = dict(zip(GROUPS, await house.together(SIZE, policy, GROUPS), strict=True))
+    house.engine.now = 0
+    tasks = [asyncio.create_task(collect(run)) for run in runs.values()]
+    await settle()
+    await house.engine.run()
+    outputs = {name: {t.index: t.output for t in await task} for name, task in zip(GROUPS, tasks, strict=True)}
+    [batch] = house.recorder.batches
+    assert house.rollouts.running == 0
+    return Played(house, runs, outputs, batch, house.engine.now)
+
+
+def tails(record: GroupRecord) -> list[CandidateRecord]:
+    return [c for c in record.selected if c.end is not End.SHORT]
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_no_tail_is_longer_than_the_batchs_deadline_or_the_groups_own_need(tail: Tail, seed: int) -> None:
+    played = await play(long_tails(seed), tail.value)
+    needs = sorted(played.needed(name) for name in GROUPS)
+    assert played.batch.deadline == needs[ceil(QUANTILE * len(GROUPS)) - 1]
+    assert (played.batch.groups, played.batch.mean_candidates, played.batch.explored) == (16, 12, False)
+    for name, record in played.records():
+        limit = max(played.batch.deadline, played.needed(name))
+        assert record.outcome is Outcome.COMPLETED
+        assert len(record.selected) == SIZE
+        assert len(tails(record)) == 1
+        assert all(len(output) <= limit for output in played.outputs[name].values())
+        assert record.deadline in (None, limit), "None for one that was complete before"
+        assert record.ended_at <= limit
+    assert played.steps <= max(played.batch.deadline, needs[-1]), "nobody waits for more"
+    assert any(record.deadline is not None for _, record in played.records())
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_a_group_is_what_the_rule_makes_of_all_its_candidates_under_that_deadline(tail: Tail, seed: int) -> None:
+    played = await play(long_tails(seed), tail.value)
+    for name, record in played.records():
+        rule, fates = played.runs[name]._group.rule, played.fates(name)
+        assert isinstance(rule, CutTail if tail is Tail.SAMPLED else DeadlineTail)
+        wanted = chosen(rule, fates, played.batch.deadline)
+        assert {c.index: c.end for c in record.selected} == wanted
+        cuts = cut_lengths(rule, fates, played.batch.deadline)
+        for index, output in played.outputs[name].items():
+            assert output == list(range(cuts.get(index, fates[index].length)))
+
+
+async def test_what_is_cut_has_exactly_as_many_tokens_as_its_group_was_held_to_and_says_so() -> None:
+    cut = 0
+    for seed in SEEDS:
+        played = await play(long_tails(seed), "sampled")
+        for name, record in played.records():
+            for candidate in (c for c in record.candidates if c.cut):
+                cut += 1
+                assert (candidate.end, candidate.finish_reason) == (End.LONG, FinishReason.LENGTH)
+                assert candidate.tokens == record.deadline == len(played.outputs[name][candidate.index])
+                assert (candidate.weight_version_end, candidate.ended_at) == (0, candidate.tokens)
+            assert not record.mixed_versions
+    assert cut > 2 * len(SEEDS)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_candidates_that_start_at_different_times_are_held_to_the_same_number_of_tokens(
+    tail: Tail, seed: int
+) -> None:
+    played = await play(long_tails(seed, delays=40), tail.value)
+    for name, record in played.records():
+        assert played.batch.deadline is not None
+        assert len(record.selected) == SIZE
+        fates = played.fates(name)
+        if record.deadline is None:
+            assert not any(c.cut for c in record.candidates)
+            continue
+        for candidate in record.selected:
+            assert candidate.tokens <= max(played.batch.deadline, played.needed(name))
+            assert candidate.tokens == fates[candidate.index].length or candidate.cut
+        if tail is Tail.SAMPLED:
+            assert {c.index for c in record.selected} == chosen(played.runs[name]._group.rule, fates).keys()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_explored_groups_run_whole_and_say_so(tail: Tail, seed: int) -> None:
+    house = long_tails(seed)
+    house.rollouts.configure({"explored": shaping(tail, exploration=1.0)}, "explored", house.limits)
+    played = await play(house, "explored")
+    assert played.batch.explored
+    assert played.batch.deadline is not None
+    whole = (SampledTail if tail is Tail.SAMPLED else LongestTail)(SIZE - 1, 1)
+    beyond = 0
+    for name, record in played.records():
+        assert record.explored
+        fates = played.fates(name)
+        assert {c.index: c.end for c in record.selected} == chosen(whole, fates)
+        assert not any(c.cut for c in record.candidates)
+        for index, output in played.outputs[name].items():
+            assert len(output) == fates[index].length
+        if record.deadline is not None:
+            assert record.deadline == max(played.batch.deadline, played.needed(name))
+            beyond += any(c.tokens > record.deadline for c in tails(record))
+    assert beyond, "something would have been taken away"
+
+
+async def test_a_deadline_over_the_groups_before_holds_from_the_start() -> None:
+    house = long_tails(0)
+    await play(house, "sampled")
+    known = sorted(json.loads(str(house.store.kept["deadline", "sampled/8"]["value"])))
+    assert len(known) == len(GROUPS)
+    [run] = await house.together(SIZE, "sampled", ["next"])
+    task = asyncio.create_task(collect(run))
+    await settle()
+    assert run._group.limit == known[ceil(QUANTILE * len(known)) - 1]
+    await house.engine.run()
+    assert len(await task) == SIZE
+    assert house.recorder.batches[-1].deadline == run._group.limit

@@ -1,0 +1,139 @@
+import pytest
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.shaping import Shaping, Tail
+from darts_server.rollout.plan import UNSHAPED, Limits, Plan, Planner
+from darts_server.types import RequestOptions
+
+POLICIES = {
+    "uniform": Shaping(),
+    "eight": Shaping(num_shortest=7, num_longest=1),
+    "off": Shaping(redundancy=2.0),
+}
+
+
+def planner(group_size: int | None = None, default: str = "uniform") -> Planner:
+    return Planner(POLICIES, default, Limits(64, group_size))
+
+
+# --- groups of one request --------------------------------------------------------
+
+
+def test_a_request_for_several_is_a_group_by_itself() -> None:
+    assert planner().plan(4, RequestOptions()) == Plan("uniform", POLICIES["uniform"], 4)
+    assert planner(8).plan(8, RequestOptions(policy="eight")) == Plan("eight", POLICIES["eight"], 8)
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_off_is_the_engines_own_whatever_a_policy_of_that_name_does(n: int) -> None:
+    assert planner(8, default="off").plan(n, RequestOptions()) is None
+    assert planner(8).plan(n, RequestOptions(policy="off")) is None
+    assert list(planner().names()) == ["off", "uniform", "eight"]
+
+
+# --- single requests ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("group_size", "options", "size"),
+    [
+        (8, RequestOptions(), 8),
+        (8, RequestOptions(group_id="step 3"), 8),
+        (8, RequestOptions(group_size=8), 8),
+        (None, RequestOptions(group_size=4), 4),
+        (None, RequestOptions(group_id="step 3", group_size=4), 4),
+    ],
+)
+def test_a_single_request_is_part_of_a_group_where_somebody_says_its_size(
+    group_size: int | None, options: RequestOptions, size: int
+) -> None:
+    assert planner(group_size).plan(1, options) == Plan("uniform", POLICIES["uniform"], size, single=True)
+
+
+@pytest.mark.parametrize("options", [RequestOptions(), RequestOptions(group_size=1), RequestOptions(prompt_key="p")])
+def test_a_single_request_of_which_nobody_says_that_it_belongs_to_others_is_not_shaped(options: RequestOptions) -> None:
+    assert planner().plan(1, options) is None
+
+
+def test_a_group_of_one_is_not_shaped_on_a_server_that_groups_single_requests() -> None:
+    assert planner(8).plan(1, RequestOptions(group_size=1)) is None
+
+
+# --- refusals -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, "off"])
+@pytest.mark.parametrize(
+    ("group_size", "n", "options", "field", "message"),
+    [
+        (None, 8, {"group_id": "a"}, "n", "part of a group asks for one trajectory, got 8; leave the group out, or n"),
+        (8, 8, {"group_size": 8}, "n", "part of a group asks for one trajectory, got 8"),
+        (None, 1, {"group_id": "a"}, "group size", "nobody says how many requests group 'a' has; add size=INT"),
+        (None, 1, {"group_size": 65}, "group size", "at most 64, got 65; lower it, or raise --max-group-size"),
+        (65, 1, {}, "group size", "at most 64, got 65"),
+        (None, 65, {}, "n", "at most 64, got 65; lower it, or raise --max-group-size"),
+    ],
+)
+def test_what_no_server_can_make_sense_of_is_refused_under_every_policy(
+    policy: str | None, group_size: int | None, n: int, options: dict[str, str | int], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        planner(group_size).plan(n, RequestOptions(policy, **options))  # type: ignore[arg-type]
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("group_size", "n", "options", "field", "message"),
+    [
+        (8, 4, RequestOptions(), "n", r"shapes groups of 8 \(--group-size\), got 4; ask for that many, or use"),
+        (8, 1, RequestOptions(group_size=4), "group size", r"shapes groups of 8 \(--group-size\), got 4"),
+        (None, 4, RequestOptions("eight"), "n", "needs n = 8, got 4"),
+        (None, 8, RequestOptions("sideways"), "policy", "'sideways' is unknown; choose one of off, uniform, eight"),
+        (None, 1, RequestOptions("sideways"), "policy", "'sideways' is unknown"),
+    ],
+)
+def test_what_a_policy_cannot_do_is_refused_and_off_is_always_there(
+    group_size: int | None, n: int, options: RequestOptions, field: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        planner(group_size).plan(n, options)
+    assert refused.value.field == field
+    assert planner(group_size).plan(n, RequestOptions("off", group_size=options.group_size)) is None
+
+
+def test_a_size_that_a_policy_cannot_do_is_refused_for_single_requests_too() -> None:
+    with pytest.raises(InvalidRequest, match="needs n = 8, got 4"):
+        planner().plan(1, RequestOptions("eight", group_size=4))
+
+
+# --- groups that got fewer requests -----------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_a_short_group_is_shaped_as_one_of_its_size(size: int) -> None:
+    plan = Plan("uniform", POLICIES["uniform"], 8, single=True)
+    assert plan.shrunk(size) == Plan("uniform", POLICIES["uniform"], size, single=True)
+
+
+def test_a_size_that_the_policy_cannot_do_is_not_shaped() -> None:
+    plan = Plan("eight", POLICIES["eight"], 8, single=True)
+    assert plan.shrunk(5) == Plan("eight", UNSHAPED, 5, single=True)
+    assert plan.shrunk(8) == plan
+    assert UNSHAPED.candidates(5) == 5
+
+
+@pytest.mark.parametrize(
+    "shaping",
+    [
+        Shaping(),
+        Shaping(num_longest=0),
+        Shaping(num_longest=0, adaptive=True),
+        Shaping(tail=Tail.LONGEST, deadline=Deadline()),
+        Shaping(num_longest=0, shadow=True),
+    ],
+)
+def test_one_request_alone_is_never_shaped(shaping: Shaping) -> None:
+    assert Plan("any", shaping, 8, single=True).shrunk(1) == Plan("any", UNSHAPED, 1, single=True)
+    assert not UNSHAPED.batched
+    assert UNSHAPED.candidates(1) == 1
