@@ -78,7 +78,7 @@ async def shaping_engine(policies: Mapping[str, Shaping], *flags: str) -> AsyncI
     """A running engine with these policies, beside ``off``, which is its default."""
     engine = TinyEngine()
     wiring = server.Wiring(
-        rollouts=lambda port, _: engine.rollouts(port, policies),
+        rollouts=lambda port, *_: engine.rollouts(port, policies),
         read_options=lambda _: RequestOptions(),
         extend=lambda *_: None,
     )

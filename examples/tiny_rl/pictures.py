@@ -1,0 +1,317 @@
+"""The pictures of docs/policies.md, drawn from lengths of the tiny model; about a minute on two CPU cores.
+
+    python -m examples.tiny_rl.pictures
+
+Twelve unshaped candidates are generated for each of 64 prompts. What each rule would have done with them is replayed:
+all candidates of all prompts start together and get one token a step. Run it from the root of the repository, with vLLM
+and the extra "dev" installed.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import median, stdev
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, MultipleLocator, NullLocator
+
+from darts_server.policy.allocation import batch_candidates
+from darts_server.policy.candidate import Candidate, State
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.named import named
+from darts_server.policy.replay import Replay, replay
+from darts_server.policy.selection import InOrder, SelectionRule
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.plan import OFF
+from darts_server.types import FinishReason
+from examples.tiny_rl._report import BLUE, GREY, ORANGE, SKY
+from examples.tiny_rl.server import ENVIRONMENT
+from examples.tiny_rl.task import sample_problem
+
+SIZE, CANDIDATES, PROMPTS = 8, 12, 64
+SEED = 1  # of prompts, candidates and lots
+REDUNDANCIES = {1.75: ORANGE, 1.5: BLUE, 1.25: "#009E73"}  # mean M'/M in the picture of the allocation
+
+LINE, PALE, FAINT = "#222222", "#C9C9C9", "#EEEEEE"
+PANELS: dict[str, Any] = {"nrows": 2, "ncols": 3, "sharex": True, "sharey": True}
+SMALL = 9
+
+Prompt = Sequence[Candidate]
+"""All candidates of one prompt, finished and with their lots."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One rule, under the names of the policies that follow it."""
+
+    title: str
+    note: str
+    rule: SelectionRule
+    candidates: int = CANDIDATES
+    deadline: bool = False
+
+    def play(self, prompt: Prompt, limit: int) -> Replay:
+        """What the rule does with a prompt whose batch has the deadline ``limit``."""
+        return replay(self.rule, prompt[: self.candidates], limit if self.deadline else None)
+
+
+def panels() -> list[Panel]:
+    """The rules that are shown, each as the named policy has it."""
+    policies, most = named(Shaping(), Deadline()), 2 * SIZE
+    rules = {name: shaping.rule(SIZE, CANDIDATES) for name, shaping in policies.items()}
+    return [
+        Panel("off", f"the first {SIZE}, no others started", InOrder(SIZE), candidates=SIZE),
+        Panel("uniform, darts", "7 shortest, 1 drawn by lot", rules["uniform"]),
+        Panel("--tail longest, first_finish", "7 shortest, the longest", rules["first_finish"]),
+        Panel("darts, saturated prompt", "8 shortest", policies["darts"].rule(SIZE, most)),
+        Panel("darts_deadline", "7 shortest, longest within D", rules["darts_deadline"], deadline=True),
+        Panel("darts_cut", "7 shortest, 1 by lot, cut at D", rules["darts_cut"], deadline=True),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Generate, replay, draw."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m examples.tiny_rl.pictures", description=__doc__, formatter_class=form)
+    help_out = "folder for the pictures (default: %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="FOLDER", help=help_out)
+    options = parser.parse_args(argv)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.disable(logging.INFO)
+    for path in draw(asyncio.run(generate()), options.out):
+        print(path)
+
+
+async def generate() -> list[Prompt]:
+    """Candidates as the engine makes them when nothing is shaped."""
+    from examples.tiny_rl.engine import shaping_engine
+
+    rng = Random(SEED)
+    texts = list(dict.fromkeys(sample_problem(rng).prompt for _ in range(2 * PROMPTS)))[:PROMPTS]
+    async with shaping_engine({}) as engine:
+        asked = (
+            engine.generate(text, f"prompt-{i}", OFF, n=CANDIDATES, seed=SEED + i * CANDIDATES)
+            for i, text in enumerate(texts)
+        )
+        outputs = await asyncio.gather(*asked)
+    ends = [[(len(c.token_ids), c.finish_reason or "stop") for c in output.outputs] for output in outputs]
+    return batch_of(ends)
+
+
+def batch_of(ends: Sequence[Sequence[tuple[int, str]]]) -> list[Prompt]:
+    """A batch from each candidate's length and finish reason; the lots are drawn here."""
+    rng = np.random.default_rng(SEED)
+    return [
+        [
+            Candidate(i, float(rng.random()), State.FINISHED, tokens, FinishReason(reason))
+            for i, (tokens, reason) in enumerate(prompt)
+        ]
+        for prompt in ends
+    ]
+
+
+def deadline_of(batch: Sequence[Prompt]) -> int:
+    """The batch's deadline, from the prompts that have enough candidates which ended by themselves."""
+    needs = [need for prompt in batch if (need := needed(prompt)) is not None]
+    tokens = Deadline().of(needs, len(needs))
+    if tokens is None:
+        raise ValueError("no prompt has as many valid candidates as a group")
+    return tokens
+
+
+def needed(prompt: Prompt) -> int | None:
+    """Length of the M-th shortest valid candidate."""
+    lengths = sorted(c.tokens for c in prompt if c.valid)
+    return lengths[SIZE - 1] if len(lengths) >= SIZE else None
+
+
+# --- drawing ----------------------------------------------------------------
+
+
+def draw(batch: Sequence[Prompt], folder: Path) -> list[Path]:
+    """Draw all pictures; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    limit = deadline_of(batch)
+    figures = {
+        "policies-timeline.png": timeline(telling(batch, limit), limit),
+        "policies-lengths.png": lengths(batch, limit),
+        "policies-waiting.png": waiting(batch, limit),
+        "allocation.png": allocation(batch),
+    }
+    for name, figure in figures.items():
+        figure.savefig(folder / name)
+    return [folder / name for name in figures]
+
+
+def telling(batch: Sequence[Prompt], limit: int) -> Prompt:
+    """The prompt that shows most: its drawn candidate is cut and is not the longest, and lengths differ."""
+    uniform = panels()[1]
+
+    def score(prompt: Prompt) -> tuple[bool, bool, bool, int]:
+        need, order = needed(prompt), sorted(prompt, key=lambda c: c.order)
+        chosen = uniform.play(prompt, limit).selection
+        drawn = max((prompt[i] for i in chosen), key=lambda c: c.order)
+        in_time = need is not None and need < limit and any(limit > c.tokens > need for c in prompt)
+        return in_time, drawn.tokens > limit, drawn is not order[-1], len({c.tokens for c in prompt})
+
+    return max(batch, key=score)
+
+
+FATES: dict[str, dict[str, Any]] = {
+    "short": {"facecolor": BLUE, "label": "returned"},
+    "tail": {"facecolor": ORANGE, "label": "returned as the tail"},
+    "cut": {"facecolor": ORANGE, "hatch": "////", "edgecolor": "white", "label": "returned as the tail, cut at D"},
+    "stopped": {"facecolor": SKY, "label": "stopped"},
+    "ended": {"facecolor": SKY, "hatch": "....", "edgecolor": "white", "label": "ended, not returned"},
+    "saved": {"facecolor": FAINT, "edgecolor": PALE, "linestyle": ":", "label": "not generated"},
+}
+
+
+def fate(candidate: Candidate, played: Replay, panel: Panel, prompt: Prompt) -> str:
+    """Which of the `FATES` a candidate met."""
+    whole = played.lengths[candidate.index] == candidate.tokens
+    if candidate.index not in played.selection:
+        return "ended" if whole else "stopped"
+    if not whole:
+        return "cut"
+    ordered = sorted(played.selection, key=lambda i: prompt[i].order)
+    return "short" if candidate.index in ordered[: panel.rule.num_shortest] else "tail"
+
+
+def timeline(prompt: Prompt, limit: int) -> Figure:
+    """What each rule does to one prompt's candidates, shortest on top."""
+    figure = Figure(figsize=(10, 7.2), dpi=110, layout="constrained")
+    rows, own = sorted(prompt, key=lambda c: c.order), max(limit, needed(prompt) or 0)
+    for axes, panel in zip(figure.subplots(**PANELS).flat, panels(), strict=True):
+        played = panel.play(prompt, limit)
+        for row, candidate in enumerate(rows):
+            reached = played.lengths[candidate.index] if candidate.index < panel.candidates else 0
+            if reached < candidate.tokens:
+                axes.barh(row, candidate.tokens - reached, left=reached, height=0.72, **FATES["saved"])
+            if reached:
+                axes.barh(row, reached, height=0.72, **FATES[fate(candidate, played, panel, prompt)])
+        if panel.deadline:
+            axes.axvline(own, color=GREY, linestyle="--", linewidth=1.2)
+            axes.text(own, -0.75, f" D = {own}", color=GREY, fontsize=SMALL)
+        axes.plot(played.steps, len(rows) - 0.2, "^", color=LINE, markersize=7, clip_on=False)
+        generated, returned = played.generated, played.returned
+        heading(axes, panel.title, f"{panel.note}\n{generated} tokens generated, {returned} returned")
+        axes.set_yticks(range(len(rows)), [str(c.index) for c in rows], fontsize=SMALL)
+        axes.set_ylim(len(rows) - 0.3, -1.5)
+        axes.tick_params(axis="y", length=0)
+        tidy(axes, "x")
+    figure.supxlabel("generated tokens = decode steps; triangle: the group is complete", fontsize=10)
+    figure.supylabel("candidate (its index), shortest on top", fontsize=10)
+    patches = [Patch(**style) for style in FATES.values()]
+    figure.legend(handles=patches, frameon=False, loc="outside upper center", ncols=3, fontsize=10)
+    return figure
+
+
+def lengths(batch: Sequence[Prompt], limit: int) -> Figure:
+    """The tail of what is returned against that of all that the model generates."""
+    figure = Figure(figsize=(10, 6.6), dpi=110, layout="constrained")
+    generated = np.array([c.tokens for prompt in batch for c in prompt])
+    for axes, panel in zip(figure.subplots(**PANELS).flat, panels(), strict=True):
+        groups = [panel.play(prompt, limit) for prompt in batch]
+        returned = np.array([group.lengths[i] for group in groups for i in group.selection])
+        for values, style in ((generated, {"color": PALE}), (returned, {"color": BLUE})):
+            steps = np.arange(1, values.max() + 1)
+            longer = [float(np.mean(values >= step)) for step in steps]
+            axes.step(steps, longer, where="pre", linewidth=2.4, **style)
+            axes.plot(steps[-1], longer[-1], "o", markersize=5, **style)
+        if panel.deadline:
+            axes.axvline(limit, color=GREY, linestyle="--", linewidth=1.2)
+            axes.text(limit * 0.9, 0.0025, f"D = {limit}", color=GREY, fontsize=SMALL, ha="right")
+        heading(axes, panel.title, f"{panel.note}\nmean {returned.mean():.1f}, longest {returned.max()}")
+        axes.set(xscale="log", yscale="log")
+        axes.xaxis.set_major_locator(FixedLocator([1, 4, 16, 64, 256]))
+        axes.yaxis.set_major_locator(FixedLocator([1, 0.1, 0.01, 0.001]))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.1%}" if share < 0.01 else f"{share:.0%}")
+        axes.set_xlim(2, 330)
+        tidy(axes, "y")
+    figure.supxlabel("length in tokens", fontsize=10)
+    figure.supylabel("share of trajectories at least so long", fontsize=10)
+    text = f"all {generated.size} generated: mean {generated.mean():.1f}, longest {generated.max()}"
+    patches = [Patch(color=BLUE, label="returned"), Patch(color=PALE, label=text)]
+    figure.legend(handles=patches, frameon=False, loc="outside upper center", ncols=2, fontsize=10)
+    return figure
+
+
+def waiting(batch: Sequence[Prompt], limit: int) -> Figure:
+    """How long each group takes, shortest first."""
+    figure = Figure(figsize=(10, 6.6), dpi=110, layout="constrained")
+    place = np.arange(1, len(batch) + 1)
+    plain = sorted(panels()[0].play(prompt, limit).steps for prompt in batch)
+    for axes, panel in zip(figure.subplots(**PANELS).flat, panels(), strict=True):
+        steps = sorted(panel.play(prompt, limit).steps for prompt in batch)
+        axes.bar(place, steps, width=0.86, color=BLUE)
+        axes.bar(place[-1], steps[-1], width=0.86, color=ORANGE)
+        axes.step(place, plain, where="mid", color=GREY, linewidth=1.4)
+        if panel.deadline:
+            axes.axhline(limit, color=GREY, linestyle="--", linewidth=1.2)
+            axes.text(0, limit + 14, f"D = {limit}", color=GREY, fontsize=SMALL, va="bottom")
+        heading(axes, panel.title, f"{panel.note}\nmedian group {median(steps):.0f} steps, last one {steps[-1]}")
+        axes.xaxis.set_major_locator(FixedLocator([1, 16, 32, 48, 64]))
+        axes.yaxis.set_major_locator(MultipleLocator(64))
+        axes.set_ylim(0, 270)
+        tidy(axes, "y")
+    figure.supxlabel("groups, the first to be complete on the left", fontsize=10)
+    figure.supylabel("decode steps until the group is complete", fontsize=10)
+    handles = [
+        Patch(color=BLUE, label="group"),
+        Patch(color=ORANGE, label="the last one: the batch waits for it"),
+        Line2D([], [], color=GREY, linewidth=1.4, label="off, for comparison"),
+    ]
+    figure.legend(handles=handles, frameon=False, loc="outside upper center", ncols=3, fontsize=10)
+    return figure
+
+
+def allocation(batch: Sequence[Prompt]) -> Figure:
+    """Candidates by the spread of a prompt's lengths, under three budgets."""
+    figure = Figure(figsize=(10, 4.6), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    stds, low, high = [stdev(c.tokens for c in prompt) for prompt in batch], SIZE, 2 * SIZE
+    for redundancy, colour in REDUNDANCIES.items():
+        counts = batch_candidates(stds, budget=round(redundancy * SIZE * len(stds)), low=low, high=high)
+        mean = f"{redundancy * SIZE:g} on the average ({redundancy} M)"
+        label = f"{mean}: {counts.count(high)} of {len(stds)} prompts are saturated"
+        ordered = sorted(zip(stds, counts, strict=True))
+        axes.plot(*zip(*ordered, strict=True), "o-", color=colour, markersize=6, linewidth=1, label=label)
+    for bound, text in ((low, f"at least M = {low}"), (high, f"at most 2 M = {high}: saturated")):
+        axes.axhline(bound, color=GREY, linestyle=":", linewidth=1.2)
+        axes.text(max(stds), bound + 0.15, text, color=GREY, fontsize=10, ha="right")
+    axes.set(xlabel="length std of the prompt (tokens)", ylabel="candidates started", ylim=(low - 0.6, high + 1))
+    axes.yaxis.set_major_locator(MultipleLocator(2))
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.12), fontsize=10)
+    tidy(axes, "y")
+    return figure
+
+
+def heading(axes: Any, title: str, note: str) -> None:
+    """A bold line, and two plain ones below it."""
+    axes.set_title(note, loc="left", fontsize=SMALL, color=GREY)
+    axes.annotate(title, (0, 1), (0, 30), "axes fraction", textcoords="offset points", fontsize=11, fontweight="bold")
+
+
+def tidy(axes: Any, lines: str) -> None:
+    axes.grid(axis=lines, color="#DDDDDD")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=SMALL)
+
+
+if __name__ == "__main__":
+    main()

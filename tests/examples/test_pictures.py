@@ -1,0 +1,58 @@
+"""The pictures of docs/policies.md, from lengths that no engine made."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from examples.tiny_rl import pictures
+from examples.tiny_rl.task import MAX_RESPONSE_TOKENS
+
+LARGEST = 150 * 1024
+ENDS = [(3, "stop")] * 4 + [(9, "stop")] * 4 + [(20, "stop"), (30, "stop"), (90, "stop"), (256, "length")]
+
+
+def synthetic(prompts: int) -> list[pictures.Prompt]:
+    rng = Random(0)
+    drawn = [[min(MAX_RESPONSE_TOKENS, int(rng.lognormvariate(3, 1)) + 1) for _ in range(12)] for _ in range(prompts)]
+    return pictures.batch_of([[(n, "length" if n == MAX_RESPONSE_TOKENS else "stop") for n in ns] for ns in drawn])
+
+
+def test_all_pictures_are_small_pngs(tmp_path: Path) -> None:
+    paths = pictures.draw(synthetic(24), tmp_path / "new")
+    assert [path.name for path in paths] == [
+        "policies-timeline.png",
+        "policies-lengths.png",
+        "policies-waiting.png",
+        "allocation.png",
+    ]
+    for path in paths:
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert 20_000 < path.stat().st_size < LARGEST
+
+
+def test_each_candidate_meets_the_fate_that_the_rule_has_for_it() -> None:
+    [prompt] = pictures.batch_of([ENDS])
+    for candidate in prompt:
+        candidate.draw = -candidate.tokens  # the lowest lot wins: that of the longest
+    met = {}
+    for panel in pictures.panels():
+        played = panel.play(prompt, limit=25)
+        met[panel.title] = [pictures.fate(c, played, panel, prompt) for c in prompt[: panel.candidates]]
+    assert met == {
+        "off": ["short"] * 8,
+        "uniform, darts": ["short"] * 7 + ["ended", "stopped", "stopped", "stopped", "tail"],
+        "--tail longest, first_finish": ["short"] * 7 + ["ended", "ended", "ended", "tail", "ended"],
+        "darts, saturated prompt": ["short"] * 8 + ["stopped"] * 4,
+        "darts_deadline": ["short"] * 7 + ["ended", "tail", "stopped", "stopped", "stopped"],
+        "darts_cut": ["short"] * 7 + ["ended", "stopped", "stopped", "stopped", "cut"],
+    }
+
+
+def test_the_deadline_is_that_of_the_prompts_that_have_enough_valid_candidates() -> None:
+    few = [(256, "length")] * 6 + [(5, "stop")] * 6
+    batch = pictures.batch_of([*([ENDS] * 9), few])
+    assert [pictures.needed(prompt) for prompt in batch] == [9] * 9 + [None]
+    assert pictures.deadline_of(batch) == 9
+    with pytest.raises(ValueError, match="as many valid candidates"):
+        pictures.deadline_of(pictures.batch_of([few]))
