@@ -117,7 +117,7 @@ class Settings(BaseSettings):
     )
     max_group_size: Live[int] = Field(1024, ge=1, le=16384, description="Largest n that a request may ask for.")
     batch_window: float = Field(
-        0.02, ge=0, le=1, description="darts: seconds within which groups that come together share one budget."
+        0.02, ge=0, le=1, description="Seconds within which groups that come together share one budget and deadline."
     )
     state_dir: Path | None = Field(
         None, description="Folder in which what was learned outlives a restart. Left out, it is kept in memory."

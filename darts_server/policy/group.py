@@ -93,8 +93,12 @@ class Group:
     @property
     def needed(self) -> int | None:
         """Length of the M-th shortest valid candidate so far; ``None`` before so many have finished by themselves."""
+        return self.nth_shortest(self.size)
+
+    def nth_shortest(self, place: int) -> int | None:
+        """Length of the valid candidate at that ``place``, from 1, among those that have finished so far."""
         lengths = sorted(c.tokens for c in self.candidates if c.valid)
-        return lengths[self.size - 1] if len(lengths) >= self.size else None
+        return lengths[place - 1] if len(lengths) >= place else None
 
     def gather(self) -> list[Decision]:
         """Start one candidate of a group that is not open yet. Nothing is decided about it before that."""

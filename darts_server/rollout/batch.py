@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from typing import Protocol
 
 from darts_server.policy.deadline import Deadline
@@ -34,6 +35,15 @@ class Terms:
     tokens: int | None = None
     explored: bool = False
 
+    def place(self, size: int, candidates: int) -> int:
+        """Whose length, among a group's finished candidates, says how long the group needs.
+
+        That is the M-th shortest. Of a group with fewer candidates than the mean it is the same share of them, or else
+        groups without spare ones would tell their longest; of one with more it is not, since a rule may stop the rest
+        when the M-th shortest is known.
+        """
+        return min(max(ceil(size * candidates / self.mean_candidates), 1), size)
+
 
 class Batch:
     """Tells its groups the deadline once enough of them know their M-th shortest length."""
@@ -56,7 +66,7 @@ class Batch:
             asyncio.get_running_loop().call_soon(self._announce, member)
 
     def needs(self, member: Member, tokens: int) -> None:
-        """The length of a group's M-th shortest trajectory became known."""
+        """How long a group needs became known: the length at its `Terms.place`."""
         self._needs[member] = tokens
         self._look()
 

@@ -30,7 +30,7 @@ class LengthBias:
 
     def group_ended(self, record: GroupRecord) -> None:
         if record.outcome is Outcome.COMPLETED:
-            self._generated.append(completed(observations(record)))
+            self._generated.append(completed(observations(record, beyond_limit=False)))
             self._returned.append([(1.0, float(c.tokens)) for c in record.selected])
 
     def mean(self, kind: str) -> float | None:

@@ -54,6 +54,10 @@ class Dataset:
         self._ratios += [(o.tokens / mean, o.censored) for o in seen]
         self._keep.ask()
 
+    def flush(self) -> None:
+        """Hand what is pending to ``documents``."""
+        self._keep.now()
+
     def _known(self) -> DatasetStats:
         return self._stats.load(KEY) or DatasetStats()
 

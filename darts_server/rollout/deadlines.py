@@ -45,11 +45,10 @@ class Deadlines:
         return self._rng.random() < rule.exploration
 
     def learn(self, record: GroupRecord, name: str) -> None:
-        """Take in how long the group's M-th shortest trajectory was."""
-        lengths = sorted(c.tokens for c in record.candidates if c.finish_reason is not None and not c.cut)
-        if record.outcome is Outcome.COMPLETED and len(lengths) >= record.size:
+        """Take in how long the group needed."""
+        if record.outcome is Outcome.COMPLETED and record.needed is not None:
             needs = self._needs.load(name) or RecentNeeds()
-            needs.add(lengths[record.size - 1])
+            needs.add(record.needed)
             self._needs.save(name, needs.state)
 
     def rewarded(self, record: GroupRecord, right: Mapping[int, bool], rule: Deadline) -> None:

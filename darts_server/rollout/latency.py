@@ -37,5 +37,9 @@ class Latency:
         self._model.observe(batch, seconds)
         self._keep.ask()
 
+    def flush(self) -> None:
+        """Hand what is pending to ``documents``."""
+        self._keep.now()
+
     def _write(self) -> None:
         self._notes.save(KEY, asdict(self._model.state))

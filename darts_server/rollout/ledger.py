@@ -53,8 +53,13 @@ class Ledger:
         self._entries[index].ended_at = self._clock()
         self._entries[index].tokens = tokens
 
-    def close(self, group: Group, error: Exception | None, deadline: int | None, explored: bool) -> GroupRecord:
-        """The record of a group that has an outcome. ``deadline``: its limit or, if ``explored``, what would be."""
+    def close(
+        self, group: Group, error: Exception | None, deadline: int | None, explored: bool, needed: int | None
+    ) -> GroupRecord:
+        """The record of a group that has an outcome.
+
+        ``deadline``: its limit or, if ``explored``, what would be. ``needed``: what it told its batch.
+        """
         assert group.outcome is not None
         self.closed = True
         now = self._clock()
@@ -71,6 +76,7 @@ class Ledger:
             error=None if error is None else str(error),
             deadline=None if deadline is None or group.needed is None else max(deadline, group.needed),
             explored=explored,
+            needed=needed,
             members=self.members,
             shadow=shadow_of(group, self._policy),
         )

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from darts_server.exceptions import StateError
 from darts_server.policy.lengths import Observation, PromptStats, prompt_key, updated
 from darts_server.rollout.documents import Documents
-from darts_server.types import FinishReason, GroupRecord, Outcome
+from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +82,14 @@ class Prompts:
             self._unreadable = False
 
 
-def observations(record: GroupRecord) -> list[Observation]:
-    """How long the group's candidates became, those that were stopped, cut or truncated as the longer ones they are."""
-    return [
-        Observation(c.tokens, censored=c.finish_reason is not FinishReason.STOP)
-        for c in record.candidates
-        if c.tokens > 0
-    ]
+def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Observation]:
+    """How long the group's candidates became, those that were stopped or cut as the longer ones they are.
+
+    ``beyond_limit``: whether one that hit its length limit counts as longer, too.
+    """
+
+    def whole(c: CandidateRecord) -> bool:
+        truncated = c.finish_reason is FinishReason.LENGTH and not c.cut
+        return c.finish_reason is FinishReason.STOP or (truncated and not beyond_limit)
+
+    return [Observation(c.tokens, censored=not whole(c)) for c in record.candidates if c.tokens > 0]

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 from darts_server.engine.port import Ended, Engine, OutputT, RequestT, Running
@@ -29,6 +30,7 @@ from darts_server.policy.selection import SelectionRule
 from darts_server.rollout.batch import Batch, Grant
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observer import GroupObserver
+from darts_server.types import GroupRecord
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._own_requests: dict[int, RequestT] = {}
         self._group = group
         self._batch: Batch | None = None
+        self._place = 1
         self._needed: int | None = None
         self._ledger = ledger
         self._observer = observer
@@ -73,6 +76,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._news: asyncio.Queue[int | BaseException] = asyncio.Queue()
         self._told: set[int] = set()
+        self.record: GroupRecord | None = None
+        """What became of it; ``None`` before it has ended."""
 
     # --- for the caller -----------------------------------------------------
 
@@ -98,6 +103,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             return
         self._batch = grant.batch
         if self._batch is not None:
+            self._place = self._batch.terms.place(rule.size, grant.candidates)
             self._batch.join(self)
         decisions = self._group.open(rule, grant.candidates)
         self._tell_batch()
@@ -189,16 +195,22 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _fail(self, index: int, error: EngineError) -> None:
         if index in self._cuts:
-            self._outputs[index].set_exception(error)
-            self._outputs[index].exception()  # the caller may be gone
+            self._spoil(index, error)
         elif self._in_play(index):
             self._feed(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
 
-    def _reap(self, task: asyncio.Task[None]) -> None:
+    def _spoil(self, index: int, error: BaseException) -> None:
+        """What the caller was told to wait for will not come."""
+        if not self._outputs[index].done():
+            self._outputs[index].set_exception(error)
+            self._outputs[index].exception()  # the caller may be gone
+
+    def _reap(self, index: int, task: asyncio.Task[None]) -> None:
         """Nobody waits for a candidate's task, so what it did not expect is told to the caller here."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("group %s failed", self._ledger.group_id, exc_info=error)
+            self._spoil(index, error)
             self.close()
             self._news.put_nowait(error)
 
@@ -226,7 +238,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _tell_batch(self) -> None:
         if self._batch is not None and self._needed is None and self._group.is_open:
-            self._needed = self._group.needed
+            self._needed = self._group.nth_shortest(self._place)
             if self._needed is not None:
                 self._batch.needs(self, self._needed)
 
@@ -255,7 +267,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._outputs[index] = loop.create_future()
             task = loop.create_task(self._drive(index))
             self._tasks.add(task)
-            task.add_done_callback(self._reap)
+            task.add_done_callback(partial(self._reap, index))
         self._ledger.requested(len(indices))
         self._observer.candidates_started(len(indices))
 
@@ -284,7 +296,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         try:
             explored = self._batch if self._batch is not None and self._batch.terms.explored else None
             deadline = self._group.limit if explored is None else explored.tokens
-            self._observer.group_ended(self._ledger.close(self._group, error, deadline, explored is not None))
+            self.record = self._ledger.close(self._group, error, deadline, explored is not None, self._needed)
+            self._observer.group_ended(self.record)
         finally:  # a fault in what hears of it is no reason for others to wait
             self._on_end()
             if self._batch is not None:

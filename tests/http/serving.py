@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
@@ -36,7 +37,7 @@ def client(*keys: str, host: str | None = HERE, state: State | None = None) -> I
         app = FastAPI()
         errors.install(app)
         app.add_middleware(GroupIdHeader)
-        app.include_router(router(provenance, prompts, state or store, Control(load({}, None)), keys))
+        app.include_router(router(provenance, prompts, state or store, Control(load({}, None)), Mock(), keys))
 
         @app.get("/shaped")
         async def shaped(request: Request) -> None:

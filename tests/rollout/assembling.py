@@ -43,8 +43,9 @@ class Signed:
 
 
 class SigningCandidate:
-    def __init__(self, candidate: ScriptedCandidate) -> None:
+    def __init__(self, candidate: ScriptedCandidate, aborted: asyncio.Event) -> None:
         self._candidate = candidate
+        self._aborted = aborted
 
     def tokens(self) -> int | None:
         return self._candidate.tokens()
@@ -54,22 +55,29 @@ class SigningCandidate:
 
     async def ended(self) -> Ended[Signed]:
         ended = await self._candidate.ended()
+        if ended.reason is None:
+            await self._aborted.wait()
         return Ended(ended.tokens, ended.reason, Signed(self._candidate.request, self._candidate.index, ended.tokens))
 
 
 class SigningEngine:
-    """The scripted engine with outputs that can be told apart."""
+    """The scripted engine with outputs that can be told apart.
+
+    ``aborted``: while it is not set, nothing comes of candidates that were stopped.
+    """
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self._engine = engine
         self.capacity = engine.capacity
+        self.aborted = asyncio.Event()
+        self.aborted.set()
 
     @property
     def weight_version(self) -> int:
         return self._engine.weight_version
 
     async def start(self, request: str, index: int) -> SigningCandidate:
-        return SigningCandidate(await self._engine.start(request, index))
+        return SigningCandidate(await self._engine.start(request, index), self.aborted)
 
     def cut(self, request: str, output: Signed, tokens: int) -> Signed:
         assert output.tokens >= tokens
@@ -77,17 +85,17 @@ class SigningEngine:
 
 
 class RecordedRollouts(Rollouts[str, Signed]):
-    """Remembers the groups that were begun."""
+    """Remembers the groups that were begun. Their lots can be repeated."""
+
+    def __init__(self, engine: SigningEngine, lots: int, *args: Any, **more: Any) -> None:
+        super().__init__(engine, *args, **more)
+        self.begun: dict[str, GroupRun[str, Signed]] = {}
+        self._lots = lots
 
     def gathering(self, request: str, policy: str, **more: Any) -> GroupRun[str, Signed]:
-        run = super().gathering(request, policy, **more)
-        self.__dict__.setdefault("begun", {})[more["group_id"]] = run
+        run = super().gathering(request, policy, **{**more, "lots": (self._lots, len(self.begun))})
+        self.begun[more["group_id"]] = run
         return run
-
-    @property
-    def begun(self) -> dict[str, GroupRun[str, Signed]]:
-        begun: dict[str, GroupRun[str, Signed]] = self.__dict__.get("begun", {})
-        return begun
 
 
 @dataclass
@@ -121,16 +129,19 @@ class Hall:
         size: int = 4,
         wait: float = WAIT,
         window: float = 0,
+        lots: int = 0,
     ) -> None:
         self.script = script
         self.size = size
         self.engine = ScriptedEngine(script)
+        self.signing = SigningEngine(self.engine)
         self.recorder = Recorder()
         self.store = Documents()
         self.callers: list[Caller] = []
         self._others = asyncio.all_tasks()
         self.rollouts = RecordedRollouts(
-            SigningEngine(self.engine),
+            self.signing,
+            lots,
             {"shaped": shaping},
             "shaped",
             Limits(64),

@@ -15,11 +15,7 @@ SIZE = 8
 
 
 def prompts(**stds: float) -> Documents:
-    documents = Documents()
-    for key, std in stds.items():
-        document = {"std_ema": std, "mean_ema": 1.0, "groups": 1, "candidates": 12, "weight_version": 0}
-        documents.put("prompt", key, document)
-    return documents
+    return Documents().know(**stds)
 
 
 async def together(allocator: Allocator, keys: list[str], shaping: Shaping = DARTS, size: int = SIZE) -> list[int]:

@@ -41,7 +41,7 @@ class Crowd:
         self.seed = seed
         self.failures = failures
         self.size = self.random.choice([3, 4, 8, 8, 8])
-        self.hall = Hall(self.script, shaping, self.size, window=self.random.choice([0.0, 0.0, 1.0]))
+        self.hall = Hall(self.script, shaping, self.size, window=self.random.choice([0.0, 0.0, 1.0]), lots=seed)
         self.leave_rate = self.random.choice([0.0, 0.1, 0.3])
         self.quiet_rate = self.random.choice([0.0, 0.02, 0.1])
         self.leaving: dict[int, list[Caller]] = {}

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineRefused
 from darts_server.policy.deadline import FEWEST, Deadline
-from darts_server.policy.shaping import Shaping
+from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.allocator import SMALLEST_BATCH, Allocator
 from darts_server.rollout.batch import Batch, Grant, Terms
 from darts_server.rollout.run import GroupRun
@@ -64,6 +65,31 @@ class Party:
 
 async def turn() -> None:
     await asyncio.sleep(0)
+
+
+# --- how long a group needs -----------------------------------------------------
+
+
+@pytest.mark.parametrize(("candidates", "place"), [(8, 6), (9, 6), (10, 7), (11, 8), (12, 8), (13, 8), (16, 8)])
+def test_a_group_with_few_candidates_tells_the_same_share_of_them_and_no_group_more_than_its_size(
+    candidates: int, place: int
+) -> None:
+    assert Terms("cut", 16, 12.0).place(8, candidates) == place
+
+
+@pytest.mark.parametrize("tail", Tail)
+async def test_every_group_can_tell_what_it_needs_however_many_candidates_it_has(tail: Tail) -> None:
+    house = House(
+        lambda prompt, index: Script(1 + (7 * index + int(prompt)) % 19), {"cut": replace(DARTS_CUT, tail=tail)}
+    )
+    names = [str(number) for number in range(16)]
+    house.store.know(**{name: float(name) ** 3 for name in names})
+    tasks = await begun(house, names)
+    await settle()
+    await house.engine.run()
+    await asyncio.gather(*tasks)
+    assert {len(house.record(name).candidates) for name in names} >= {4, 8}
+    assert all(house.record(name).needed is not None for name in names)
 
 
 # --- when the deadline is known -----------------------------------------------

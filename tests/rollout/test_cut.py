@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from darts_server.engine.scripted import Script, ScriptedEngine, settle
+from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
+from darts_server.exceptions import EngineDead
 from darts_server.policy.group import Group
 from darts_server.policy.tails import CutTail
 from darts_server.rollout.batch import Grant
@@ -19,8 +20,10 @@ pytestmark = pytest.mark.anyio
 SEED = 0
 
 
-async def play(script: dict[int, Script], limit: int) -> tuple[dict[int, list[int]], Recorder, ScriptedEngine]:
-    engine = ScriptedEngine(lambda _, index: script[index])
+async def play(
+    script: dict[int, Script], limit: int, engine_class: type[ScriptedEngine] = ScriptedEngine
+) -> tuple[dict[int, list[int]], Recorder, ScriptedEngine]:
+    engine = engine_class(lambda _, index: script[index])
     recorder = Recorder()
     group = Group(rng=np.random.default_rng(SEED), spare=3)
     run: GroupRun[str, list[int]] = GroupRun(
@@ -79,3 +82,48 @@ async def test_one_that_is_cut_while_it_runs_has_an_end_and_a_weight_version_as_
     tail = the_tail(record)
     assert (tail.weight_version_start, tail.weight_version_end, tail.ended_at) == (0, 0, 7)
     assert not record.mixed_versions
+
+
+# --- faults after the cut --------------------------------------------------------
+
+CUT_RUNNING = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}
+CUT_ENDED = {0: Script(2), 1: Script(3), 2: Script(4, delay=20), 3: Script(10)}
+
+
+class CannotCut(ScriptedEngine):
+    def cut(self, request: str, output: list[int], tokens: int) -> list[int]:
+        raise ZeroDivisionError("a bug in an adapter")
+
+
+@pytest.mark.parametrize("script", [CUT_RUNNING, CUT_ENDED])
+async def test_a_fault_while_cutting_reaches_the_caller(
+    script: dict[int, Script], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeroDivisionError, match="a bug in an adapter"):
+        await asyncio.wait_for(play(script, 5 if script is CUT_ENDED else 7, CannotCut), 10)
+    assert "group g failed" in caplog.text
+
+
+class DeafCandidate(ScriptedCandidate):
+    def stop(self) -> int:
+        return self.made
+
+
+class Deaf(ScriptedEngine):
+    """It does nothing about a stop, and dies at step 20."""
+
+    async def start(self, request: str, index: int) -> ScriptedCandidate:
+        started = await super().start(request, index)
+        deaf = DeafCandidate(started.request, started.index, started.script, started.born)
+        self.started[self.started.index(started)] = deaf
+        return deaf
+
+    async def step(self) -> None:
+        await super().step()
+        if self.now == 20:
+            self.kill()
+
+
+async def test_an_engine_that_dies_between_a_cut_and_its_output_is_told_to_the_caller() -> None:
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(play(CUT_RUNNING, 7, Deaf), 10)

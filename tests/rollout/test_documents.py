@@ -155,19 +155,16 @@ async def spread(documents: Documents, restarts: bool) -> list[int]:
     for number in range(60):
         if restarts:
             allocator = an_allocator(documents)
-        given.append((await allocator.grant("darts", Shaping(redundancy=1.3, adaptive=True), 8, f"p{number}")).candidates)
+        given.append(
+            (await allocator.grant("darts", Shaping(redundancy=1.3, adaptive=True), 8, f"p{number}")).candidates
+        )
     return given
 
 
 @pytest.mark.anyio
 async def test_after_a_restart_the_price_goes_on_where_it_was() -> None:
     def known() -> Documents:
-        documents = Documents()
-        for number in range(60):
-            std = float(number * 37 % 60) ** 2
-            stats = {"std_ema": std, "mean_ema": 1.0, "groups": 1, "candidates": 12, "weight_version": 0}
-            documents.put("prompt", f"p{number}", stats)
-        return documents
+        return Documents().know(**{f"p{number}": float(number * 37 % 60) ** 2 for number in range(60)})
 
     once, anew = known(), known()
     assert await spread(once, restarts=False) == await spread(anew, restarts=True)

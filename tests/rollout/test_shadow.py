@@ -220,6 +220,8 @@ async def test_the_shadow_of_a_batch_is_what_the_policy_does_with_it(policy: str
     for seed in range(8):
         shaped, shadow = House(scripted(seed), BATCHED), House(scripted(seed), shadows(BATCHED))
         for house in (shaped, shadow):
+            if seed % 2:  # prompts that differ in how many candidates they get
+                house.store.know(**{name: float(number**3) for number, name in enumerate(PROMPTS)})
             runs = await house.together(SIZE, policy, PROMPTS)
             house.engine.now = 0
             tasks = [asyncio.create_task(collect(run)) for run in runs]
