@@ -15,6 +15,8 @@ EXPLORATION = 0.05
 MOST_LOST = 0.02
 WINDOW = 256
 """Groups that stand in for the batch when they come one at a time."""
+ROUNDING = 1e-9
+"""0.55 * 100 is 55 and a little."""
 MEMORY = 500
 """Right answers after which older ones are forgotten: those of some hundred explored groups."""
 ENOUGH_RIGHT = 50
@@ -46,7 +48,7 @@ class Deadline:
 
         Lengths that are not known yet count as longer than all known ones.
         """
-        rank = ceil(self.quantile * groups)
+        rank = ceil(self.quantile * groups - ROUNDING)
         known = sorted(needed)
         return self.clip(ceil(self.stretch * known[rank - 1])) if 0 < rank <= len(known) else None
 

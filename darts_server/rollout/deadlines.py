@@ -53,10 +53,11 @@ class Deadlines:
 
     def rewarded(self, record: GroupRecord, right: Mapping[int, bool], rule: Deadline) -> None:
         """Take in which of a group's candidates, by index, gave the right answer. Only explored groups tell."""
-        if not record.explored or record.deadline is None:
+        if not record.explored:
             return
         answers = [c for c in record.selected if right.get(c.index)]
-        lost = sum(c.tokens > record.deadline for c in answers)
+        # A group that was complete before its deadline was known loses nothing by it.
+        lost = sum(record.deadline is not None and c.tokens > record.deadline for c in answers)
         self._losses.save(KEY, asdict(self.losses.reported(len(answers), lost, rule.most_lost)))
 
 

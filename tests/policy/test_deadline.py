@@ -15,7 +15,7 @@ def test_it_is_the_smallest_length_that_the_quantiles_share_of_groups_does_not_e
     needed: list[int], quantile: float
 ) -> None:
     deadline = Deadline(quantile=quantile).of(needed, len(needed))
-    enough = [n for n in needed if sum(m <= n for m in needed) >= math.ceil(quantile * len(needed))]
+    enough = [n for n in needed if sum(m <= n for m in needed) >= math.ceil(quantile * len(needed) - 1e-9)]
     assert deadline == min(enough)
 
 
@@ -24,6 +24,10 @@ def test_those_that_are_not_known_yet_count_as_longer(known: list[int], unknown:
     groups = len(known) + unknown
     deadline = Deadline().of(known, groups)
     assert deadline == (Deadline().of([*known, *[10**9] * unknown], groups) if len(known) >= 0.9 * groups else None)
+
+
+def test_a_quantile_is_not_one_rank_too_high_for_the_way_floats_are() -> None:
+    assert Deadline(quantile=0.55).of(range(1, 101), 100) == 55
 
 
 def test_it_is_held_between_floor_and_ceiling_and_stretched_before() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from darts_server.engine.port import Ended
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
-from darts_server.policy.shaping import Shaping
+from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.assembly import Joining
 from darts_server.rollout.plan import Limits
 from darts_server.rollout.rollouts import Rollouts
@@ -18,6 +18,17 @@ from tests.rollout.helpers import Documents, Recorder
 
 WAIT = 5.0
 """Seconds of quiet after which a group is sealed short."""
+SHORTEST = Shaping(redundancy=1.5, num_longest=0)
+SAMPLED = Shaping(redundancy=1.5, num_longest=1)
+POLICIES = {
+    "shortest": SHORTEST,
+    "sampled": SAMPLED,
+    "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
+    "adaptive": Shaping(redundancy=1.5, adaptive=True),
+    "adaptive shortest": Shaping(redundancy=1.5, num_longest=0, adaptive=True),
+    "four alone": Shaping(redundancy=1.5, num_shortest=3, num_longest=1),
+    "shadow": Shaping(redundancy=1.5, num_longest=0, shadow=True),
+}
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
@@ -213,3 +224,24 @@ class Hall:
         assert self.rollouts.running == 0
         assert self.rollouts._assembly._groups == {}
         assert asyncio.all_tasks() == self._others
+
+
+def by_caller(*each: int) -> Hall:
+    """A hall of groups of 4 shortest. The i-th caller's own candidate has the i-th length; all others the last."""
+
+    def script(request: str, index: int) -> Script:
+        number = int(request.partition(":c")[2])
+        return Script(each[number] if index == 0 and number < len(each) - 1 else each[-1])
+
+    return Hall(script, SHORTEST)
+
+
+def same_group(callers: list[Caller]) -> bool:
+    return len({c.group_id for c in callers}) == 1
+
+
+async def finish(hall: Hall, callers: list[Caller]) -> list[object]:
+    await hall.engine.run()
+    results = await asyncio.gather(*(c.task for c in callers), return_exceptions=True)
+    await hall.assert_empty()
+    return list(results)
