@@ -15,10 +15,11 @@ from darts_server.rollout.latency import Latency
 from darts_server.rollout.prompts import KIND, Prompts
 from darts_server.rollout.provenance import Provenance
 from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.submission import Submissions
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.vllm import server
-from darts_server.vllm.engine import VllmPort, VllmRollouts
+from darts_server.vllm.engine import VllmPort, VllmPrompts, VllmRollouts, VllmSubmissions
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
@@ -35,8 +36,14 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
 def wiring(settings: Settings, store: Store) -> server.Wiring:
     """How the server's parts are made from the settings."""
     prompts, provenance, control = Prompts(store), Provenance(), Control(settings)
+    submissions: VllmSubmissions | None = None
 
-    def rollouts(engine: VllmPort, model_name: str) -> VllmRollouts:
+    def native() -> VllmSubmissions:
+        assert submissions is not None, "the server answers only when its engine runs"
+        return submissions
+
+    def rollouts(engine: VllmPort, prompter: VllmPrompts, model_name: str) -> VllmRollouts:
+        nonlocal submissions
         latency, bias = Latency(store, engine.capacity), LengthBias()
         sources = Sources(
             tracked=lambda: store.count(KIND),
@@ -59,11 +66,12 @@ def wiring(settings: Settings, store: Store) -> server.Wiring:
             latency=latency,
         )
         control.drive(made)
+        submissions = Submissions(made, prompter, control.planner)
         return made
 
     def extend(app: FastAPI, keys: Sequence[str]) -> None:
         errors.install(app)
         app.add_middleware(GroupIdHeader)
-        app.include_router(router(provenance, prompts, store, control, keys))
+        app.include_router(router(provenance, prompts, store, control, native, keys))
 
     return server.Wiring(rollouts=rollouts, read_options=read_options, extend=extend)

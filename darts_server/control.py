@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named import named
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
-from darts_server.rollout.plan import OFF, Limits
+from darts_server.rollout.plan import OFF, Limits, Planner
 from darts_server.settings import Settings, changed, live
 
 
@@ -54,6 +54,15 @@ class Control:
             self._rollouts.configure(*configuration(settings))
         self.settings = settings
         return self.current()
+
+    def planner(self, overrides: Mapping[str, object]) -> Planner:
+        """What policies do for one caller: under ``name`` which one, and other settings than those in force.
+
+        Raises:
+            InvalidRequest: names the key that cannot be changed so.
+        """
+        patch = {("policy" if key == "name" else key): value for key, value in overrides.items()}
+        return Planner(*configuration(changed(self.settings, patch)))
 
 
 def configuration(settings: Settings) -> Configuration:

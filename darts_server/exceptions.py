@@ -36,6 +36,7 @@ class InvalidRequest(DartsError, ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
 
 
 class NotFound(InvalidRequest):

@@ -3,7 +3,7 @@
 Nothing here imports another room.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -93,6 +93,8 @@ class GroupRecord:
     """Tokens at which its tail was cut or, in an explored group, would have been; ``None`` without a deadline."""
     explored: bool = False
     """Whether it was let run past its deadline, to see what that takes away."""
+    needed: int | None = None
+    """Tokens by which a group of its batch could usually be complete; ``None`` if it belongs to none, or never was."""
     members: tuple[str, ...] = ()
     """Ids of the requests it answered, where these are several."""
     shadow: "ShadowRecord | None" = None
@@ -161,3 +163,23 @@ class RequestOptions:
     prompt_key: str | None = None
     group_id: str | None = None
     group_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """A prompt as a caller gives it: exactly one of token ids, chat messages and text; and the caller's key for it."""
+
+    token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, object]] | None = None
+    text: str | None = None
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a trajectory holds: its tokens, their log-probs if these were asked for, its text, and why it ended."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] | None
+    text: str
+    finish_reason: FinishReason

@@ -4,15 +4,16 @@
 finished one. Both pass through the rooms above unread.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from darts_server.types import FinishReason
+from darts_server.types import FinishReason, PromptSpec, Sample
 
 RequestT = TypeVar("RequestT")
 OutputT = TypeVar("OutputT")
 RequestT_contra = TypeVar("RequestT_contra", contravariant=True)
-OutputT_co = TypeVar("OutputT_co", covariant=True)
+OutputT_contra = TypeVar("OutputT_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,4 +74,28 @@ class Engine(Protocol[RequestT_contra, OutputT]):
 
     def cut(self, request: RequestT_contra, output: OutputT, tokens: int) -> OutputT:
         """The first ``tokens`` tokens of an output, as if they had been the request's ``max_tokens``."""
+        ...
+
+
+class Prompter(Protocol[RequestT, OutputT_contra]):
+    """Makes an engine's requests from what callers say, and reads its outputs."""
+
+    async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> RequestT:
+        """A request for ``size`` trajectories, checked as far as it can be before it runs.
+
+        Raises:
+            InvalidRequest: names the field of ``prompt`` or ``sampling``.
+        """
+        ...
+
+    def key(self, request: RequestT) -> str:
+        """Under which the prompt's lengths are remembered where the caller names no key."""
+        ...
+
+    def lots(self, request: RequestT) -> Sequence[int] | None:
+        """Seed of the tail's lottery; ``None`` for a fresh one."""
+        ...
+
+    def sample(self, output: OutputT_contra) -> Sample:
+        """What a trajectory holds."""
         ...

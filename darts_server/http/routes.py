@@ -1,20 +1,27 @@
 """Routes of our own API, under ``/darts/v1``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from fastapi import APIRouter, Depends
 
 from darts_server.exceptions import NotFound
-from darts_server.http import policy, state
+from darts_server.http import policy, rollouts, state
 from darts_server.http.access import guard
 from darts_server.http.wire import GroupAnswer, GroupsAnswer, PromptAnswer
 from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.provenance import Provenance
+from darts_server.rollout.submission import Submissions
 
 
 def router(
-    provenance: Provenance, prompts: Prompts, store: state.State, control: policy.PolicyControl, keys: Sequence[str]
+    provenance: Provenance,
+    prompts: Prompts,
+    store: state.State,
+    control: policy.PolicyControl,
+    submissions: Callable[[], Submissions[Any, Any]],
+    keys: Sequence[str],
 ) -> APIRouter:
     """The routes.
 
@@ -39,6 +46,7 @@ def router(
             raise NotFound("prompt_key", f"no prompt {prompt_key!r} is known; GET /darts/v1/groups/ID tells keys")
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats))
 
+    api.include_router(rollouts.routes(submissions))
     api.include_router(state.routes(store, keys))
     api.include_router(policy.routes(control, keys))
     return api

@@ -28,7 +28,6 @@ class _Waiting:
     """Groups of one kind that wait for their number of candidates."""
 
     shaping: Shaping
-    size: int
     groups: list[tuple[str, asyncio.Future[Grant]]] = field(default_factory=list)
 
     @property
@@ -70,7 +69,7 @@ class Allocator:
         loop = asyncio.get_running_loop()
         kind = (policy, size)
         if kind not in self._waiting:
-            self._waiting[kind] = _Waiting(shaping, size)
+            self._waiting[kind] = _Waiting(shaping)
             loop.call_later(self._window, self._close, kind)
         answer: asyncio.Future[Grant] = loop.create_future()
         self._waiting[kind].groups.append((key, answer))
@@ -80,6 +79,14 @@ class Allocator:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 _give_back(answer.result())
             raise
+
+    def grant_together(
+        self, policy: str, shaping: Shaping, size: int, keys: Sequence[str], budget: int | None = None
+    ) -> list[Grant]:
+        """Candidates for groups that make a batch by themselves; ``budget``: how many in all, else as ever."""
+        counts, terms = self._allocate((policy, size), shaping, keys, budget)
+        batch = Batch(terms, self._on_batch_end, self._clock)
+        return [Grant(count, batch) for count in counts]
 
     def learn(self, record: GroupRecord) -> None:
         """Take in how long the group's M-th shortest trajectory was, if its policy has deadlines."""
@@ -92,7 +99,7 @@ class Allocator:
         if not waiting.groups:
             return
         try:
-            counts, terms = self._allocate(kind, waiting)
+            counts, terms = self._allocate(kind, waiting.shaping, waiting.keys)
         except Exception as error:  # told to everyone who waits: nobody waits for ever
             for _, answer in waiting.groups:
                 answer.set_exception(error)
@@ -101,11 +108,14 @@ class Allocator:
         for (_, answer), count in zip(waiting.groups, counts, strict=True):
             answer.set_result(Grant(count, batch))
 
-    def _allocate(self, kind: Kind, waiting: _Waiting) -> tuple[list[int], Terms]:
-        shaping, groups = waiting.shaping, len(waiting.groups)
-        budget = self._budgets.decide(shaping, waiting.size, waiting.keys)
-        stds = [self._prompts.std(key) for key in waiting.keys]
-        counts = self._counts(kind, waiting, budget.mean, stds)
+    def _allocate(
+        self, kind: Kind, shaping: Shaping, keys: Sequence[str], total: int | None = None
+    ) -> tuple[list[int], Terms]:
+        """``total``: candidates in all, where the caller says it."""
+        groups = len(keys)
+        budget = self._budgets.decide(shaping, kind[1], keys, None if total is None else total / groups)
+        stds = [self._prompts.std(key) for key in keys]
+        counts = self._counts(kind, shaping, budget.mean, stds) if total is None else _spent(kind, shaping, total, stds)
         # A few groups by themselves say as little of what groups need.
         few = groups < SMALLEST_BATCH
         rule = self.deadlines.rule(shaping)
@@ -121,9 +131,9 @@ class Allocator:
             explored=rule is not None and self.deadlines.explores(rule),
         )
 
-    def _counts(self, kind: Kind, waiting: _Waiting, target: float, stds: Sequence[float | None]) -> list[int]:
-        low, high = waiting.shaping.bounds(waiting.size)
-        if not waiting.shaping.adaptive:
+    def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:
+        low, high = shaping.bounds(kind[1])
+        if not shaping.adaptive:
             return self._even(kind, target, len(stds))
         if len(stds) < SMALLEST_BATCH:
             price = ShadowPrice(target, low, high, self._prices.load(_name(*kind)))
@@ -141,6 +151,14 @@ class Allocator:
             counts.append(floor(wanted + 0.5))
             self._carries[kind] = wanted - counts[-1]
         return counts
+
+
+def _spent(kind: Kind, shaping: Shaping, total: int, stds: Sequence[float | None]) -> list[int]:
+    """Exactly ``total`` candidates."""
+    low, high = shaping.bounds(kind[1])
+    # Prompts that nothing sets apart share evenly.
+    apart = stds if shaping.adaptive else [None] * len(stds)
+    return batch_candidates(apart, budget=total, low=low, high=high)
 
 
 def _give_back(grant: Grant) -> None:

@@ -47,11 +47,11 @@ class Budgets:
         self._recent: deque[str] = deque(maxlen=RECENT)
         self._kept: dict[tuple[Shaping, int], tuple[float, Budget]] = {}
 
-    def decide(self, shaping: Shaping, size: int, keys: Sequence[str]) -> Budget:
-        """The budget of a batch of groups of ``size`` with these prompts."""
+    def decide(self, shaping: Shaping, size: int, keys: Sequence[str], given: float | None = None) -> Budget:
+        """The budget of a batch of groups of ``size``; its mean is ``given`` if the caller says it."""
         self._recent.extend(keys)
-        if len(keys) >= SMALLEST_BATCH:
-            return self._decide(shaping, size, keys)
+        if given is not None or len(keys) >= SMALLEST_BATCH:
+            return self._decide(shaping, size, keys, given)
         # So few say little of what is to come, and simulating takes tens of milliseconds.
         decided_at, budget = self._kept.get((shaping, size), (-inf, Budget(0.0)))
         if self._clock() - decided_at > KEPT_SECONDS:
@@ -59,21 +59,25 @@ class Budgets:
             self._kept[shaping, size] = (self._clock(), budget)
         return budget
 
-    def _decide(self, shaping: Shaping, size: int, keys: Sequence[str]) -> Budget:
+    def _decide(self, shaping: Shaping, size: int, keys: Sequence[str], given: float | None = None) -> Budget:
         low, high = shaping.bounds(size)
-        # A request may name a policy on a server whose redundancy is above what one prompt may get.
-        mean = min(shaping.redundancy * size, high)
-        if shaping.budget is BudgetKind.CV_LOG and (stats := self._dataset.stats).std is not None and stats.mean:
-            mean = min(cv_log(stats.std, stats.mean, size), high)
+        mean = self._mean(shaping, size, high) if given is None else given
         workload, curve = self._workload(shaping, size, keys), self._latency.curve
         if workload is None or curve is None:
             return Budget(mean)
         rng = np.random.default_rng(SEED)
-        if shaping.budget is BudgetKind.UTILITY:
+        if given is None and shaping.budget is BudgetKind.UTILITY:
             found = best_mean(workload, low, high, curve, shaping.budget_aversion, rng)
             best = max(found.trials, key=lambda trial: trial.utility)
             return Budget(best.mean_candidates, best.expectation.seconds)
         return Budget(mean, expected(workload, mean, curve, Draws.of(workload, high, rng)).seconds)
+
+    def _mean(self, shaping: Shaping, size: int, high: int) -> float:
+        """By a formula. A request may name a policy on a server whose redundancy is above what one prompt may get."""
+        stats = self._dataset.stats if shaping.budget is BudgetKind.CV_LOG else None
+        if stats is None or stats.std is None or not stats.mean:
+            return min(shaping.redundancy * size, high)
+        return min(cv_log(stats.std, stats.mean, size), high)
 
     def _workload(self, shaping: Shaping, size: int, keys: Sequence[str]) -> Workload | None:
         """The batch to come; prompts never seen take the mean of the others."""

@@ -10,7 +10,7 @@ from darts_server.types import RequestOptions
 OFF = "off"
 """The policy that shapes nothing: the engine serves the request as it always did."""
 
-UNSHAPED = Shaping(redundancy=1.0, num_longest=0)
+UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
 """Every candidate is returned, and none is added."""
 
 

@@ -93,6 +93,14 @@ class Rollouts(Generic[RequestT, OutputT]):
         """How many candidates the group gets. Most policies wait a moment for others to allocate with."""
         return await self._allocator.grant(plan.policy, plan.shaping, plan.size, prompt_key)
 
+    def allocate_together(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> list[Grant]:
+        """The same for groups that make a batch by themselves; ``budget``: candidates in all."""
+        return self._allocator.grant_together(plan.policy, plan.shaping, plan.size, prompt_keys, budget)
+
+    def expected_length(self, prompt_key: str) -> float | None:
+        """Mean length of the prompt's trajectories in tokens, as far as it is known."""
+        return self._prompts.mean(prompt_key)
+
     def run(
         self,
         request: RequestT,
@@ -157,6 +165,11 @@ class Rollouts(Generic[RequestT, OutputT]):
     def step(self, batch: int, seconds: float) -> None:
         """The engine made a decode step of ``batch`` sequences."""
         self._latency.observe(batch, seconds)
+
+    def flush(self) -> None:
+        """Hand all that was learned to ``documents``, before the end."""
+        self._dataset.flush()
+        self._latency.flush()
 
     def candidates_started(self, count: int) -> None:
         """Implements the observer for this room's own groups."""

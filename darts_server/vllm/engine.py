@@ -6,30 +6,33 @@ aborted final-only request still yields what it generated; ``abort(..., internal
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
+from zlib import crc32
 
 from msgspec import structs
 from vllm import SamplingParams
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from darts_server.engine.port import Ended, Engine
+from darts_server.engine.port import Ended, Engine, Prompter
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
 from darts_server.rollout.prompts import key_of
 from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.submission import Submissions
 from darts_server.types import FinishReason
+from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.outputs import first_tokens
 
 if TYPE_CHECKING:
     from darts_server.vllm.llm import ShapingLLM
 
+SEED_MASK = (1 << 64) - 1
 # What vLLM says of a candidate that ended by itself. "repetition" ends at a limit that the caller set, like "length".
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
 
@@ -64,7 +67,9 @@ class PromptRequest:
 
 # vLLM is imported in this room alone; the wiring speaks of these.
 VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
+VllmPrompts: TypeAlias = Prompter[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
+VllmSubmissions: TypeAlias = Submissions[PromptRequest, RequestOutput]
 
 
 def prompt_key_of(request: PromptRequest) -> str:
@@ -73,6 +78,14 @@ def prompt_key_of(request: PromptRequest) -> str:
     lora = request.options.get("lora_request")
     beside = [prompt.get("prompt"), prompt.get("mm_hashes"), None if lora is None else lora.lora_name]
     return key_of(prompt.get("prompt_token_ids") or (), *(repr(part) for part in beside if part))
+
+
+def lots_of(request: PromptRequest) -> Sequence[int] | None:
+    """Seed of the tail's lottery: from the request's seed and prompt, so that a request can be repeated."""
+    if request.params.seed is None:
+        return None
+    tokens = request.prompt.get("prompt_token_ids", ()) if isinstance(request.prompt, dict) else request.prompt
+    return (request.params.seed & SEED_MASK, crc32(repr(tokens).encode()))
 
 
 def sameness(request: PromptRequest) -> str:
@@ -181,6 +194,6 @@ def translated(error: Exception) -> EngineError:
     """vLLM's exception in the port's words."""
     if isinstance(error, EngineDeadError):
         return EngineDead(str(error))
-    if isinstance(error, VLLMClientError | GracefulHTTPError | ValueError | TypeError):
+    if isinstance(error, REFUSALS):
         return EngineRefused(str(error))
     return CandidateFailed(f"{type(error).__name__}: {error}")

@@ -3,7 +3,6 @@
 import random
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
-from zlib import crc32
 
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
@@ -14,12 +13,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.rollout.assembly import Joining
 from darts_server.rollout.plan import Plan
 from darts_server.types import RequestOptions
-from darts_server.vllm.engine import PromptRequest, VllmRollouts, in_vllms_words, prompt_key_of, sameness
+from darts_server.vllm.engine import PromptRequest, VllmRollouts, in_vllms_words, lots_of, prompt_key_of, sameness
 from darts_server.vllm.outputs import as_choice, as_one
 from darts_server.vllm.platform import refuse_what_would_crash
 from darts_server.vllm.requests import current_options, merged, note_named_prompt, note_shaped
 
-SEED_MASK = (1 << 64) - 1
 # Those of generate()'s options that vLLM may refuse.
 CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
 
@@ -48,14 +46,14 @@ class ShapingLLM(AsyncLLM):
         if plan is None:
             return super().generate(prompt, sampling_params, request_id, **more)
         request = PromptRequest(prompt, sampling_params, request_id, more)
-        self._check(request)
+        self.check(request)
         key = self._key(request, options)
         if plan.single:
             return self._joined(plan, request, key, options.group_id)
         note_shaped(request_id)
         return self._shaped(plan, request, key)
 
-    def _check(self, request: PromptRequest) -> None:
+    def check(self, request: PromptRequest) -> None:
         """Have vLLM look at the prompt now.
 
         By itself it does so when a prompt is added to the engine. For the second prompt of a request that is after the
@@ -83,8 +81,9 @@ class ShapingLLM(AsyncLLM):
 
     async def _shaped(self, plan: Plan, request: PromptRequest, key: str) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
-        streaming = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
-        lots = self._lots(request)
+        # CUMULATIVE is how the token route of 0.26 asks when it does not stream: it keeps the last output alone.
+        streaming = request.params.output_kind is RequestOutputKind.DELTA
+        lots = lots_of(request)
         with in_vllms_words():
             grant = await self.rollouts.allocate(plan, key)
             run = self.rollouts.run(
@@ -127,14 +126,6 @@ class ShapingLLM(AsyncLLM):
             first = False
             yield output
 
-    @staticmethod
-    def _lots(request: PromptRequest) -> Sequence[int] | None:
-        """Seed of the tail's lottery: from the request's seed and prompt, so that a request can be repeated."""
-        if request.params.seed is None:
-            return None
-        tokens = request.prompt.get("prompt_token_ids", ()) if isinstance(request.prompt, dict) else request.prompt
-        return (request.params.seed & SEED_MASK, crc32(repr(tokens).encode()))
-
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """As vLLM's; a request that runs as a group is ended as a whole."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
@@ -143,8 +134,8 @@ class ShapingLLM(AsyncLLM):
                 self.rollouts.abort(group_id)
         await super().abort(ids, internal=internal)
 
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        await super().finish_weight_update(weight_version)
+    async def finish_weight_update(self, *args: Any, **more: Any) -> None:
+        await super().finish_weight_update(*args, **more)
         self.weight_version += 1
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from darts_server.types import FinishReason
+from darts_server.vllm.compat.engine import cut_mask
 
 
 def as_one(request_id: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
@@ -37,16 +38,15 @@ def first_tokens(
     whole = output.outputs[0]
     token_ids = list(whole.token_ids)[:tokens]
     logprobs = whole.logprobs[:tokens] if whole.logprobs is not None else None
-    mask = whole.sampling_mask
     cut = replace(
         whole,
         token_ids=token_ids,
         text=_text_of(token_ids, output.prompt_token_ids or [], params, tokenizer),
         logprobs=logprobs,
         cumulative_logprob=_total(token_ids, logprobs) if whole.cumulative_logprob is not None else None,
-        sampling_mask=replace(mask, token_ids=mask.token_ids[:tokens]) if mask is not None else None,
         finish_reason=FinishReason.LENGTH.value,
         stop_reason=None,
+        **cut_mask(whole, tokens),
     )
     answer = copy(output)
     answer.outputs = [cut]

@@ -15,21 +15,26 @@ import uvloop
 from fastapi import FastAPI
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.launchers.launcher import serve_http, setup_server
-from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.vllm.compat import TESTED_SERIES, is_tested, vllm_version
-from darts_server.vllm.engine import VllmEngine, VllmPort, VllmRollouts
+from darts_server.vllm.compat import doubt, vllm_version
+from darts_server.vllm.compat.entrypoints import (
+    build_app,
+    configure_logging,
+    get_uvicorn_log_config,
+    init_app_state,
+    make_arg_parser,
+    serve_http,
+    setup_server,
+    validate_parsed_serve_args,
+)
+from darts_server.vllm.engine import VllmEngine, VllmPort, VllmPrompts, VllmRollouts
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare
+from darts_server.vllm.prompter import VllmPrompter
 from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
 from darts_server.vllm.steps import Steps
 
@@ -43,11 +48,11 @@ CHILD_GRACE_SECONDS = 5.0  # an engine that has not begun to serve has nothing t
 class Wiring:
     """What the rooms above bring: made by ``app.py``.
 
-    ``rollouts``: from the engine and the served model name. ``extend``: adds to vLLM's app before it serves; it
-    is given the API keys that guard vLLM's own routes.
+    ``rollouts``: from the engine, what makes its requests, and the served model name. ``extend``: adds to vLLM's app
+    before it serves; it is given the API keys that guard vLLM's own routes.
     """
 
-    rollouts: Callable[[VllmPort, str], VllmRollouts]
+    rollouts: Callable[[VllmPort, VllmPrompts, str], VllmRollouts]
     read_options: ReadOptions
     extend: Callable[[FastAPI, Sequence[str]], None]
 
@@ -73,9 +78,9 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 def serve(args: Namespace, wiring: Wiring) -> int:
     """Serve until told to stop; the process's exit code: 1 if the engine died."""
-    configure_logging_from_args(args)
-    if not is_tested(installed := vllm_version()):
-        logger.warning("vLLM %s is not tested with darts-server; %s is", installed, TESTED_SERIES)
+    configure_logging(args)
+    if (warning := doubt(vllm_version())) is not None:
+        logger.warning(warning)
     return uvloop.run(_serve(args, wiring))
 
 
@@ -111,10 +116,14 @@ async def engine(args: Namespace, wiring: Wiring) -> AsyncIterator[ShapingLLM]:
     try:
         await llm.reset_mm_cache()
         await llm.get_supported_tasks()  # vLLM keeps them; generate() needs them without waiting
-        llm.rollouts = wiring.rollouts(VllmEngine(llm), args.served_model_name[0])
+        llm.rollouts = wiring.rollouts(
+            VllmEngine(llm), VllmPrompter(llm, args.chat_template), args.served_model_name[0]
+        )
         steps.listener = llm.rollouts.step
         yield llm
     finally:
+        if llm.rollouts is not None:
+            llm.rollouts.flush()
         llm.shutdown(timeout=config.shutdown_timeout)
 
 

@@ -18,7 +18,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.prompts import key_of
 from darts_server.types import GroupRecord, Outcome
-from darts_server.vllm.engine import PromptRequest, VllmEngine
+from darts_server.vllm.engine import PromptRequest, VllmEngine, lots_of
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 from examples.tiny_rl.server import ENVIRONMENT
 from examples.tiny_rl.task import sample_problem
@@ -62,7 +62,7 @@ def token_ids(output: RequestOutput) -> list[list[int]]:
 
 def lots(engine: TinyEngine, text: str, seed: int, count: int) -> list[float]:
     """The numbers that the candidates of a seeded request draw for the tail."""
-    rng = np.random.default_rng(engine.llm._lots(PromptRequest(engine.prompt(text), final_only(seed=seed), "any")))
+    rng = np.random.default_rng(lots_of(PromptRequest(engine.prompt(text), final_only(seed=seed), "any")))
     return [float(rng.random()) for _ in range(count)]
 
 
@@ -75,9 +75,7 @@ async def test_200_groups_equal_the_brute_force_selection(engine: TinyEngine) ->
             engine.generate(text, f"raw-{number}", "off", n=CANDIDATES, seed=number),
         )
         truths = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
-        lots = np.random.default_rng(
-            engine.llm._lots(PromptRequest(engine.prompt(text), final_only(seed=number), name))
-        )
+        lots = np.random.default_rng(lots_of(PromptRequest(engine.prompt(text), final_only(seed=number), name)))
         wanted = expected(policy, truths, SIZE, [float(lots.random()) for _ in truths])
         record = engine.records[name]
         assert {c.index for c in record.selected} == wanted, (policy, truths)
@@ -99,7 +97,7 @@ async def test_200_groups_equal_the_brute_force_selection(engine: TinyEngine) ->
     await asyncio.gather(*map(bounded, range(GROUPS)))
     stopped = sum(c.finish_reason is None for r in engine.records.values() for c in r.candidates)
     assert stopped > GROUPS, "the rules must have had something to stop"
-    assert engine.llm.get_num_unfinished_requests() == 0
+    assert len(engine.llm.output_processor.request_states) == 0
 
 
 async def test_unseeded_groups_are_what_the_reported_lengths_say(engine: TinyEngine) -> None:
@@ -141,7 +139,7 @@ async def test_a_stopped_candidate_gives_what_it_had_and_frees_the_engine(engine
     completion = ended.output.outputs[0]
     assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids) == ended.tokens
-    assert engine.llm.get_num_unfinished_requests() == 0
+    assert len(engine.llm.output_processor.request_states) == 0
 
 
 async def test_a_cut_trajectory_is_what_max_tokens_would_have_given(engine: TinyEngine) -> None:
@@ -175,15 +173,24 @@ async def test_a_streamed_group_has_each_choice_once_and_ends(engine: TinyEngine
     assert engine.records["streamed"].outcome is Outcome.COMPLETED
 
 
+async def test_a_group_asked_for_cumulatively_comes_whole(engine: TinyEngine) -> None:
+    params = final_only(n=SIZE, seed=3, extra_args={"darts_policy": "sampled"})
+    params.output_kind = RequestOutputKind.CUMULATIVE
+    (output,) = [o async for o in engine.llm.generate(engine.prompt(PROMPTS[2]), params, "cumulative")]
+    whole = await engine.generate(PROMPTS[2], "whole", "sampled", n=SIZE, seed=3)
+    assert output.finished
+    assert token_ids(output) == token_ids(whole)
+
+
 async def test_aborting_a_request_by_its_id_ends_the_whole_group(engine: TinyEngine) -> None:
     waiting = asyncio.create_task(engine.generate(PROMPTS[0], "aborted", "sampled", n=SIZE, ignore_eos=True))
-    while engine.llm.get_num_unfinished_requests() < CANDIDATES:
+    while len(engine.llm.output_processor.request_states) < CANDIDATES:
         await asyncio.sleep(0.01)
     await engine.llm.abort("aborted")
     with pytest.raises(GroupAborted):
         await waiting
     assert engine.records["aborted"].outcome is Outcome.CANCELLED
-    while engine.llm.get_num_unfinished_requests():
+    while len(engine.llm.output_processor.request_states):
         await asyncio.sleep(0.01)
 
 
@@ -191,7 +198,7 @@ async def test_candidates_that_the_engine_aborts_are_started_anew(engine: TinyEn
     waiting = asyncio.create_task(
         engine.generate(PROMPTS[0], "lost", "sampled", n=SIZE, ignore_eos=True, max_tokens=100)
     )
-    while engine.llm.get_num_unfinished_requests() < CANDIDATES:
+    while len(engine.llm.output_processor.request_states) < CANDIDATES:
         await asyncio.sleep(0.01)
     await engine.llm.abort([f"{index}_lost" for index in range(6)])
     output = await waiting

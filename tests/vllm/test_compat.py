@@ -1,12 +1,271 @@
+"""The choices between vLLM's versions, against what the source of each says, and against the installed one."""
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from darts_server.vllm.compat import is_tested, vllm_version
+import darts_server.vllm
+from darts_server.vllm.compat import COMPARED_SERIES, GENERATION_HANDLERS, TESTED_SERIES, doubt, vllm_version
+from tests.vllm.fakes import Fake, in_place_of_vllm
+from tests.vllm.signatures import extract
+
+SIGNATURES = Path(extract.__file__).parent
+RECORDED: dict[str, dict[str, str]] = {
+    series: json.loads((SIGNATURES / f"{series}.json").read_text()) for series in (TESTED_SERIES, COMPARED_SERIES)
+}
+ROOM = Path(darts_server.vllm.__file__).parent
+SOURCES = [*sorted(ROOM.rglob("*.py")), ROOM.parents[1] / "examples" / "tiny_rl" / "engine.py"]
+
+CLI_ARGS = ("launchers.cli_args", "openai.cli_args")
+# Where what moved is in 0.31, and where in 0.26, under vllm.entrypoints: what is handed on as it is, and what is not.
+MOVED = {
+    "build_app": ("launchers.app", "openai.api_server"),
+    "init_app_state": ("launchers.api_server.app_state", "openai.api_server"),
+    "setup_server": ("launchers.launcher", "openai.api_server"),
+    "serve_http": ("launchers.launcher", "launcher"),
+    "get_uvicorn_log_config": ("launchers.utils.server_utils", "serve.utils.server_utils"),
+    "validate_parsed_serve_args": CLI_ARGS,
+}
+WRAPPED = {"make_arg_parser": CLI_ARGS, "FrontendArgs": CLI_ARGS}
+# What 0.26 does not have at all.
+NEW = {
+    "vllm.entrypoints.openai.cli_args:FrontendArgs.enable_scale_out",
+    "vllm.exceptions:GracefulHTTPError",
+    "vllm.exceptions:VLLMClientError",
+    "vllm.exceptions:VLLMError",
+    "vllm.exceptions:VLLMServerError",
+    "vllm.logger:configure_logging_from_args",
+    "vllm.outputs:CompletionOutput.sampling_mask",
+    "vllm.outputs:SamplingMask",
+    "vllm.outputs:SamplingMask.token_ids",
+}
+# Calls of ours, as they stand in the source, and what they call.
+LLM = "vllm.v1.engine.async_llm:AsyncLLM"
+DETOKENIZER = "vllm.v1.engine.detokenizer:IncrementalDetokenizer"
+METHODS = {
+    "AsyncEngineArgs.from_cli_args": "vllm.engine.arg_utils:AsyncEngineArgs.from_cli_args",
+    "IncrementalDetokenizer.from_new_request": f"{DETOKENIZER}.from_new_request",
+    "ShapingLLM.from_vllm_config": f"{LLM}.from_vllm_config",
+    "SamplingParams.from_optional": "vllm.sampling_params:SamplingParams.from_optional",
+    "cli_env_setup": "vllm.entrypoints.serve.utils.api_utils:cli_env_setup",
+    "current_platform.is_cpu": "vllm.platforms.interface:Platform.is_cpu",
+    "detokenizer.get_next_output_text": f"{DETOKENIZER}.get_next_output_text",
+    "detokenizer.update": f"{DETOKENIZER}.update",
+    "engine_args.create_engine_config": "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
+    "llm.get_supported_tasks": f"{LLM}.get_supported_tasks",
+    "llm.model_config.get_diff_sampling_param": "vllm.config.model:ModelConfig.get_diff_sampling_param",
+    "llm.reset_mm_cache": f"{LLM}.reset_mm_cache",
+    "llm.shutdown": f"{LLM}.shutdown",
+    "load_chat_template": "vllm.entrypoints.chat_utils:load_chat_template",
+    "parse_model_prompt": "vllm.renderers.inputs.preprocess:parse_model_prompt",
+    "renderer.render_chat_async": "vllm.renderers.base:BaseRenderer.render_chat_async",
+    "renderer.render_cmpl_async": "vllm.renderers.base:BaseRenderer.render_cmpl_async",
+    "renderer.render_cmpl": "vllm.renderers.base:BaseRenderer.render_cmpl",
+    "self._collector.get": "vllm.v1.engine.output_processor:RequestOutputCollector.get",
+    "self._llm.abort": f"{LLM}.abort",
+    "self._llm.add_request": f"{LLM}.add_request",
+    "self.input_processor.process_inputs": "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    "self.params.clone": "vllm.sampling_params:SamplingParams.clone",
+    "state.detokenizer.num_output_tokens": f"{DETOKENIZER}.num_output_tokens",
+    "super().abort": f"{LLM}.abort",
+    "super().finish_weight_update": f"{LLM}.finish_weight_update",
+    "super().generate": f"{LLM}.generate",
+    "super().shutdown": f"{LLM}.shutdown",
+}
 
 
-def test_the_installed_version_is_a_tested_one() -> None:
-    assert is_tested(vllm_version())
+@pytest.fixture(params=[TESTED_SERIES, COMPARED_SERIES])
+def series(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-@pytest.mark.parametrize("version", [None, "0.26.0", "0.310.0", "0.32.1"])
-def test_others_are_not(version: str | None) -> None:
-    assert not is_tested(version)
+def place(name: str, series: str) -> str:
+    """Where what moved is."""
+    new, old = (MOVED | WRAPPED)[name]
+    return f"vllm.entrypoints.{new if series == TESTED_SERIES else old}:{name}"
+
+
+@pytest.fixture
+def vllm(series: str) -> Iterator[Fake]:
+    with in_place_of_vllm(RECORDED[series]) as fake:
+        yield fake
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def installed() -> Mapping[str, str]:
+    return RECORDED[".".join((vllm_version() or "").split(".")[:2])]
+
+
+def test_the_installed_version_is_the_tested_one() -> None:
+    assert doubt(f"{TESTED_SERIES}.0") is None
+    assert (vllm_version() or "").startswith((f"{TESTED_SERIES}.", f"{COMPARED_SERIES}."))
+
+
+def test_a_version_that_is_only_compared_says_so() -> None:
+    assert doubt(f"{COMPARED_SERIES}.0") == (
+        f"vLLM {COMPARED_SERIES}.0 is tested with darts-server by its signatures alone; "
+        f"{TESTED_SERIES} is tested by running it"
+    )
+
+
+@pytest.mark.parametrize("version", [None, "0.310.0", "0.32.1", "0.2.6"])
+def test_others_are_not_tested(version: str | None) -> None:
+    assert f"vLLM {version} is not tested with darts-server" in (doubt(version) or "")
+
+
+def test_what_is_recorded_is_what_the_installed_source_says() -> None:
+    package = inspect.getfile(import_module("vllm"))
+    assert extract.extract(Path(package).parents[1]) == installed()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the module that 0.31 has left behind for callers of 0.26
+def test_what_is_recorded_is_what_an_import_gives() -> None:
+    with in_place_of_vllm(installed()) as fake:
+        recorded = {n: fake.get(n) for n, said in installed().items() if "def (" in said}
+    assert len(recorded) > 30
+    for name, ours in recorded.items():
+        module, _, path = name.partition(":")
+        theirs: Any = import_module(module)
+        for part in path.split("."):
+            theirs = inspect.getattr_static(theirs, part)
+        assert shape(getattr(theirs, "__func__", theirs)) == shape(ours), name
+        assert inspect.iscoroutinefunction(ours) == ("async" in installed()[name])
+
+
+def shape(function: Any) -> list[tuple[str, Any, bool]]:
+    return [(p.name, p.kind, p.default is p.empty) for p in inspect.signature(function).parameters.values()]
+
+
+def test_both_series_have_every_name_but_for_what_is_chosen_between() -> None:
+    def old(name: str) -> str:
+        """Where a name of 0.31 would be in 0.26."""
+        module, _, path = name.partition(":")
+        new, then = (MOVED | WRAPPED).get(path.partition(".")[0].partition("[")[0], ("", ""))
+        return f"vllm.entrypoints.{then}:{path}" if module == f"vllm.entrypoints.{new}" else name
+
+    tested, compared = (set(RECORDED[s]) for s in (TESTED_SERIES, COMPARED_SERIES))
+    assert {old(name) for name in tested} - compared == NEW
+    assert compared <= {old(name) for name in tested}
+    assert set(extract.names()) == tested | {old(name) for name in tested}
+
+
+def test_our_modules_import_nothing_that_a_series_lacks(vllm: Fake) -> None:
+    # A name that fails here and is in both series wants listing in extract.py, which then writes the two files anew.
+    for source in SOURCES:
+        parts = source.relative_to(ROOM.parents[1]).with_suffix("").parts
+        import_module(".".join(parts).removesuffix(".__init__"))
+
+
+def test_what_moved_is_taken_from_where_it_is(series: str, vllm: Fake) -> None:
+    chosen = import_module("darts_server.vllm.compat.entrypoints")
+    for name in MOVED:
+        assert getattr(chosen, name) is vllm.get(place(name, series))
+    assert sorted(chosen.__all__) == sorted([*MOVED, "configure_logging", "make_arg_parser"])
+
+
+def test_our_calls_fit_the_parameters_of_each_series(series: str, vllm: Fake) -> None:
+    moved = {name: place(name, series) for name in MOVED}
+    targets = METHODS | moved | {"cli_args.make_arg_parser": place("make_arg_parser", series)}
+    seen = set()
+    for call in (n for s in SOURCES for n in ast.walk(ast.parse(s.read_text())) if isinstance(n, ast.Call)):
+        if (target := targets.get(ast.unparse(call.func))) is None:
+            continue
+        seen.add(ast.unparse(call.func))
+        method = RECORDED[series][target].partition("(")[2].startswith(("self", "cls"))
+        given = [None for a in call.args if not isinstance(a, ast.Starred)]
+        named = {k.arg: None for k in call.keywords if k.arg is not None}
+        whole = len(given) == len(call.args) and len(named) == len(call.keywords)
+        signature = inspect.signature(vllm.get(target))
+        (signature.bind if whole else signature.bind_partial)(*[None] * method, *given, **named)
+    assert seen == set(targets)
+
+
+def test_every_flag_that_we_read_is_one_of_vllms(series: str) -> None:
+    read = {
+        node.attr
+        for source in SOURCES
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args"
+    }
+    fields = {n.rpartition(".")[2] for n in RECORDED[series] if "FrontendArgs." in n or "EngineArgs." in n}
+    added = {n.partition("[")[2].strip("-]").replace("-", "_") for n in RECORDED[series] if "make_arg_parser[" in n}
+    assert {"host", "model_tag", "headless"} <= read <= fields | added
+
+
+def test_a_request_for_the_detokenizer_has_all_that_it_needs(series: str) -> None:
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse((ROOM / "outputs.py").read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "EngineCoreRequest"
+    )
+    needed = RECORDED[series]["vllm.v1.engine:EngineCoreRequest"].partition(" needs ")[2]
+    assert [k.arg for k in call.keywords] == needed.split(", ")
+
+
+def test_the_handlers_are_there_and_take_a_request_and_its_raw_form(series: str) -> None:
+    makers = {name.partition("[")[2] for name in RECORDED[series]}
+    methods = {name.rpartition(".")[2]: said for name, said in RECORDED[series].items()}
+    for attribute, method in GENERATION_HANDLERS:
+        assert f"state.{attribute}]" in makers
+        assert methods[method] == "async def (self, request, raw_request=)"
+
+
+def test_the_flag_for_the_token_route_is_always_taken(series: str, vllm: Fake) -> None:
+    parser = vllm.get("vllm.utils.argparse_utils:FlexibleArgumentParser")()
+    import_module("darts_server.vllm.compat.entrypoints").make_arg_parser(parser)
+    assert vllm.calls == [place("make_arg_parser", series)]
+    added = vars(parser.parse_known_args(["--enable-scale-out"])[0])
+    assert added == ({} if series == TESTED_SERIES else {"enable_scale_out": True})
+
+
+def test_logging_is_configured_where_it_can_be(series: str, vllm: Fake) -> None:
+    import_module("darts_server.vllm.compat.entrypoints").configure_logging(None)
+    assert vllm.calls == (["vllm.logger:configure_logging_from_args"] if series == TESTED_SERIES else [])
+
+
+def test_refusals_are_told_from_failures(vllm: Fake) -> None:
+    engine, ours = import_module("darts_server.vllm.engine"), import_module("darts_server.exceptions")
+    of_vllm = [v for v in vars(import_module("vllm.exceptions")).values() if isinstance(v, type)]
+    refusals = [e for e in of_vllm if e.__name__ not in ("VLLMError", "VLLMServerError")]
+    assert len(refusals) >= 3
+    for error in (*refusals, ValueError, TypeError):
+        assert isinstance(engine.translated(error("no")), ours.EngineRefused)
+    dead = vllm.get("vllm.v1.engine.exceptions:EngineDeadError")
+    assert isinstance(engine.translated(dead("gone")), ours.EngineDead)
+    assert isinstance(engine.translated(RuntimeError("oh")), ours.CandidateFailed)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_the_mask_is_cut_where_there_is_one() -> None:
+    @dataclass
+    class Mask:
+        token_ids: list[list[int]]
+
+    cut_mask = import_module("darts_server.vllm.compat.engine").cut_mask
+    assert cut_mask(SimpleNamespace(), 1) == cut_mask(SimpleNamespace(sampling_mask=None), 1) == {}
+    cut = cut_mask(SimpleNamespace(sampling_mask=Mask([[1], [2, 3], [4]])), 2)
+    assert cut == {"sampling_mask": Mask([[1], [2, 3]])}
+
+
+@pytest.mark.anyio
+async def test_a_finished_weight_update_counts_with_and_without_a_name(series: str, vllm: Fake) -> None:
+    llm = import_module("darts_server.vllm.llm").ShapingLLM()
+    await llm.finish_weight_update()
+    assert llm.weight_version == 1
+    if series == TESTED_SERIES:
+        await llm.finish_weight_update("v2")
+        await llm.finish_weight_update(weight_version="v3")
+        assert llm.weight_version == 3
+    assert set(vllm.calls) == {f"{LLM}.finish_weight_update"}

@@ -1,0 +1,147 @@
+"""Our own API for batches of prompts, on real vLLM."""
+
+import json
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from examples.tiny_rl.server import Server
+from examples.tiny_rl.task import sample_problem
+from tests.integration.waiting import wait_idle
+
+pytestmark = pytest.mark.engine
+SIZE = 8
+
+
+def prompts(count: int, seed: int = 5) -> list[str]:
+    rng = Random(seed)
+    return [sample_problem(rng).prompt for _ in range(count)]
+
+
+def ask(server: Server, body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=120)
+
+
+def test_a_batch_is_answered_group_by_group_in_the_order_of_its_prompts(server: Server) -> None:
+    texts = prompts(12)
+    asked = [{"text": text, "metadata": {"answer": i}} for i, text in enumerate(texts)]
+    sampling = {"max_tokens": 200, "seed": 3, "logprobs": True}
+    answer = ask(server, {"prompts": asked, "group_size": SIZE, "sampling": sampling, "policy": {"name": "darts"}})
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert body["policy"] == "darts"
+    assert [group["metadata"]["answer"] for group in body["groups"]] == list(range(12))
+    for group in body["groups"]:
+        assert group["error"] is None
+        assert len(group["trajectories"]) == SIZE
+        assert len(group["trajectories"]) + len(group["discarded"]) == group["candidates"]
+        ranks = sorted((t["length"], t["rank"]) for t in group["trajectories"])
+        assert [rank for _, rank in ranks] == list(range(SIZE))
+        for trajectory in group["trajectories"]:
+            assert trajectory["length"] == len(trajectory["token_ids"]) == len(trajectory["logprobs"])
+            assert trajectory["finish_reason"] in ("stop", "length")
+        told = httpx.get(f"{server.url}/darts/v1/groups/{group['group_id']}").json()["groups"][0]
+        assert told["generated"] == sum(t["length"] for t in group["trajectories"] + group["discarded"])
+    everything = httpx.get(f"{server.url}/darts/v1/groups/{body['id']}").json()["groups"]
+    assert len(everything) == 12
+    returned = sum(t["length"] for group in body["groups"] for t in group["trajectories"])
+    assert body["usage"]["returned"] == returned
+    assert sum(group["candidates"] for group in body["groups"]) == 12 * 12
+
+
+def test_a_seeded_unshaped_batch_is_what_vllms_own_route_gives(server: Server) -> None:
+    [text] = prompts(1)
+    sampling = {"max_tokens": 100, "seed": 9, "temperature": 1.0}
+    body = ask(
+        server, {"prompts": [{"text": text}], "group_size": 4, "sampling": sampling, "policy": {"name": "off"}}
+    ).json()
+    raw = {"model": "tiny:raw", "prompt": text, "n": 4, "return_token_ids": True, **sampling}
+    choices = httpx.post(f"{server.url}/v1/completions", json=raw, timeout=60).json()["choices"]
+    assert [t["token_ids"] for t in body["groups"][0]["trajectories"]] == [c["token_ids"] for c in choices]
+    assert [t["text"] for t in body["groups"][0]["trajectories"]] == [c["text"] for c in choices]
+
+
+def test_groups_come_as_events_as_they_are_decided_and_are_the_same(server: Server) -> None:
+    body = {
+        "prompts": [{"text": t} for t in prompts(8)],
+        "group_size": SIZE,
+        "sampling": {"max_tokens": 200, "seed": 1},
+    }
+    whole = ask(server, body).json()["groups"]
+    events: list[tuple[str, dict[str, Any]]] = []
+    with httpx.stream(
+        "POST", f"{server.url}/darts/v1/rollouts", json=body | {"stream": "groups"}, timeout=60
+    ) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                events.append((line.removeprefix("event: "), {}))
+            elif line.startswith("data: "):
+                events[-1] = (events[-1][0], json.loads(line.removeprefix("data: ")))
+    assert [name for name, _ in events] == ["batch", *["group"] * 8, "done"]
+    streamed = sorted((data for name, data in events if name == "group"), key=lambda group: group["number"])
+    tokens = [[t["token_ids"] for t in group["trajectories"]] for group in streamed]
+    assert tokens == [[t["token_ids"] for t in group["trajectories"]] for group in whole]
+
+
+def test_chats_token_ids_keys_budgets_and_changes_to_the_policy(server: Server) -> None:
+    asked = [
+        {"messages": [{"role": "user", "content": "7a-5b*4>"}], "key": "a/chat"},
+        {"token_ids": [5, 6, 7], "key": "tokens"},
+    ]
+    body = {"prompts": asked, "group_size": 4, "sampling": {"max_tokens": 40}}
+    policy = {"name": "darts", "num_longest": 0, "max_redundancy": 3.0}
+    answer = ask(server, body | {"policy": policy, "budget": 11}).json()
+    assert [group["prompt_key"] for group in answer["groups"]] == ["a/chat", "tokens"]
+    assert sum(group["candidates"] for group in answer["groups"]) == 11
+    assert {t["end"] for group in answer["groups"] for t in group["trajectories"]} <= {"short", "fill"}
+    assert httpx.get(f"{server.url}/darts/v1/prompts/a/chat").json()["groups"] >= 1
+    assert httpx.get(f"{server.url}/darts/v1/policy").json()["num_longest"] == 1, "the server's own is as it was"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompts": []}, "prompts"),
+        ({"prompts": [{}]}, "prompts[0]"),
+        ({"prompts": [{"text": "7"}, {"text": "7", "token_ids": [1]}]}, "prompts[1]"),
+        ({"prompts": [{"text": "7"}, {"text": "7" * 1000}]}, "prompts[1].text"),
+        ({"prompts": [{"token_ids": [5, 10**6]}]}, "prompts[0].token_ids"),
+        ({"prompts": [{"messages": [{"role": "user"}, 3]}]}, "prompts[0].messages[1]"),
+        ({"group_size": 0}, "group_size"),
+        ({"group_size": "8"}, "group_size"),
+        ({"group_size": 10**6}, "n"),
+        ({"sampling": {"temprature": 1}}, "sampling.temprature"),
+        ({"sampling": {"temperature": -3}}, "sampling.temperature"),
+        ({"sampling": {"temperature": "hot"}}, "sampling.temperature"),
+        ({"sampling": {"n": 3}}, "sampling.n"),
+        ({"policy": {"name": "dart"}}, "policy"),
+        ({"policy": {"redundancy": 99}}, "redundancy"),
+        ({"policy": {"state_dir": "/"}}, "state_dir"),
+        ({"budget": 3}, "budget"),
+        ({"stream": "tokens"}, "stream"),
+        ({"strean": True}, "strean"),
+    ],
+)
+def test_bad_input_is_named_and_starts_nothing(server: Server, change: dict[str, object], param: str) -> None:
+    started = server.metric("darts_candidates_started_total")
+    body = {"prompts": [{"text": "7a-5b*4>"}], "group_size": 8, "sampling": {"max_tokens": 50}}
+    answer = ask(server, body | change)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(param), answer.text
+    assert server.metric("darts_candidates_started_total") == started
+
+
+def test_a_caller_that_leaves_its_batch_leaves_nothing_running(server: Server) -> None:
+    body = {
+        "prompts": [{"text": t} for t in prompts(16)],
+        "group_size": SIZE,
+        "sampling": {"max_tokens": 250, "ignore_eos": True},
+        "stream": "groups",
+    }
+    with httpx.stream("POST", f"{server.url}/darts/v1/rollouts", json=body, timeout=60) as answer:
+        assert next(answer.iter_lines()) == "event: batch"
+    wait_idle(server, 10.0)
+    assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")

@@ -1,0 +1,265 @@
+"""Writes down what vLLM's source says of each name that we lean on, for :mod:`tests.vllm.test_compat`.
+
+    python tests/vllm/signatures/extract.py SRC OUT
+
+SRC is a directory that has the package ``vllm`` in it: ``site-packages``, or an unpacked wheel. OUT is a JSON file, one
+for each series, such as ``tests/vllm/signatures/0.26.json``. Nothing is imported, so a version need not be installed.
+
+By name, as ``module:object``, ``module:Class.attribute`` or ``module:function[text in it]``, the file has one of::
+
+    "class(Base) needs x, y"      with the fields that must be given
+    "def (self, x, *, y=)"        also "async def" and "property"
+    "attribute"                   of a module or class, or set on self in a method
+    "is module:object"            imported from there
+    "there"                       the text is in the function, or the module is there
+
+Names that a version does not have are left out.
+"""
+
+import ast
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+FLAGS = {
+    "FrontendArgs": "api_key chat_template disable_uvicorn_access_log enable_scale_out enable_ssl_refresh "
+    "h11_max_header_count h11_max_incomplete_event_size host port ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_ciphers "
+    "ssl_keyfile uvicorn_log_level",
+    "make_arg_parser": "[--api-server-count] [--grpc] [--headless] [model_tag]",
+    "validate_parsed_serve_args": "",
+}
+# By module and object, or "" for the module itself: attributes, and texts in brackets. What has moved stands in both
+# places.
+LEANED_ON = {
+    "vllm": {"LLM": "", "SamplingParams": ""},
+    "vllm.config": {"VllmConfig": ""},
+    "vllm.config.model": {"ModelConfig": "get_diff_sampling_param max_model_len"},
+    "vllm.config.parallel": {"ParallelConfig": "data_parallel_size"},
+    "vllm.config.scheduler": {"SchedulerConfig": "enable_chunked_prefill max_num_batched_tokens max_num_seqs"},
+    "vllm.config.vllm": {"VllmConfig": "parallel_config scheduler_config shutdown_timeout"},
+    "vllm.engine.arg_utils": {
+        "AsyncEngineArgs": "aggregate_engine_logging create_engine_config disable_log_stats enable_chunked_prefill "
+        "enable_log_requests from_cli_args max_num_batched_tokens model served_model_name worker_extension_cls"
+    },
+    "vllm.entrypoints.chat_utils": {"load_chat_template": ""},
+    "vllm.entrypoints.generate.api_router": {
+        "init_generate_state": "[state.openai_serving_chat] [state.openai_serving_chat_batch] "
+        "[state.openai_serving_completion]"
+    },
+    "vllm.entrypoints.launcher": {"serve_http": ""},
+    "vllm.entrypoints.launchers.api_server.app_state": {"init_app_state": ""},
+    "vllm.entrypoints.launchers.app": {"build_app": ""},
+    "vllm.entrypoints.launchers.cli_args": FLAGS,
+    "vllm.entrypoints.launchers.launcher": {"serve_http": "", "setup_server": ""},
+    "vllm.entrypoints.launchers.utils.server_utils": {"get_uvicorn_log_config": ""},
+    "vllm.entrypoints.llm": {"LLM": "generate"},
+    "vllm.entrypoints.openai.api_server": {"build_app": "", "init_app_state": "", "setup_server": ""},
+    "vllm.entrypoints.openai.chat_completion.batch_serving": {"OpenAIServingChatBatch": "create_batch_chat_completion"},
+    "vllm.entrypoints.openai.chat_completion.serving": {"OpenAIServingChat": "create_chat_completion"},
+    "vllm.entrypoints.openai.cli_args": FLAGS,
+    "vllm.entrypoints.openai.completion.serving": {"OpenAIServingCompletion": "create_completion"},
+    "vllm.entrypoints.scale_out.factories": {"init_scale_out_state": "[state.serving_tokens]"},
+    "vllm.entrypoints.scale_out.token_in_token_out.serving": {"ServingTokens": "serve_tokens"},
+    "vllm.entrypoints.serve.utils.api_utils": {"cli_env_setup": ""},
+    "vllm.entrypoints.serve.utils.server_utils": {"get_uvicorn_log_config": ""},
+    "vllm.envs": {"VLLM_API_KEY": "", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": ""},
+    "vllm.exceptions": {
+        "GracefulHTTPError": "",
+        "VLLMClientError": "",
+        "VLLMError": "",
+        "VLLMNotFoundError": "",
+        "VLLMServerError": "",
+        "VLLMUnprocessableEntityError": "",
+        "VLLMValidationError": "",
+    },
+    "vllm.logger": {"": "", "configure_logging_from_args": ""},
+    "vllm.logprobs": {"Logprob": "logprob", "SampleLogprobs": ""},
+    "vllm.outputs": {
+        "CompletionOutput": "cumulative_logprob finish_reason index logprobs sampling_mask stop_reason text token_ids",
+        "RequestOutput": "finished outputs prompt_logprobs prompt_token_ids request_id",
+        "SamplingMask": "token_ids",
+    },
+    "vllm.platforms": {"current_platform": ""},
+    "vllm.platforms.interface": {"Platform": "is_cpu"},
+    "vllm.renderers.base": {"BaseRenderer": "default_cmpl_tok_params render_chat_async render_cmpl render_cmpl_async"},
+    "vllm.renderers.inputs.preprocess": {"parse_model_prompt": ""},
+    "vllm.renderers.params": {"ChatParams": "chat_template chat_template_kwargs"},
+    "vllm.sampling_params": {
+        "RequestOutputKind": "CUMULATIVE DELTA FINAL_ONLY",
+        "SamplingParams": "clone detokenize extra_args from_optional max_tokens n output_kind seed skip_clone",
+    },
+    "vllm.tokenizers": {"TokenizerLike": ""},
+    "vllm.usage.usage_lib": {"UsageContext": "OPENAI_API_SERVER"},
+    "vllm.utils.argparse_utils": {"FlexibleArgumentParser": ""},
+    "vllm.v1.engine": {"EngineCoreRequest": ""},
+    "vllm.v1.engine.async_llm": {
+        "AsyncLLM": "_supported_tasks abort add_request engine_core errored finish_weight_update from_vllm_config "
+        "generate get_supported_tasks input_processor model_config output_processor renderer reset_mm_cache shutdown "
+        "tokenizer vllm_config"
+    },
+    "vllm.v1.engine.detokenizer": {
+        "IncrementalDetokenizer": "from_new_request get_next_output_text num_output_tokens update"
+    },
+    "vllm.v1.engine.exceptions": {"EngineDeadError": ""},
+    "vllm.v1.engine.input_processor": {"InputProcessor": "process_inputs"},
+    "vllm.v1.engine.output_processor": {
+        "OutputProcessor": "get_num_unfinished_requests request_states",
+        "RequestOutputCollector": "get output request_id",
+        "RequestState": "detokenizer",
+    },
+    "vllm.v1.metrics.loggers": {"StatLoggerBase": "__init__ log_engine_initialized record"},
+    "vllm.v1.metrics.stats": {
+        "IterationStats": "inter_token_latencies_iter num_generation_tokens time_to_first_tokens_iter"
+    },
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Source:
+    """The modules under a directory, parsed as they are asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._parsed = cache(self._parse)
+
+    def describe(self, name: str) -> str | None:
+        """What the source says of ``name``."""
+        name, _, text = name.removesuffix("]").partition("[")
+        module, _, path = name.partition(":")
+        if not path:
+            return "there" if self._parsed(module) else None
+        first, _, attribute = path.partition(".")
+        if (found := self._find(module, first)) is None:
+            return None
+        home, node = found
+        if text:
+            return "there" if isinstance(node, Function) and text in _texts(node) else None
+        if attribute:
+            inner = self._attribute(home, node, attribute)
+            return None if inner is None else _described(inner)
+        return _described(node) if home == module else f"is {home}:{first}"
+
+    def _find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
+        """The statement that makes ``name``, and the module that it is in."""
+        for node in _statements(self._parsed(module)):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return self._find(self._absolute(module, node), alias.name)
+            elif name in _made(node):
+                return module, node
+        return None
+
+    def _attribute(self, module: str, node: ast.stmt | None, name: str) -> ast.stmt | None:
+        if not isinstance(node, ast.ClassDef):
+            return None
+        for inner in node.body:
+            if name in _made(inner):
+                return inner
+        for anywhere in ast.walk(node):
+            if isinstance(anywhere, ast.stmt) and f"self.{name}" in _targets(anywhere):
+                return anywhere
+        for base in node.bases:
+            if isinstance(base, ast.Name) and (found := self._find(module, base.id)) is not None:
+                inherited = self._attribute(*found, name)
+                if inherited is not None:
+                    return inherited
+        return None
+
+    def _parse(self, module: str) -> Sequence[ast.stmt]:
+        path = self._root.joinpath(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        return ast.parse(path.read_text()).body if path.exists() else []
+
+    def _absolute(self, module: str, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        package = self._root.joinpath(*module.split(".")).is_dir()
+        parts = module.split(".")[: None if package and node.level == 1 else -node.level + package]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those that run when a module is imported, and those for type checkers."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements(node.body)
+            yield from _statements(node.orelse)
+
+
+def _made(node: ast.stmt) -> list[str]:
+    """The names that a statement makes."""
+    if isinstance(node, Function | ast.ClassDef):
+        return [node.name]
+    return _targets(node)
+
+
+def _targets(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Assign):
+        return [ast.unparse(target) for target in node.targets]
+    return [ast.unparse(node.target)] if isinstance(node, ast.AnnAssign) else []
+
+
+def _texts(function: Function) -> set[str]:
+    """Strings in a function, and what it assigns to."""
+    strings = {n.value for n in ast.walk(function) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    return strings | {name for n in ast.walk(function) if isinstance(n, ast.stmt) for name in _targets(n)}
+
+
+def _described(node: ast.stmt) -> str:
+    if isinstance(node, ast.ClassDef):
+        needed = [ast.unparse(n.target) for n in node.body if isinstance(n, ast.AnnAssign) and n.value is None]
+        bases = ", ".join(map(ast.unparse, node.bases))
+        return f"class({bases})" + (f" needs {', '.join(needed)}" if needed else "")
+    if not isinstance(node, Function):
+        return "attribute"
+    if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return "property"
+    return f"{'async ' * isinstance(node, ast.AsyncFunctionDef)}def ({parameters(node.args)})"
+
+
+def parameters(arguments: ast.arguments) -> str:
+    """Names of parameters; those that may be left out end with ``=``."""
+    positional = [a.arg for a in [*arguments.posonlyargs, *arguments.args]]
+    required = len(positional) - len(arguments.defaults)
+    shown = [f"{name}=" if i >= required else name for i, name in enumerate(positional)]
+    if arguments.posonlyargs:
+        shown.insert(len(arguments.posonlyargs), "/")
+    if arguments.vararg:
+        shown.append(f"*{arguments.vararg.arg}")
+    elif arguments.kwonlyargs:
+        shown.append("*")
+    shown += [
+        a.arg if d is None else f"{a.arg}=" for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg:
+        shown.append(f"**{arguments.kwarg.arg}")
+    return ", ".join(shown)
+
+
+def names() -> Iterator[str]:
+    """Every name that we lean on."""
+    for module, objects in LEANED_ON.items():
+        for name, inside in objects.items():
+            yield f"{module}:{name}"
+            for inner in inside.split():
+                yield f"{module}:{name}{inner}" if inner.startswith("[") else f"{module}:{name}.{inner}"
+
+
+def extract(root: Path) -> dict[str, str]:
+    """What the ``vllm`` under ``root`` says of the names that it has."""
+    source = Source(root)
+    return {name: said for name in names() if (said := source.describe(name)) is not None}
+
+
+def main(root: str, out: str) -> None:
+    """Write the file."""
+    Path(out).write_text(json.dumps(extract(Path(root)), indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
