@@ -23,7 +23,6 @@ import numpy as np
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named import SHADOW, named
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.rollout.prompts import key_of
 from darts_server.types import GroupRecord
 from examples.tiny_rl.server import ENVIRONMENT
 from examples.tiny_rl.task import sample_problem
@@ -88,7 +87,7 @@ async def measure(epochs: int, prompts: int) -> tuple[dict[str, Tally], list[flo
             seconds = {}
             for policy in sorted(tallies, reverse=bool(epoch % 2)):
                 names = [f"{policy}-{epoch}-{i}" for i in range(prompts)]
-                stds = [engine.prompts.std(key_of(engine.prompt(text)["prompt_token_ids"])) for text in texts]
+                stds = [engine.std(text) for text in texts]
                 began = time.perf_counter()
                 asked = zip(texts, names, strict=True)
                 outputs = await asyncio.gather(*(engine.generate(t, n, policy, n=SIZE) for t, n in asked))

@@ -24,7 +24,7 @@ from darts_server.rollout.rollouts import Rollouts
 from darts_server.store import Store
 from darts_server.types import BatchRecord, GroupRecord, RequestOptions
 from darts_server.vllm import server
-from darts_server.vllm.engine import VllmPort, VllmRollouts
+from darts_server.vllm.engine import PromptRequest, VllmPort, VllmRollouts, prompt_key_of
 from darts_server.vllm.llm import ShapingLLM
 from examples.tiny_rl.server import FLAGS, MODEL
 from examples.tiny_rl.task import MAX_RESPONSE_TOKENS
@@ -65,6 +65,10 @@ class TinyEngine:
         parsed = parse_model_prompt(self.llm.model_config, text)
         (rendered,) = renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)
         return rendered
+
+    def std(self, text: str) -> float | None:
+        """What is known of the spread of the prompt's lengths, in tokens."""
+        return self.prompts.std(prompt_key_of(PromptRequest(self.prompt(text), final_only(), "any")))
 
     async def generate(self, text: str, request_id: str, policy: str, **params: Any) -> RequestOutput:
         """The final output of one request under a named policy."""

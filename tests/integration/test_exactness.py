@@ -16,7 +16,6 @@ from vllm.sampling_params import RequestOutputKind
 from darts_server.exceptions import GroupAborted
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.rollout.prompts import key_of
 from darts_server.types import GroupRecord, Outcome
 from darts_server.vllm.engine import PromptRequest, VllmEngine, lots_of
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
@@ -297,7 +296,7 @@ async def test_darts_gives_wide_prompts_more_keeps_the_budget_and_follows_the_ru
     texts = [sample_problem(rng).prompt for _ in range(64)]
     low, high = SIZE, 2 * SIZE
     for epoch in range(4):
-        known = [engine.prompts.std(key_of(engine.prompt(text)["prompt_token_ids"])) for text in texts]
+        known = [engine.std(text) for text in texts]
         names = [f"darts-{epoch}-{i}" for i in range(len(texts))]
         seeds = [1000 * epoch + i for i in range(len(texts))]
         asked = zip(texts, names, seeds, strict=True)
@@ -310,6 +309,7 @@ async def test_darts_gives_wide_prompts_more_keeps_the_budget_and_follows_the_ru
         assert sum(counts) == pytest.approx(1.5 * SIZE * len(texts), rel=0.02)
         assert {len(output.outputs) for output in outputs} == {SIZE}
         if epoch:
+            assert None not in known
             widest = sorted(zip(known, counts, strict=True))
             assert [count for _, count in widest] == sorted(counts), "more spread, never fewer candidates"
             assert widest[0][1] < widest[-1][1]
