@@ -1,0 +1,1 @@
+"""What a single GPU says of our claim of speed: ``benchmarks/gpu/run``."""

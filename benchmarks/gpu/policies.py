@@ -1,0 +1,88 @@
+"""What is compared, and what the cost model foretells of each."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.gpu.traces import Prompt, Trace
+from darts_server.policy.allocation import batch_candidates
+from darts_server.policy.candidate import Candidate, State
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.lengths import Observation, PromptStats, updated
+from darts_server.policy.named import SHADOW, named
+from darts_server.policy.replay import Replay, replay
+from darts_server.policy.shaping import Shaping, Tail
+from darts_server.types import FinishReason
+
+SIZE = 8
+LOTS = 1
+PLAIN, OFF, AGAIN = "plain", "off", "plain again"
+UNSHAPED = (PLAIN, OFF, AGAIN)
+WAIT, LONGEST = "wait", "darts_longest"
+
+_NAMED = named(Shaping(), Deadline(exploration=0.0))
+SHAPED: dict[str, Shaping] = {
+    **{name: shaping for name, shaping in _NAMED.items() if SHADOW not in name},
+    LONGEST: Shaping(adaptive=True, tail=Tail.LONGEST),
+    WAIT: Shaping(tail=Tail.LONGEST),
+}
+ESSENTIAL = ("uniform", "darts", "darts_cut")
+"""Lengths are divided until these fit the time; the others get what is left of it."""
+ORDER = (*ESSENTIAL, "darts_deadline", WAIT, OFF, "first_finish", LONGEST)
+MEANING = (
+    f"All give {SIZE} trajectories a prompt. `{PLAIN}` is vLLM's `AsyncLLM` itself, measured twice; `{OFF}` "
+    f"is the same through our code with nothing shaped. `{WAIT}` starts {Shaping().candidates(SIZE)} candidates, lets "
+    f"each run to its end and keeps the 7 shortest and the longest; `{LONGEST}` is `darts` with that tail."
+)
+
+
+def statistics(prompt: Prompt, trace: Trace) -> PromptStats:
+    """What a server would know of a prompt after one earlier group of it."""
+    seen = [Observation(n, censored=trace.reason(n) is FinishReason.LENGTH) for n in prompt.earlier]
+    return updated(None, seen, 0)
+
+
+def lots(prompt: int) -> tuple[int, int]:
+    """Seed of the lottery for the tail, that a prompt has the same lots under every policy."""
+    return (LOTS, prompt)
+
+
+def foretold(policy: str, trace: Trace) -> list[int]:
+    """Tokens that each candidate gets, in order of arrival, if all of a prompt run side by side."""
+    if policy in UNSHAPED:
+        return [length for prompt in trace.prompts for length in prompt.lengths[:SIZE]]
+    return [length for group in played(SHAPED[policy], trace) for length in group.lengths]
+
+
+def played(shaping: Shaping, trace: Trace) -> list[Replay]:
+    """What becomes of each prompt if all of its candidates run side by side."""
+    batch = []
+    for number, (prompt, count) in enumerate(zip(trace.prompts, counts(shaping, trace), strict=True)):
+        draws = np.random.default_rng(lots(number)).random(count).tolist()
+        ends = [(length, trace.reason(length)) for length in prompt.lengths[:count]]
+        batch.append([Candidate(i, draws[i], State.FINISHED, *end) for i, end in enumerate(ends)])
+    limit = None
+    if shaping.deadline is not None:
+        needs = [need for candidates in batch if (need := _needed(candidates)) is not None]
+        limit = shaping.deadline.of(needs, len(needs))
+    return [replay(shaping.rule(SIZE, len(candidates)), candidates, limit) for candidates in batch]
+
+
+def counts(shaping: Shaping, trace: Trace) -> list[int]:
+    """Candidates that each prompt gets."""
+    if not shaping.adaptive:
+        return [shaping.candidates(SIZE)] * len(trace.prompts)
+    stds = [statistics(prompt, trace).std_ema for prompt in trace.prompts]
+    low, high = shaping.bounds(SIZE)
+    return batch_candidates(stds, budget=shaping.candidates(SIZE) * len(stds), low=low, high=high)
+
+
+def seconds(curve: LatencyCurve, lengths: Sequence[int], divisor: int, capacity: int | None) -> float:
+    """Of a rollout whose candidates get so many tokens, all divided by ``divisor``, by the paper's cost model."""
+    return curve.rollout_seconds([length / divisor for length in lengths], capacity)
+
+
+def _needed(candidates: Sequence[Candidate]) -> int | None:
+    lengths = sorted(c.tokens for c in candidates if c.valid)
+    return lengths[SIZE - 1] if len(lengths) >= SIZE else None

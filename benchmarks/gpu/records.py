@@ -1,0 +1,28 @@
+"""Keeps what became of groups."""
+
+from darts_server.types import BatchRecord, GroupRecord
+
+
+class Records:
+    """Implements :class:`darts_server.rollout.observer.GroupObserver`."""
+
+    def __init__(self) -> None:
+        self.groups: list[GroupRecord] = []
+
+    @property
+    def generated(self) -> int:
+        """Tokens of all candidates."""
+        return sum(record.generated_tokens for record in self.groups)
+
+    @property
+    def candidates(self) -> int:
+        return sum(len(record.candidates) for record in self.groups)
+
+    def candidates_started(self, count: int) -> None:
+        """They are in the records."""
+
+    def group_ended(self, record: GroupRecord) -> None:
+        self.groups.append(record)
+
+    def batch_ended(self, record: BatchRecord) -> None:
+        """Nothing of it is shown."""

@@ -1,0 +1,38 @@
+"""Starts the engine that the benchmark runs on."""
+
+import gc
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from benchmarks.gpu.bench import Bench
+from darts_server.types import RequestOptions
+from darts_server.vllm import server
+
+
+@asynccontextmanager
+async def running(bench: Bench, folder: Path, flags: Sequence[str]) -> AsyncIterator[Bench]:
+    """The engine of ``bench``, on a model without weights that is written into ``folder``."""
+    sizes = bench.sizes
+    args = server.parse(
+        [
+            *(str(bench.shape.write(folder)), "--served-model-name", bench.shape.name, "--load-format", "dummy"),
+            *("--max-model-len", str(sizes.model_length), "--max-num-seqs", str(sizes.capacity)),
+            *sizes.flags,
+            *flags,
+        ]
+    )
+    wiring = server.Wiring(
+        rollouts=lambda port, *_: bench.wire(port),
+        read_options=lambda _: RequestOptions(),
+        extend=lambda *_: None,
+    )
+    try:
+        async with server.engine(args, wiring) as bench.llm:
+            # As vLLM's server does when it begins to serve: else a garbage collection now and then walks through all
+            # that was imported, for some tenths of a second.
+            gc.collect()
+            gc.freeze()
+            yield bench
+    finally:
+        bench.close()

@@ -1,0 +1,75 @@
+"""The engine port with lengths from a trace: candidates decode as many tokens as the trace says, and are paid for.
+
+With weights that were never trained nothing ends by itself. So the end of sequence is ignored, each candidate's
+``max_tokens`` is its length in the trace, and its end is told as what the trace means by it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+
+from darts_server.engine.port import Ended, Running
+from darts_server.types import FinishReason
+from darts_server.vllm.engine import PromptRequest, VllmPort
+
+Lengths = Callable[[str, int], tuple[int, FinishReason]]
+"""From request id and candidate index: the length in tokens, and why it ends there."""
+
+
+@dataclass(frozen=True)
+class _Sized(PromptRequest):
+    """A request whose candidate may have so many tokens."""
+
+    max_tokens: int = 1
+
+    def params_of(self, index: int) -> SamplingParams:
+        params = super().params_of(index)
+        params.max_tokens = self.max_tokens
+        return params
+
+
+class TracedCandidate:
+    """Implements :class:`darts_server.engine.port.Running`."""
+
+    def __init__(self, running: Running[RequestOutput], reason: FinishReason) -> None:
+        self._running = running
+        self._reason = reason
+
+    def tokens(self) -> int | None:
+        return self._running.tokens()
+
+    def stop(self) -> int:
+        return self._running.stop()
+
+    async def ended(self) -> Ended[RequestOutput]:
+        ended = await self._running.ended()
+        if ended.reason is None:
+            return ended
+        ended.output.outputs[0].finish_reason = self._reason.value
+        return Ended(ended.tokens, self._reason, ended.output)
+
+
+class TracedEngine:
+    """Implements :class:`darts_server.engine.port.Engine` on another one."""
+
+    def __init__(self, port: VllmPort, lengths: Lengths) -> None:
+        self._port = port
+        self._lengths = lengths
+
+    @property
+    def weight_version(self) -> int:
+        return self._port.weight_version
+
+    @property
+    def capacity(self) -> int | None:
+        return self._port.capacity
+
+    async def start(self, request: PromptRequest, index: int) -> TracedCandidate:
+        length, reason = self._lengths(request.request_id, index)
+        sized = _Sized(request.prompt, request.params, request.request_id, request.options, length)
+        return TracedCandidate(await self._port.start(sized, index), reason)
+
+    def cut(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
+        return self._port.cut(request, output, tokens)

@@ -1,0 +1,126 @@
+"""How long each candidate of each prompt becomes: drawn from a seed, or recorded.
+
+A recorded trace is a file in JSON Lines, one line for each prompt, its trajectories' lengths in tokens::
+
+    {"lengths": [412, 388, 1903, 455, 4096, 401, 390, 520]}
+
+The longest length of the whole file counts as the length limit that it was recorded with: trajectories that have it
+count as truncated, all others as ended by themselves. The first 16 lengths of a prompt are its candidates; a prompt
+with fewer gets the rest by drawing from its own.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.types import FinishReason
+
+CANDIDATES = 16
+"""Lengths that each prompt has: as many as a prompt of a group of 8 may get."""
+EARLIER = 8
+"""Lengths of the earlier draw, from which the statistics of prompts are made."""
+DRAWN = 256
+"""Prompts of a trace that is drawn; a rollout of fewer takes the first of them."""
+CAP = 8192
+MEDIAN = 700.0
+SPREAD_OF_PROMPTS, SPREAD_WITHIN = 0.5, 0.4
+"""Stds of the logarithm: of prompts' medians, and of a prompt's own lengths but for its tail."""
+TAIL_SHARE, TAIL_FACTOR = 0.06, 10.0
+"""Mean share of a prompt's candidates that run on, and how much longer they are."""
+TAIL_SHAPE = 1.5
+"""Of the beta distribution of that share: some prompts have nearly no tail, others one of every five candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Lengths in tokens: of the candidates by index, and of an earlier draw from the same prompt."""
+
+    lengths: tuple[int, ...]
+    earlier: tuple[int, ...]
+
+    def length(self, index: int) -> int:
+        """Of candidate ``index``; those that replace failed ones may come after all that were drawn."""
+        return self.lengths[index % len(self.lengths)]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Prompts, and the length limit ``cap`` at which candidates are truncated. ``divisor``: of all lengths."""
+
+    source: str
+    cap: int
+    prompts: tuple[Prompt, ...]
+    divisor: int = 1
+
+    def reason(self, length: int) -> FinishReason:
+        return FinishReason.LENGTH if length >= self.cap else FinishReason.STOP
+
+    def first(self, prompts: int) -> "Trace":
+        return Trace(self.source, self.cap, self.prompts[:prompts], self.divisor)
+
+    def shortened(self, divisor: int) -> "Trace":
+        """All lengths, and the limit, divided; the form of the distribution stays."""
+
+        def short(lengths: Sequence[int]) -> tuple[int, ...]:
+            return tuple(max(1, round(length / divisor)) for length in lengths)
+
+        prompts = tuple(Prompt(short(p.lengths), short(p.earlier)) for p in self.prompts)
+        return Trace(self.source, max(1, round(self.cap / divisor)), prompts, self.divisor * divisor)
+
+
+def drawn(seed: int, prompts: int) -> Trace:
+    """A log-normal mixture: prompts differ in their median, and each has a tail of its own weight."""
+    rng = np.random.default_rng(seed)
+    count = CANDIDATES + EARLIER
+    medians = MEDIAN * np.exp(rng.normal(0.0, SPREAD_OF_PROMPTS, prompts))
+    shares = rng.beta(TAIL_SHAPE, TAIL_SHAPE / TAIL_SHARE - TAIL_SHAPE, prompts)
+    body = np.exp(rng.normal(0.0, SPREAD_WITHIN, (prompts, count)))
+    tail = TAIL_FACTOR * np.exp(rng.normal(0.0, SPREAD_WITHIN, (prompts, count)))
+    factors = np.where(rng.random((prompts, count)) < shares[:, None], tail, body)
+    lengths = np.clip(np.rint(medians[:, None] * factors), 1, CAP).astype(int).tolist()
+    source = f"log-normal mixture, seed {seed}"
+    return Trace(source, CAP, tuple(Prompt(tuple(row[:CANDIDATES]), tuple(row[CANDIDATES:])) for row in lengths))
+
+
+def lengths(path: str | None, seed: int) -> Trace:
+    """From that file, or drawn."""
+    return drawn(seed, DRAWN) if path is None else recorded(Path(path), seed)
+
+
+def recorded(path: Path, seed: int) -> Trace:
+    """The trace in a file, described above.
+
+    Raises:
+        ValueError: the file is not such a one; the message names the line.
+    """
+    rows = [_lengths(line, f"{path}:{number}") for number, line in enumerate(path.read_text().splitlines(), 1) if line]
+    if not rows:
+        raise ValueError(f"{path} has no prompts")
+    rng = np.random.default_rng(seed)
+    prompts = []
+    for row in rows:
+        lengths = row[:CANDIDATES] + rng.choice(row, max(0, CANDIDATES - len(row))).tolist()
+        prompts.append(Prompt(tuple(lengths), tuple(rng.choice(row, EARLIER).tolist())))
+    return Trace(f"recorded in {path.name}", max(map(max, rows)), tuple(prompts))
+
+
+def _lengths(line: str, where: str) -> list[int]:
+    try:
+        value: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    lengths = value.get("lengths") if isinstance(value, dict) else None
+    if not (isinstance(lengths, list) and lengths and all(type(n) is int and n > 0 for n in lengths)):
+        raise ValueError(f'{where} must be like {{"lengths": [412, 388]}}, whole numbers above 0')
+    return lengths
+
+
+def ratios(trace: Trace) -> NDArray[np.float64]:
+    """Longest by mean length of each prompt's candidates."""
+    lengths = np.array([prompt.lengths for prompt in trace.prompts], dtype=np.float64)
+    return np.asarray(lengths.max(axis=1) / lengths.mean(axis=1), dtype=np.float64)

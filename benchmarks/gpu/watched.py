@@ -1,0 +1,37 @@
+"""Rollouts that write the engine's steps down, and such whose lots do not depend on chance."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.outputs import RequestOutput
+
+from benchmarks.gpu.steplog import StepLog
+from darts_server.rollout.batch import Grant
+from darts_server.rollout.plan import Plan
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.run import GroupRun
+from darts_server.vllm.engine import PromptRequest
+
+
+class WatchedRollouts(Rollouts[PromptRequest, RequestOutput]):
+    """``learning``: whether they also learn from them, as the server does."""
+
+    log: StepLog
+    learning = True
+
+    def step(self, batch: int, seconds: float) -> None:
+        if self.learning:
+            super().step(batch, seconds)
+        self.log.add(time.perf_counter(), batch, seconds)
+
+
+class RepeatableRollouts(Rollouts[PromptRequest, RequestOutput]):
+    """``lots``: seed of the tail's lottery by group id. A request's own seed would slow the sampling of tokens."""
+
+    lots: Callable[[str], Sequence[int]]
+
+    def run(
+        self, request: PromptRequest, plan: Plan, grant: Grant, *, group_id: str, **more: Any
+    ) -> GroupRun[PromptRequest, RequestOutput]:
+        return super().run(request, plan, grant, group_id=group_id, **more | {"lots": self.lots(group_id)})

@@ -1,0 +1,112 @@
+"""The order of things: the card, the models one after the other, the report."""
+
+import json
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+from benchmarks.gpu.about import about
+from benchmarks.gpu.budget import Budget
+from benchmarks.gpu.card import Card, probe
+from benchmarks.gpu.child import GRACE_SECONDS, measured
+from benchmarks.gpu.cli import Options, arguments
+from benchmarks.gpu.models import SHAPES
+from benchmarks.gpu.one_model import Findings, Spec
+from benchmarks.gpu.outlook import Outlook
+from benchmarks.gpu.pictures import draw
+from benchmarks.gpu.report import markdown
+from benchmarks.gpu.traces import lengths
+from darts_server.policy.latency import LatencyCurve
+
+REPORT_SECONDS = 8.0
+"""That pictures and report may take."""
+END_SECONDS = 8.0
+"""That an engine may take to end."""
+PARAMETERS_OF_A_SHARE = 25e9
+"""A model with so many gets twice the time of one with hardly any."""
+FULLEST = 0.8
+"""Share of the card's memory that weights may take: the KV cache needs the rest."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(sys.argv[1:] if argv is None else argv)
+    budget = Budget(60 * options.minutes)
+    try:
+        card = probe()
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not card.is_gpu and not options.dry:
+        print("There is no NVIDIA GPU that torch can use here; --dry runs on the CPU.", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    say(f"{card.name}: copies {card.bandwidth / 1e12:.2f} TB/s")
+    weights = {name: 1 + weight_of(name) for name in options.models}
+    shared = Budget(budget.left - REPORT_SECONDS).shared(weights)
+    with ThreadPoolExecutor(1) as beside:  # this process has nothing else to do meanwhile
+        outlook = beside.submit(outlook_of, options)
+        found = [one(name, options, card, share) for name, share in shared]
+        for model in found:
+            if model.curve is not None:
+                model.tables["outlook"] = outlook.result().table(LatencyCurve(**model.curve), model.capacity)
+    print(report(options, card, found))
+    complete = not any(model.error or any(table.failed for table in model.tables.values()) for model in found)
+    return 0 if complete else 1
+
+
+def outlook_of(options: Options) -> Outlook:
+    trace = lengths(None if options.trace is None else str(options.trace), options.seed)
+    return Outlook.of(trace.first(max(options.prompts)) if options.dry else trace, options.policies)
+
+
+def weight_of(model: str) -> float:
+    return SHAPES[model].parameters / PARAMETERS_OF_A_SHARE if model in SHAPES else 0.0
+
+
+def one(name: str, options: Options, card: Card, budget: Budget) -> Findings:
+    """What is found of one model."""
+    if name in SHAPES and SHAPES[name].weight_bytes > FULLEST * card.memory:
+        return Findings(name, error=f"its {SHAPES[name].weight_bytes / 1e9:.0f} GB of weights do not fit this card")
+    limit = budget.left - GRACE_SECONDS
+    spec = Spec(
+        model=name,
+        out=str(options.out / f"{name}.json"),
+        seconds=limit - END_SECONDS,
+        seed=options.seed,
+        prompts=options.prompts,
+        policies=options.policies,
+        bandwidth=card.bandwidth,
+        trace=None if options.trace is None else str(options.trace),
+        logprobs=options.logprobs,
+        dry=options.dry,
+        flags=options.flags,
+    )
+    say(f"{name}: engine starts, {limit:.0f} s for all of it")
+    return measured(spec, limit, options.out / f"{name}.log", say)
+
+
+def report(options: Options, card: Card, found: Sequence[Findings]) -> str:
+    """Write results.json, results.md and the pictures; the Markdown."""
+    facts, notes = about(card), list[str]()
+    pictures: dict[tuple[str, str], str] = {}
+    if options.dry:
+        notes.append("**A dry run: a tiny model on a CPU. It shows that everything works; its figures mean nothing.**")
+    for model in found:
+        for table, timelines in model.timelines.items():
+            name = f"{table}-{model.model}.png"
+            try:
+                if timelines:
+                    draw(model.tables[table], timelines, options.out / name)
+                    pictures[model.model, table] = name
+            except ImportError:
+                notes.append("Pictures were left out: matplotlib is not installed.")
+    result = {"about": facts, "options": asdict(options), "models": [asdict(model) for model in found]}
+    (options.out / "results.json").write_text(json.dumps(result, indent=1, default=str))
+    text = markdown(facts, found, pictures, list(dict.fromkeys(notes)))
+    (options.out / "results.md").write_text(text)
+    return text
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
