@@ -36,6 +36,7 @@ def test_a_wheel_that_leaves_its_folder_is_refused(tmp_path: Path) -> None:
             "Apache Software License",
         ),
         ("License: BSD\n   and more", "BSD"),
+        ("License: ISC\nClassifier: License :: OSI Approved", "ISC"),
         ("Summary: none", "not stated"),
     ],
 )

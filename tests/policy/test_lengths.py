@@ -19,6 +19,7 @@ from darts_server.policy.lengths import (
     Estimate,
     Observation,
     PromptStats,
+    completed,
     estimate,
     prompt_key,
     updated,
@@ -316,3 +317,18 @@ def test_a_key_is_the_same_everywhere() -> None:
 def test_other_tokens_have_another_key(one: list[int], other: list[int]) -> None:
     assert (prompt_key(one) == prompt_key(other)) == (one == other)
     assert len(prompt_key(one)) == 24
+
+
+def test_a_completed_sample_has_every_candidates_weight_and_takes_stopped_ones_for_longer() -> None:
+    observations = [Observation(10), Observation(20), Observation(60), Observation(20, censored=True)]
+    pairs = completed([*observations, Observation(0, censored=True)])
+    assert sum(weight for weight, _ in pairs) == pytest.approx(4)
+    mean = sum(weight * length for weight, length in pairs) / 4
+    assert mean == pytest.approx(estimate(observations).mean)
+    assert max(length for _, length in pairs) >= 60
+
+
+@pytest.mark.parametrize("censored", [False, True])
+def test_a_sample_of_one_kind_is_completed_by_itself(censored: bool) -> None:
+    observations = [Observation(tokens, censored=censored) for tokens in (3, 5)]
+    assert completed(observations) == [(1.0, 3.0), (1.0, 5.0)]
