@@ -18,8 +18,8 @@ from examples.tiny_rl.server import DARTS, Server, serving
 from examples.tiny_rl.task import sample_problem
 
 pytestmark = pytest.mark.engine
-LOSS_SECONDS = 1.0
-"""What a killed server may have learned last, and lost."""
+LOSS_SECONDS = 3.0
+"""What a killed server may have learned last, and lost: a second of lengths, and three of the engine's steps."""
 
 
 def ask(server: Server, prompts: list[str]) -> None:

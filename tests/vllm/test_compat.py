@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -230,9 +231,22 @@ def test_the_flag_for_the_token_route_is_always_taken(series: str, vllm: Fake) -
     assert added == ({} if series == TESTED_SERIES else {"enable_scale_out": True})
 
 
-def test_logging_is_configured_where_it_can_be(series: str, vllm: Fake) -> None:
+@pytest.fixture
+def unset_levels() -> Iterator[None]:
+    ours, root = logging.getLogger("darts_server"), logging.getLogger()
+    levels = ours.level, root.level
+    ours.setLevel(logging.NOTSET)
+    yield
+    ours.setLevel(levels[0])
+    root.setLevel(levels[1])
+
+
+@pytest.mark.usefixtures("unset_levels")
+def test_logging_is_configured_where_it_can_be_and_our_warnings_are_heard_in_the_end(series: str, vllm: Fake) -> None:
     import_module("darts_server.vllm.compat.entrypoints").configure_logging(None)
     assert vllm.calls == (["vllm.logger:configure_logging_from_args"] if series == TESTED_SERIES else [])
+    logging.getLogger().setLevel(logging.ERROR)
+    assert logging.getLogger("darts_server.store").isEnabledFor(logging.WARNING)
 
 
 def test_refusals_are_told_from_failures(vllm: Fake) -> None:

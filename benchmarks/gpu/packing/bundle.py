@@ -108,6 +108,7 @@ class Bundle:
 def licence(metadata: Message) -> str:
     """By a package's metadata: an SPDX expression, or what it has instead."""
     classifiers = [line.rpartition(" :: ")[2] for line in metadata.get_all("Classifier", []) if CLASSIFIER in line]
+    classifiers = [name for name in classifiers if name != "OSI Approved"]  # which says no more than that
     free_text = (metadata["License"] or "").strip().split("\n")[0]
     return metadata["License-Expression"] or ", ".join(classifiers) or free_text or "not stated"
 

@@ -3,6 +3,7 @@
 0.31 has a package for what starts servers. 0.26 has the same functions, with the same parameters, all over.
 """
 
+import logging
 from argparse import Namespace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -51,6 +52,13 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
 
 
 def configure_logging(args: Namespace) -> None:
-    """Set vLLM's logging up as the flags say. 0.26 has no such flags, and set it up when it was imported."""
+    """Set vLLM's logging up as the flags say, and have our warnings heard.
+
+    0.26 has no such flags, and set it up when it was imported. A library of vLLM's raises the root's level to ERROR: in
+    0.26 when vLLM is imported, in 0.31 when the app is made.
+    """
     if hasattr(vllm_logger, "configure_logging_from_args"):
         vllm_logger.configure_logging_from_args(args)
+    ours = logging.getLogger("darts_server")
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.WARNING)
