@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 TESTED_SERIES = "0.31"
 """All tests run against it."""
 COMPARED_SERIES = "0.26"
-"""The names and parameters that we lean on are compared with its source; nothing runs against it."""
+"""The names and parameters that we lean on are compared with its source; the tests do not run against it."""
 
 # (attribute of the app's state, method): where each generation route hands over the parsed request. Signature of all:
 # ``(request, raw_request) -> response``.
