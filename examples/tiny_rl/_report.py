@@ -60,8 +60,9 @@ class Run:
 
 def read_counts(metrics: str) -> Counts:
     """What darts-server counted so far, from the text of /metrics."""
-    families = text_string_to_metric_families(metrics)
-    samples = [sample for family in families for sample in family.samples if sample.name.startswith("darts_")]
+    # Gauges say how things are, and may not know.
+    counting = (f for f in text_string_to_metric_families(metrics) if f.type in ("counter", "histogram"))
+    samples = [sample for family in counting for sample in family.samples if sample.name.startswith("darts_")]
     return Counter({(s.name, s.labels.get("kind", ""), s.labels.get("le", "")): int(s.value) for s in samples})
 
 

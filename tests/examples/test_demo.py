@@ -72,6 +72,12 @@ def test_what_the_server_counted_is_what_it_counted_meanwhile() -> None:
     assert run.discarded == [1, 0, 0, 0, 0, 0, 0, 1, 0]
 
 
+def test_gauges_that_know_nothing_yet_are_left_aside() -> None:
+    text = metrics_text([3, 20], [3])
+    unknown = '# TYPE darts_step_seconds gauge\ndarts_step_seconds{model_name="tiny",sequences="4"} NaN\n'
+    assert read_counts(text + unknown) == read_counts(text)
+
+
 def test_tokens_that_the_server_did_not_count_are_an_error() -> None:
     counts = read_counts(metrics_text([3, 20], [3]))
     with pytest.raises(RuntimeError, match="23 tokens came, the server counted 3"):
