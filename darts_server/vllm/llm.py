@@ -1,5 +1,6 @@
 """The engine that shapes: vLLM's ``AsyncLLM`` whose ``generate()`` turns n > 1 into a group."""
 
+import asyncio
 import random
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
@@ -20,6 +21,22 @@ from darts_server.vllm.requests import current_options, merged, note_named_promp
 
 # Those of generate()'s options that vLLM may refuse.
 CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
+
+
+def take_turns(engine_core: Any) -> None:
+    """Have everyone else on the event loop go on between two of the engine's outputs.
+
+    A queue that is not empty does not make its reader wait. So an API process slower than its engine works through all
+    that has piled up in one turn, while more piles up: each turn is longer than the one before, and nothing is stopped,
+    started or answered meanwhile.
+    """
+    get_output = engine_core.get_output_async
+
+    async def get_output_after_the_others() -> Any:
+        await asyncio.sleep(0)
+        return await get_output()
+
+    engine_core.get_output_async = get_output_after_the_others
 
 
 class ShapingLLM(AsyncLLM):
@@ -125,6 +142,11 @@ class ShapingLLM(AsyncLLM):
                 output.prompt_logprobs = None
             first = False
             yield output
+
+    def _run_output_handler(self) -> None:
+        if self.output_handler is None:
+            take_turns(self.engine_core)
+        super()._run_output_handler()  # type: ignore[no-untyped-call]
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """As vLLM's; a request that runs as a group is ended as a whole."""

@@ -1,5 +1,6 @@
 """What the CPU build needs to be safe. Nothing here touches a GPU server."""
 
+import os
 from argparse import Namespace
 
 from vllm import SamplingParams
@@ -7,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.vllm.plugin import SHARING
 
 CPU_WORKER_EXTENSION = "darts_server.vllm.worker.CpuWorkerExtension"
 
@@ -15,7 +17,8 @@ def prepare(args: Namespace) -> None:
     """Set what the user left open.
 
     On CPU prompts are not split over steps, since a split prompt with a seed kills the engine there, and the worker
-    gets its matrix unit switched on, without which it often dies at its first bfloat16 forward.
+    gets its matrix unit switched on, without which it often dies at its first bfloat16 forward. And the engine leaves
+    the cores to this process while it waits.
     """
     if not current_platform.is_cpu():
         return
@@ -23,6 +26,7 @@ def prepare(args: Namespace) -> None:
         args.enable_chunked_prefill = False
     if not args.worker_extension_cls:
         args.worker_extension_cls = CPU_WORKER_EXTENSION
+    os.environ.setdefault(SHARING, "1")
 
 
 def refuse_what_would_crash(config: VllmConfig, params: SamplingParams) -> None:

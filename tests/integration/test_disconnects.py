@@ -13,11 +13,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 LONG = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, "max_tokens": 300, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_dies_in_the_middle_of_64_groups_leaves_nothing_running(
-    server: Server, stream: bool
-) -> None:
-    cancelled = server.metric("darts_groups_total", outcome="cancelled")
+async def leave_64_groups(server: Server, stream: bool) -> None:
+    """Ask for 64 groups and hang up once all their candidates have started."""
     started = server.metric("darts_candidates_started_total")
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
         url = f"{server.url}/v1/completions"
@@ -27,8 +24,23 @@ async def test_a_client_that_dies_in_the_middle_of_64_groups_leaves_nothing_runn
             request.cancel()
         await asyncio.gather(*requests, return_exceptions=True)
     await asyncio.to_thread(wait_idle, server, 5.0)
-    assert server.metric("darts_groups_total", outcome="cancelled") == cancelled + 64
-    assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_dies_in_the_middle_of_64_groups_leaves_nothing_running(
+    server: Server, stream: bool
+) -> None:
+    for _ in range(5):  # on a machine that is busy enough some groups have ended before the client gets to hang up
+        ended = {
+            outcome: server.metric("darts_groups_total", outcome=outcome) for outcome in ("cancelled", "completed")
+        }
+        await leave_64_groups(server, stream)
+        cancelled, completed = (server.metric("darts_groups_total", outcome=o) - n for o, n in ended.items())
+        assert cancelled + completed == 64
+        assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
+        if not completed:
+            break
+    assert completed == 0
     answer = httpx.post(f"{server.url}/v1/completions", json=LONG | {"ignore_eos": False}, timeout=60)
     assert len(answer.json()["choices"]) == 8
 

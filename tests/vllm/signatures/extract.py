@@ -39,6 +39,7 @@ LEANED_ON = {
     "vllm.config.parallel": {"ParallelConfig": "data_parallel_size"},
     "vllm.config.scheduler": {"SchedulerConfig": "enable_chunked_prefill max_num_batched_tokens max_num_seqs"},
     "vllm.config.vllm": {"VllmConfig": "parallel_config scheduler_config shutdown_timeout"},
+    "vllm.distributed.device_communicators.shm_broadcast": {"sched_yield": ""},
     "vllm.engine.arg_utils": {
         "AsyncEngineArgs": "aggregate_engine_logging create_engine_config disable_log_stats enable_chunked_prefill "
         "enable_log_requests from_cli_args max_num_batched_tokens model served_model_name worker_extension_cls"
@@ -95,10 +96,11 @@ LEANED_ON = {
     "vllm.utils.argparse_utils": {"FlexibleArgumentParser": ""},
     "vllm.v1.engine": {"EngineCoreRequest": ""},
     "vllm.v1.engine.async_llm": {
-        "AsyncLLM": "_supported_tasks abort add_request engine_core errored finish_weight_update from_vllm_config "
-        "generate get_supported_tasks input_processor model_config output_processor renderer reset_mm_cache shutdown "
-        "tokenizer vllm_config"
+        "AsyncLLM": "_run_output_handler _supported_tasks abort add_request engine_core errored finish_weight_update "
+        "from_vllm_config generate get_supported_tasks input_processor model_config output_handler "
+        "output_processor renderer reset_mm_cache shutdown tokenizer vllm_config"
     },
+    "vllm.v1.engine.core_client": {"AsyncMPClient": "get_output_async"},
     "vllm.v1.engine.detokenizer": {
         "IncrementalDetokenizer": "from_new_request get_next_output_text num_output_tokens update"
     },
