@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import read_body
+from darts_server.http.connection import while_connected
 from darts_server.http.rollouts_wire import GroupOut, RolloutsIn, RolloutsOut, UsageOut
 from darts_server.rollout.submission import Asked, GroupResult, Submission, Submissions
 from darts_server.types import PromptSpec
@@ -43,7 +44,7 @@ def routes(submissions: Callable[[], Submissions[Any, Any]]) -> APIRouter:
         submission = await submissions().submit(_asked(body))
         if body.stream:
             return StreamingResponse(_events(submission, body, began), media_type=EVENTS)
-        return await _answer(submission, body, began)
+        return await while_connected(request, _answer(submission, body, began))
 
     return api
 

@@ -50,8 +50,7 @@ class VllmPrompter:
         try:
             self._llm.check(request)
         except REFUSALS as error:
-            named = next((f"sampling.{name}" for name in sampling if name in str(error)), _field(prompt))
-            raise InvalidRequest(named, str(error)) from error
+            raise InvalidRequest(_named(error, sampling) or _field(prompt), str(error)) from error
         return request
 
     def key(self, request: PromptRequest) -> str:
@@ -83,7 +82,8 @@ class VllmPrompter:
         try:
             params = SamplingParams.from_optional(n=1, output_kind=RequestOutputKind.FINAL_ONLY, **values)
         except REFUSALS as error:
-            raise InvalidRequest(f"sampling.{_named(error, sampling)}", str(error)) from error
+            named = _named(error, sampling) or _refused_alone(sampling) or "sampling"
+            raise InvalidRequest(named, str(error)) from error
         params.n = size
         return params
 
@@ -113,6 +113,17 @@ def _field(prompt: PromptSpec) -> str:
     return next(name for name in ("token_ids", "messages", "text") if getattr(prompt, name) is not None)
 
 
-def _named(error: Exception, sampling: Mapping[str, object]) -> str:
-    """The parameter that vLLM's message speaks of, as far as it can be told."""
-    return next((name for name in sampling if name in str(error)), next(iter(sampling), "parameters"))
+def _named(error: Exception, sampling: Mapping[str, object]) -> str | None:
+    """The sampling parameter that vLLM's message speaks of, if it does of one that was given."""
+    return next((f"sampling.{name}" for name in sampling if name in str(error)), None)
+
+
+def _refused_alone(sampling: Mapping[str, object]) -> str | None:
+    """The sampling parameter that vLLM refuses whatever the others are. Of a wrong type it does not tell the name."""
+    for name, value in sampling.items():
+        try:
+            given: dict[str, Any] = {name: value}
+            SamplingParams.from_optional(**given)
+        except REFUSALS:
+            return f"sampling.{name}"
+    return None

@@ -134,14 +134,25 @@ def test_bad_input_is_named_and_starts_nothing(server: Server, change: dict[str,
     assert server.metric("darts_candidates_started_total") == started
 
 
-def test_a_caller_that_leaves_its_batch_leaves_nothing_running(server: Server) -> None:
-    body = {
-        "prompts": [{"text": t} for t in prompts(16)],
-        "group_size": SIZE,
-        "sampling": {"max_tokens": 250, "ignore_eos": True},
-        "stream": "groups",
-    }
-    with httpx.stream("POST", f"{server.url}/darts/v1/rollouts", json=body, timeout=60) as answer:
+LONG = {
+    "prompts": [{"text": text} for text in prompts(16)],
+    "group_size": SIZE,
+    "sampling": {"max_tokens": 250, "ignore_eos": True},
+}
+
+
+def test_a_caller_that_leaves_its_stream_leaves_nothing_running(server: Server) -> None:
+    url = f"{server.url}/darts/v1/rollouts"
+    with httpx.stream("POST", url, json=LONG | {"stream": "groups"}, timeout=60) as answer:
         assert next(answer.iter_lines()) == "event: batch"
     wait_idle(server, 10.0)
+    assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
+
+
+def test_a_caller_that_leaves_before_its_answer_leaves_nothing_running(server: Server) -> None:
+    cancelled = server.metric("darts_groups_total", outcome="cancelled")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/darts/v1/rollouts", json=LONG, timeout=httpx.Timeout(30, read=0.3))
+    wait_idle(server, 10.0)
+    assert server.metric("darts_groups_total", outcome="cancelled") == cancelled + 16
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
