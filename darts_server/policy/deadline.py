@@ -1,8 +1,8 @@
 """The deadline of a batch: how long the tails of its groups are waited for. An extension of ours.
 
-It is a quantile, over the groups of a batch, of the length of the M-th shortest trajectory: by then most groups could
-be complete, so nothing that is needed is lost by waiting no longer. Groups that come one at a time take it over the
-groups before them.
+It is a quantile, over the groups of a batch, of what they need, as a rule their M-th shortest length: by then most
+could be complete, so nothing that is needed is lost by waiting no longer. Groups that come one at a time take it over
+the groups before them.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ FEWEST = 8
 class Deadline:
     """How a batch's deadline is made.
 
-    ``quantile``: of the M-th shortest lengths of the batch, in (0, 1]. ``floor``, ``ceiling``: tokens that the
+    ``quantile``: of what the groups of the batch need, in (0, 1]. ``floor``, ``ceiling``: tokens that the
     batch's deadline is held between; a group whose own M-th shortest is longer than that still waits for it.
     ``exploration``: share of batches that are let run past it, to see what it takes away. ``most_lost``: share of
     right answers that it may take away. ``stretch``: factor by which it is held back, at least 1.
@@ -92,7 +92,7 @@ class Losses:
 
 
 class RecentNeeds:
-    """The M-th shortest lengths of the last groups, in tokens."""
+    """What the last groups needed, in tokens."""
 
     def __init__(self, lengths: Iterable[int] = ()) -> None:
         self._lengths: deque[int] = deque(lengths, maxlen=WINDOW)

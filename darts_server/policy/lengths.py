@@ -314,6 +314,11 @@ class PromptStats:
     candidates: int
     weight_version: int | None
 
+    def __post_init__(self) -> None:
+        known = [self.mean_ema, self.groups, self.candidates, *([] if self.std_ema is None else [self.std_ema])]
+        if not all(isinstance(x, int | float) and 0 <= x < math.inf for x in known):
+            raise ValueError(f"statistics of a prompt must be finite numbers of at least 0, got {self}")
+
 
 def updated(
     stats: PromptStats | None,

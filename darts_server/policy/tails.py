@@ -14,12 +14,8 @@ from darts_server.types import End, StopReason
 
 
 @dataclass(frozen=True, slots=True)
-class LongestTail:
-    """K shortest and L longest of the valid candidates (DARTS, distribution-aware trajectory sampling).
-
-    Any running candidate may still turn out the longest, so with L >= 1 all of them run to their end. If valid ones are
-    fewer than K + L, all of them are taken and invalid ones fill up, shortest first.
-    """
+class _Seats:
+    """K places for the shortest, L for the tail."""
 
     num_shortest: int
     num_longest: int
@@ -27,6 +23,18 @@ class LongestTail:
     @property
     def size(self) -> int:
         return self.num_shortest + self.num_longest
+
+    def surplus(self, candidate: Candidate) -> StopReason:
+        return StopReason.MIDDLE if candidate.valid else StopReason.TRUNCATED
+
+
+@dataclass(frozen=True, slots=True)
+class LongestTail(_Seats):
+    """K shortest and L longest of the valid candidates (DARTS, distribution-aware trajectory sampling).
+
+    Any running candidate may still turn out the longest, so with L >= 1 all of them run to their end. If valid ones are
+    fewer than K + L, all of them are taken and invalid ones fill up, shortest first.
+    """
 
     def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
         valid, invalid = split(finished)
@@ -59,12 +67,9 @@ class LongestTail:
         can_precede = sum(r.order < candidate.order for r in race.running)
         return before > can_precede or before + after > len(race.running)
 
-    def surplus(self, candidate: Candidate) -> StopReason:
-        return StopReason.MIDDLE if candidate.valid else StopReason.TRUNCATED
-
 
 @dataclass(frozen=True, slots=True)
-class SampledTail:
+class SampledTail(_Seats):
     """K shortest valid candidates, and L drawn by lot from all the rest.
 
     The rest is everything that is not among the K shortest, running or finished. A drawn candidate stays in the group
@@ -72,13 +77,6 @@ class SampledTail:
     the trainer that running on earns nothing. The lots are drawn before anything has run, so the group is a function of
     lengths and seed alone, not of timing. Only if fewer than K are valid do invalid ones fill up, shortest first.
     """
-
-    num_shortest: int
-    num_longest: int
-
-    @property
-    def size(self) -> int:
-        return self.num_shortest + self.num_longest
 
     def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
         valid, invalid = split(finished)
@@ -121,23 +119,13 @@ class SampledTail:
         winners = self._winners(race, race.surely_short())
         return [c for c in race.surely_rest() if c.index in winners]
 
-    def surplus(self, candidate: Candidate) -> StopReason:
-        return StopReason.MIDDLE if candidate.valid else StopReason.TRUNCATED
-
 
 @dataclass(frozen=True, slots=True)
-class DeadlineTail:
+class DeadlineTail(_Seats):
     """K shortest, and the L longest of those that are no longer than the deadline. An extension of ours.
 
     Whoever reaches the deadline is stopped.
     """
-
-    num_shortest: int
-    num_longest: int
-
-    @property
-    def size(self) -> int:
-        return self.num_shortest + self.num_longest
 
     def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
         needed = Race(self.size, [], finished)
@@ -163,25 +151,15 @@ class DeadlineTail:
             alarms = {r.index: min(deadline, alarms.get(r.index, deadline)) for r in running}
         return Verdict(frozenset(race.surely_short()), hopeless, alarms=_without(hopeless, alarms))
 
-    def surplus(self, candidate: Candidate) -> StopReason:
-        return StopReason.MIDDLE if candidate.valid else StopReason.TRUNCATED
-
 
 @dataclass(frozen=True, slots=True)
-class CutTail:
+class CutTail(_Seats):
     """K shortest and L drawn by lot from the rest, each drawn one with its first D tokens only. An extension of ours.
 
     It hides nothing from the trainer: that a trajectory ran on beyond the deadline is shown, as a truncated one. Losers
     of the lottery run until they fall behind the M-th shortest rather than the K-th, since that length is the least
     that the deadline may be.
     """
-
-    num_shortest: int
-    num_longest: int
-
-    @property
-    def size(self) -> int:
-        return self.num_shortest + self.num_longest
 
     @property
     def _whole(self) -> SampledTail:
@@ -214,9 +192,6 @@ class CutTail:
         # Of two alarms of one candidate that of the K shortest is the earlier.
         alarms = {**needed.alarms(early=False), **whole.alarms, **ends}
         return Verdict(settled, hopeless, cuts, _without(hopeless, alarms))
-
-    def surplus(self, candidate: Candidate) -> StopReason:
-        return StopReason.MIDDLE if candidate.valid else StopReason.TRUNCATED
 
 
 def _without(gone: Mapping[int, StopReason], alarms: Mapping[int, int]) -> dict[int, int]:

@@ -10,14 +10,11 @@ import numpy as np
 from darts_server.policy.allocation import PriceState, ShadowPrice, batch_candidates
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batch import Batch, Grant, Terms
-from darts_server.rollout.budgets import Budgets
+from darts_server.rollout.budgets import SMALLEST_BATCH, Budgets
 from darts_server.rollout.deadlines import Deadlines
 from darts_server.rollout.documents import Documents, Notes
 from darts_server.rollout.prompts import Prompts
 from darts_server.types import BatchRecord, GroupRecord
-
-SMALLEST_BATCH = 8
-"""Fewer prompts than this say less about each other than the last requests do, so each is priced against those."""
 
 Kind = tuple[str, int]
 """Policy and group size: what is allocated together must be comparable."""

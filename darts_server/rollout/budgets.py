@@ -16,7 +16,7 @@ from darts_server.rollout.prompts import Prompts
 SEED = 0
 """Of the simulated batches: the same knowledge gives the same budget."""
 SMALLEST_BATCH = 8
-"""Fewer prompts than this are decided about together with those before them."""
+"""Fewer prompts than this say less about each other than the last ones do, so those are looked at, too."""
 RECENT = 64
 """Prompts that stand in for the batch when they come one at a time."""
 KEPT_SECONDS = 10.0

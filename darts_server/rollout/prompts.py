@@ -29,13 +29,17 @@ class Prompts:
         self._unreadable = False
 
     def stats(self, key: str) -> PromptStats | None:
-        """What is known of a prompt; ``None`` if it was never seen.
+        """What is known of a prompt; ``None`` if it was never seen, or by a version that kept something else.
 
         Raises:
             StateError: what is known cannot be read.
         """
         document = self._documents.get(KIND, key)
-        return None if document is None else PromptStats(**document)  # type: ignore[arg-type]
+        try:
+            return None if document is None else PromptStats(**document)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            logger.warning("what is kept of a prompt is not what this version writes; it counts as new: %r", error)
+            return None
 
     def std(self, key: str) -> float | None:
         """The prompt's length std in tokens (EMA over its groups); ``None`` if it is not known or cannot be read."""

@@ -1,7 +1,6 @@
 """The times of the engine's decode steps, from the statistics that vLLM keeps anyway."""
 
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -25,7 +24,8 @@ class Steps:
         between_tokens = stats.inter_token_latencies_iter
         # A step with a prompt in it takes longer than its decoding; one with several tokens a sequence says nothing.
         decoding_only = stats.num_generation_tokens == len(between_tokens) and not stats.time_to_first_tokens_iter
-        if self.listener is not None and between_tokens and decoding_only and (seconds := median(between_tokens)) > 0:
+        if self.listener is not None and between_tokens and decoding_only and (seconds := min(between_tokens)) > 0:
+            # Whoever was put aside for a while waited longer than the step took.
             self.listener(len(between_tokens), seconds)
 
 

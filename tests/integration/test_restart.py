@@ -1,18 +1,15 @@
 """What was learned outlives a server that is killed."""
 
-import json
 import os
 import signal
 import time
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import Mock
 
 import httpx
 import pytest
 
-from darts_server import cli
 from darts_server.store import Store
 from examples.tiny_rl.server import DARTS, Server, serving
 from examples.tiny_rl.task import sample_problem
@@ -65,31 +62,3 @@ def test_a_killed_server_knows_after_its_restart_what_it_knew_before(tmp_path: P
         httpx.put(f"{server.url}/darts/v1/state", content=saved, timeout=60).raise_for_status()
         told = httpx.get(f"{server.url}/darts/v1/prompts/{next(iter(before['prompt']))}").json()
         assert told["groups"] <= 3, "as saved, without the last groups"
-
-
-@pytest.mark.parametrize("junk", range(6))
-def test_state_that_means_nothing_never_stops_a_start(
-    junk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever the file: either it is refused with a message and not touched, or the server starts and learns anew."""
-    folder = tmp_path / "state"
-    with Store(folder) as store:
-        for kind in ("prompt", "dataset", "step", "profile", "deadline", "price", "latency"):
-            for key in ("all", "engine", "darts/8", "x"):
-                store.put(kind, key, {"value": json.dumps([None, 3, {"a": [junk]}, "x", [[1]], {}][junk])})
-    if junk % 2:
-        path = folder / "state.db"
-        data = bytearray(path.read_bytes())
-        rng = Random(junk)
-        for _ in range(50):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        path.write_bytes(data)
-    began = Mock(return_value=0)
-    monkeypatch.setattr("darts_server.vllm.server.serve", began)
-    content = (folder / "state.db").read_bytes()
-    code = cli.main(["serve", "examples/tiny_rl/model", "--state-dir", str(folder)])
-    if code:
-        assert str(folder) in capsys.readouterr().err
-        assert (folder / "state.db").read_bytes() == content
-    else:
-        began.assert_called_once()

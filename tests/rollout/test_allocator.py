@@ -5,8 +5,9 @@ import pytest
 from darts_server.policy.selection import Shortest
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.tails import SampledTail
-from darts_server.rollout.allocator import SMALLEST_BATCH, Allocator
+from darts_server.rollout.allocator import Allocator
 from darts_server.rollout.batch import Grant
+from darts_server.rollout.budgets import SMALLEST_BATCH
 from tests.rollout.helpers import Documents, an_allocator
 
 pytestmark = pytest.mark.anyio

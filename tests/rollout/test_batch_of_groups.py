@@ -10,8 +10,9 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineRefused
 from darts_server.policy.deadline import FEWEST
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.rollout.allocator import SMALLEST_BATCH, Allocator
+from darts_server.rollout.allocator import Allocator
 from darts_server.rollout.batch import Batch, Grant, Terms
+from darts_server.rollout.budgets import SMALLEST_BATCH
 from darts_server.rollout.run import GroupRun
 from darts_server.types import BatchRecord, FinishReason, GroupRecord, Outcome
 from tests.rollout.helpers import Documents, House, an_allocator, collect, lengths
