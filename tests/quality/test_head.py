@@ -1,0 +1,294 @@
+"""The head: it learns, follows drift, and where something is wrong it is neutral and says why."""
+
+import math
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from darts_server.policy.diagnostics import auc
+from darts_server.quality.head import Head, HeadSettings, Score, Status, Training
+from tests.quality.worlds import QUICK, WIDTH, World, taught, teach
+
+
+def unseen_auc(head: Head, world: World) -> float:
+    seen = [(head.score(hidden, 512).value, target) for hidden, target in world.trajectories(600)]
+    found = auc(*zip(*seen, strict=True))
+    assert found is not None
+    return found
+
+
+# --- learning ---------------------------------------------------------------
+
+
+def test_it_tells_right_from_wrong_on_trajectories_it_has_not_seen() -> None:
+    """The best that can be had here is an AUC of about 0.94."""
+    head = taught(world := World())
+    assert head.status is Status.READY
+    assert unseen_auc(head, world) > 0.85
+
+
+def test_it_follows_a_policy_that_drifts() -> None:
+    head = taught(world := World())
+    for _ in range(25):
+        world.drift(0.25)
+        teach(head, world)
+    figures = head.figures()
+    assert unseen_auc(head, world) > 0.8
+    assert unseen_auc(taught(World()), world) < 0.75  # the head of the start would not do
+    assert figures.auc is not None
+    assert figures.auc > 0.8
+
+
+def test_the_figures_are_of_labels_that_were_not_trained_on() -> None:
+    """Labels by the toss of a coin can be learned by heart, and not foreseen."""
+    head = taught(World(sharpness=0.0), rounds=16)
+    figures = head.figures()
+    assert figures.labels == 15 * 64  # none before the first training
+    assert figures.auc is not None
+    assert 0.4 < figures.auc < 0.6
+    assert figures.brier is not None
+    assert figures.brier > 0.24
+
+
+def test_positions_tell_on_one_head() -> None:
+    """Nearly all are right that are scored late, nearly none that are scored early."""
+    head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
+    for _ in range(400):
+        late = rng.random() < 0.5
+        head.learn(rng.normal(size=WIDTH), 512 if late else 128, float(rng.random() < (0.9 if late else 0.1)))
+    head.train(300)
+    hidden = np.zeros(WIDTH)
+    assert head.score(hidden, 512).value > 0.7
+    assert head.score(hidden, 128).value < 0.3
+    assert head.score(hidden, 513).value == pytest.approx(head.score(hidden, 512).value, abs=0.02)
+
+
+def test_labels_of_survivors_stand_for_the_pruned_ones() -> None:
+    """A feature says nothing, and right ones survive five times as often: only weights tell the true share, 1/2."""
+    shares = {}
+    for corrected in (False, True):
+        head, rng = Head(WIDTH, replace(QUICK, corrected=corrected, capacity=2048)), np.random.default_rng(0)
+        for _ in range(2000):
+            right = rng.random() < 0.5
+            survival = 0.75 if right else 0.15
+            if rng.random() < survival:
+                head.learn(np.zeros(WIDTH), 512, float(right), survival)
+        head.train(300)
+        shares[corrected] = head.score(np.zeros(WIDTH), 512).value
+    assert shares[False] > 0.75
+    assert shares[True] == pytest.approx(0.5, abs=0.1)
+
+
+def test_soft_targets_are_learned_as_they_are() -> None:
+    head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
+    for i in range(400):
+        head.learn(np.full(WIDTH, i % 2) + 0.01 * rng.normal(size=WIDTH), 512, 0.8 if i % 2 else 0.3)
+    head.train(400)
+    assert head.score(np.ones(WIDTH), 512).value == pytest.approx(0.8, abs=0.07)
+    assert head.score(np.zeros(WIDTH), 512).value == pytest.approx(0.3, abs=0.07)
+
+
+def test_the_same_seed_learns_the_same() -> None:
+    one, other = taught(World(), rounds=3), taught(World(), rounds=3)
+    different = taught(World(), rounds=3, settings=replace(QUICK, seed=1))
+    assert one.state() == other.state() != different.state()
+
+
+# --- being neutral ----------------------------------------------------------
+
+
+def test_before_it_is_trained_it_is_neutral_and_says_why() -> None:
+    head = Head(WIDTH, QUICK)
+    hidden = np.zeros(WIDTH)
+    assert head.score(hidden, 512) == Score(0.5, Status.NO_LABELS)
+    assert head.train(5) == Training(0, None)
+    head.learn(hidden, 512, 1.0)
+    score = head.score(hidden, 512)
+    assert score.value == pytest.approx(2 / 3)
+    assert score.status is Status.FEW_LABELS
+    for i in range(QUICK.fewest):
+        head.learn(hidden + i, 512, float(i % 2))
+    assert head.score(hidden, 512).status is Status.UNTRAINED
+    assert head.train(5).steps == 5
+    assert head.score(hidden, 512).status is head.status is Status.READY
+    assert head.steps == 5
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0, 0.3])
+def test_labels_of_one_class_teach_nothing(target: float) -> None:
+    head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
+    for _ in range(200):
+        head.learn(rng.normal(size=WIDTH), 512, target)
+    assert head.train(5) == Training(0, None)
+    score = head.score(np.zeros(WIDTH), 512)
+    assert score.value == pytest.approx(target, abs=0.01)
+    assert score.status is Status.ONE_CLASS
+
+
+def test_a_trained_head_is_neutral_while_all_that_it_remembers_are_alike() -> None:
+    head = taught(World())
+    for hidden, _ in World(seed=1).trajectories(QUICK.capacity):
+        head.learn(hidden, 512, 1.0)
+    assert head.score(np.zeros(WIDTH), 512).status is Status.ONE_CLASS
+    teach(head, World())
+    assert head.status is Status.READY
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
+def test_features_that_are_not_finite_are_counted_and_change_nothing(bad: float) -> None:
+    head = taught(world := World())
+    before, hidden = head.state(), np.zeros(WIDTH)
+    hidden[3] = bad
+    assert not head.learn(hidden, 512, 1.0)
+    score = head.score(hidden, 512)
+    assert score.status is Status.BAD_FEATURE
+    assert 0 < score.value < 1
+    assert head.rejected == 2
+    assert head.state() == before
+    assert unseen_auc(head, world) > 0.85
+
+
+def test_an_outlier_does_not_outweigh_all_else() -> None:
+    head = taught(world := World())
+    head.learn(np.full(WIDTH, 1e30), 512, 1.0)
+    head.train(30)
+    assert head.status is Status.READY
+    for _ in range(12):
+        teach(head, world)
+    assert head.divergences == 0
+
+
+def test_a_training_that_goes_wrong_is_undone() -> None:
+    world = World()
+    head = Head(WIDTH, replace(QUICK, learning_rate=1e36))
+    for hidden, target in world.trajectories(64):
+        head.learn(hidden, 512, target)
+    before = head.state()
+    assert head.train(50) == Training(0, None)
+    assert (head.status, head.divergences, head.steps) == (Status.DIVERGED, 1, 0)
+    assert head.state() == before
+    assert head.score(np.zeros(WIDTH), 512).value == pytest.approx(0.5, abs=0.2)
+    assert head.train(50) == Training(0, None)
+    assert head.divergences == 2
+
+
+def test_after_a_training_that_went_wrong_it_goes_on_from_what_was_good() -> None:
+    """Learned with a usual rate, restored into a head with an absurd one, and back."""
+    good = taught(world := World())
+    head = Head(WIDTH, replace(QUICK, learning_rate=1e36))
+    head.restore(good.state())
+    for hidden, target in world.trajectories(64):
+        head.learn(hidden, 512, target)
+    assert head.train(10) == Training(0, None)
+    assert head.status is Status.DIVERGED
+    assert head.state() == good.state()
+    again = Head(WIDTH, QUICK)
+    again.restore(head.state())
+    assert unseen_auc(again, world) > 0.85
+
+
+def test_after_a_training_that_was_undone_the_next_starts_from_good_weights() -> None:
+    """At this rate the first step from the first weights is good, and the second is not."""
+    head = Head(WIDTH, replace(QUICK, learning_rate=1e4))
+    for hidden, target in World(sharpness=0.0).trajectories(64):
+        head.learn(hidden, 512, target)
+    assert head.train(2) == Training(0, None)
+    assert head.train(1).steps == 1
+    assert (head.status, head.divergences) == (Status.READY, 1)
+
+
+def test_a_loss_that_explodes_is_a_divergence_though_it_is_finite() -> None:
+    head = Head(WIDTH, replace(QUICK, learning_rate=1e4))
+    for hidden, target in World(sharpness=0.0).trajectories(64):
+        head.learn(hidden, 512, target)
+    assert head.train(1).steps == 1  # kept, so all its weights are finite
+    assert head.train(1) == Training(0, None)
+    assert (head.status, head.divergences, head.steps) == (Status.DIVERGED, 1, 1)
+
+
+# --- time and threads -------------------------------------------------------
+
+
+def test_training_stops_when_its_time_is_up() -> None:
+    ticks = iter(range(1000))
+    head = Head(WIDTH, QUICK, clock=lambda: float(next(ticks)))
+    for hidden, target in World().trajectories(64):
+        head.learn(hidden, 512, target)
+    assert head.train(100, seconds=3.5).steps == 3
+    assert head.train(100, seconds=0.0) == Training(0, None)
+    assert head.status is Status.READY
+
+
+def test_scoring_and_learning_go_on_while_it_is_trained() -> None:
+    """Each score is of one of the snapshots that there were, none of a head half trained."""
+    world = World()
+    head = Head(WIDTH, QUICK)
+    for hidden, target in world.trajectories(64):
+        head.learn(hidden, 512, target)
+    probe, trained = np.full(WIDTH, 101.0), [head.score(np.full(WIDTH, 101.0), 512).value]
+    done = threading.Event()
+
+    def train() -> None:
+        try:
+            for _ in range(40):
+                head.train(3)
+                trained.append(head.score(probe, 512).value)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    scores = []
+    while not done.is_set():
+        hidden, target = next(world.trajectories(1))
+        head.learn(hidden, 512, target)
+        scores.append(head.score(probe, 512))
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert head.steps == 120
+    assert {s.value for s in scores if s.status is Status.READY} <= set(trained)
+
+
+def test_two_trainings_at_once_take_turns() -> None:
+    head = Head(WIDTH, QUICK)
+    for hidden, target in World().trajectories(64):
+        head.learn(hidden, 512, target)
+    threads = [threading.Thread(target=head.train, args=(20,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for hidden, target in World(seed=1).trajectories(64):
+        head.learn(hidden, 512, target)
+    for thread in threads:
+        thread.join(timeout=60)
+    assert (head.steps, head.divergences) == (60, 0)
+
+
+# --- what is refused --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hidden", "position", "target", "survival"),
+    [
+        (np.zeros(WIDTH + 1), 512, 1.0, 1.0),
+        (np.zeros((1, WIDTH)), 512, 1.0, 1.0),
+        (np.zeros(WIDTH), 0, 1.0, 1.0),
+        (np.zeros(WIDTH), 512, 1.5, 1.0),
+        (np.zeros(WIDTH), 512, math.nan, 1.0),
+        (np.zeros(WIDTH), 512, 1.0, 0.0),
+    ],
+)
+def test_what_is_out_of_range_is_refused(
+    hidden: np.ndarray[tuple[int, ...], np.dtype[np.float64]], position: int, target: float, survival: float
+) -> None:
+    head = Head(WIDTH, QUICK)
+    with pytest.raises(ValueError, match="must"):
+        head.learn(hidden, position, target, survival)
+    assert head.status is Status.NO_LABELS
+
+
+@pytest.mark.parametrize("wrong", [{"hidden": 0}, {"batch": 0}, {"fewest": 0}, {"capacity": 8}, {"half_life": 0.0}])
+def test_settings_out_of_range_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        HeadSettings(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+"""A head as bytes: whole, or refused with a word of what is wrong."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
+from darts_server.quality.head import Head, HeadSettings, Status
+from darts_server.quality.saved import pack, unpack
+from tests.quality.worlds import QUICK, WIDTH, World, taught
+
+
+def scores(head: Head) -> list[float]:
+    return [head.score(hidden, 512).value for hidden, _ in World(seed=5).trajectories(20)]
+
+
+def test_a_restored_head_scores_and_learns_as_the_saved_one_does() -> None:
+    saved = taught(World(), rounds=4)
+    restored = Head(WIDTH, QUICK)
+    restored.restore(saved.state())
+    assert restored.status is Status.READY
+    assert scores(restored) == scores(saved)
+    assert restored.steps == saved.steps
+    assert restored.state() == saved.state()
+
+
+def test_it_goes_on_with_the_optimiser_it_had() -> None:
+    """The same examples in the same order: only a lost optimiser could tell them apart."""
+    saved = taught(World(), rounds=1)
+    heads = [Head(WIDTH, QUICK), Head(WIDTH, QUICK)]
+    for head in heads:
+        head.restore(saved.state())
+        for hidden, target in World(seed=2).trajectories(64):
+            head.learn(hidden, 512, target)
+        head.train(5)
+    assert heads[0].state() == heads[1].state()
+    arrays, _ = unpack(heads[0].state())
+    assert float(arrays["hidden_weight.step"]) == saved.steps + 5
+    assert np.abs(arrays["hidden_weight.exp_avg"]).max() > 0
+
+
+def test_a_head_restored_before_it_learned_anything_is_as_new() -> None:
+    head = Head(WIDTH, QUICK)
+    head.restore(Head(WIDTH, QUICK).state())
+    assert head.status is Status.NO_LABELS
+    assert head.state() == Head(WIDTH, QUICK).state()
+
+
+@pytest.mark.parametrize("kept", [0, 10, 50, 200, 2000, -1])
+def test_a_state_that_is_not_whole_is_refused(kept: int) -> None:
+    data = taught(World(), rounds=1).state()
+    head = taught(World(seed=1), rounds=1)
+    before = head.state()
+    with pytest.raises(StateDamaged, match="nothing was changed"):
+        head.restore(data[:kept])
+    assert head.state() == before
+
+
+def test_a_changed_byte_anywhere_is_noticed() -> None:
+    data = Head(WIDTH, QUICK).state()
+    for at in range(0, len(data), 97):
+        changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        with pytest.raises((StateDamaged, StateTooNew)):
+            Head(WIDTH, QUICK).restore(changed)
+
+
+def test_a_pickle_is_refused_unread() -> None:
+    with pytest.raises(StateDamaged, match="does not begin"):
+        unpack(b"\x80\x04cos\nsystem\n(S'false'\ntR.")
+
+
+def test_a_newer_format_is_told_from_damage() -> None:
+    with pytest.raises(StateTooNew, match="format 2"):
+        unpack(pack({}, {}).replace(b"darts-quality-head 1", b"darts-quality-head 2"))
+
+
+@pytest.mark.parametrize("other", [Head(WIDTH + 1, QUICK), Head(WIDTH, HeadSettings(hidden=8))])
+def test_a_head_of_another_model_is_refused(other: Head) -> None:
+    with pytest.raises(InvalidRequest, match="state: is of a quality head with 16 inputs and 16 hidden units"):
+        other.restore(Head(WIDTH, QUICK).state())
+
+
+def test_what_is_well_packed_and_no_head_is_refused() -> None:
+    arrays, numbers = unpack(Head(WIDTH, QUICK).state())
+    nan, negative = dict(arrays), dict(arrays)
+    nan["out_weight"] = np.full_like(arrays["out_weight"], np.nan)
+    negative["variance"] = np.full_like(arrays["variance"], -1)
+    lacking = {name: x for name, x in arrays.items() if name != "mean"}
+    for wrong, complaint in [
+        (pack({}, {}), "lacks a number"),
+        (pack(arrays, {**numbers, "steps": -1}), "numbers that are none"),
+        (pack(lacking, numbers), "other shapes"),
+        (pack(nan, numbers), "not finite"),
+        (pack(negative, numbers), "negative variances"),
+    ]:
+        with pytest.raises(StateDamaged, match=complaint):
+            Head(WIDTH, QUICK).restore(wrong)
+
+
+def test_what_has_the_right_checksum_and_no_tensors_is_refused() -> None:
+    for body in (b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}", b"\x02\0\0\0\0\0\0\0[]"):
+        line = b"darts-quality-head 1 " + hashlib.sha256(body).hexdigest().encode() + b"\n"
+        with pytest.raises(StateDamaged, match="cannot be read"):
+            unpack(line + body)

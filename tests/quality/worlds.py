@@ -1,0 +1,58 @@
+"""Hidden states that tell something about what became of their trajectory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.quality.head import Head, HeadSettings
+
+WIDTH = 16
+QUICK = HeadSettings(hidden=16, batch=32, capacity=512, half_life=256.0, fewest=32, learning_rate=1e-2)
+Hidden = NDArray[np.float64]
+
+
+@dataclass
+class World:
+    """The chance to be right depends on where the hidden state lies along ``direction``, which may drift."""
+
+    seed: int = 0
+    sharpness: float = 3.0
+    scale: float = 5.0
+    offset: float = 100.0
+    direction: Hidden = field(init=False)
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.direction = self._unit()
+
+    def drift(self, by: float) -> None:
+        moved = self.direction + by * self._unit()
+        self.direction = moved / np.linalg.norm(moved)
+
+    def trajectories(self, count: int) -> Iterator[tuple[Hidden, float]]:
+        """Hidden states on a scale far from 0 and 1, and what came of them."""
+        for _ in range(count):
+            x = self.rng.normal(size=WIDTH)
+            right = self.rng.random() < 1 / (1 + np.exp(-self.sharpness * x @ self.direction))
+            yield self.offset + self.scale * x, float(right)
+
+    def _unit(self) -> Hidden:
+        x = self.rng.normal(size=WIDTH)
+        return x / np.linalg.norm(x)
+
+
+def taught(world: World, rounds: int = 12, settings: HeadSettings = QUICK) -> Head:
+    """A head that has seen ``rounds`` steps of 64 trajectories, and was trained after each."""
+    head = Head(WIDTH, settings)
+    for _ in range(rounds):
+        teach(head, world)
+    return head
+
+
+def teach(head: Head, world: World) -> None:
+    for hidden, target in world.trajectories(64):
+        head.learn(hidden, 512, target)
+    head.train(30)
