@@ -1,0 +1,72 @@
+"""Our metrics, from the code."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
+
+from darts_server import metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+OF_TARGETS = frozenset({"job", "instance"})
+"""Labels that Prometheus adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric as ``/metrics`` shows it: ``name`` of a counter with its ``_total``, ``labels`` without `model_name`."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """What a query may name."""
+        if self.kind == "histogram":
+            return tuple(f"{self.name}{suffix}" for suffix in ("_bucket", "_sum", "_count"))
+        return (self.name,)
+
+
+def ours() -> list[Metric]:
+    """All metrics that the classes of `darts_server.metrics` make, in the order of the code."""
+    registry, sources = _Registry(), [field.name for field in fields(metrics.Sources)]
+    for maker in _makers():
+        given: dict[str, Any] = {"model_name": "m", "registry": registry}
+        if "sources" in inspect.signature(maker).parameters:
+            given["sources"] = metrics.Sources(**dict.fromkeys(sources, _nothing))
+        maker(**given)
+    return [metric for collector in registry.made for metric in _described(collector)]
+
+
+class _Registry(CollectorRegistry):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Collector] = []
+
+    def register(self, collector: Collector) -> None:
+        super().register(collector)
+        self.made.append(collector)
+
+
+def _nothing(*_: object) -> Any:
+    return 0.0
+
+
+def _makers() -> Iterator[Any]:
+    for _, value in inspect.getmembers(metrics, inspect.isclass):
+        if value.__module__ == metrics.__name__ and "registry" in inspect.signature(value).parameters:
+            yield value
+
+
+def _described(collector: Any) -> Iterator[Metric]:
+    for family in collector.describe():
+        suffix = "_total" if family.type == "counter" else ""
+        labels = tuple(name for name in collector._labelnames if name != "model_name")
+        yield Metric(f"{family.name}{suffix}", family.type, labels, family.documentation)

@@ -1,0 +1,45 @@
+"""What an installation gets."""
+
+import subprocess
+import sys
+from configparser import ConfigParser
+from email import message_from_bytes
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from tests.deploy.names import ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    [file] = folder.glob("*.whl")
+    return ZipFile(file)
+
+
+def test_it_holds_the_package_all_of_it_and_nothing_else(wheel: ZipFile) -> None:
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == {str(file.relative_to(ROOT)) for file in (ROOT / "darts_server").rglob("*.py")}
+
+
+def test_it_has_the_command_and_what_vllm_loads_in_its_processes(wheel: ZipFile) -> None:
+    [name] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    points = ConfigParser()
+    points.read_string(wheel.read(name).decode())
+    assert points["console_scripts"]["darts-server"] == "darts_server.cli:main"
+    module, _, function = points["vllm.general_plugins"]["darts_server"].partition(":")
+    assert function in (ROOT / Path(*module.split(".")).with_suffix(".py")).read_text()
+
+
+def test_it_says_its_licence_and_asks_for_no_engine_by_itself(wheel: ZipFile) -> None:
+    [name] = [name for name in wheel.namelist() if name.endswith("METADATA")]
+    said = message_from_bytes(wheel.read(name))
+    assert said["License-Expression"] == "Apache-2.0"
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+    needed = said.get_all("Requires-Dist") or []
+    assert needed
+    assert not [text for text in needed if text.startswith(("vllm", "torch")) and "extra ==" not in text]

@@ -1,0 +1,21 @@
+"""The dashboard and the alert rules name metrics; a real server has them."""
+
+import httpx
+import pytest
+
+from examples.tiny_rl.server import Server
+from tests.deploy.names import ours
+from tests.deploy.recorded import exposed, recorded
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_server_has_all_of_vllms_metrics_that_are_recorded(server: Server) -> None:
+    shown = {metric.name: metric for metric in exposed(httpx.get(f"{server.url}/metrics").text)}
+    assert [metric for metric in recorded() if shown.get(metric.name) != metric] == []
+
+
+def test_a_server_tells_of_all_our_metrics(server: Server) -> None:
+    lines = (line.split() for line in httpx.get(f"{server.url}/metrics").text.splitlines() if line.startswith("# TYPE"))
+    shown = {(name, kind) for _, _, name, kind in lines}
+    assert {(metric.name, metric.kind) for metric in ours()} <= shown
