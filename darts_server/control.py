@@ -7,7 +7,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.named import named
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 from darts_server.rollout.plan import OFF, Limits, Planner
-from darts_server.settings import Settings, changed, live
+from darts_server.settings import Settings, changed, live, live_schema
 
 
 class Configuration(NamedTuple):
@@ -42,6 +42,9 @@ class Control:
         """The settings that can change, and under ``policies`` the names that a request may give."""
         names = [OFF, *self.configuration().policies]
         return {**live(self.settings), "policies": names}
+
+    def schema(self) -> dict[str, object]:
+        return live_schema()
 
     def change(self, patch: Mapping[str, object]) -> dict[str, object]:
         """Put all of the patch in force for groups to come, or nothing; what is in force then.

@@ -5,6 +5,7 @@
     DartsError
     ├── InvalidRequest       the caller's mistake; names the field and the remedy
     │   ├── NotFound         what was asked for is not there
+    │   ├── Conflict         what was asked for contradicts what was asked for before
     │   └── TooLarge         the request's body has more bytes than the route takes
     ├── Unauthorized         the caller showed no key that opens the route
     ├── Forbidden            the route is not for this caller, with or without a key
@@ -15,11 +16,17 @@
     │   ├── CandidateFailed  one candidate failed; another may succeed
     │   ├── EngineRefused    the engine does not take this request; trying again does not help
     │   └── EngineDead       the engine is gone
+    │       └── WeightsLost  nobody knows what its model holds
     ├── StateError           what was learned cannot be read or written now
     │   ├── StateFull        the disk has no room for it
     │   ├── StateDamaged     a state file is not ours, or not whole
     │   └── StateTooNew      a newer version wrote it
-    └── IllegalMove          a bug: an event that the group's state machine does not allow
+    ├── UpdateError          the weights were not updated; the old ones are served
+    │   ├── UpdateRunning    another update is under way
+    │   ├── UpdateUnsupported  the weights of such a server cannot be replaced
+    │   ├── UpdateFailed     a step failed or took too long
+    │   └── DiskFull         no room for the weights on their way to the model
+    └── IllegalMove          a bug: an event that a state machine does not allow
 """
 
 
@@ -41,6 +48,10 @@ class InvalidRequest(DartsError, ValueError):
 
 class NotFound(InvalidRequest):
     """What a caller asked for is not there, or not any more."""
+
+
+class Conflict(InvalidRequest):
+    """What a caller asked for contradicts what was asked for before, under the same name."""
 
 
 class TooLarge(InvalidRequest):
@@ -83,6 +94,10 @@ class EngineDead(EngineError):
     """The engine is gone; no candidate will ever finish."""
 
 
+class WeightsLost(EngineDead):
+    """An update of the weights failed, and so did putting back the old ones: no candidate will ever be right."""
+
+
 class StateError(DartsError):
     """What was learned cannot be read or written now. The message names the file and the remedy."""
 
@@ -99,5 +114,25 @@ class StateTooNew(StateError):
     """A newer version of this server wrote the state. It was not touched."""
 
 
+class UpdateError(DartsError):
+    """The weights were not updated: the version from before is served. The message says why."""
+
+
+class UpdateRunning(UpdateError):
+    """Another update is under way."""
+
+
+class UpdateUnsupported(UpdateError):
+    """The weights of such a server cannot be replaced. The message names the model's or the flags' part in it."""
+
+
+class UpdateFailed(UpdateError):
+    """A step of an update failed, or took too long."""
+
+
+class DiskFull(UpdateError):
+    """No room for the weights on their way to the model."""
+
+
 class IllegalMove(DartsError):
-    """An event that is not legal in the state the group or candidate is in."""
+    """An event that is not legal in the state the group, the candidate or the weights are in."""

@@ -11,15 +11,17 @@ from math import nan
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from darts_server.types import BatchRecord, End, GroupRecord
+from darts_server.types import BatchRecord, End, GroupRecord, UpdateRecord
 
 LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CANDIDATE_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
 SECONDS_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+PHASE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 BATCH_SIZES = (1, 4, 16, 64, 256, 1024)
 """Where the latency curve is shown."""
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
+ANSWERS = ("right", "wrong")
 
 Values = dict[tuple[str, ...], Callable[[], float | None]]
 """By labels, how to ask for a value."""
@@ -32,7 +34,8 @@ class Sources:
     ``tracked``: prompts with statistics. ``fault``: whether what is learned cannot be written. ``step_seconds``: of a
     decode step with so many sequences. ``mean_length``, ``length_quantile``: in tokens, of `KINDS`.
     ``budget_aversion``: lambda. ``lost_share``: of right answers, by the deadline. ``deadline_stretch``: the factor by
-    which it is held back.
+    which it is held back. ``pass_rate``: share of right ones among rewarded trajectories. ``answer_length``: mean in
+    tokens, of `ANSWERS`. ``pattern_difference``, ``pattern_error``: right minus wrong, and its standard error.
     """
 
     tracked: Callable[[], float]
@@ -43,16 +46,21 @@ class Sources:
     budget_aversion: Callable[[], float]
     lost_share: Callable[[], float | None]
     deadline_stretch: Callable[[], float]
+    pass_rate: Callable[[], float | None]
+    answer_length: Callable[[str], float | None]
+    pattern_difference: Callable[[], float | None]
+    pattern_error: Callable[[], float | None]
 
 
 class Metrics:
-    """Implements the observer protocol of the rollout room."""
+    """Implements the observer protocols of the rollout room."""
 
     def __init__(self, model_name: str, sources: Sources | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         self._model = model_name
         self._registry = registry
         self._make_group_metrics()
         self._make_batch_metrics()
+        self._make_reward_metrics()
         if sources is not None:
             self._show(sources)
 
@@ -80,6 +88,13 @@ class Metrics:
         if record.predicted_seconds is not None:
             self._rollout.labels(self._model, "predicted").observe(record.predicted_seconds)
             self._rollout.labels(self._model, "measured").observe(record.measured_seconds)
+
+    def rewards_reported(self, matched: int, unknown: int) -> None:
+        self._rewards.labels(self._model, "true").inc(matched)
+        self._rewards.labels(self._model, "false").inc(unknown)
+
+    def group_rewarded(self, zero_variance: bool) -> None:
+        self._rewarded_groups.labels(self._model, str(zero_variance).lower()).inc()
 
     def _look_at_candidates(self, record: GroupRecord) -> None:
         for candidate in record.candidates:
@@ -150,6 +165,16 @@ class Metrics:
             "darts_explored_beyond_tokens", "Tokens of these that the deadline would have taken away."
         )
 
+    def _make_reward_metrics(self) -> None:
+        self._rewards = self._counter(
+            "darts_rewards", "Rewards reported, repeated ones aside, by whether their trajectory is known.", "matched"
+        )
+        self._rewarded_groups = self._counter(
+            "darts_rewarded_groups",
+            "Groups of which all returned trajectories have rewards, by whether these are all equal.",
+            "zero_variance",
+        )
+
     def _show(self, sources: Sources) -> None:
         self._set("darts_prompts_tracked", "Prompts with statistics.", {(): sources.tracked})
         self._set(
@@ -182,6 +207,26 @@ class Metrics:
             "kind",
             "statistic",
         )
+        self._show_rewards(sources)
+
+    def _show_rewards(self, sources: Sources) -> None:
+        self._set("darts_pass_rate", "Share of right trajectories among rewarded ones.", {(): sources.pass_rate})
+        self._set(
+            "darts_answer_length_tokens",
+            "Mean length of rewarded trajectories, right and wrong ones.",
+            {(answer,): partial(sources.answer_length, answer) for answer in ANSWERS},
+            "answer",
+        )
+        self._set(
+            "darts_pattern_difference_tokens",
+            "Mean length of right trajectories minus that of wrong ones: above 0 depth is needed, below it is not.",
+            {(): sources.pattern_difference},
+        )
+        self._set(
+            "darts_pattern_error_tokens",
+            "Standard error of darts_pattern_difference_tokens.",
+            {(): sources.pattern_error},
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, ("model_name", *labels), registry=self._registry)
@@ -197,6 +242,35 @@ class Metrics:
         gauge = self._gauge(name, text, *labels)
         for labelled, value in values.items():
             gauge.labels(self._model, *labelled).set_function(_or_nan(value))
+
+
+class WeightMetrics:
+    """Implements the observer protocol of the weights room."""
+
+    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        names = ("model_name",)
+        self._model = model_name
+        self._updates = Counter(
+            "darts_weight_updates", "Updates of the weights, by outcome.", (*names, "outcome"), registry=registry
+        )
+        self._seconds = Histogram(
+            "darts_weight_update_seconds",
+            "Seconds of an update's phases.",
+            (*names, "phase"),
+            buckets=PHASE_BUCKETS,
+            registry=registry,
+        )
+        self._version = Gauge("darts_weight_version", "The version of the weights.", names, registry=registry)
+        self._version.labels(model_name).set(0)
+
+    def update_announced(self, version: int) -> None:
+        """Nothing is counted before the end."""
+
+    def update_ended(self, record: UpdateRecord) -> None:
+        self._updates.labels(self._model, record.outcome).inc()
+        self._version.labels(self._model).set(record.version)
+        for phase, seconds in record.seconds.items():
+            self._seconds.labels(self._model, phase).observe(seconds)
 
 
 def _or_nan(value: Callable[[], float | None]) -> Callable[[], float]:

@@ -125,6 +125,38 @@ class Settings(BaseSettings):
     peek_interval: float = Field(
         0.02, ge=0.001, le=1, description="Seconds between two looks at how far running candidates are."
     )
+    resume_seconds: float = Field(
+        60.0,
+        ge=1,
+        le=86400,
+        description="Seconds that a batch with an Idempotency-Key goes on when nobody listens, for its caller to come "
+        "back; then it is cancelled.",
+    )
+    kept_seconds: float = Field(
+        600.0, ge=0, le=604800, description="Seconds that such a batch is kept after its end, to be asked for again."
+    )
+    kept_batches: int = Field(
+        64, ge=0, le=65536, description="Most ended batches that are kept, with all their tokens; the oldest go first."
+    )
+
+    weights_root: Path | None = Field(
+        None, description="Folder that new weights may be read from. Left out, they can only be pushed."
+    )
+    weights_staging: Path | None = Field(
+        None,
+        description="Folder for pushed weights, with room for two models. Left out, the one for temporary files.",
+    )
+    weights_rule: Literal["finish", "keep"] = Field(
+        "finish",
+        description="What becomes of running groups when new weights come. finish: they are waited for, and no others "
+        "begin meanwhile. keep: they stand still and go on with the new weights, marked as mixed.",
+    )
+    weights_wait: float = Field(
+        600.0, ge=0.001, le=86400, description="Seconds that finish waits; then the old weights stay."
+    )
+    weights_timeout: float = Field(
+        300.0, ge=0.001, le=86400, description="Seconds that any other step of an update may take."
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -142,6 +174,9 @@ class Settings(BaseSettings):
                 f"num_shortest + num_longest must equal group_size, got {shortest} + {longest} != {size}; "
                 f"change one of the three or leave num_shortest out"
             )
+        for folder in ("weights_root", "weights_staging"):
+            if (path := getattr(self, folder)) is not None and not path.is_dir():
+                raise ValueError(f"{folder} must be a folder that is there, got {path}")
         if size is not None and longest >= size:
             raise ValueError(f"num_longest must be smaller than group_size = {size}, got {longest}")
         if size is not None and size > self.max_group_size:
@@ -178,6 +213,16 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
 def live(settings: Settings) -> dict[str, Any]:
     """The settings that can change while the server runs, as JSON values."""
     return settings.model_dump(mode="json", include=set(_live_names()))
+
+
+def live_schema() -> dict[str, Any]:
+    """JSON schema of an object with some of the settings that can change while the server runs."""
+    properties = Settings.model_json_schema()["properties"]
+    return {
+        "type": "object",
+        "properties": {name: properties[name] for name in _live_names()},
+        "additionalProperties": False,
+    }
 
 
 def changed(settings: Settings, patch: Mapping[str, object]) -> Settings:

@@ -152,6 +152,50 @@ class BatchRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Returned:
+    """A trajectory as it was handed to its caller. ``started_at``: its group's, on the runner's clock.
+
+    The token ids are the engine's own lists: not to be changed or kept.
+    """
+
+    group_id: str
+    prompt_key: str | None
+    started_at: float
+    index: int
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+
+
+class UpdateOutcome(StrEnum):
+    """How an update of the weights ended."""
+
+    COMPLETED = "completed"
+    REFUSED = "refused"
+    """Before the engine was touched: the set was bad, not whole, or could not be had."""
+    FAILED = "failed"
+    """Later; the old version is served."""
+    LOST = "lost"
+    """The old version could not be put back."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRecord:
+    """What became of one update of the weights, told to observers when it has ended.
+
+    ``version``: what is served after it. ``source``: by which way the weights came. ``seconds``: by phase, of those
+    that were begun: ``transfer``, ``check``, ``wait`` for groups, ``pause``, ``load``, ``restore``, ``resume``.
+    """
+
+    version: int
+    outcome: UpdateOutcome
+    source: str
+    rule: str | None
+    partial: bool
+    seconds: Mapping[str, float]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOptions:
     """What a caller asked of shaping for one request; ``None`` leaves it to the server's setting.
 
@@ -167,12 +211,16 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """A prompt as a caller gives it: exactly one of token ids, chat messages and text; and the caller's key for it."""
+    """A prompt as a caller gives it: exactly one of token ids, chat messages and text; and the caller's key for it.
+
+    ``metadata`` is the caller's, and comes back with the group.
+    """
 
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, object]] | None = None
     text: str | None = None
     key: str | None = None
+    metadata: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)

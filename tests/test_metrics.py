@@ -3,7 +3,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from darts_server.metrics import Metrics, Sources
+from darts_server.metrics import Metrics, Sources, WeightMetrics
 from darts_server.types import (
     BatchRecord,
     CandidateRecord,
@@ -13,6 +13,8 @@ from darts_server.types import (
     Outcome,
     ShadowRecord,
     StopReason,
+    UpdateOutcome,
+    UpdateRecord,
 )
 
 
@@ -88,12 +90,20 @@ def test_gauges_ask_when_they_are_read() -> None:
         budget_aversion=lambda: 1.0,
         lost_share=lambda: None,
         deadline_stretch=lambda: 1.25,
+        pass_rate=lambda: 0.75,
+        answer_length={"right": 30.0, "wrong": 50.0}.get,
+        pattern_difference=lambda: -20.0,
+        pattern_error=lambda: None,
     )
     Metrics("tiny", sources, registry)
     labels = {"model_name": "tiny"}
     assert registry.get_sample_value("darts_prompts_tracked", labels) == 7
     assert registry.get_sample_value("darts_deadline_stretch", labels) == 1.25
     assert math.isnan(registry.get_sample_value("darts_deadline_lost_share", labels) or 0)
+    assert registry.get_sample_value("darts_pass_rate", labels) == 0.75
+    assert registry.get_sample_value("darts_answer_length_tokens", labels | {"answer": "wrong"}) == 50
+    assert registry.get_sample_value("darts_pattern_difference_tokens", labels) == -20
+    assert math.isnan(registry.get_sample_value("darts_pattern_error_tokens", labels) or 0)
     assert registry.get_sample_value("darts_store_fault", labels) == 0
     faults.append("the disk is full")
     assert registry.get_sample_value("darts_store_fault", labels) == 1
@@ -133,3 +143,40 @@ def test_what_a_deadline_takes_or_would_take_and_what_a_shadow_would_do_is_count
     assert value("darts_explored_beyond_tokens_total") == 5
     assert value("darts_shadow_tokens_total", kind="generated") == 60
     assert value("darts_shadow_tokens_total", kind="returned") == 40
+
+
+def test_rewards_are_counted_by_whether_their_trajectory_is_known_and_groups_by_their_variance() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics("tiny", registry=registry)
+    metrics.rewards_reported(matched=5, unknown=2)
+    metrics.rewards_reported(matched=1, unknown=0)
+    metrics.group_rewarded(zero_variance=True)
+    metrics.group_rewarded(zero_variance=False)
+    metrics.group_rewarded(zero_variance=True)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "tiny", **labels})
+
+    assert value("darts_rewards_total", matched="true") == 6
+    assert value("darts_rewards_total", matched="false") == 2
+    assert value("darts_rewarded_groups_total", zero_variance="true") == 2
+    assert value("darts_rewarded_groups_total", zero_variance="false") == 1
+
+
+def test_updates_of_the_weights_are_counted_with_their_phases_and_version() -> None:
+    registry = CollectorRegistry()
+    metrics = WeightMetrics("m", registry)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "m", **labels})
+
+    assert value("darts_weight_version") == 0
+    done = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"load": 0.2, "pause": 0.02})
+    for update in (done, replace(done, version=8), replace(done, version=8, outcome=UpdateOutcome.REFUSED, seconds={})):
+        metrics.update_announced(update.version)
+        metrics.update_ended(update)
+    assert value("darts_weight_version") == 8
+    assert value("darts_weight_updates_total", outcome="completed") == 2
+    assert value("darts_weight_updates_total", outcome="refused") == 1
+    assert value("darts_weight_update_seconds_sum", phase="load") == 0.4
+    assert value("darts_weight_update_seconds_count", phase="pause") == 2

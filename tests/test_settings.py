@@ -129,3 +129,10 @@ def test_a_wrong_change_names_the_key_and_the_words_are_those_of_the_start(
         changed(load({}, None), patch)
     assert caught.value.field == field
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["weights_root", "weights_staging"])
+def test_folders_for_weights_must_be_there(flag: str, tmp_path: Path) -> None:
+    assert getattr(load({flag: str(tmp_path)}, None), flag) == tmp_path
+    with pytest.raises(InvalidSetting, match=f"{flag} must be a folder that is there"):
+        load({flag: str(tmp_path / "nowhere")}, None)

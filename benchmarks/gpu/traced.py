@@ -4,13 +4,13 @@ With weights that were never trained nothing ends by itself. So the end of seque
 ``max_tokens`` is its length in the trace, and its end is told as what the trace means by it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
-from darts_server.engine.port import Ended, Running
+from darts_server.engine.port import Ended, Generated, Running
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import PromptRequest, VllmPort
 
@@ -39,6 +39,9 @@ class TracedCandidate:
 
     def tokens(self) -> int | None:
         return self._running.tokens()
+
+    def generated(self, start: int) -> Generated | None:
+        return self._running.generated(start)
 
     def stop(self) -> int:
         return self._running.stop()
@@ -73,3 +76,9 @@ class TracedEngine:
 
     def cut(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return self._port.cut(request, output, tokens)
+
+    def generated(self, output: RequestOutput, start: int) -> Generated:
+        return self._port.generated(output, start)
+
+    def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
+        return self._port.token_ids(request, output)

@@ -28,11 +28,26 @@ class Ended(Generic[OutputT]):
     output: OutputT
 
 
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Tokens of a candidate from some place on, and their log-probs if these were asked for."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] | None
+
+
 class Running(Protocol[OutputT]):
     """A candidate that was started."""
 
     def tokens(self) -> int | None:
         """Tokens generated so far and not finished with; ``None`` once it has ended. Cheap, never blocks."""
+        ...
+
+    def generated(self, start: int) -> Generated | None:
+        """What it has generated from token ``start`` on; ``None`` once it has ended. Cheap, never blocks.
+
+        Its output will begin with just these tokens.
+        """
         ...
 
     def stop(self) -> int:
@@ -74,6 +89,14 @@ class Engine(Protocol[RequestT_contra, OutputT]):
 
     def cut(self, request: RequestT_contra, output: OutputT, tokens: int) -> OutputT:
         """The first ``tokens`` tokens of an output, as if they had been the request's ``max_tokens``."""
+        ...
+
+    def generated(self, output: OutputT, start: int) -> Generated:
+        """What an output holds from token ``start`` on."""
+        ...
+
+    def token_ids(self, request: RequestT_contra, output: OutputT) -> tuple[Sequence[int], Sequence[int]]:
+        """Of the prompt, and of what was generated. Cheap: the engine's own lists."""
         ...
 
 

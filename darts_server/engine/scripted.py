@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from darts_server.engine.port import Ended
+from darts_server.engine.port import Ended, Generated
 from darts_server.exceptions import CandidateFailed, EngineDead
 from darts_server.types import FinishReason
 
@@ -36,7 +36,7 @@ class Script:
 
 @dataclass(slots=True)
 class ScriptedCandidate:
-    """One running candidate; its output is the list of its token ids, ``[0, 1, 2, …]``."""
+    """One running candidate; its output is the list of its token ids, ``[0, 1, 2, …]``, of log-probs -0, -1/8, -2/8."""
 
     request: str
     index: int
@@ -51,6 +51,9 @@ class ScriptedCandidate:
 
     def tokens(self) -> int | None:
         return self.made if self.alive else None
+
+    def generated(self, start: int) -> Generated | None:
+        return generated(list(range(self.made)), start) if self.alive else None
 
     def stop(self) -> int:
         self._finish(None)
@@ -109,6 +112,12 @@ class ScriptedEngine:
     def cut(self, request: str, output: list[int], tokens: int) -> list[int]:
         return output[:tokens]
 
+    def generated(self, output: list[int], start: int) -> Generated:
+        return generated(output, start)
+
+    def token_ids(self, request: str, output: list[int]) -> tuple[list[int], list[int]]:
+        return list(map(ord, request)), output
+
     async def step(self) -> None:
         """One decode step of everything that runs, then time for the waiters to react."""
         self.now += 1
@@ -134,6 +143,11 @@ class ScriptedEngine:
         self._dead = True
         for candidate in self.running:
             candidate.fail(EngineDead("the scripted engine was killed"))
+
+
+def generated(output: list[int], start: int) -> Generated:
+    """The script's tokens from ``start`` on."""
+    return Generated(output[start:], [-token / 8 for token in output[start:]])
 
 
 async def settle() -> None:

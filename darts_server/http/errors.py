@@ -6,7 +6,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from darts_server.exceptions import (
+    Conflict,
     DartsError,
+    DiskFull,
     EngineDead,
     Forbidden,
     GroupAborted,
@@ -16,11 +18,15 @@ from darts_server.exceptions import (
     StateFull,
     TooLarge,
     Unauthorized,
+    UpdateError,
+    UpdateRunning,
+    UpdateUnsupported,
 )
 
 STATUS: dict[type[DartsError], HTTPStatus] = {
     InvalidRequest: HTTPStatus.BAD_REQUEST,
     NotFound: HTTPStatus.NOT_FOUND,
+    Conflict: HTTPStatus.CONFLICT,
     TooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     Unauthorized: HTTPStatus.UNAUTHORIZED,
     Forbidden: HTTPStatus.FORBIDDEN,
@@ -28,6 +34,10 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
     StateError: HTTPStatus.SERVICE_UNAVAILABLE,
     StateFull: HTTPStatus.INSUFFICIENT_STORAGE,
+    UpdateError: HTTPStatus.SERVICE_UNAVAILABLE,
+    UpdateRunning: HTTPStatus.CONFLICT,
+    UpdateUnsupported: HTTPStatus.NOT_IMPLEMENTED,
+    DiskFull: HTTPStatus.INSUFFICIENT_STORAGE,
     DartsError: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 
@@ -38,7 +48,9 @@ TYPES = {
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
     HTTPStatus.FORBIDDEN: "PermissionDeniedError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.CONFLICT: "ConflictError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestTooLargeError",
+    HTTPStatus.NOT_IMPLEMENTED: "NotImplementedError",
 }
 
 

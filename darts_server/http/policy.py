@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from fastapi import APIRouter, Depends, Request
 
@@ -21,6 +21,10 @@ class PolicyControl(Protocol):
         """Every setting that can change while running, and ``policies``: the names that a request may give."""
         ...
 
+    def schema(self) -> dict[str, object]:
+        """JSON schema of an object with some of these settings."""
+        ...
+
     def change(self, patch: Mapping[str, object]) -> dict[str, object]:
         """Changes all that the patch names, or nothing; then as ``current``.
 
@@ -33,18 +37,35 @@ class PolicyControl(Protocol):
 def routes(control: PolicyControl, keys: Sequence[str]) -> APIRouter:
     """The routes."""
     api = APIRouter()
+    settings = {"application/json": {"schema": control.schema()}}
+    in_force: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": _all(control)}}}}
 
-    @api.get("/policy")
+    @api.get("/policy", response_model=None, responses=in_force)
     async def read() -> dict[str, object]:
         """The settings that can change while running, and the policies that a request may name."""
         return control.current()
 
-    @api.patch("/policy", dependencies=[Depends(local_without(keys))])
+    @api.patch(
+        "/policy",
+        dependencies=[Depends(local_without(keys))],
+        response_model=None,
+        responses=in_force,
+        openapi_extra={"requestBody": {"required": True, "content": settings}},
+    )
     async def change(request: Request) -> dict[str, object]:
         """Changes some of these settings, all at once or none. Groups that run keep what they began with."""
         return control.change(_object(await read_body(request, LARGEST_PATCH)))
 
     return api
+
+
+def _all(control: PolicyControl) -> dict[str, object]:
+    """JSON schema of what is told."""
+    names = {"type": "array", "items": {"type": "string"}, "description": "What a request may name as its policy."}
+    schema = control.schema()
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    return {**schema, "properties": {**properties, "policies": names}, "required": [*properties, "policies"]}
 
 
 def _object(body: bytes) -> dict[str, object]:

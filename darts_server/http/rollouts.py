@@ -1,95 +1,120 @@
-"""``POST /darts/v1/rollouts``: groups for a whole batch of prompts, as one answer or as events."""
+"""``/darts/v1/rollouts``: groups for a whole batch of prompts, as one answer or as events."""
 
-import json
-import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import Any
+import hashlib
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import StreamingResponse
-from pydantic import ValidationError
+from fastapi import APIRouter, Header, Request
 from starlette.responses import JSONResponse, Response
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.body import read_body
+from darts_server.http.body import parsed, read_body
 from darts_server.http.connection import while_connected
-from darts_server.http.rollouts_wire import GroupOut, RolloutsIn, RolloutsOut, UsageOut
-from darts_server.rollout.submission import Asked, GroupResult, Submission, Submissions
+from darts_server.http.events import MEDIA_TYPE, EventStream
+from darts_server.http.openapi import json_body
+from darts_server.http.rollouts_wire import CancelledOut, GroupOut, RolloutsIn, RolloutsOut, UnfinishedOut, UsageOut
+from darts_server.rollout.batch_run import BatchRun, Form, Stream
+from darts_server.rollout.batches import KEY_HEADER, Batches, Claim
+from darts_server.rollout.submission import Asked
 from darts_server.types import PromptSpec
 
 LARGEST_BODY = 256 * 1024 * 1024
 """Bytes: 4,096 prompts of 8,192 tokens have half of that."""
-EVENTS = "text/event-stream"
+KEY_CHARS = 200
+LAST_HEADER = "Last-Event-ID"
+LAST_DIGITS = 18
+"""More events than any batch has."""
+KEY = Header(
+    alias=KEY_HEADER,
+    description="A name of your choice: the same one again gives the same batch again.",
+    json_schema_extra={"minLength": 1, "maxLength": KEY_CHARS},
+)
+LAST = Header(
+    alias=LAST_HEADER,
+    description="Of a stream: the number of the event that it is to go on after.",
+    json_schema_extra={"pattern": f"^[0-9]{{1,{LAST_DIGITS}}}$"},
+)
+ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
 
 
-def routes(submissions: Callable[[], Submissions[Any, Any]]) -> APIRouter:
-    """The route. ``submissions`` is asked when a request comes: the engine may start after the routes are made."""
+def routes(batches: Callable[[], Batches[Any, Any]]) -> APIRouter:
+    """The routes. ``batches`` is asked when a request comes: the engine may start after the routes are made."""
     api = APIRouter()
 
-    @api.post(
-        "/rollouts",
-        response_model=RolloutsOut,
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": RolloutsIn.model_json_schema()}},
-            }
-        },
-    )
-    async def rollouts(request: Request) -> Response:
-        """A shaped group for each prompt. With ``"stream": "groups"`` each is an event as soon as it is decided."""
-        body = _checked(await read_body(request, LARGEST_BODY))
-        began = time.monotonic()
-        submission = await submissions().submit(_asked(body))
-        if body.stream:
-            return StreamingResponse(_events(submission, body, began), media_type=EVENTS)
-        return await while_connected(request, _answer(submission, body, began))
+    @api.post("/rollouts", response_model=RolloutsOut, responses=ANSWERS, openapi_extra=json_body(RolloutsIn))
+    async def rollouts(
+        request: Request,
+        idempotency_key: Annotated[str | None, KEY] = None,
+    ) -> Response:
+        """A shaped group for each prompt, as one answer; with ``stream`` as server-sent events."""
+        raw = await read_body(request, LARGEST_BODY)
+        claim = None if idempotency_key is None else _claim(request, idempotency_key, raw)
+        body = parsed(RolloutsIn, raw)
+        batch = await batches().open(_asked(body), Form(Stream(body.stream), body.chunk_tokens), claim)
+        return await _told(request, batch, 0)
+
+    @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
+    async def attach(
+        batch_id: str,
+        request: Request,
+        last_event_id: Annotated[str | None, LAST] = None,
+    ) -> Response:
+        """A batch that was sent with an Idempotency-Key, while it runs and for a time after: answered as at first."""
+        after = 0 if last_event_id is None else _event_number(last_event_id)
+        batch = batches().find(batch_id)
+        if batch.form.stream is not Stream.NOTHING and after > batch.feed.told:
+            raise InvalidRequest(LAST_HEADER, f"the latest event of this batch is {batch.feed.told}, got {after}")
+        return await _told(request, batch, after)
+
+    @api.delete("/rollouts/{batch_id}")
+    async def cancel(batch_id: str) -> CancelledOut:
+        """Stops a batch. Those who wait for it get an error."""
+        return CancelledOut(id=batch_id, cancelled=batches().cancel(batch_id))
 
     return api
 
 
-async def _answer(submission: Submission[Any, Any], body: RolloutsIn, began: float) -> Response:
-    async with aclosing(submission.results()) as results:
-        groups = [result async for result in results]
-    errors = [result.error for result in groups if result.error is not None]
-    if len(errors) == len(groups):  # there is nothing to answer with
+async def _told(request: Request, batch: BatchRun, after: int) -> Response:
+    if batch.form.stream is not Stream.NOTHING:
+        return EventStream(batch, after)
+    with batch.listen():
+        return await while_connected(request, _answer(batch))
+
+
+async def _answer(batch: BatchRun) -> Response:
+    done = await batch.answer()
+    errors = [result.error for result in done.results if result.error is not None]
+    if len(errors) == len(done.results):  # there is nothing to answer with
         raise errors[0]
-    made = [GroupOut.of(group, body.prompts[group.number]) for group in sorted(groups, key=lambda g: g.number)]
-    usage = UsageOut.of(groups, time.monotonic() - began)
-    answer = RolloutsOut(id=submission.batch_id, policy=submission.plan.policy, groups=made, usage=usage)
+    answer = RolloutsOut(
+        id=batch.batch_id,
+        policy=batch.policy,
+        groups=[GroupOut.of(group) for group in sorted(done.results, key=lambda g: g.number)],
+        unfinished=[UnfinishedOut.of(prompt) for prompt in done.unfinished],
+        usage=UsageOut.of(done.results, done.seconds),
+    )
     return JSONResponse(answer.model_dump(mode="json"))
-
-
-async def _events(submission: Submission[Any, Any], body: RolloutsIn, began: float) -> AsyncGenerator[str, None]:
-    groups: list[GroupResult] = []
-    yield _event("batch", {"id": submission.batch_id, "policy": submission.plan.policy, "groups": len(body.prompts)})
-    async with aclosing(submission.results()) as results:
-        async for group in results:
-            groups.append(group)
-            yield _event("group", GroupOut.of(group, body.prompts[group.number]).model_dump(mode="json"))
-    usage = UsageOut.of(groups, time.monotonic() - began)
-    yield _event("done", {"id": submission.batch_id, "usage": usage.model_dump(mode="json")})
-
-
-def _event(name: str, data: dict[str, Any]) -> str:
-    return f"event: {name}\ndata: {json.dumps(data)}\n\n"
 
 
 def _asked(body: RolloutsIn) -> Asked:
     return Asked(
-        prompts=[PromptSpec(p.token_ids, p.messages, p.text, p.key) for p in body.prompts],
+        prompts=[PromptSpec(p.token_ids, p.messages, p.text, p.key, p.metadata) for p in body.prompts],
         group_size=body.group_size,
         sampling=body.sampling,
         policy=body.policy,
         budget=body.budget,
+        num_groups=body.num_groups,
     )
 
 
-def _checked(body: bytes) -> RolloutsIn:
-    try:
-        return RolloutsIn.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-        raise InvalidRequest(where or "body", str(first["msg"]).removeprefix("Value error, ")) from error
+def _claim(request: Request, key: str, body: bytes) -> Claim:
+    if not (1 <= len(key) <= KEY_CHARS and key.isprintable() and not key.isspace()):
+        raise InvalidRequest(KEY_HEADER, f"must be 1 to {KEY_CHARS} printable characters; send that, or leave it out")
+    caller = request.headers.get("authorization", "")
+    return Claim(hashlib.sha256(caller.encode()).digest(), key, hashlib.sha256(body).digest())
+
+
+def _event_number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= LAST_DIGITS):
+        raise InvalidRequest(LAST_HEADER, f"must be the number of an event, got {text[:KEY_CHARS]!r}")
+    return int(text)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationInfo, field_validator, model_validator
 
 from darts_server.exceptions import DartsError
 from darts_server.http.errors import body_of
 from darts_server.options import NAME_CHARS
-from darts_server.rollout.submission import GroupResult
+from darts_server.rollout.submission import GroupResult, Unfinished
 from darts_server.types import CandidateRecord, End, FinishReason, StopReason
 
 LARGEST_BATCH = 100_000
@@ -47,7 +47,22 @@ class RolloutsIn(BaseModel):
         {}, description="`name`: which policy; further keys: settings of the server to change for this batch."
     )
     budget: int | None = Field(None, ge=1, description="Candidates of the whole batch; None leaves it to the policy.")
-    stream: Literal[False, "groups"] = False
+    num_groups: int | None = Field(
+        None, ge=1, description="Groups that are enough: the first to be decided; the others are stopped. None for all."
+    )
+    stream: Literal[False, "groups", "tokens"] = Field(
+        False, description='Server-sent events: "groups" as they are decided, or their "tokens" as they are generated.'
+    )
+    chunk_tokens: int = Field(
+        100, ge=1, description='Tokens of a candidate that are sent together, at least. Only with "stream": "tokens".'
+    )
+
+    @field_validator("chunk_tokens")
+    @classmethod
+    def _of_tokens(cls, value: int, info: ValidationInfo) -> int:
+        if info.data.get("stream") != "tokens":
+            raise ValueError('is for "stream": "tokens" alone; leave it out')
+        return value
 
 
 class TrajectoryOut(BaseModel):
@@ -92,7 +107,7 @@ class GroupOut(BaseModel):
     error: dict[str, Any] | None
 
     @classmethod
-    def of(cls, result: GroupResult, prompt: PromptIn) -> Self:
+    def of(cls, result: GroupResult) -> Self:
         record = result.record
         known = {c.index: c for c in record.candidates} if record is not None else {}
         order = sorted(result.samples, key=lambda i: (len(result.samples[i].token_ids), i))
@@ -100,7 +115,7 @@ class GroupOut(BaseModel):
             number=result.number,
             group_id=result.group_id,
             prompt_key=result.prompt_key,
-            metadata=prompt.metadata,
+            metadata=None if result.metadata is None else dict(result.metadata),
             candidates=len(known),
             deadline=None if record is None else record.deadline,
             mixed_versions=record is not None and record.mixed_versions,
@@ -111,7 +126,7 @@ class GroupOut(BaseModel):
                 if c.reason is not None
             ],
             seconds=None if record is None else record.ended_at - record.started_at,
-            error=_error(result.error),
+            error=None if result.error is None else error_object(result.error),
         )
 
 
@@ -130,13 +145,34 @@ class UsageOut(BaseModel):
         return cls(generated=generated, returned=returned, wasted=max(0, generated - returned), seconds=seconds)
 
 
+class UnfinishedOut(BaseModel):
+    """A prompt whose group was stopped because enough others were decided."""
+
+    number: int
+    prompt_key: str
+    metadata: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, unfinished: Unfinished) -> Self:
+        metadata = None if unfinished.metadata is None else dict(unfinished.metadata)
+        return cls(number=unfinished.number, prompt_key=unfinished.prompt_key, metadata=metadata)
+
+
 class RolloutsOut(BaseModel):
-    """All groups, in the order of the prompts."""
+    """The groups in the order of the prompts."""
 
     id: str
     policy: str
     groups: list[GroupOut]
+    unfinished: list[UnfinishedOut]
     usage: UsageOut
+
+
+class CancelledOut(BaseModel):
+    """``cancelled``: whether the batch was still running."""
+
+    id: str
+    cancelled: bool
 
 
 def _trajectory(result: GroupResult, index: int, rank: int, candidate: CandidateRecord | None) -> TrajectoryOut:
@@ -156,9 +192,8 @@ def _trajectory(result: GroupResult, index: int, rank: int, candidate: Candidate
     )
 
 
-def _error(error: Exception | None) -> dict[str, Any] | None:
-    if error is None:
-        return None
+def error_object(error: Exception) -> dict[str, Any]:
+    """OpenAI's error object."""
     known = error if isinstance(error, DartsError) else DartsError(f"{type(error).__name__}: {error}")
     inner = body_of(known)["error"]
     assert isinstance(inner, dict)

@@ -7,20 +7,27 @@ from typing import Any
 from fastapi import APIRouter, Depends
 
 from darts_server.exceptions import NotFound
-from darts_server.http import policy, rollouts, state
+from darts_server.http import policy, rewards, rollouts, state, weights
 from darts_server.http.access import guard
-from darts_server.http.wire import GroupAnswer, GroupsAnswer, PromptAnswer
+from darts_server.http.openapi import FAILURES
+from darts_server.http.wire import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
+from darts_server.rollout.batches import Batches
+from darts_server.rollout.feedback import Feedback
 from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.provenance import Provenance
-from darts_server.rollout.submission import Submissions
+from darts_server.rollout.rewards import Rewards, summary
+from darts_server.weights.updates import Updates
 
 
 def router(
     provenance: Provenance,
     prompts: Prompts,
+    learned: Rewards,
     store: state.State,
     control: policy.PolicyControl,
-    submissions: Callable[[], Submissions[Any, Any]],
+    batches: Callable[[], Batches[Any, Any]],
+    feedback: Callable[[], Feedback],
+    updates: Callable[[], Updates],
     keys: Sequence[str],
 ) -> APIRouter:
     """The routes.
@@ -28,7 +35,7 @@ def router(
     ``keys``: any of these opens them. None leaves them open, as vLLM does with its own, but for those that change the
     server: these are for this machine alone then.
     """
-    api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=[Depends(guard(keys))])
+    api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=[Depends(guard(keys))], responses=FAILURES)
 
     @api.get("/groups/{group_id}")
     async def groups(group_id: str) -> GroupsAnswer:
@@ -36,17 +43,21 @@ def router(
         records = provenance.find(group_id)
         if not records:
             raise NotFound("group_id", f"no group {group_id!r} is kept; only the latest are, and only shaped ones")
-        return GroupsAnswer(groups=[GroupAnswer.of(record) for record in records])
+        return GroupsAnswer(groups=[GroupAnswer.of(record, feedback().of(record)) for record in records])
 
     @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
     async def prompt(prompt_key: str) -> PromptAnswer:
-        """What is known of a prompt's lengths. Its key is told with its groups."""
+        """What is known of a prompt's lengths and rewards. Its key is told with its groups."""
         stats = prompts.stats(prompt_key)
         if stats is None:
             raise NotFound("prompt_key", f"no prompt {prompt_key!r} is known; GET /darts/v1/groups/ID tells keys")
-        return PromptAnswer(prompt_key=prompt_key, **asdict(stats))
+        rewarded = summary(learned.of_prompt(prompt_key))
+        told = None if rewarded is None else PromptRewardsAnswer(**asdict(rewarded))
+        return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=told)
 
-    api.include_router(rollouts.routes(submissions))
+    api.include_router(rollouts.routes(batches))
+    api.include_router(rewards.routes(feedback))
     api.include_router(state.routes(store, keys))
     api.include_router(policy.routes(control, keys))
+    api.include_router(weights.routes(updates, keys))
     return api

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 from darts_server.http.access import local_without
 from darts_server.http.body import read_body
+from darts_server.http.openapi import binary_body
 from darts_server.http.wire import StateAnswer
 from darts_server.rollout.prompts import KIND
 
@@ -33,7 +34,11 @@ def routes(state: State, keys: Sequence[str], largest: int = LARGEST_FILE) -> AP
     api = APIRouter()
     restoring, exporting = anyio.Lock(), anyio.Lock()  # each holds a whole file in memory
 
-    @api.get("/state", response_class=Response, responses={200: {"content": {"application/octet-stream": {}}}})
+    @api.get(
+        "/state",
+        response_class=Response,
+        responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+    )
     async def save() -> Response:
         """Everything learned as one file."""
         async with exporting:
@@ -44,7 +49,7 @@ def routes(state: State, keys: Sequence[str], largest: int = LARGEST_FILE) -> AP
             headers={"Content-Disposition": f'attachment; filename="{FILE_NAME}"'},
         )
 
-    @api.put("/state", dependencies=[Depends(local_without(keys))])
+    @api.put("/state", dependencies=[Depends(local_without(keys))], openapi_extra=binary_body("A saved file."))
     async def restore(request: Request) -> StateAnswer:
         """Replaces everything learned by what a saved file holds, or changes nothing."""
         async with restoring:

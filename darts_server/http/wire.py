@@ -1,16 +1,18 @@
 """Wire models of our own API."""
 
 from dataclasses import asdict
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, Field
 
+from darts_server.rollout.feedback import GroupRewards
 from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome, StopReason
 
 
 class CandidateAnswer(BaseModel):
     """One candidate's fate."""
 
+    trajectory_id: str = Field(description="The group's id, a colon, and its index.")
     index: int
     length: int = Field(description="Generated tokens; of a stopped candidate, as many as it had then.")
     finish_reason: FinishReason | None = Field(description="None for a candidate that was stopped or failed.")
@@ -22,6 +24,8 @@ class CandidateAnswer(BaseModel):
     stop: float | None = Field(description="Seconds from the group's beginning to its end.")
     weight_version_start: int | None
     weight_version_end: int | None
+    reward: float | None = Field(description="As reported; None while it was not.")
+    correct: bool | None = Field(description="Whether it is right, as reported.")
 
 
 class ShadowAnswer(BaseModel):
@@ -56,10 +60,13 @@ class GroupAnswer(BaseModel):
         description="For a group of single requests: their ids, and the name the caller gave the group."
     )
     shadow: ShadowAnswer | None = Field(description="Under a shadow policy, what shaping would have done.")
+    zero_variance: bool | None = Field(
+        description="Whether all its rewards are equal; None until all returned trajectories have one."
+    )
     candidates: list[CandidateAnswer]
 
     @classmethod
-    def of(cls, record: GroupRecord) -> Self:
+    def of(cls, record: GroupRecord, rewards: GroupRewards) -> Self:
         ranked = sorted(record.selected, key=lambda c: (c.tokens, c.index))
         ranks = {c.index: rank for rank, c in enumerate(ranked)}
         return cls(
@@ -78,7 +85,8 @@ class GroupAnswer(BaseModel):
             explored=record.explored,
             members=list(record.members),
             shadow=None if record.shadow is None else ShadowAnswer(**asdict(record.shadow)),
-            candidates=[_candidate(c, ranks.get(c.index), record.started_at) for c in record.candidates],
+            zero_variance=rewards.zero_variance,
+            candidates=[_candidate(record, c, ranks.get(c.index), rewards) for c in record.candidates],
         )
 
 
@@ -86,6 +94,31 @@ class GroupsAnswer(BaseModel):
     """One group, or all groups of a response in prompt order."""
 
     groups: list[GroupAnswer]
+
+
+class MeanAnswer(BaseModel):
+    """A mean length in tokens."""
+
+    mean: float
+    se: float | None = Field(description="Its standard error; None for a single trajectory.")
+    count: int
+
+
+class PromptRewardsAnswer(BaseModel):
+    """What rewards said of a prompt's returned trajectories."""
+
+    rewarded: int = Field(description="Trajectories with a reward.")
+    right: int
+    pass_rate: float
+    zero_variance_groups: int = Field(description="Groups whose rewards are all equal.")
+    rewarded_groups: int = Field(description="Groups of which all returned trajectories have rewards.")
+    length_right: MeanAnswer | None
+    length_wrong: MeanAnswer | None
+    pattern: Literal["I", "II", "unclear"] | None = Field(
+        description="I: right ones are shorter than wrong ones. II: they are longer. None while one side has none."
+    )
+    difference: float | None = Field(description="Mean length of right minus wrong ones, in tokens.")
+    difference_se: float | None
 
 
 class PromptAnswer(BaseModel):
@@ -97,6 +130,7 @@ class PromptAnswer(BaseModel):
     groups: int
     candidates: int
     weight_version: int | None = Field(description="Of the last group.")
+    rewards: PromptRewardsAnswer | None = Field(description="None while no trajectory got a reward.")
 
 
 class StateAnswer(BaseModel):
@@ -105,8 +139,11 @@ class StateAnswer(BaseModel):
     prompts: int = Field(description="Prompts with statistics.")
 
 
-def _candidate(record: CandidateRecord, rank: int | None, began: float) -> CandidateAnswer:
+def _candidate(group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> CandidateAnswer:
+    began = group.started_at
+    reward, correct = rewards.by_index.get(record.index, (None, None))
     return CandidateAnswer(
+        trajectory_id=f"{group.group_id}:{record.index}",
         index=record.index,
         length=record.tokens,
         finish_reason=record.finish_reason,
@@ -118,4 +155,6 @@ def _candidate(record: CandidateRecord, rank: int | None, began: float) -> Candi
         stop=None if record.ended_at is None else record.ended_at - began,
         weight_version_start=record.weight_version_start,
         weight_version_end=record.weight_version_end,
+        reward=reward,
+        correct=correct,
     )

@@ -105,6 +105,10 @@ class Assembly(Generic[RequestT, OutputT]):
         group.take(seat)
         return output
 
+    def awaits(self, same: str) -> bool:
+        """Whether a group is not complete without more such requests."""
+        return any(not group.sealed for group in self._groups.get(same, ()))
+
     def abort(self, request_id: str) -> None:
         """End the wait of the caller with that request, with an error."""
         for groups in self._groups.values():

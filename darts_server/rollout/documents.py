@@ -41,7 +41,7 @@ class Notes:
         try:
             document = self._documents.get(self._kind, key)
             value = None if document is None else self._read(json.loads(str(document["value"])))
-        except (StateError, ValueError, TypeError, KeyError) as error:
+        except (StateError, ValueError, TypeError, KeyError, RecursionError) as error:
             if key not in self._unreadable:
                 logger.warning("what was learned as %s cannot be read; it is learned anew: %r", self._kind, error)
             self._unreadable.add(key)

@@ -1,13 +1,13 @@
 """What is written down about a running group, for the record that observers get."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
 from darts_server.policy.replay import replay
 from darts_server.policy.selection import Shadow
-from darts_server.types import CandidateRecord, GroupRecord, Outcome, ShadowRecord
+from darts_server.types import CandidateRecord, GroupRecord, Outcome, Returned, ShadowRecord
 
 
 @dataclass(slots=True)
@@ -53,6 +53,14 @@ class Ledger:
         self._entries[index].ended_at = self._clock()
         self._entries[index].tokens = tokens
 
+    def returned(self, index: int, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> Returned:
+        """What is told of a candidate that goes to the caller."""
+        return Returned(self.group_id, self._prompt_key, self._opened_at, index, prompt_token_ids, token_ids)
+
+    def tokens(self, candidate: Candidate) -> int:
+        """Tokens it is known to have generated. It does not change after the candidate's end."""
+        return max(candidate.tokens, self._entries[candidate.index].tokens)
+
     def close(
         self, group: Group, error: Exception | None, deadline: int | None, explored: bool, needed: int | None
     ) -> GroupRecord:
@@ -90,7 +98,7 @@ class Ledger:
         entry = self._entries[candidate.index]
         return CandidateRecord(
             index=candidate.index,
-            tokens=max(candidate.tokens, entry.tokens),
+            tokens=self.tokens(candidate),
             finish_reason=candidate.finish_reason,
             end=candidate.end,
             reason=candidate.reason,

@@ -19,3 +19,15 @@ class GroupObserver(Protocol):
     def batch_ended(self, record: BatchRecord) -> None:
         """All groups of a batch have ended."""
         ...
+
+
+class RewardObserver(Protocol):
+    """Told the same way what trainers report."""
+
+    def rewards_reported(self, matched: int, unknown: int) -> None:
+        """Rewards came: ``matched`` for trajectories that had none, ``unknown`` for ones that are not kept."""
+        ...
+
+    def group_rewarded(self, zero_variance: bool) -> None:
+        """All returned trajectories of a group have rewards. Said once per group."""
+        ...

@@ -6,6 +6,7 @@ from typing import Generic
 
 import numpy as np
 
+from darts_server.engine.gate import Gate
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.policy.deadline import Losses
 from darts_server.policy.group import Group
@@ -23,7 +24,7 @@ from darts_server.rollout.plan import Limits, Plan, Planner
 from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.watch import Watch
-from darts_server.types import BatchRecord, GroupRecord, RequestOptions
+from darts_server.types import BatchRecord, GroupRecord, RequestOptions, Returned
 
 NO_WISHES = RequestOptions()
 
@@ -38,11 +39,13 @@ class Rollouts(Generic[RequestT, OutputT]):
         limits: what may be asked for.
         documents: where what is learned is kept; every completed group adds to it.
         observers: hear of every group.
+        on_return: hears of every trajectory when its caller gets it.
         peek_interval: seconds between two looks at token counts.
         batch_window: seconds within which groups that come together are allocated together.
         group_wait: seconds without a further request after which a group of single requests is complete.
         latency: how fast the engine is; ``None`` for one that is learned here.
         clock: monotonic seconds.
+        gate: what groups pass; every group that runs is inside. ``None`` for one of its own.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         group_wait: float = 5.0,
         latency: Latency | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_return: Callable[[Returned], None] = lambda _: None,
+        gate: Gate | None = None,
     ) -> None:
         self._engine = engine
         self._planner = Planner(policies, default_policy, limits)
@@ -67,10 +72,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         budgets = Budgets(self._prompts, self._dataset, self._latency, clock)
         self._allocator = Allocator(self._prompts, budgets, documents, batch_window, self.batch_ended, clock)
         self._observers = tuple(observers)
+        self._on_return = on_return
         self._clock = clock
         self._assembly = Assembly(self, group_wait)
         self._watch = Watch(peek_interval)
         self._runs: dict[str, GroupRun[RequestT, OutputT]] = {}
+        self.gate = gate or Gate()
 
     @property
     def running(self) -> int:
@@ -144,9 +151,11 @@ class Rollouts(Generic[RequestT, OutputT]):
 
         def ended() -> None:
             self._forget(group_id, run)
+            self.gate.leave()
             on_end()
 
-        run = GroupRun(self._engine, request, group, ledger, self, ended)
+        self.gate.let_in()
+        run = GroupRun(self._engine, request, group, ledger, self, ended, self._on_return)
         self._runs[group_id] = run
         self._watch.add(run)
         return run
@@ -191,6 +200,10 @@ class Rollouts(Generic[RequestT, OutputT]):
     async def join(self, joining: Joining[RequestT], told: Callable[[str], None]) -> OutputT:
         """The trajectory of a request for one, as part of a group; ``told`` hears the group's id."""
         return await self._assembly.join(joining, told)
+
+    def awaits(self, joining: Joining[RequestT]) -> bool:
+        """Whether a group that has begun waits for such requests."""
+        return self._assembly.awaits(joining.same)
 
     def abort(self, group_id: str) -> None:
         """End the group or the single request of that id, if it runs, with an error for its caller."""

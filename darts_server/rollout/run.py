@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic
 
-from darts_server.engine.port import Ended, Engine, OutputT, RequestT, Running
+from darts_server.engine.port import Ended, Engine, Generated, OutputT, RequestT, Running
 from darts_server.exceptions import CandidateFailed, EngineError, GroupAborted
+from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import (
     Complete,
     Cut,
@@ -30,7 +31,7 @@ from darts_server.policy.selection import SelectionRule
 from darts_server.rollout.batch import Batch, Grant
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observer import GroupObserver
-from darts_server.types import GroupRecord
+from darts_server.types import GroupRecord, Returned
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         ledger: Ledger,
         observer: GroupObserver,
         on_end: Callable[[], None],
+        on_return: Callable[[Returned], None] = lambda _: None,
     ) -> None:
         self._engine = engine
         self._request = request
@@ -70,6 +72,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._ledger = ledger
         self._observer = observer
         self._on_end = on_end
+        self._on_return = on_return
         self._running: dict[int, Running[OutputT]] = {}
         self._outputs: dict[int, asyncio.Future[OutputT]] = {}
         self._cuts: dict[int, int] = {}
@@ -125,7 +128,9 @@ class GroupRun(Generic[RequestT, OutputT]):
                 if isinstance(index, BaseException):
                     raise index
                 given += 1
-                yield Trajectory(index, await self._outputs[index], last=given == self._group.size)
+                output = await self._outputs[index]
+                self._on_return(self._ledger.returned(index, *self._engine.token_ids(self._asked(index)[0], output)))
+                yield Trajectory(index, output, last=given == self._group.size)
                 if given == self._group.size:
                     return
         finally:
@@ -161,6 +166,27 @@ class GroupRun(Generic[RequestT, OutputT]):
         ]
         if events:
             self._feed(*events)
+
+    # --- for who follows its tokens -----------------------------------------
+
+    @property
+    def candidates(self) -> Sequence[Candidate]:
+        """All that were started so far, by index, as they stand now."""
+        return self._group.candidates
+
+    def tokens(self, index: int) -> int:
+        """Tokens that a candidate is known to have generated; of one that was cut, those that are kept."""
+        running = self._running.get(index) if self._in_play(index) else None
+        now = None if running is None else running.tokens()
+        return self._ledger.tokens(self._group.candidates[index]) if now is None else now
+
+    def generated(self, index: int, start: int) -> Generated | None:
+        """Tokens of a candidate from ``start`` on; ``None`` while nothing certain is at hand. Never blocks."""
+        output = self._outputs[index]
+        if output.done():
+            return None if output.exception() else self._engine.generated(output.result(), start)
+        running = self._running.get(index) if self._in_play(index) else None
+        return None if running is None else running.generated(start)
 
     # --- one candidate ------------------------------------------------------
 

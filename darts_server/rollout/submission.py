@@ -4,14 +4,16 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Generic
+from typing import Any, Generic, Protocol
 
 from darts_server.engine.port import OutputT, Prompter, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.batch import Grant
 from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.run import GroupRun
 from darts_server.types import GroupRecord, PromptSpec, RequestOptions, Sample
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ class Asked:
 
     ``sampling``: the engine's sampling parameters by their names. ``policy``: changes to the server's policy, by the
     names of its settings, and under ``name`` which one. ``budget``: candidates in all, ``None`` to leave it to the
-    policy.
+    policy. ``num_groups``: how many groups are enough, the first to be decided; ``None`` for all of them.
     """
 
     prompts: Sequence[PromptSpec]
@@ -31,6 +33,7 @@ class Asked:
     sampling: Mapping[str, object] = field(default_factory=dict)
     policy: Mapping[str, object] = field(default_factory=dict)
     budget: int | None = None
+    num_groups: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,28 @@ class GroupResult:
     samples: Mapping[int, Sample]
     record: GroupRecord | None
     error: Exception | None = None
+    metadata: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A prompt whose group was stopped because enough others were decided."""
+
+    number: int
+    prompt_key: str
+    metadata: Mapping[str, object] | None
+
+
+class Follower(Protocol):
+    """Hears of groups while they run. Told synchronously: return fast and never raise."""
+
+    def began(self, number: int, run: GroupRun[Any, Any]) -> None:
+        """The group of prompt ``number`` runs."""
+        ...
+
+    def belongs(self, number: int, index: int, sample: Sample) -> None:
+        """Candidate ``index`` is known to belong to its group."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +78,7 @@ class _Ready(Generic[RequestT]):
     number: int
     request: RequestT
     key: str
+    metadata: Mapping[str, object] | None
     grant: Grant
 
 
@@ -89,8 +115,9 @@ class Submissions(Generic[RequestT, OutputT]):
             prompt.key or self._prompter.key(request) for prompt, request in zip(asked.prompts, requests, strict=True)
         ]
         grants = self._rollouts.allocate_together(plan, keys, asked.budget)
-        ready = [_Ready(i, *each) for i, each in enumerate(zip(requests, keys, grants, strict=True))]
-        return Submission(batch_id, plan, ready, self._rollouts, self._prompter)
+        metadata = [prompt.metadata for prompt in asked.prompts]
+        ready = [_Ready(i, *each) for i, each in enumerate(zip(requests, keys, metadata, grants, strict=True))]
+        return Submission(batch_id, plan, ready, asked.num_groups, self._rollouts, self._prompter)
 
     def _plan(self, asked: Asked) -> Plan:
         if not asked.prompts:
@@ -104,6 +131,10 @@ class Submissions(Generic[RequestT, OutputT]):
                 "budget",
                 f"must be {low} to {high} for {len(asked.prompts)} groups of {plan.size} under policy {plan.policy!r}, "
                 f"got {asked.budget}; change it, or leave it out",
+            )
+        if asked.num_groups is not None and not 1 <= asked.num_groups <= len(asked.prompts):
+            raise InvalidRequest(
+                "num_groups", f"must be 1 to {len(asked.prompts)}, the number of prompts, got {asked.num_groups}"
             )
         return plan
 
@@ -124,25 +155,48 @@ class Submission(Generic[RequestT, OutputT]):
         batch_id: str,
         plan: Plan,
         ready: Sequence[_Ready[RequestT]],
+        num_groups: int | None,
         rollouts: Rollouts[RequestT, OutputT],
         prompter: Prompter[RequestT, OutputT],
     ) -> None:
         self.batch_id = batch_id
         self.plan = plan
         self._ready = ready
+        self._enough = len(ready) if num_groups is None else num_groups
         self._began: set[int] = set()
+        self._decided: set[int] = set()
         self._rollouts = rollouts
         self._prompter = prompter
 
-    async def results(self) -> AsyncGenerator[GroupResult, None]:
-        """Each group as it is decided. Leaving early stops those that are not.
+    @property
+    def size(self) -> int:
+        """Number of prompts."""
+        return len(self._ready)
+
+    @property
+    def unfinished(self) -> list[Unfinished]:
+        """The prompts whose groups were not given."""
+        return [Unfinished(r.number, r.key, r.metadata) for r in self._ready if r.number not in self._decided]
+
+    async def results(self, follower: Follower | None = None) -> AsyncGenerator[GroupResult, None]:
+        """Each group as it is decided, until enough have trajectories. Leaving early stops those that are not decided.
+
+        A follower hears of each trajectory as soon as it is known to belong.
 
         Groups that are expected to take longest start first, so that no long one begins when the others are done.
         """
-        tasks = [asyncio.create_task(self._group(ready)) for ready in self._longest_first()]
+        tasks: list[asyncio.Task[GroupResult]] = []
+        missing = self._enough
         try:
-            for next_one in asyncio.as_completed(tasks):
-                yield await next_one
+            async with self._rollouts.gate.held():
+                tasks += [asyncio.create_task(self._group(ready, follower)) for ready in self._longest_first()]
+                for next_one in asyncio.as_completed(tasks):
+                    result = await next_one
+                    self._decided.add(result.number)
+                    yield result
+                    missing -= result.error is None
+                    if not missing:
+                        return
         finally:
             for task in tasks:
                 task.cancel()
@@ -157,10 +211,11 @@ class Submission(Generic[RequestT, OutputT]):
         typical = sum(known) / len(known) if known else 0.0
         return sorted(self._ready, key=lambda ready: -(lengths[ready.number] or typical))
 
-    async def _group(self, ready: _Ready[RequestT]) -> GroupResult:
+    async def _group(self, ready: _Ready[RequestT], follower: Follower | None) -> GroupResult:
         self._began.add(ready.number)
         group_id = f"{self.batch_id}-{ready.number}"
-        nothing = GroupResult(ready.number, group_id, ready.key, {}, None)
+        nothing = GroupResult(ready.number, group_id, ready.key, {}, None, metadata=ready.metadata)
+        samples: dict[int, Sample] = {}
         try:
             run = self._rollouts.run(
                 ready.request,
@@ -169,12 +224,18 @@ class Submission(Generic[RequestT, OutputT]):
                 group_id=group_id,
                 prompt_key=ready.key,
                 lots=self._prompter.lots(ready.request),
+                early=follower is not None,
             )
-            outputs = {t.index: t.output async for t in run.trajectories()}
-            samples = {index: self._prompter.sample(output) for index, output in sorted(outputs.items())}
+            if follower is not None:
+                follower.began(ready.number, run)
+            async with aclosing(run.trajectories()) as trajectories:
+                async for trajectory in trajectories:
+                    sample = samples[trajectory.index] = self._prompter.sample(trajectory.output)
+                    if follower is not None:
+                        follower.belongs(ready.number, trajectory.index, sample)
         except DartsError as error:
             return replace(nothing, error=error)
         except Exception as error:  # a fault of ours; it ends this group and no other
             logger.exception("group %s failed", group_id)
             return replace(nothing, error=error)
-        return replace(nothing, samples=samples, record=run.record)
+        return replace(nothing, samples=dict(sorted(samples.items())), record=run.record)

@@ -1,8 +1,10 @@
 """The engine adapter: candidates are vLLM requests of their own, with final-only outputs.
 
-Leans on four private things of vLLM, each covered by a test on the real engine: ``add_request`` gives a collector that
-knows the internal request id; ``output_processor.request_states[id].detokenizer.num_output_tokens()`` counts tokens; an
-aborted final-only request still yields what it generated; ``abort(..., internal=True)`` takes internal ids.
+Leans on five private things of vLLM, each covered by a test on the real engine: ``add_request`` gives a collector that
+knows the internal request id; ``output_processor.request_states[id].detokenizer.num_output_tokens()`` counts tokens;
+``detokenizer.output_token_ids`` and ``logprobs_processor.logprobs`` beside it only ever grow into those of the output,
+also where a stop string is found; an aborted final-only request still yields what it generated; ``abort(...,
+internal=True)`` takes internal ids.
 """
 
 import asyncio
@@ -20,14 +22,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from darts_server.engine.port import Ended, Engine, Prompter
+from darts_server.engine.port import Ended, Engine, Generated, Prompter
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
+from darts_server.rollout.batches import Batches
 from darts_server.rollout.prompts import key_of
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.submission import Submissions
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import REFUSALS
-from darts_server.vllm.outputs import first_tokens
+from darts_server.vllm.outputs import first_tokens, logprobs_of
 
 if TYPE_CHECKING:
     from darts_server.vllm.llm import ShapingLLM
@@ -69,7 +71,7 @@ class PromptRequest:
 VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
 VllmPrompts: TypeAlias = Prompter[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
-VllmSubmissions: TypeAlias = Submissions[PromptRequest, RequestOutput]
+VllmBatches: TypeAlias = Batches[PromptRequest, RequestOutput]
 
 
 def prompt_key_of(request: PromptRequest) -> str:
@@ -106,6 +108,14 @@ class VllmCandidate:
     def tokens(self) -> int | None:
         state = self._states.get(self._collector.request_id)
         return None if state is None or state.detokenizer is None else state.detokenizer.num_output_tokens()
+
+    def generated(self, start: int) -> Generated | None:
+        state = self._states.get(self._collector.request_id)
+        if state is None or state.detokenizer is None:
+            return None
+        tokens = state.detokenizer.output_token_ids[start:]
+        logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
+        return Generated(tokens, None if logprobs is None else logprobs_of(logprobs[start:], tokens))
 
     def stop(self) -> int:
         self._aborts.add(self._collector.request_id)
@@ -147,6 +157,7 @@ class VllmEngine:
         return config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
 
     async def start(self, request: PromptRequest, index: int) -> VllmCandidate:
+        self._llm.gate.check()  # a group that is inside starts nothing on an engine that was given up
         # vLLM names the children of a request with n > 1 the same way.
         child_id = f"{index}_{request.request_id}"
         try:
@@ -159,6 +170,15 @@ class VllmEngine:
 
     def cut(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return first_tokens(output, tokens, request.params, self._llm.tokenizer)
+
+    def generated(self, output: RequestOutput, start: int) -> Generated:
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids[start:])
+        logprobs = completion.logprobs
+        return Generated(tokens, None if logprobs is None else logprobs_of(logprobs[start:], tokens))
+
+    def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
+        return output.prompt_token_ids or (), output.outputs[0].token_ids
 
 
 class Aborts:

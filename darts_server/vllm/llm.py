@@ -2,7 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
+from contextlib import aclosing
+from functools import cached_property
 from typing import Any
 
 from vllm import SamplingParams
@@ -11,6 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from darts_server.engine.gate import Gate
 from darts_server.rollout.assembly import Joining
 from darts_server.rollout.plan import Plan
 from darts_server.types import RequestOptions
@@ -18,6 +21,7 @@ from darts_server.vllm.engine import PromptRequest, VllmRollouts, in_vllms_words
 from darts_server.vllm.outputs import as_choice, as_one
 from darts_server.vllm.platform import refuse_what_would_crash
 from darts_server.vllm.requests import current_options, merged, note_named_prompt, note_shaped
+from darts_server.weights.updates import Updates
 
 # Those of generate()'s options that vLLM may refuse.
 CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
@@ -40,12 +44,18 @@ def take_turns(engine_core: Any) -> None:
 
 
 class ShapingLLM(AsyncLLM):
-    """``rollouts`` is set once, after construction; until then nothing is shaped."""
+    """``rollouts`` is set once, after construction; until then nothing is shaped. So are ``gate`` and ``updates``."""
 
     rollouts: VllmRollouts | None = None
+    updates: Updates | None = None
     weight_version: int = 0
     died: bool | None = None
     """Whether the engine was dead already when it was first told to shut down; ``None`` before that."""
+
+    @cached_property
+    def gate(self) -> Gate:
+        """What every request passes."""
+        return Gate()
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **more: Any
@@ -61,7 +71,7 @@ class ShapingLLM(AsyncLLM):
         options = merged(current_options(), sampling_params.extra_args or {})
         plan = self._plan(prompt, sampling_params, options)
         if plan is None:
-            return super().generate(prompt, sampling_params, request_id, **more)
+            return self._unshaped(prompt, sampling_params, request_id, more)
         request = PromptRequest(prompt, sampling_params, request_id, more)
         self.check(request)
         key = self._key(request, options)
@@ -96,25 +106,33 @@ class ShapingLLM(AsyncLLM):
         note_named_prompt(own)
         return options.prompt_key
 
+    async def _unshaped(
+        self, prompt: Any, params: SamplingParams, request_id: str, more: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async with self.gate.held(), aclosing(super().generate(prompt, params, request_id, **more)) as outputs:
+            async for output in outputs:
+                yield output
+
     async def _shaped(self, plan: Plan, request: PromptRequest, key: str) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
         # CUMULATIVE is how the token route of 0.26 asks when it does not stream: it keeps the last output alone.
         streaming = request.params.output_kind is RequestOutputKind.DELTA
         lots = lots_of(request)
-        with in_vllms_words():
-            grant = await self.rollouts.allocate(plan, key)
-            run = self.rollouts.run(
-                request, plan, grant, group_id=request.request_id, prompt_key=key, lots=lots, early=streaming
-            )
-            try:
-                if streaming:
-                    async for output in self._streamed(request, run.trajectories(), plan.size, lots):
-                        yield output
-                else:
-                    chosen = {t.index: t.output async for t in run.trajectories()}
-                    yield as_one(request.request_id, [chosen[index] for index in sorted(chosen)])
-            finally:
-                run.leave()
+        async with self.gate.held():
+            with in_vllms_words():
+                grant = await self.rollouts.allocate(plan, key)
+                run = self.rollouts.run(
+                    request, plan, grant, group_id=request.request_id, prompt_key=key, lots=lots, early=streaming
+                )
+                try:
+                    if streaming:
+                        async for output in self._streamed(request, run.trajectories(), plan.size, lots):
+                            yield output
+                    else:
+                        chosen = {t.index: t.output async for t in run.trajectories()}
+                        yield as_one(request.request_id, [chosen[index] for index in sorted(chosen)])
+                finally:
+                    run.leave()
 
     async def _joined(
         self, plan: Plan, request: PromptRequest, key: str, name: str | None
@@ -123,8 +141,10 @@ class ShapingLLM(AsyncLLM):
         joining = Joining(
             request, request.request_id, plan, key, f"{plan.policy}/{plan.size}/{name}/{sameness(request)}", name
         )
-        with in_vllms_words():
-            output = await self.rollouts.join(joining, note_shaped)
+        # The group it is missing from would wait for it.
+        async with self.gate.held(at_once=self.rollouts.awaits(joining)):
+            with in_vllms_words():
+                output = await self.rollouts.join(joining, note_shaped)
         yield as_choice(request.request_id, output, 0, last=True)
 
     async def _streamed(
@@ -156,9 +176,33 @@ class ShapingLLM(AsyncLLM):
                 self.rollouts.abort(group_id)
         await super().abort(ids, internal=internal)
 
+    async def start_weight_update(self) -> None:
+        """As vLLM's, but refused while one of ours is under way.
+
+        Raises:
+            UpdateRunning, WeightsLost
+        """
+        if self.updates is not None:
+            self.updates.begin_elsewhere()
+        await self._ends_an_update(super().start_weight_update(), touched=False)
+
+    async def update_weights(self, *args: Any, **more: Any) -> None:
+        await self._ends_an_update(super().update_weights(*args, **more))
+
     async def finish_weight_update(self, *args: Any, **more: Any) -> None:
-        await super().finish_weight_update(*args, **more)
+        await self._ends_an_update(super().finish_weight_update(*args, **more))
         self.weight_version += 1
+        if self.updates is not None:
+            self.updates.end_elsewhere(self.weight_version)
+
+    async def _ends_an_update(self, step: Awaitable[None], *, touched: bool = True) -> None:
+        """A step of vLLM's own update, which ends it if it fails."""
+        try:
+            await step
+        except Exception:
+            if self.updates is not None:
+                self.updates.end_elsewhere(None, touched=touched)
+            raise
 
     def shutdown(self, timeout: float | None = None) -> None:
         if self.died is None and hasattr(self, "engine_core"):

@@ -53,10 +53,15 @@ def first_tokens(
     return answer
 
 
+def logprobs_of(logprobs: SampleLogprobs, tokens: Sequence[int]) -> list[float]:
+    """The log-prob of each of these tokens."""
+    return [position[token].logprob for position, token in zip(logprobs, tokens, strict=True) if position]
+
+
 def _total(token_ids: Sequence[int], logprobs: SampleLogprobs | None) -> float | None:
     if logprobs is None:
         return None
-    return sum(position[token].logprob for position, token in zip(logprobs, token_ids, strict=True) if position)
+    return sum(logprobs_of(logprobs, token_ids))
 
 
 def _text_of(

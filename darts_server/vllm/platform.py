@@ -1,4 +1,4 @@
-"""What the CPU build needs to be safe. Nothing here touches a GPU server."""
+"""What each machine's build of vLLM needs, and what the CPU build needs to be safe."""
 
 import os
 from argparse import Namespace
@@ -10,23 +10,29 @@ from vllm.platforms import current_platform
 from darts_server.exceptions import InvalidRequest
 from darts_server.vllm.plugin import SHARING
 
-CPU_WORKER_EXTENSION = "darts_server.vllm.worker.CpuWorkerExtension"
+WORKER = "darts_server.vllm.worker"
+EXTENSION = "WorkerExtension"
+BESIDE = f"{EXTENSION} beside "
+"""Begins the name of an extension that has another one in it, with colons for its dots."""
 
 
 def prepare(args: Namespace) -> None:
-    """Set what the user left open.
+    """Set what the user left open, and have the worker take our extension beside the user's.
 
-    On CPU prompts are not split over steps, since a split prompt with a seed kills the engine there, and the worker
-    gets its matrix unit switched on, without which it often dies at its first bfloat16 forward. And the engine leaves
-    the cores to this process while it waits.
+    On CPU prompts are not split over steps, since a split prompt with a seed kills the engine there, and the engine
+    leaves the cores to this process while it waits.
     """
+    args.worker_extension_cls = extension(args.worker_extension_cls)
     if not current_platform.is_cpu():
         return
     if args.enable_chunked_prefill is None and args.max_num_batched_tokens is None:
         args.enable_chunked_prefill = False
-    if not args.worker_extension_cls:
-        args.worker_extension_cls = CPU_WORKER_EXTENSION
     os.environ.setdefault(SHARING, "1")
+
+
+def extension(users: str | None) -> str:
+    """The qualified name of the worker's extension: ours, together with the user's if there is one."""
+    return f"{WORKER}.{BESIDE}{users.replace('.', ':')}" if users else f"{WORKER}.{EXTENSION}"
 
 
 def refuse_what_would_crash(config: VllmConfig, params: SamplingParams) -> None:

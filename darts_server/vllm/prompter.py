@@ -15,6 +15,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.engine import PromptRequest, lots_of, prompt_key_of
+from darts_server.vllm.outputs import logprobs_of
 from darts_server.vllm.platform import refuse_what_would_crash
 
 if TYPE_CHECKING:
@@ -62,11 +63,7 @@ class VllmPrompter:
     def sample(self, output: RequestOutput) -> Sample:
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
-        logprobs = None
-        if completion.logprobs is not None:
-            logprobs = [
-                position[token].logprob for position, token in zip(completion.logprobs, tokens, strict=True) if position
-            ]
+        logprobs = None if completion.logprobs is None else logprobs_of(completion.logprobs, tokens)
         return Sample(tokens, logprobs, completion.text, FinishReason(completion.finish_reason or ""))
 
     # --- sampling parameters ------------------------------------------------

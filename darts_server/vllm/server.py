@@ -8,7 +8,7 @@ import socket
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
@@ -19,6 +19,7 @@ from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from darts_server.engine.gate import Gate
 from darts_server.exceptions import InvalidSetting
 from darts_server.vllm.compat import doubt, vllm_version
 from darts_server.vllm.compat.entrypoints import (
@@ -37,6 +38,9 @@ from darts_server.vllm.platform import prepare
 from darts_server.vllm.prompter import VllmPrompter
 from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
 from darts_server.vllm.steps import Steps
+from darts_server.vllm.weights import VllmModel
+from darts_server.weights.port import Model
+from darts_server.weights.updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +53,15 @@ class Wiring:
     """What the rooms above bring: made by ``app.py``.
 
     ``rollouts``: from the engine, what makes its requests, and the served model name. ``extend``: adds to vLLM's app
-    before it serves; it is given the API keys that guard vLLM's own routes.
+    before it serves; it is given the API keys that guard vLLM's own routes. ``updates``: from the model and its served
+    name, what gives it new weights. ``gate``: what requests pass.
     """
 
     rollouts: Callable[[VllmPort, VllmPrompts, str], VllmRollouts]
     read_options: ReadOptions
     extend: Callable[[FastAPI, Sequence[str]], None]
+    updates: Callable[[Model, str], Updates] | None = None
+    gate: Gate = field(default_factory=Gate)
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -116,10 +123,13 @@ async def engine(args: Namespace, wiring: Wiring) -> AsyncIterator[ShapingLLM]:
     try:
         await llm.reset_mm_cache()
         await llm.get_supported_tasks()  # vLLM keeps them; generate() needs them without waiting
+        llm.gate = wiring.gate
         llm.rollouts = wiring.rollouts(
             VllmEngine(llm), VllmPrompter(llm, args.chat_template), args.served_model_name[0]
         )
         steps.listener = llm.rollouts.step
+        if wiring.updates is not None:
+            llm.updates = wiring.updates(VllmModel(llm), args.served_model_name[0])
         yield llm
     finally:
         if llm.rollouts is not None:

@@ -13,31 +13,47 @@ from darts_server.http import errors
 from darts_server.http.group_id import STATE_KEY, GroupIdHeader
 from darts_server.http.routes import router
 from darts_server.http.state import State
+from darts_server.rollout.feedback import Feedback
 from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.provenance import Provenance
+from darts_server.rollout.rewards import Rewards
 from darts_server.settings import load
 from darts_server.store import Store
+from darts_server.types import Returned
+from darts_server.weights.updates import Updates
 from tests.rollout.test_prompts import FINISHED, record
 
 HERE = "127.0.0.1"
 
 
 @contextmanager
-def client(*keys: str, host: str | None = HERE, state: State | None = None) -> Iterator[TestClient]:
+def client(
+    *keys: str, host: str | None = HERE, state: State | None = None, updates: Updates | None = None
+) -> Iterator[TestClient]:
     """A caller at the address ``host``. The prompts ``p`` and ``gsm8k/7`` are known, and the groups ``cmpl-a-…``.
 
-    ``state``: stands in for the store in its own route.
+    These are of ``p`` and have returned candidates 0 (tokens 0 to 9) and 1 (0 to 19) of a prompt that is their number.
+
+    ``state``: stands in for the store in its own route. ``updates``: behind the routes of weights.
     """
     with Store() as store:
         prompts, provenance = Prompts(store), Provenance()
-        for observe in (prompts.learn, provenance.group_ended):
+        rewards = Rewards(store)
+        feedback = Feedback(rewards, Mock(), Mock())
+        for observe in (prompts.learn, provenance.group_ended, feedback.group_ended):
             observe(replace(record(*FINISHED), group_id="cmpl-a-0"))
             observe(replace(record(*FINISHED), group_id="cmpl-a-1"))
+        for number, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            tokens = list(range(FINISHED[index].tokens))
+            feedback.trajectory_returned(Returned(f"cmpl-a-{number}", "p", 0.0, index, [number], tokens))
         prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
         app = FastAPI()
         errors.install(app)
         app.add_middleware(GroupIdHeader)
-        app.include_router(router(provenance, prompts, state or store, Control(load({}, None)), Mock(), keys))
+        control, reports, weights = Control(load({}, None)), Mock(return_value=feedback), Mock(return_value=updates)
+        app.include_router(
+            router(provenance, prompts, rewards, state or store, control, Mock(), reports, weights, keys)
+        )
 
         @app.get("/shaped")
         async def shaped(request: Request) -> None:

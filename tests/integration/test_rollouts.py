@@ -121,7 +121,8 @@ def test_chats_token_ids_keys_budgets_and_changes_to_the_policy(server: Server) 
         ({"policy": {"redundancy": 99}}, "redundancy"),
         ({"policy": {"state_dir": "/"}}, "state_dir"),
         ({"budget": 3}, "budget"),
-        ({"stream": "tokens"}, "stream"),
+        ({"stream": "words"}, "stream"),
+        ({"chunk_tokens": 100}, "chunk_tokens"),
         ({"strean": True}, "strean"),
     ],
 )

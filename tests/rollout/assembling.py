@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from darts_server.engine.port import Ended
+from darts_server.engine.port import Ended, Generated
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.assembly import Joining
@@ -61,6 +61,9 @@ class SigningCandidate:
     def tokens(self) -> int | None:
         return self._candidate.tokens()
 
+    def generated(self, start: int) -> Generated | None:
+        return self._candidate.generated(start)
+
     def stop(self) -> int:
         return self._candidate.stop()
 
@@ -93,6 +96,12 @@ class SigningEngine:
     def cut(self, request: str, output: Signed, tokens: int) -> Signed:
         assert output.tokens >= tokens
         return Signed(output.request, output.index, tokens)
+
+    def generated(self, output: Signed, start: int) -> Generated:
+        return Generated(range(start, output.tokens), None)
+
+    def token_ids(self, request: str, output: Signed) -> tuple[list[int], list[int]]:
+        return list(map(ord, output.request)), [output.index] * output.tokens
 
 
 class RecordedRollouts(Rollouts[str, Signed]):

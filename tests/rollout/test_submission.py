@@ -6,13 +6,13 @@ from contextlib import aclosing
 
 import pytest
 
-from darts_server.engine.scripted import Script, settle
+from darts_server.engine.scripted import Script, generated, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.submission import Asked, GroupResult, Submission, Submissions
-from darts_server.types import FinishReason, PromptSpec, Sample
+from darts_server.types import FinishReason, Outcome, PromptSpec, Sample
 from tests.rollout.helpers import House
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ class Texts:
         return (1,)
 
     def sample(self, output: list[int]) -> Sample:
-        return Sample(output, None, "", FinishReason.STOP)
+        return Sample(output, generated(output, 0).logprobs, "", FinishReason.STOP)
 
 
 def script(prompt: str, index: int) -> Script:
@@ -125,6 +125,8 @@ async def test_all_groups_share_one_deadline_however_many_they_are() -> None:
         (asked("10", policy={"name": "none"}), "policy"),
         (asked("10", budget=3), "budget"),
         (asked("10", budget=9), "budget"),
+        (asked("10", num_groups=2), "num_groups"),
+        (asked("10", num_groups=0), "num_groups"),
         (Asked([PromptSpec(text="10")], 65), "n"),
     ],
 )
@@ -150,6 +152,25 @@ async def test_leaving_stops_everything_and_ends_the_batch() -> None:
     assert house.rollouts.running == 0
     [batch] = house.recorder.batches
     assert batch.groups == 10
+
+
+async def test_enough_groups_stop_the_others_which_are_told_and_end_cancelled() -> None:
+    house = House(script)
+    submission = await submissions(house, "cut").submit(asked("30", "10", "7", "20", "31", num_groups=2))
+    results = await play(house, submission)
+    assert [(result.number, result.error is None) for result in results] == [(1, True), (2, False), (3, True)]
+    assert [(u.number, u.prompt_key) for u in submission.unfinished] == [(0, "key of 30"), (4, "key of 31")]
+    outcomes = {record.group_id[-1]: record.outcome for record in house.recorder.records}
+    assert outcomes["0"] == outcomes["4"] == Outcome.CANCELLED
+    assert house.rollouts.running == 0
+    assert len(house.recorder.batches) == 1
+
+
+async def test_where_too_few_groups_can_succeed_all_are_given() -> None:
+    house = House(script)
+    submission = await submissions(house).submit(asked("7", "10", "7", "20", num_groups=3))
+    assert len(await play(house, submission)) == 4
+    assert submission.unfinished == []
 
 
 async def test_leaving_before_anything_began_ends_the_batch_too() -> None:

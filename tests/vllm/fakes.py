@@ -90,7 +90,7 @@ class Fake(MetaPathFinder, Loader):
         exec(
             f"{kind}def made({parameters.replace('=', '=None')}):\n"
             f"    calls.append({f'{home}:{path}'!r})\n"
-            f"    return {names[0] or None}",
+            f"    return {names[0].lstrip('*') or None}",
             scope,
         )
         made = scope["made"]

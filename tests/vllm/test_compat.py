@@ -44,9 +44,11 @@ NEW = {
     "vllm.exceptions:VLLMError",
     "vllm.exceptions:VLLMServerError",
     "vllm.logger:configure_logging_from_args",
+    "vllm.config.model:ModelConfig.word_embeddings_untied_by_checkpoint",
     "vllm.outputs:CompletionOutput.sampling_mask",
     "vllm.outputs:SamplingMask",
     "vllm.outputs:SamplingMask.token_ids",
+    "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version",
 }
 # Calls of ours, as they stand in the source, and what they call.
 LLM = "vllm.v1.engine.async_llm:AsyncLLM"
@@ -61,6 +63,8 @@ METHODS = {
     "detokenizer.get_next_output_text": f"{DETOKENIZER}.get_next_output_text",
     "detokenizer.update": f"{DETOKENIZER}.update",
     "engine_args.create_engine_config": "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
+    "finalize_layerwise_reload": "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_reload",
+    "get_model_path": "vllm.transformers_utils.repo_utils:get_model_path",
     "llm.get_supported_tasks": f"{LLM}.get_supported_tasks",
     "llm.model_config.get_diff_sampling_param": "vllm.config.model:ModelConfig.get_diff_sampling_param",
     "llm.reset_mm_cache": f"{LLM}.reset_mm_cache",
@@ -73,6 +77,10 @@ METHODS = {
     "self._collector.get": "vllm.v1.engine.output_processor:RequestOutputCollector.get",
     "self._llm.abort": f"{LLM}.abort",
     "self._llm.add_request": f"{LLM}.add_request",
+    "self._llm.collective_rpc": f"{LLM}.collective_rpc",
+    "self._llm.is_paused": f"{LLM}.is_paused",
+    "self._llm.pause_generation": f"{LLM}.pause_generation",
+    "self._llm.resume_generation": f"{LLM}.resume_generation",
     "self.input_processor.process_inputs": "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
     "self.params.clone": "vllm.sampling_params:SamplingParams.clone",
     "state.detokenizer.num_output_tokens": f"{DETOKENIZER}.num_output_tokens",
@@ -80,6 +88,10 @@ METHODS = {
     "super().finish_weight_update": f"{LLM}.finish_weight_update",
     "super().generate": f"{LLM}.generate",
     "super().shutdown": f"{LLM}.shutdown",
+    "super().start_weight_update": f"{LLM}.start_weight_update",
+    "super().update_weights": f"{LLM}.update_weights",
+    "worker.model_runner.get_model": "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",
+    "worker.reload_weights": "vllm.v1.worker.gpu_worker:Worker.reload_weights",
 }
 
 

@@ -18,3 +18,9 @@ def cut_mask(completion: CompletionOutput, tokens: int) -> dict[str, Any]:
     """The field that tells what could have been sampled, of the first ``tokens`` alone; none in 0.26."""
     mask = getattr(completion, "sampling_mask", None)
     return {} if mask is None else {"sampling_mask": replace(mask, token_ids=mask.token_ids[:tokens])}
+
+
+async def tell_version(llm: Any, version: int) -> None:
+    """Have vLLM's own routes tell this version of the weights; 0.26 has none that do."""
+    if hasattr(llm, "update_weight_version"):
+        await llm.update_weight_version(str(version))

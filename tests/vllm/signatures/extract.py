@@ -35,10 +35,16 @@ FLAGS = {
 LEANED_ON = {
     "vllm": {"LLM": "", "SamplingParams": ""},
     "vllm.config": {"VllmConfig": ""},
-    "vllm.config.model": {"ModelConfig": "get_diff_sampling_param max_model_len"},
-    "vllm.config.parallel": {"ParallelConfig": "data_parallel_size"},
+    "vllm.config.model": {
+        "ModelConfig": "get_diff_sampling_param hf_text_config max_model_len model quantization revision "
+        "word_embeddings_untied_by_checkpoint"
+    },
+    "vllm.config.load": {"LoadConfig": "load_format"},
+    "vllm.config.parallel": {"ParallelConfig": "data_parallel_size pipeline_parallel_size tensor_parallel_size"},
     "vllm.config.scheduler": {"SchedulerConfig": "enable_chunked_prefill max_num_batched_tokens max_num_seqs"},
-    "vllm.config.vllm": {"VllmConfig": "parallel_config scheduler_config shutdown_timeout"},
+    "vllm.config.vllm": {
+        "VllmConfig": "load_config lora_config parallel_config scheduler_config shutdown_timeout speculative_config"
+    },
     "vllm.distributed.device_communicators.shm_broadcast": {"sched_yield": ""},
     "vllm.engine.arg_utils": {
         "AsyncEngineArgs": "aggregate_engine_logging create_engine_config disable_log_stats enable_chunked_prefill "
@@ -77,6 +83,8 @@ LEANED_ON = {
     },
     "vllm.logger": {"": "", "configure_logging_from_args": ""},
     "vllm.logprobs": {"Logprob": "logprob", "SampleLogprobs": ""},
+    "vllm.model_executor.layers.vocab_parallel_embedding": {"VocabParallelEmbedding": "quant_method"},
+    "vllm.model_executor.model_loader.reload.layerwise": {"finalize_layerwise_reload": ""},
     "vllm.outputs": {
         "CompletionOutput": "cumulative_logprob finish_reason index logprobs sampling_mask stop_reason text token_ids",
         "RequestOutput": "finished outputs prompt_logprobs prompt_token_ids request_id",
@@ -92,26 +100,31 @@ LEANED_ON = {
         "SamplingParams": "clone detokenize extra_args from_optional max_tokens n output_kind seed skip_clone",
     },
     "vllm.tokenizers": {"TokenizerLike": ""},
+    "vllm.transformers_utils.repo_utils": {"get_model_path": ""},
     "vllm.usage.usage_lib": {"UsageContext": "OPENAI_API_SERVER"},
     "vllm.utils.argparse_utils": {"FlexibleArgumentParser": ""},
     "vllm.v1.engine": {"EngineCoreRequest": ""},
     "vllm.v1.engine.async_llm": {
-        "AsyncLLM": "_run_output_handler _supported_tasks abort add_request engine_core errored finish_weight_update "
-        "from_vllm_config generate get_supported_tasks input_processor model_config output_handler "
-        "output_processor renderer reset_mm_cache shutdown tokenizer vllm_config"
+        "AsyncLLM": "_run_output_handler _supported_tasks abort add_request collective_rpc engine_core errored "
+        "finish_weight_update from_vllm_config generate get_supported_tasks input_processor is_paused model_config "
+        "output_handler output_processor pause_generation renderer reset_mm_cache resume_generation shutdown "
+        "start_weight_update tokenizer update_weight_version update_weights vllm_config"
     },
     "vllm.v1.engine.core_client": {"AsyncMPClient": "get_output_async"},
     "vllm.v1.engine.detokenizer": {
-        "IncrementalDetokenizer": "from_new_request get_next_output_text num_output_tokens update"
+        "IncrementalDetokenizer": "from_new_request get_next_output_text num_output_tokens output_token_ids update"
     },
     "vllm.v1.engine.exceptions": {"EngineDeadError": ""},
     "vllm.v1.engine.input_processor": {"InputProcessor": "process_inputs"},
+    "vllm.v1.engine.logprobs": {"LogprobsProcessor": "logprobs"},
     "vllm.v1.engine.output_processor": {
         "OutputProcessor": "get_num_unfinished_requests request_states",
         "RequestOutputCollector": "get output request_id",
-        "RequestState": "detokenizer",
+        "RequestState": "detokenizer logprobs_processor",
     },
     "vllm.v1.metrics.loggers": {"StatLoggerBase": "__init__ log_engine_initialized record"},
+    "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": "get_model model_config reload_weights"},
+    "vllm.v1.worker.gpu_worker": {"Worker": "reload_weights"},
     "vllm.v1.metrics.stats": {
         "IterationStats": "inter_token_latencies_iter num_generation_tokens time_to_first_tokens_iter"
     },

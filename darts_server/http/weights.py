@@ -1,0 +1,117 @@
+"""``/darts/v1/weights``: new weights for the model, pushed or read from a folder of the server's machine."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from darts_server.http.access import local_without
+from darts_server.http.body import chunks_of, parsed, read_body
+from darts_server.http.openapi import binary_body, json_body
+from darts_server.types import UpdateRecord
+from darts_server.weights.updates import Rule, Updates, Wish
+
+LARGEST_REQUEST = 64 * 1024
+"""Bytes of the JSON that names a path."""
+LARGEST_VERSION = 2**53 - 1
+"""JSON's numbers are whole up to here."""
+RULE = "What becomes of groups that run; the server's setting if left out."
+VERSION = "Of the new weights; the next one if left out."
+PARTIAL = "Whether tensors may be missing; these stay as they are."
+
+
+class WeightsIn(BaseModel):
+    """Weights on the server's machine."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(description="Safetensors file, or a folder of these; under --weights-root.")
+    rule: Literal["finish", "keep"] | None = Field(None, description=RULE)
+    version: int | None = Field(None, ge=0, le=LARGEST_VERSION, description=VERSION)
+    partial: bool = Field(False, description=PARTIAL)
+
+
+class UpdateAnswer(BaseModel):
+    """What became of an update."""
+
+    version: int = Field(description="Served after it.")
+    outcome: Literal["completed", "refused", "failed", "lost"]
+    source: str = Field(description="`push`, `disk`, or `vllm` for its own routes.")
+    rule: str | None
+    partial: bool
+    seconds: dict[str, float] = Field(
+        description="By phase: `transfer`, `check`, `wait` for groups, `pause`, `load`, `restore`, `resume`."
+    )
+    error: str | None
+
+    @classmethod
+    def of(cls, record: UpdateRecord) -> "UpdateAnswer":
+        return cls(
+            version=record.version,
+            outcome=record.outcome.value,
+            source=record.source,
+            rule=record.rule,
+            partial=record.partial,
+            seconds=dict(record.seconds),
+            error=record.error,
+        )
+
+
+class WeightsAnswer(BaseModel):
+    """The weights that are served."""
+
+    version: int
+    state: str = Field(description="`serving`, or how far an update is.")
+    rule: str = Field(description="For updates that name none.")
+    last: UpdateAnswer | None = Field(description="The last update that ended, whichever way.")
+    last_error: str | None = Field(description="Of the last update that did not succeed.")
+
+
+def routes(updates: Callable[[], Updates], keys: Sequence[str]) -> APIRouter:
+    """The routes. ``updates`` is asked when a request comes: the engine may start after the routes are made."""
+    api = APIRouter()
+    guarded = [Depends(local_without(keys))]
+
+    @api.get("/weights")
+    async def read() -> WeightsAnswer:
+        """Which version is served, and how updates went."""
+        return _answer(updates())
+
+    @api.put("/weights", dependencies=guarded, openapi_extra=binary_body("A safetensors file."))
+    async def push(
+        request: Request,
+        rule: Annotated[Literal["finish", "keep"] | None, Query(description=RULE)] = None,
+        version: Annotated[int | None, Query(ge=0, le=LARGEST_VERSION, description=VERSION)] = None,
+        partial: Annotated[bool, Query(description=PARTIAL)] = False,
+    ) -> WeightsAnswer:
+        """Gives the model these weights, or changes nothing. Answers when they are served."""
+        await updates().push(_body(request), _wish(rule, version, partial))
+        return _answer(updates())
+
+    @api.post("/weights", dependencies=guarded, openapi_extra=json_body(WeightsIn))
+    async def load(request: Request) -> WeightsAnswer:
+        """Gives the model weights from a file or folder there, or changes nothing. Answers when they are served."""
+        body = parsed(WeightsIn, await read_body(request, LARGEST_REQUEST))
+        await updates().load(body.path, _wish(body.rule, body.version, body.partial))
+        return _answer(updates())
+
+    return api
+
+
+def _body(request: Request) -> Callable[[int], AsyncIterator[bytes]]:
+    return lambda limit: chunks_of(request, limit)
+
+
+def _wish(rule: str | None, version: int | None, partial: bool) -> Wish:
+    return Wish(None if rule is None else Rule(rule), version, partial)
+
+
+def _answer(updates: Updates) -> WeightsAnswer:
+    return WeightsAnswer(
+        version=updates.version,
+        state=updates.state.value,
+        rule=updates.rule.value,
+        last=None if updates.last is None else UpdateAnswer.of(updates.last),
+        last_error=updates.last_error,
+    )

@@ -1,0 +1,69 @@
+"""What this room needs of a model that is served, and who hears of its updates."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from darts_server.types import UpdateRecord
+from darts_server.weights.tensors import Expected, TensorSet
+
+
+class Model(Protocol):
+    """A model in an engine."""
+
+    @property
+    def weight_version(self) -> int:
+        """The version that it serves."""
+        ...
+
+    async def expected(self) -> Expected:
+        """What a full set of its weights has.
+
+        Raises:
+            UpdateUnsupported: its weights cannot be replaced here; the message says why.
+        """
+        ...
+
+    async def original(self) -> TensorSet:
+        """Where it was loaded from when the engine started.
+
+        Raises:
+            UpdateUnsupported
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Freeze everything that runs, and forget every cache that the weights have made."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on, unless it stood still before `pause`. Harmless if nothing was paused."""
+        ...
+
+    async def stop(self) -> None:
+        """End everything that runs: it would go on with weights that nobody knows."""
+        ...
+
+    async def load(self, files: Mapping[Path, Sequence[str]]) -> None:
+        """Give it all tensors of a full set, by file. Called while it is paused.
+
+        Raises:
+            UpdateFailed: the model may hold anything.
+        """
+        ...
+
+    async def became(self, version: int) -> None:
+        """From now on it serves this version."""
+        ...
+
+
+class UpdateObserver(Protocol):
+    """Told synchronously, in the event loop: return fast and never raise."""
+
+    def update_announced(self, version: int) -> None:
+        """The engine will be paused, to serve ``version`` afterwards."""
+        ...
+
+    def update_ended(self, record: UpdateRecord) -> None:
+        """An update ended, whichever way. Said once per update."""
+        ...

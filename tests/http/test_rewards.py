@@ -1,0 +1,165 @@
+"""What ``POST /darts/v1/rewards`` takes and tells."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from darts_server.http.rewards import MOST_REWARDS
+from tests.http.serving import client
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
+URL = "/darts/v1/rewards"
+TEN, TWENTY = list(range(10)), list(range(20))
+
+
+@pytest.fixture
+def opened() -> Iterator[TestClient]:
+    with client() as opened:
+        yield opened
+
+
+def report(opened: TestClient, *rewards: dict[str, Any]) -> dict[str, Any]:
+    answer = opened.post(URL, json={"rewards": list(rewards)})
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def group(opened: TestClient, name: str) -> dict[str, Any]:
+    [told] = opened.get(f"/darts/v1/groups/{name}").json()["groups"]
+    assert isinstance(told, dict)
+    return told
+
+
+def test_rewards_are_matched_by_id_and_by_tokens_and_what_is_unknown_is_told(opened: TestClient) -> None:
+    by_id = {"trajectory_id": "cmpl-a-0:1", "reward": 0.5}
+    by_tokens = {"prompt_token_ids": [1], "completion_token_ids": TEN, "reward": -1, "correct": None}
+    discarded = {"trajectory_id": "cmpl-a-0:2", "reward": 1}
+    again = {"prompt_token_ids": [0], "completion_token_ids": TWENTY, "reward": 0.5}
+    assert report(opened, by_id, discarded, by_tokens, again, discarded) == {
+        "matched": 2,
+        "repeated": 1,
+        "unknown": 2,
+        "unknown_indices": [1, 4],
+    }
+    assert report(opened) == {"matched": 0, "repeated": 0, "unknown": 0, "unknown_indices": []}
+
+
+def test_a_group_tells_its_rewards_and_once_all_are_known_whether_they_differ(opened: TestClient) -> None:
+    before = group(opened, "cmpl-a-0")
+    assert [c["trajectory_id"] for c in before["candidates"]] == ["cmpl-a-0:0", "cmpl-a-0:1", "cmpl-a-0:2"]
+    assert {(c["reward"], c["correct"]) for c in before["candidates"]} == {(None, None)}
+    report(opened, {"trajectory_id": "cmpl-a-0:0", "reward": 0.25})
+    assert group(opened, "cmpl-a-0")["zero_variance"] is None
+    report(opened, {"trajectory_id": "cmpl-a-0:1", "reward": 0.75, "correct": False})
+    report(opened, *({"trajectory_id": f"cmpl-a-1:{i}", "reward": 0} for i in (0, 1)))
+    after = group(opened, "cmpl-a-0")
+    assert [(c["reward"], c["correct"]) for c in after["candidates"]] == [(0.25, True), (0.75, False), (None, None)]
+    assert after["zero_variance"] is False
+    assert group(opened, "cmpl-a-1")["zero_variance"] is True
+
+
+def test_a_prompt_tells_what_its_rewards_come_to(opened: TestClient) -> None:
+    assert opened.get("/darts/v1/prompts/p").json()["rewards"] is None
+    report(opened, *({"trajectory_id": f"cmpl-a-{n}:0", "reward": 1.0} for n in (0, 1)))
+    report(opened, {"trajectory_id": "cmpl-a-1:1", "reward": 0})
+    assert opened.get("/darts/v1/prompts/p").json()["rewards"] == {
+        "rewarded": 3,
+        "right": 2,
+        "pass_rate": pytest.approx(2 / 3),
+        "zero_variance_groups": 0,
+        "rewarded_groups": 1,
+        "length_right": {"mean": 10, "se": 0, "count": 2},
+        "length_wrong": {"mean": 20, "se": None, "count": 1},
+        "pattern": "unclear",
+        "difference": -10,
+        "difference_se": None,
+    }
+    assert opened.get("/darts/v1/prompts/gsm8k/7").json()["rewards"] is None
+
+
+GOOD: dict[str, Any] = {"trajectory_id": "cmpl-a-0:0", "reward": 1.0}
+TOKENS: dict[str, Any] = {"prompt_token_ids": [0], "completion_token_ids": [1], "reward": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"trajectory_id": "x"}, ".reward"),
+        (GOOD | {"reward": "1"}, ".reward"),
+        (GOOD | {"reward": True}, ".reward"),
+        (GOOD | {"reward": None}, ".reward"),
+        (GOOD | {"correct": 1}, ".correct"),
+        (GOOD | {"correct": "yes"}, ".correct"),
+        (GOOD | {"trajectory_id": ""}, ".trajectory_id"),
+        (GOOD | {"trajectory_id": 7}, ".trajectory_id"),
+        (GOOD | {"rewrad": 1}, ".rewrad"),
+        (GOOD | TOKENS, ""),
+        (GOOD | {"prompt_token_ids": [1]}, ""),
+        ({"reward": 1}, ""),
+        ({"prompt_token_ids": [1], "reward": 1}, ""),
+        ({"completion_token_ids": [1], "reward": 1}, ""),
+        (TOKENS | {"prompt_token_ids": "ab"}, ".prompt_token_ids"),
+        (TOKENS | {"completion_token_ids": [1, -1]}, ".completion_token_ids[1]"),
+        (TOKENS | {"completion_token_ids": [2**31]}, ".completion_token_ids[0]"),
+        (TOKENS | {"completion_token_ids": [1, 2, 1.5]}, ".completion_token_ids[2]"),
+        (TOKENS | {"completion_token_ids": [True]}, ".completion_token_ids[0]"),
+        (3, ""),
+        (None, ""),
+    ],
+    ids=repr,
+)
+def test_what_is_wrong_is_named_with_its_place_and_changes_nothing(
+    opened: TestClient, wrong: object, field: str
+) -> None:
+    answer = opened.post(URL, json={"rewards": [GOOD, TOKENS, GOOD, wrong]})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == f"rewards[3]{field}"
+    assert group(opened, "cmpl-a-0")["candidates"][0]["reward"] is None
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400])
+def test_a_reward_is_finite(opened: TestClient, number: str) -> None:
+    body = f'{{"rewards": [{{"trajectory_id": "cmpl-a-0:0", "reward": {number}}}]}}'
+    answer = opened.post(URL, content=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "rewards[0].reward"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b"", "body"),
+        (b"{", "body"),
+        (b"\xff", "body"),
+        (b"[" * 100_000, "body"),
+        (b"[]", "body"),
+        (b"{}", "rewards"),
+        (b'{"rewards": {}}', "rewards"),
+        (b'{"rewards": [], "more": 1}', "more"),
+        (json.dumps({"rewards": [GOOD] * (MOST_REWARDS + 1)}).encode(), "rewards"),
+        (b'{"rewards": [{"trajectory_id": "\\ud800", "reward": 1}]}', "body"),
+    ],
+    ids=lambda part: repr(part)[:30],
+)
+def test_a_body_that_is_no_list_of_rewards_is_refused(opened: TestClient, body: bytes, field: str) -> None:
+    answer = opened.post(URL, content=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
+
+
+def test_as_many_as_are_taken_at_once(opened: TestClient) -> None:
+    answer = report(opened, *[GOOD] * MOST_REWARDS)
+    assert (answer["matched"], answer["repeated"]) == (1, MOST_REWARDS - 1)
+
+
+def test_a_key_guards_it_and_without_one_it_is_open_to_other_hosts() -> None:
+    with client("sesame") as guarded:
+        assert guarded.post(URL, json={"rewards": [GOOD]}).status_code == 401
+        answer = guarded.post(URL, json={"rewards": [GOOD]}, headers={"Authorization": "Bearer sesame"})
+        assert answer.json()["matched"] == 1
+    with client(host="192.0.2.7") as elsewhere:
+        assert report(elsewhere, GOOD)["matched"] == 1

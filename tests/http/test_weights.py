@@ -1,0 +1,132 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save
+from starlette.testclient import TestClient
+
+from darts_server.engine.gate import Gate
+from darts_server.exceptions import UpdateFailed, UpdateUnsupported
+from darts_server.weights.staging import Staging
+from darts_server.weights.updates import Updates
+from tests.http.serving import client
+from tests.weights.model import SHAPES, FakeModel, tensors, write
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
+URL = "/darts/v1/weights"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> FakeModel:
+    return FakeModel(tmp_path)
+
+
+@pytest.fixture
+def updates(model: FakeModel, tmp_path: Path) -> Iterator[Updates]:
+    with Staging(tmp_path) as staging:
+        yield Updates(model, Gate(), staging, tmp_path)
+
+
+@pytest.fixture
+def here(updates: Updates) -> Iterator[TestClient]:
+    with client(updates=updates) as caller:
+        yield caller
+
+
+def test_a_pushed_file_is_served_with_the_version_that_was_asked_for(here: TestClient, model: FakeModel) -> None:
+    answer = here.put(f"{URL}?version=7&rule=keep", content=save(tensors(5)))
+    assert answer.status_code == 200
+    assert model.values == dict.fromkeys(SHAPES, 5)
+    body = answer.json()
+    assert body == here.get(URL).json()
+    assert (body["version"], body["state"], body["rule"], body["last_error"]) == (7, "serving", "finish", None)
+    last = body["last"]
+    assert (last["version"], last["outcome"], last["source"], last["rule"]) == (7, "completed", "push", "keep")
+    assert last["seconds"].keys() == {"transfer", "check", "pause", "load", "resume"}
+
+
+def test_a_file_that_is_named_is_served(here: TestClient, model: FakeModel, tmp_path: Path) -> None:
+    write(tmp_path / "one.safetensors", 5, "layers.0.weight")
+    answer = here.post(URL, json={"path": "one.safetensors", "partial": True})
+    assert answer.status_code == 200
+    assert model.values == {**dict.fromkeys(SHAPES, 0), "layers.0.weight": 5}
+    assert answer.json()["last"]["partial"] is True
+
+
+def test_before_any_update_there_is_none_to_tell_of(here: TestClient) -> None:
+    assert here.get(URL).json() == {
+        "version": 0,
+        "state": "serving",
+        "rule": "finish",
+        "last": None,
+        "last_error": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "path"),
+        ({"path": 1}, "path"),
+        ({"path": "x", "rule": "restart"}, "rule"),
+        ({"path": "x", "version": -1}, "version"),
+        ({"path": "x", "version": 0}, "version"),
+        ({"path": "x", "partial": "perhaps"}, "partial"),
+        ({"path": "x", "pth": "y"}, "pth"),
+        ({"path": "../x"}, "path"),
+        ({"path": "nowhere"}, "path"),
+    ],
+)
+def test_what_is_wrong_is_named(here: TestClient, body: dict[str, object], field: str) -> None:
+    answer = here.post(URL, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+def test_a_bad_body_is_the_callers_mistake_and_told_of_later_too(here: TestClient, model: FakeModel) -> None:
+    answer = here.put(URL, content=save(tensors(5, extra=(1,))))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "body"
+    assert here.get(URL).json()["last_error"] == answer.json()["error"]["message"]
+    assert model.values == dict.fromkeys(SHAPES, 0)
+
+
+def test_a_body_that_no_set_can_have_is_too_large(here: TestClient, tmp_path: Path) -> None:
+    answer = here.put(URL, content=b"", headers={"content-length": str(10**12)})
+    assert answer.status_code == 413
+    assert not list(tmp_path.glob("darts-weights-*/*"))
+
+
+@pytest.mark.parametrize("query", ["rule=restart", "version=-1", "version=x", "partial=perhaps"])
+def test_wrong_parameters_are_refused(here: TestClient, query: str) -> None:
+    assert here.put(f"{URL}?{query}", content=save(tensors(5))).status_code == 422
+    assert here.get(URL).json()["version"] == 0
+
+
+def test_faults_have_statuses_of_their_own(here: TestClient, updates: Updates, model: FakeModel) -> None:
+    def status() -> int:
+        return here.put(URL, content=save(tensors(5))).status_code
+
+    model.fail["original"] = [UpdateUnsupported("quantized")]
+    assert status() == 501
+    updates.begin_elsewhere()
+    assert status() == 409
+    updates.end_elsewhere(None, touched=False)
+    model.fail["load"] = [UpdateFailed("broken")]
+    assert status() == 503
+    assert status() == 200
+    model.fail["load"] = [UpdateFailed("broken"), UpdateFailed("broken")]
+    assert status() == 503
+    assert here.get(URL).json()["state"] == "lost"
+
+
+def test_only_this_machine_or_who_has_the_key_may_change_weights(updates: Updates, model: FakeModel) -> None:
+    with client(updates=updates, host="10.0.0.1") as stranger:
+        assert stranger.get(URL).status_code == 200
+        assert stranger.put(URL, content=save(tensors(5))).status_code == 403
+        assert stranger.post(URL, json={"path": "checkpoint"}).status_code == 403
+    with client("key", updates=updates, host="10.0.0.1") as caller:
+        assert caller.put(URL, content=save(tensors(5))).status_code == 401
+        assert model.values == dict.fromkeys(SHAPES, 0)
+        headers = {"Authorization": "Bearer key"}
+        assert caller.put(URL, content=save(tensors(5)), headers=headers).status_code == 200

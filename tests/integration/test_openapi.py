@@ -1,0 +1,109 @@
+"""The running server does what its own description says, and nothing at all with what is malformed."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from examples.tiny_rl.server import DARTS, Server, serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+KEY = "Authorization: Bearer secret"
+# What a schema cannot say: sampling parameters are vLLM's to check, and a saved file's content is ours.
+# Starlette's 405 names the methods of the first route of a path alone.
+NOT_CHECKED = "positive_data_acceptance,allow_header_conformance"
+BODIES = 10_000
+AT_ONCE = 32
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of its own: its policy and state are changed at random."""
+    log = tmp_path_factory.mktemp("guarded") / "log"
+    with serving(DARTS, log, "--api-key", "secret", "--max-group-size", "4") as running:
+        yield running
+
+
+def test_the_description_holds_for_whatever_schemathesis_makes_of_it(guarded: Server, tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{guarded.url}/openapi.json"]
+    command += ["--include-path-regex", "^/darts/v1", "--header", KEY, "--exclude-checks", NOT_CHECKED]
+    command += ["--max-examples", "40", "--seed", "1", "--request-timeout", "60"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-2000:]
+    assert "nresolvable" not in ran.stdout
+    assert guarded.busy() == 0
+
+
+ROLLOUTS: dict[str, Any] = {
+    "prompts": [{"text": "7a-5b*4>", "key": "a", "metadata": {"answer": 8}}, {"token_ids": [5, 6, 7]}],
+    "group_size": 4,
+    "sampling": {"max_tokens": 20, "temperature": 1.0},
+    "policy": {"name": "darts", "redundancy": 1.5},
+    "budget": 12,
+    "stream": False,
+}
+POLICY: dict[str, Any] = {"policy": "darts", "redundancy": 1.25, "num_longest": 1}
+REWARDS: dict[str, Any] = {"rewards": [{"trajectory_id": "a:0", "reward": 1.0, "correct": True}]}
+WEIGHTS: dict[str, Any] = {"path": "step-7.safetensors", "rule": "finish", "version": 7}
+VALID = [
+    ("POST", "rollouts", ROLLOUTS),
+    ("PATCH", "policy", POLICY),
+    ("POST", "rewards", REWARDS),
+    ("POST", "weights", WEIGHTS),
+]
+NEVER_RIGHT = [{"a": {"b": 1}}, [[1]], [None], "\x00", -1, 1e300, 10**30, True, ""]
+FREE = {"metadata", "key", "text"}
+"""Fields in which some of these are right."""
+
+
+def malformed(rng: Random, body: dict[str, Any]) -> bytes:
+    """The body with one thing wrong."""
+    text = json.dumps(body)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return text[: rng.randrange(len(text))].encode()
+    if kind == 1:
+        return rng.randbytes(rng.randrange(1, 200))
+    wrong = json.loads(text)
+    if kind == 2:
+        rng.choice(_objects(wrong))["unknown" + str(rng.random())] = rng.choice(NEVER_RIGHT)
+        return json.dumps(wrong).encode()
+    name = rng.choice(sorted(set(wrong) - FREE))
+    wrong[name] = rng.choice([value for value in NEVER_RIGHT if type(value) is not type(wrong[name])])
+    return json.dumps(wrong).encode()
+
+
+def _objects(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those parts of a body in which no other name may stand."""
+    return [body, *(part for name in ("prompts", "rewards") for part in body.get(name, []))]
+
+
+async def test_malformed_bodies_are_refused_by_the_field_and_start_nothing(guarded: Server) -> None:
+    started = guarded.metric("darts_candidates_started_total")
+    rng = Random(7)
+    headers = dict([KEY.split(": ")])
+    before = httpx.get(f"{guarded.url}/darts/v1/policy", headers=headers).json()
+    wrong: list[str] = []
+
+    async def send(client: httpx.AsyncClient, turns: Iterator[int]) -> None:
+        for _ in turns:
+            method, route, body = rng.choice(VALID)
+            content = malformed(rng, body)
+            answer = await client.request(method, f"/darts/v1/{route}", content=content, headers=headers)
+            if not (400 <= answer.status_code < 500 and answer.json()["error"]["param"]):
+                wrong.append(f"{method} {route} {content!r}: {answer.status_code} {answer.text}")
+
+    async with httpx.AsyncClient(base_url=guarded.url, timeout=60) as client:
+        turns = iter(range(BODIES))
+        await asyncio.gather(*(send(client, turns) for _ in range(AT_ONCE)))
+    assert not wrong, wrong[:3]
+    assert guarded.busy() == 0
+    assert guarded.metric("darts_candidates_started_total") == started
+    assert httpx.get(f"{guarded.url}/darts/v1/policy", headers=headers).json() == before

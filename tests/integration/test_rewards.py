@@ -1,0 +1,202 @@
+"""Rewards for what real vLLM generated, by every route and both ways of naming."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import numpy as np
+import pytest
+
+from examples.tiny_rl.server import Server
+from examples.tiny_rl.task import Problem, reward, sample_problem
+
+pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+SIZE = 8
+Named = dict[str, Any]
+
+
+def problems(count: int, seed: int) -> list[Problem]:
+    rng = Random(seed)
+    return [sample_problem(rng) for _ in range(count)]
+
+
+def completion(prompt: str | list[str], **more: object) -> dict[str, object]:
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 200, "return_token_ids": True, **more}
+
+
+def by_tokens(choice: dict[str, Any], value: float) -> Named:
+    return {
+        "prompt_token_ids": choice["prompt_token_ids"],
+        "completion_token_ids": choice["token_ids"],
+        "reward": value,
+    }
+
+
+def report(server: Server, rewards: Sequence[Named]) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}/darts/v1/rewards", json={"rewards": rewards}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def groups_of(server: Server, name: str) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = httpx.get(f"{server.url}/darts/v1/groups/{name}").json()["groups"]
+    return told
+
+
+def rewards_of(server: Server, key: str) -> dict[str, Any]:
+    told: dict[str, Any] = httpx.get(f"{server.url}/darts/v1/prompts/{key}").json()["rewards"]
+    return told
+
+
+def selected(group: dict[str, Any]) -> list[dict[str, Any]]:
+    return [candidate for candidate in group["candidates"] if candidate["end"]]
+
+
+def comes_to(told: dict[str, Any], lengths: Sequence[int], values: Sequence[float]) -> None:
+    """The statistics are those of these trajectories."""
+    right = [length for length, value in zip(lengths, values, strict=True) if value > 0]
+    wrong = [length for length, value in zip(lengths, values, strict=True) if value <= 0]
+    assert (told["rewarded"], told["right"]) == (len(lengths), len(right))
+    assert told["pass_rate"] == pytest.approx(len(right) / len(lengths))
+    for mean, of in ((told["length_right"], right), (told["length_wrong"], wrong)):
+        assert (mean is None) == (not of)
+        if of:
+            assert (mean["count"], mean["mean"]) == (len(of), pytest.approx(float(np.mean(of))))
+    assert (told["pattern"] is None) == (not right or not wrong)
+
+
+def test_choices_are_rewarded_by_their_tokens_and_by_the_ids_that_provenance_tells(server: Server) -> None:
+    asked = problems(2, seed=21)
+    seen, whole = (server.metric(f"darts_{name}_total") for name in ("rewards", "rewarded_groups"))
+    answer = httpx.post(f"{server.url}/v1/completions", json=completion([p.prompt for p in asked], n=SIZE), timeout=60)
+    choices = answer.json()["choices"]
+    values = [reward(asked[i // SIZE], choice["text"]) for i, choice in enumerate(choices)]
+    groups = groups_of(server, answer.headers["X-Darts-Group-Id"])
+    ids = [candidate["trajectory_id"] for group in groups for candidate in selected(group)]
+
+    tokens = [by_tokens(choice, value) for choice, value in zip(choices, values, strict=True)]
+    named = [{"trajectory_id": name, "reward": value} for name, value in zip(ids, values, strict=True)]
+    first = report(server, tokens[:SIZE] + named[SIZE:])
+    assert (first["matched"] + first["repeated"], first["unknown"]) == (2 * SIZE, 0), "equal ones are named at once"
+    assert report(server, named + tokens) == {"matched": 0, "repeated": 4 * SIZE, "unknown": 0, "unknown_indices": []}
+
+    for number, group in enumerate(groups_of(server, answer.headers["X-Darts-Group-Id"])):
+        own = values[number * SIZE : (number + 1) * SIZE]
+        assert [candidate["reward"] for candidate in selected(group)] == own
+        assert group["zero_variance"] is (len(set(own)) == 1)
+        lengths = [len(choice["token_ids"]) for choice in choices[number * SIZE : (number + 1) * SIZE]]
+        told = rewards_of(server, group["prompt_key"])
+        comes_to(told, lengths, own)
+        assert (told["rewarded_groups"], told["zero_variance_groups"]) == (1, int(len(set(own)) == 1))
+    assert server.metric("darts_rewards_total") == seen + first["matched"]
+    assert server.metric("darts_rewarded_groups_total") == whole + 2
+    assert 0 <= server.metric("darts_pass_rate") <= 1
+
+
+def test_streamed_choices_are_rewarded_by_their_tokens(server: Server) -> None:
+    [problem] = problems(1, seed=22)
+    key = f"streamed {uuid4()}"
+    choices: dict[int, dict[str, Any]] = {}
+    body = completion(problem.prompt, n=SIZE, stream=True)
+    headers = {"X-Darts-Prompt-Key": key}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+        for line in answer.iter_lines():
+            for choice in [] if line in ("", "data: [DONE]") else json.loads(line.removeprefix("data: "))["choices"]:
+                known = choices.setdefault(choice["index"], {"text": "", "token_ids": []})
+                known["text"] += choice["text"]
+                known["token_ids"] += choice["token_ids"] or []
+    prompt = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": problem.prompt}).json()["tokens"]
+    values = [reward(problem, choice["text"]) for choice in choices.values()]
+    named = [
+        by_tokens({**choice, "prompt_token_ids": prompt}, value)
+        for choice, value in zip(choices.values(), values, strict=True)
+    ]
+    told = report(server, named)
+    assert (told["unknown"], told["matched"] + told["repeated"]) == (0, SIZE)
+    comes_to(rewards_of(server, key), [len(choice["token_ids"]) for choice in choices.values()], values)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "darts_cut", "off", "shadow:darts"])
+def test_a_batch_of_ours_is_rewarded_whatever_shaped_it(server: Server, policy: str) -> None:
+    asked = problems(12, seed=23)
+    run = uuid4()
+    body = {
+        "prompts": [{"text": problem.prompt, "key": f"{run}/{i}"} for i, problem in enumerate(asked)],
+        "group_size": SIZE,
+        "sampling": {"max_tokens": 250},
+        "policy": {"name": policy} if policy == "off" else {"name": policy, "exploration": 0.0},
+    }
+    groups = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=120).json()["groups"]
+    for number, group in enumerate(groups):
+        prompt = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": asked[number].prompt}).json()[
+            "tokens"
+        ]
+        values = [reward(asked[number], trajectory["text"]) for trajectory in group["trajectories"]]
+        named: list[Named] = []
+        for trajectory, value in zip(group["trajectories"], values, strict=True):
+            tokens = {"prompt_token_ids": prompt, "token_ids": trajectory["token_ids"]}
+            named += [{"trajectory_id": trajectory["trajectory_id"], "reward": value}, by_tokens(tokens, value)]
+        some = named[::2] if number % 2 else named[::-1]
+        told = report(server, some)
+        assert (told["unknown"], told["matched"] + told["repeated"]) == (0, len(some))
+        assert report(server, named)["repeated"] == 2 * SIZE
+        comes_to(rewards_of(server, f"{run}/{number}"), [t["length"] for t in group["trajectories"]], values)
+        discarded = [{"trajectory_id": each["trajectory_id"], "reward": 1.0} for each in group["discarded"]]
+        assert report(server, discarded)["unknown"] == len(discarded)
+    if policy == "darts_cut":
+        assert any(trajectory["cut"] for group in groups for trajectory in group["trajectories"])
+
+
+async def test_single_requests_are_rewarded_by_their_tokens(server: Server) -> None:
+    [problem] = problems(1, seed=24)
+    key = f"single {uuid4()}"
+    headers = {"X-Darts-Group": f"size={SIZE}", "X-Darts-Prompt-Key": key}
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        posts = (
+            client.post(f"{server.url}/v1/completions", json=completion(problem.prompt), headers=headers)
+            for _ in range(SIZE)
+        )
+        answers = await asyncio.gather(*posts)
+    choices = [answer.json()["choices"][0] for answer in answers]
+    values = [reward(problem, choice["text"]) for choice in choices]
+    told = report(server, [by_tokens(choice, value) for choice, value in zip(choices, values, strict=True)])
+    assert (told["unknown"], told["matched"] + told["repeated"]) == (0, SIZE)
+    [group] = groups_of(server, answers[0].headers["X-Darts-Group-Id"])
+    assert sorted(c["reward"] for c in selected(group)) == sorted(values)
+    comes_to(rewards_of(server, key), [len(choice["token_ids"]) for choice in choices], values)
+
+
+def test_what_was_not_shaped_is_unknown(server: Server) -> None:
+    unknown = server.metric("darts_rewards_total", matched="false")
+    body = completion("7a-5b*4c-8d+7e-1f*3>", n=2, seed=77) | {
+        "model": "tiny:raw",
+        "temperature": 2.0,
+        "min_tokens": 30,
+    }
+    choices = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    told = report(server, [by_tokens(choice, 1.0) for choice in choices])
+    assert told == {"matched": 0, "repeated": 0, "unknown": 2, "unknown_indices": [0, 1]}
+    assert server.metric("darts_rewards_total", matched="false") == unknown + 2
+
+
+def test_what_was_learned_comes_back_with_the_state(server: Server) -> None:
+    [problem] = problems(1, seed=25)
+    key = f"saved {uuid4()}"
+    headers = {"X-Darts-Prompt-Key": key}
+    for value in (1.0, 0.0):
+        answer = httpx.post(
+            f"{server.url}/v1/completions", json=completion(problem.prompt, n=2), headers=headers, timeout=60
+        )
+        [group] = groups_of(server, answer.headers["X-Darts-Group-Id"])
+        report(server, [{"trajectory_id": c["trajectory_id"], "reward": value} for c in selected(group)])
+        if value:
+            saved = httpx.get(f"{server.url}/darts/v1/state").content
+            before = rewards_of(server, key)
+    assert rewards_of(server, key)["rewarded"] == 4
+    assert httpx.put(f"{server.url}/darts/v1/state", content=saved).status_code == 200
+    assert rewards_of(server, key) == before

@@ -1,0 +1,282 @@
+"""New weights for a real engine, by each way, against the same weights in transformers."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from transformers import Qwen3ForCausalLM
+
+from examples.tiny_rl.server import DARTS, MODEL, Server, serving
+from tests.integration import waiting
+
+pytestmark = pytest.mark.engine
+PROMPT = "7a-5b*4>"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+ORIGINAL: dict[str, torch.Tensor] = load_file(MODEL / "model.safetensors")
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("root")
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Server]:
+    """A server of its own: the others' model stays what it is."""
+    flags = ("--weights-root", str(root), "--worker-extension-cls", "tests.integration.extension.Users")
+    with serving(DARTS, root.parent / "weights.log", *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
+        yield running
+
+
+def other(seed: int) -> Weights:
+    """Weights that differ in every tensor."""
+    random = torch.Generator().manual_seed(seed)
+    return {name: t + 0.005 * torch.randn(t.shape, generator=random) for name, t in ORIGINAL.items()}
+
+
+def put(server: Server, weights: Weights | bytes, **query: Any) -> httpx.Response:
+    body = weights if isinstance(weights, bytes) else save(weights)
+    return httpx.put(f"{server.url}/darts/v1/weights", content=body, params=query, timeout=60)
+
+
+def post(server: Server, path: str, **more: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/darts/v1/weights", json={"path": path, **more}, timeout=60)
+
+
+def told(server: Server) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{server.url}/darts/v1/weights").json()
+    return answer
+
+
+def sampled(server: Server) -> list[tuple[list[int], list[int], list[float]]]:
+    """Prompt, completion and its log-probs, of some completions."""
+    body = {"model": "tiny:raw", "prompt": [PROMPT, "3b+4a*2>"], "n": 2, "max_tokens": 60, "seed": 1}
+    more = {"logprobs": 0, "return_token_ids": True, "temperature": 1.0}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return [
+        (choice["prompt_token_ids"], choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        for choice in answer.json()["choices"]
+    ]
+
+
+def difference(server: Server, weights: Weights) -> float:
+    """The largest difference between the server's log-probs and those of transformers."""
+    model = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model.load_state_dict({HEAD: weights[EMBEDDING], **weights})
+    largest = 0.0
+    for prompt, completion, logprobs in sampled(server):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        right = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        largest = max(largest, (right - torch.tensor(logprobs)).abs().max().item())
+    return largest
+
+
+def served(server: Server, answer: httpx.Response, weights: Weights) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    assert difference(server, weights) < 1e-5
+    last: dict[str, Any] = answer.json()["last"]
+    return last
+
+
+def test_pushed_weights_are_served_and_restored_ones_give_the_same_as_before(server: Server) -> None:
+    before = sampled(server)
+    assert difference(server, ORIGINAL) < 1e-5
+    version = told(server)["version"]
+    last = served(server, put(server, other(1)), other(1))
+    assert sampled(server) != before
+    assert last["outcome"] == "completed"
+    assert last["seconds"].keys() == {"transfer", "check", "wait", "pause", "load", "resume"}
+    assert last["version"] == version + 1
+    assert server.metric("darts_weight_version") == version + 1
+    assert httpx.get(f"{server.url}/weight_info").json()["weight_version"] == str(version + 1)
+    assert put(server, ORIGINAL, version=1000, rule="keep").json()["version"] == 1000
+    assert sampled(server) == before
+
+
+def test_weights_are_taken_from_files_and_folders(server: Server, root: Path) -> None:
+    save_file(other(2), root / "two.safetensors")
+    assert served(server, post(server, "two.safetensors"), other(2))["source"] == "disk"
+    names = sorted(ORIGINAL)
+    (root / "folder").mkdir()
+    for part in (0, 1):
+        save_file({n: other(3)[n] for n in names[part::2]}, root / "folder" / f"{part}.safetensors")
+    served(server, post(server, "folder"), other(3))
+
+
+def test_what_a_partial_set_leaves_out_stays(server: Server, root: Path) -> None:
+    served(server, put(server, other(4)), other(4))
+    mixed = other(4) | {QUERY: other(5)[QUERY]}
+    served(server, put(server, {QUERY: other(5)[QUERY]}, partial=True), mixed)
+    mixed |= {EMBEDDING: other(6)[EMBEDDING]}
+    save_file({EMBEDDING: other(6)[EMBEDDING]}, root / "part.safetensors")
+    served(server, post(server, "part.safetensors", partial=True), mixed)
+    (root / "part.safetensors").unlink()
+    answer = put(server, {QUERY: other(5)[QUERY]}, partial=True)
+    assert answer.status_code == 400
+    assert "has changed since; send a full set" in answer.json()["error"]["message"]
+    assert difference(server, mixed) < 1e-5
+
+
+def test_a_tied_head_and_another_precision_are_taken(server: Server) -> None:
+    weights = {name: tensor.bfloat16() for name, tensor in other(7).items()}
+    answer = put(server, weights | {HEAD: weights[EMBEDDING].clone()})
+    served(server, answer, {name: tensor.float() for name, tensor in weights.items()})
+
+
+def test_bad_sets_change_nothing_and_are_told_of(server: Server, root: Path) -> None:
+    served(server, put(server, other(8)), other(8))
+    before, version = sampled(server), told(server)["version"]
+    whole = save(other(9))
+    (root / "cut.safetensors").write_bytes(whole[:-1])
+    (root / "link.safetensors").symlink_to(MODEL / "model.safetensors")
+    without = other(9)
+    del without[QUERY]
+    for answer, words in (
+        (put(server, whole[:-100]), "not a whole safetensors file"),
+        (put(server, b""), "not a whole safetensors file"),
+        (put(server, other(9) | {QUERY: torch.zeros(128, 127)}), f"tensor {QUERY} is F32 of shape [128, 127]"),
+        (put(server, without), f"tensor {QUERY} is missing"),
+        (put(server, other(9) | {"model.extra": torch.zeros(1)}), "tensor model.extra is not one of the model's"),
+        (put(server, other(9) | {HEAD: torch.zeros(64, 128)}), f"tensor {HEAD} differs from {EMBEDDING}"),
+        (put(server, other(9), version=version), "version: is"),
+        (post(server, "cut.safetensors"), "not a whole safetensors file"),
+        (post(server, "link.safetensors"), "is a symbolic link"),
+        (post(server, str(MODEL / "model.safetensors")), "is outside"),
+        (post(server, "../x"), "must not have '..'"),
+        (post(server, "x", rule="restart"), "rule"),
+    ):
+        assert answer.status_code == 400, answer.text
+        assert words in answer.json()["error"]["message"]
+    assert httpx.put(f"{server.url}/darts/v1/weights?rule=no", content=whole).status_code in (400, 422)
+    assert sampled(server) == before
+    assert told(server)["version"] == version
+    assert told(server)["state"] == "serving"
+    assert server.metric("darts_weight_updates_total", outcome="refused") >= 9
+
+
+@pytest.mark.anyio
+async def test_a_caller_that_dies_while_it_sends_leaves_everything_as_it_was(server: Server) -> None:
+    version, whole = told(server)["version"], save(other(9))
+    _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+    head = f"PUT /darts/v1/weights HTTP/1.1\r\nHost: x\r\nContent-Length: {len(whole)}\r\n\r\n"
+    writer.write(head.encode() + whole[:100_000])
+    await writer.drain()
+    while told(server)["state"] != "staging":
+        await asyncio.sleep(0.02)
+    busy = put(server, whole)
+    assert busy.status_code == 409
+    assert "an update by push is under way" in busy.json()["error"]["message"]
+    writer.close()
+    while (now := told(server))["state"] != "serving":
+        await asyncio.sleep(0.02)
+    assert now["version"] == version
+    assert now["last"]["outcome"] == "refused"
+    served(server, put(server, other(1)), other(1))
+
+
+UPDATES = 30
+GROUPS = 16
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("rule", ["finish", "keep"])
+async def test_no_group_is_lost_while_weights_change(server: Server, rule: str) -> None:
+    """Under ``finish`` none mixes versions; under ``keep`` those that do say so."""
+    first = told(server)["version"]
+    sets = [save(ORIGINAL), save({name: tensor * 1.001 for name, tensor in ORIGINAL.items()})]
+    done = asyncio.Event()
+    groups: list[dict[str, Any]] = []
+    body = {"prompts": [{"text": PROMPT}], "group_size": 4, "sampling": {"max_tokens": 40, "ignore_eos": True}}
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        while not done.is_set():
+            answer = await client.post(f"{server.url}/darts/v1/rollouts", json=body)
+            assert answer.status_code == 200, answer.text
+            groups.extend(answer.json()["groups"])
+
+    async with httpx.AsyncClient(timeout=60) as client:
+        asking = [asyncio.create_task(ask(client)) for _ in range(GROUPS)]
+        for number in range(UPDATES if rule == "finish" else 5):
+            url = f"{server.url}/darts/v1/weights?rule={rule}"
+            answer = await client.put(url, content=sets[number % 2])
+            assert answer.status_code == 200, answer.text
+        done.set()
+        await asyncio.gather(*asking)
+    assert told(server)["version"] == first + (UPDATES if rule == "finish" else 5)
+    assert len(groups) >= GROUPS
+    for group in groups:
+        assert len(group["trajectories"]) == 4
+        versions = {t[f"weight_version_{end}"] for t in group["trajectories"] for end in ("start", "end")}
+        assert group["mixed_versions"] == (len(versions) > 1)
+        assert rule == "keep" or len(versions) == 1
+    if rule == "keep":
+        assert any(group["mixed_versions"] for group in groups)
+
+
+def test_vllms_own_routes_stay_and_exclude_ours(server: Server) -> None:
+    """Of an update without a backend: vLLM refuses it, and what it had begun is over."""
+    assert httpx.post(f"{server.url}/start_weight_update", json={}, timeout=30).status_code >= 400
+    assert httpx.post(f"{server.url}/pause?mode=keep", timeout=30).status_code == 200
+    assert put(server, ORIGINAL).status_code == 200
+    assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": True}
+    assert httpx.post(f"{server.url}/resume", timeout=30).status_code == 200
+    assert difference(server, ORIGINAL) < 1e-5
+
+
+def test_an_engine_survives_a_load_that_fails_half_way_and_a_full_one_puts_it_right(server: Server, root: Path) -> None:
+    """What the server does by itself when the files that it has checked can no longer be read."""
+    names = sorted(ORIGINAL)
+    save_file(other(1), root / "whole.safetensors")
+    plans = [[str(root / "whole.safetensors"), names[:9]], [str(root / "nothing.safetensors"), names[9:]]]
+    call = {"method": "darts_load_weights", "args": [plans]}
+    (error,) = httpx.post(f"{server.url}/collective_rpc", json=call, timeout=60).json()["results"]
+    assert "nothing.safetensors" in error
+    assert len(sampled(server)) == 4
+    served(server, put(server, ORIGINAL), ORIGINAL)
+
+
+def test_single_requests_of_a_group_that_has_begun_are_let_in_while_groups_are_waited_for(server: Server) -> None:
+    """Or the group would wait for them, and the update for the group."""
+    options = {"darts_group_id": "one by one", "darts_group_size": 4}
+    body = {"model": "tiny", "prompt": PROMPT, "n": 1, "max_tokens": 20, "vllm_xargs": options}
+
+    async def ask(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post(f"{server.url}/v1/completions", json=body)
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            first = asyncio.create_task(ask(client))
+            await asyncio.to_thread(waiting.wait_started, server, int(before) + 1)
+            update = asyncio.create_task(client.put(f"{server.url}/darts/v1/weights", content=save(ORIGINAL)))
+            while told(server)["state"] != "announced":
+                await asyncio.sleep(0.02)
+            answers = await asyncio.gather(first, *(ask(client) for _ in range(3)))
+            assert (await update).status_code == 200
+            return answers
+
+    before = server.metric("darts_candidates_started_total")
+    answers = asyncio.run(run())
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert len({answer.headers["x-darts-group-id"] for answer in answers}) == 1
+
+
+def test_the_users_own_worker_extension_works_beside_ours(server: Server) -> None:
+    answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "users_own"}, timeout=30)
+    assert answer.json() == {"results": ["here"]}
+
+
+def test_versions_only_rise_by_the_updates_that_were_made(server: Server) -> None:
+    versions = []
+    for seed in (1, 2, 3):
+        versions.append(put(server, other(seed)).json()["version"])
+    assert all(later == earlier + 1 for earlier, later in pairwise(versions))

@@ -1,0 +1,62 @@
+"""The weights room on a fake model."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from safetensors.numpy import save
+
+from darts_server.engine.gate import Gate
+from darts_server.weights.staging import Staging
+from darts_server.weights.states import State
+from darts_server.weights.updates import Limits, Updates, Wish
+from tests.weights.model import SHAPES, FakeModel, Heard, tensors
+
+HASTY = Limits(step=2.0)
+"""Far more than a step takes on a busy machine."""
+
+
+class House:
+    """The room on a fake model."""
+
+    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
+        self.root = folder / "root"
+        self.root.mkdir()
+        self.model = FakeModel(folder)
+        self.heard = Heard(self.model)
+        self.gate = Gate()
+        self.staging = Staging(folder)
+        self.updates = Updates(self.model, self.gate, self.staging, self.root, limits, [self.heard])
+
+    async def push(self, value: float, *names: str, wish: Wish | None = None) -> None:
+        data = {n: t for n, t in tensors(value).items() if not names or n in names}
+        await self.push_bytes(save(data), wish or Wish(partial=bool(names)))
+
+    async def push_bytes(self, data: bytes, wish: Wish) -> None:
+        async def body(limit: int) -> AsyncIterator[bytes]:
+            assert len(data) <= limit
+            yield data
+
+        await self.updates.push(body, wish)
+
+    def serves(self, version: int, **values: float) -> None:
+        """All is well, with this version; ``values``: by the last part but one of the tensors' names, or ``all``."""
+        assert self.updates.state is State.SERVING
+        assert self.updates.version == self.model.weight_version == version
+        wanted = {name: values.get(name.split(".")[-2], values.get("all")) for name in SHAPES}
+        wanted |= {f"layers.{n}.weight": values[f"layer{n}"] for n in (0, 1) if f"layer{n}" in values}
+        assert self.model.values == wanted
+        assert self.gate.inside == 0
+        self.gate.let_in()
+        self.gate.leave()
+        assert self.model.calls.count("pause") == self.model.calls.count("resume")
+
+
+async def until(house: House, state: State) -> None:
+    while house.updates.state is not state:
+        await asyncio.sleep(0.001)
+
+
+async def enter(gate: Gate) -> None:
+    async with gate.held():
+        pass

@@ -1,0 +1,99 @@
+"""A model that is a dictionary, and safetensors files to update it with."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from darts_server.types import UpdateRecord
+from darts_server.weights.tensors import Expected, TensorSet, read
+
+SHAPES = {"embed_tokens.weight": (4, 2), "layers.0.weight": (2, 2), "layers.1.weight": (2, 2)}
+TIED = {"lm_head.weight": "embed_tokens.weight"}
+
+
+def tensors(value: float, **more: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """A full set of one value."""
+    return {name: np.full(shape, value, np.float32) for name, shape in (SHAPES | more).items()}
+
+
+def write(path: Path, value: float, *names: str) -> Path:
+    """A file with these tensors, or with all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor for name, tensor in tensors(value).items() if not names or name in names}, path)
+    return path
+
+
+class FakeModel:
+    """Implements :class:`darts_server.weights.port.Model`. What it was asked to do is in ``calls``.
+
+    ``fail``: what the named steps raise, each in its turn; ``None`` for a turn that goes well. ``stuck``: steps that
+    never end. ``during``: what happens besides, when a step begins.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.weight_version = 0
+        self.values: dict[str, float] = dict.fromkeys(SHAPES, 0.0)
+        self.calls: list[str] = []
+        self.fail: dict[str, list[Exception | None]] = {}
+        self.stuck: set[str] = set()
+        self.during: dict[str, Callable[[], object]] = {}
+        self.running = False
+        self._checkpoint = write(folder / "checkpoint" / "model.safetensors", 0.0)
+
+    async def expected(self) -> Expected:
+        return Expected({name: file.tensors[name] for name, file in (await self.original()).items()}, TIED)
+
+    async def original(self) -> TensorSet:
+        await self._do("original", told=False)
+        return read(self._checkpoint, "checkpoint")
+
+    async def pause(self) -> None:
+        await self._do("pause")
+
+    async def resume(self) -> None:
+        await self._do("resume")
+
+    async def stop(self) -> None:
+        await self._do("stop")
+
+    async def load(self, files: Mapping[Path, Sequence[str]]) -> None:
+        assert not self.running, "groups run while the model is written"
+        assert sorted(name for names in files.values() for name in names) == sorted(SHAPES)
+        self.values = dict.fromkeys(SHAPES, -1.0)
+        await self._do("load")
+        for path, names in files.items():
+            data = load_file(path)
+            self.values |= {name: float(data[name].flat[0]) for name in names}
+
+    async def became(self, version: int) -> None:
+        await self._do("became")
+        self.weight_version = version
+
+    async def _do(self, step: str, *, told: bool = True) -> None:
+        if told:
+            self.calls.append(step)
+        if step in self.during:
+            self.during[step]()
+        if step in self.stuck:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        if self.fail.get(step) and (error := self.fail[step].pop(0)) is not None:
+            raise error
+
+
+class Heard:
+    """An observer that remembers."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.records: list[UpdateRecord] = []
+        self._model = model
+
+    def update_announced(self, version: int) -> None:
+        self._model.calls.append(f"announced {version}")
+
+    def update_ended(self, record: UpdateRecord) -> None:
+        self._model.calls.append(f"ended {record.outcome}")
+        self.records.append(record)

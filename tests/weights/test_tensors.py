@@ -1,0 +1,122 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.weights.tensors import Expected, Tensor, check, read
+from tests.weights.model import SHAPES, TIED, tensors, write
+
+EXPECTED = Expected({name: Tensor(shape, "F32") for name, shape in SHAPES.items()}, TIED)
+
+
+def checked(folder: Path, given: dict[str, np.ndarray], *, partial: bool = False) -> list[str]:
+    save_file(given, folder / "given.safetensors")
+    return sorted(check(EXPECTED, read(folder / "given.safetensors", "body"), partial=partial, field="body"))
+
+
+def test_a_full_set_is_taken(tmp_path: Path) -> None:
+    assert checked(tmp_path, tensors(1)) == sorted(SHAPES)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_floats_of_another_precision_are_taken(tmp_path: Path, dtype: type) -> None:
+    assert checked(tmp_path, {n: t.astype(dtype) for n, t in tensors(1).items()}) == sorted(SHAPES)
+
+
+def test_a_tied_tensor_may_come_besides_if_it_is_equal(tmp_path: Path) -> None:
+    twins = tensors(1, **{"lm_head.weight": (4, 2)})
+    assert checked(tmp_path, twins) == sorted(SHAPES)
+    twins["lm_head.weight"][3, 1] = 2
+    with pytest.raises(InvalidRequest, match=r"tensor lm_head\.weight differs from embed_tokens\.weight"):
+        checked(tmp_path, twins)
+    del twins["embed_tokens.weight"]
+    with pytest.raises(InvalidRequest, match=r"tensor lm_head\.weight differs"):
+        checked(tmp_path, twins, partial=True)
+
+
+def test_each_tensor_that_does_not_fit_is_named_with_what_fits(tmp_path: Path) -> None:
+    good = tensors(1)
+    for bad, message in (
+        (good | {"layers.1.weight": np.zeros((2, 3), np.float32)}, r"layers.1.weight is F32 of shape \[2, 3\]"),
+        (good | {"layers.1.weight": np.zeros((4,), np.float32)}, r"and the model's is F32 of shape \[2, 2\]"),
+        (good | {"layers.1.weight": np.zeros((2, 2), np.int32)}, r"layers.1.weight is I32"),
+        (good | {"layers.2.weight": np.zeros((2, 2), np.float32)}, "layers.2.weight is not one of the model's"),
+        ({"layers.1.weight": good["layers.1.weight"]}, "tensor embed_tokens.weight is missing, and 1 more"),
+    ):
+        with pytest.raises(InvalidRequest, match=message) as error:
+            checked(tmp_path, bad)
+        assert error.value.field == "body"
+
+
+def test_tensors_may_be_missing_of_a_partial_set_but_not_all(tmp_path: Path) -> None:
+    assert checked(tmp_path, {"layers.1.weight": tensors(1)["layers.1.weight"]}, partial=True) == ["layers.1.weight"]
+    with pytest.raises(InvalidRequest, match="no tensor"):
+        checked(tmp_path, {}, partial=True)
+
+
+@pytest.mark.parametrize("left", [0, 4, 8, 60, -1])
+def test_a_file_that_is_not_whole_is_refused(tmp_path: Path, left: int) -> None:
+    path = write(tmp_path / "cut.safetensors", 1)
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(InvalidRequest, match="not a whole safetensors file"):
+        read(path, "body")
+
+
+@pytest.mark.parametrize("junk", [b"junk" * 100, b"\xff" * 64, (2**40).to_bytes(8, "little") + b"{}"])
+def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, junk: bytes) -> None:
+    path = tmp_path / "junk.safetensors"
+    path.write_bytes(junk)
+    with pytest.raises(InvalidRequest, match="not a whole safetensors file"):
+        read(path, "body")
+
+
+def test_a_folder_is_read_by_its_index_or_whole(tmp_path: Path) -> None:
+    first, *others = SHAPES
+    write(tmp_path / "a.safetensors", 1, first)
+    write(tmp_path / "b.safetensors", 1, *others)
+    assert read(tmp_path, "path").keys() == SHAPES.keys()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(others, "b.safetensors")}))
+    assert read(tmp_path, "path").keys() == set(others)
+
+
+def test_a_folder_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"no \*.safetensors file"):
+        read(tmp_path, "path")
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        read(tmp_path / "nowhere", "path")
+    write(tmp_path / "a.safetensors", 1)
+    write(tmp_path / "b.safetensors", 1)
+    with pytest.raises(InvalidRequest, match=r"is in a\.safetensors and in b\.safetensors"):
+        read(tmp_path, "path")
+    index = tmp_path / "model.safetensors.index.json"
+    for text, message in (
+        ("{", "no index"),
+        ("[]", "no index"),
+        ('{"weight_map": {"a": 1}}', "no index"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "outside its folder"),
+        ('{"weight_map": {"a": "c.safetensors"}}', "cannot be read"),
+    ):
+        index.write_text(text)
+        with pytest.raises(InvalidRequest, match=message):
+            read(tmp_path, "path")
+
+
+def test_a_file_knows_whether_it_was_changed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.safetensors", 1)
+    file = read(path, "path")["layers.0.weight"]
+    assert file.unchanged
+    other = write(tmp_path / "b.safetensors", 2)
+    other.rename(path)
+    assert not file.unchanged
+    path.unlink()
+    assert not file.unchanged
+
+
+def test_no_set_that_fits_is_larger_than_what_is_taken(tmp_path: Path) -> None:
+    full = tensors(1, **{"lm_head.weight": (4, 2)})
+    save_file(full, tmp_path / "full.safetensors")
+    assert (tmp_path / "full.safetensors").stat().st_size < EXPECTED.most_bytes
