@@ -1,0 +1,242 @@
+"""Log-probs while the rollout runs against log-probs after it: the time that both take together.
+
+    OMP_NUM_THREADS=1 python -m examples.tiny_rl.overlap
+
+Starts darts-server with the tiny model and lets a trainer beside it compute the log-probs of what comes back: after the
+rollout, in forward passes over whole trajectories, and token by token with `darts_client.overlap`. Here the two share
+the cores. So token streams are also recorded, with nothing computed meanwhile, and replayed by the clock after the
+server has gone: then the trainer has its core for itself, as it has if the rollout runs on another machine.
+Run it from the root of the repository, with vLLM, the extra "dev", torch and clients/ installed.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from random import Random
+from statistics import median
+from threading import Thread
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from darts_client import Client, DartsError, Event, Group, GroupEvent
+from darts_client.overlap import Overlap
+from examples.tiny_rl.server import DARTS, MODEL, serving
+from examples.tiny_rl.task import MAX_RESPONSE_TOKENS, sample_problem
+from examples.tiny_rl.tokenizer import build_tokenizer
+
+PROMPT_SEED = 8
+BATCH_TOKENS = 512  # of a forward pass; of 512 to 8192, the quickest for whole trajectories on one core
+
+Rows = Sequence[tuple[str, Sequence[int], Sequence[int]]]
+"""Trajectory id, prompt and completion."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds until all log-probs of a batch are there, and how many of them follow the last token."""
+
+    sequential: float
+    sequential_tail: float
+    overlapped: float
+    overlapped_tail: float
+    error: float  # largest difference between the log-probs of the two ways
+
+    @property
+    def ratio(self) -> float:
+        return self.sequential / self.overlapped
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A token stream as it came: seconds after the request, event."""
+
+    events: Sequence[tuple[float, Event]]
+
+    def replayed(self) -> Iterator[Event]:
+        """The events, each at its time."""
+        began = time.perf_counter()
+        for seconds, event in self.events:
+            time.sleep(max(0.0, began + seconds - time.perf_counter()))
+            yield event
+
+
+class Trainer:
+    """The model, and the prompts that it trains on."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        causal_lm: Any = AutoModelForCausalLM
+        self.model = causal_lm.from_pretrained(MODEL).eval()
+        tokenizer, rng = build_tokenizer(), Random(PROMPT_SEED)
+        self.prompts = [tokenizer.encode(sample_problem(rng).prompt) for _ in range(options.prompts)]
+        self.asked: dict[str, Any] = {"group_size": options.group_size, "max_tokens": MAX_RESPONSE_TOKENS}
+        self.chunk_tokens: int = options.chunk_tokens
+
+    def live(self, client: Client, seed: int) -> Round:
+        """Both ways beside the engine, on the same prompts and seeds."""
+        began = time.perf_counter()
+        groups = list(client.rollouts(self.prompts, seed=seed, **self.asked))
+        rolled_out = time.perf_counter()
+        forward_after(self.model, rows_of(groups, self.prompts))
+        sequential, tail = time.perf_counter() - began, time.perf_counter() - rolled_out
+        return self.against(self.stream(client, seed), sequential, tail)
+
+    def record(self, client: Client, seed: int) -> Recording:
+        """A stream that nothing is computed from."""
+        began = time.perf_counter()
+        return Recording([(time.perf_counter() - began, event) for event in self.stream(client, seed)])
+
+    def replay(self, recording: Recording) -> Round:
+        """Both ways with the engine elsewhere."""
+        rows = rows_of((event.group for _, event in recording.events if isinstance(event, GroupEvent)), self.prompts)
+        began = time.perf_counter()
+        forward_after(self.model, rows)
+        tail = time.perf_counter() - began
+        return self.against(recording.replayed(), recording.events[-1][0] + tail, tail)
+
+    def stream(self, client: Client, seed: int) -> Iterable[Event]:
+        return client.stream_tokens(self.prompts, seed=seed, chunk_tokens=self.chunk_tokens, **self.asked)
+
+    def against(self, events: Iterable[Event], sequential: float, sequential_tail: float) -> Round:
+        """Forward while the events come, and compare with how long the other way took."""
+        overlap, began = Overlap(self.model, batch_tokens=BATCH_TOKENS), time.perf_counter()
+        for number, prompt in enumerate(self.prompts):
+            overlap.prompt(number, prompt)
+        groups, streamed = follow(overlap, events)
+        ended = time.perf_counter()
+        rows = rows_of(groups, self.prompts)
+        expected = forward_after(self.model, rows)
+        error = max(float((overlap.logprobs(name) - expected[name]).abs().max()) for name, _, _ in rows)
+        return Round(sequential, sequential_tail, ended - began, ended - streamed, error)
+
+
+def follow(overlap: Overlap, events: Iterable[Event]) -> tuple[list[Group], float]:
+    """Read events in a thread, and forward what waits whenever none is there. Returns the groups, and when it ended."""
+    arrived: SimpleQueue[tuple[float, Event | Exception | None]] = SimpleQueue()
+    Thread(target=read, args=(events, arrived), daemon=True).start()
+    groups: list[Group] = []
+    while True:
+        while overlap.waiting and arrived.empty():
+            overlap.step()
+        when, event = arrived.get()
+        if event is None:
+            break
+        if isinstance(event, Exception):
+            raise event
+        overlap.feed(event)
+        if isinstance(event, GroupEvent):
+            groups.append(event.group)
+    while overlap.waiting:
+        overlap.step()
+    return groups, when
+
+
+def read(events: Iterable[Event], arrived: "SimpleQueue[tuple[float, Event | Exception | None]]") -> None:
+    """Hand on each event with the time at which it came, then what ended them."""
+    try:
+        for event in events:
+            arrived.put((time.perf_counter(), event))
+    except Exception as exc:
+        arrived.put((time.perf_counter(), exc))
+    arrived.put((time.perf_counter(), None))
+
+
+def rows_of(groups: Iterable[Group], prompts: Sequence[Sequence[int]]) -> Rows:
+    """Every trajectory of these groups."""
+    return [
+        (trajectory.trajectory_id or "", prompts[group.number or 0], trajectory.token_ids)
+        for group in groups
+        for trajectory in group.trajectories
+    ]
+
+
+@torch.no_grad()
+def forward_after(model: Any, rows: Rows) -> dict[str, Tensor]:
+    """Log-probs of each completion from forward passes over the whole, rows of like length together."""
+    logprobs = {}
+    for part in parts_of(sorted(rows, key=lambda row: len(row[1]) + len(row[2]))):
+        width = max(len(prompt) + len(completion) for _, prompt, completion in part)
+        tokens = torch.zeros((len(part), width), dtype=torch.long)
+        for row, (_, prompt, completion) in enumerate(part):  # padding at the end needs no mask: attention is causal
+            tokens[row, : len(prompt) + len(completion)] = torch.tensor([*prompt, *completion])
+        logits = model(input_ids=tokens).logits
+        for row, (name, prompt, completion) in enumerate(part):
+            scores = logits[row, len(prompt) - 1 : len(prompt) + len(completion) - 1].log_softmax(-1)
+            logprobs[name] = scores[range(len(completion)), list(completion)]
+    return logprobs
+
+
+def parts_of(rows: Rows) -> Iterator[Rows]:
+    """Rows sorted by length, in parts of at most BATCH_TOKENS with their padding."""
+    part: list[tuple[str, Sequence[int], Sequence[int]]] = []
+    for row in rows:
+        if part and (len(part) + 1) * (len(row[1]) + len(row[2])) > BATCH_TOKENS:
+            yield part
+            part = []
+        part.append(row)
+    yield part
+
+
+ROWS: tuple[tuple[str, Callable[[Round], float]], ...] = (
+    ("one after the other (s)", lambda r: r.sequential),
+    ("  of it after the rollout", lambda r: r.sequential_tail),
+    ("overlapped (s)", lambda r: r.overlapped),
+    ("  of it after the rollout", lambda r: r.overlapped_tail),
+    ("ratio", lambda r: r.ratio),
+)
+
+
+def table(live: Sequence[Round], replayed: Sequence[Round]) -> Table:
+    """Medians over the rounds."""
+    caption = "Medians. The ratio is a round's first time over its second: above 1, overlapping saves time."
+    result = Table("", title=f"Rollout and log-probs, {len(live)} rounds", caption=caption)
+    for column in ("cores shared with the engine", "replay: engine elsewhere"):
+        result.add_column(column, justify="right")
+    for name, value in ROWS:
+        result.add_row(name, *(f"{median(map(value, rounds)):.3f}" for rounds in (live, replayed)))
+    spread = [f"{min(ratios):.2f} .. {max(ratios):.2f}" for ratios in ([r.ratio for r in k] for k in (live, replayed))]
+    result.add_row("  lowest .. highest", *spread)
+    return result
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m examples.tiny_rl.overlap", description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--prompts", type=int, default=32, metavar="N", help="groups of a rollout (default: %(default)s)")
+    add("--group-size", type=int, default=8, metavar="N", help="trajectories a group (default: %(default)s)")
+    add("--chunk-tokens", type=int, default=100, metavar="N", help="of a delta, at least (default: %(default)s)")
+    add("--rounds", type=int, default=7, metavar="N", help="rollouts of each kind (default: %(default)s)")
+    add("--log", type=Path, default=Path("out/overlap/server.log"), help="of the server (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print. Exits with a message if the server or the rollout fails."""
+    options, console = arguments(argv), Console()
+    torch.set_num_threads(1)
+    trainer, seeds = Trainer(options), range(1, options.rounds + 1)
+    try:
+        with serving(DARTS, options.log) as server, Client(server.url) as client:
+            trainer.live(client, seed=0)  # an engine's first requests take seconds
+            live = [trainer.live(client, seed) for seed in seeds]
+            recordings = [trainer.record(client, seed) for seed in seeds]
+    except (DartsError, RuntimeError) as error:
+        sys.exit(f"overlap: {error}\nThe server's log is {options.log}")
+    replayed = [trainer.replay(recording) for recording in recordings]
+    console.print(table(live, replayed))
+    console.print(
+        f"Largest difference of a log-prob between the two ways: {max(r.error for r in [*live, *replayed]):.1e}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The overlap example's parts that need no server."""
+
+import argparse
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rich.console import Console
+
+from darts_client import Delta, Discard, Done, Event, Group, GroupEvent, Trajectory, TrajectoryEvent
+from darts_client._models import Usage
+from darts_client.overlap import Overlap
+from examples.tiny_rl import overlap as example
+from examples.tiny_rl.overlap import Recording, Round, Trainer, follow, forward_after, table
+from tests.clients.causal_lms import assert_equal, tokens, whole
+
+FIRST, SECOND = tuple(tokens(1, 30)), tuple(tokens(2, 7))
+
+
+def delta(name: str, start: int, token_ids: tuple[int, ...]) -> Delta:
+    return Delta(trajectory_id=name, number=0, start=start, token_ids=token_ids, logprobs=None)
+
+
+def returned(index: int, token_ids: tuple[int, ...]) -> Trajectory:
+    return Trajectory(index, "", token_ids, None, "stop", trajectory_id=f"g:{index}")
+
+
+# Two trajectories of one prompt and a third candidate that is stopped.
+EVENTS: list[Event] = [
+    delta("g:0", 0, FIRST[:20]),
+    delta("g:2", 0, SECOND),
+    Discard(trajectory_id="g:2", number=0, length=7, reason="surplus"),
+    delta("g:0", 20, FIRST[20:]),
+    TrajectoryEvent("g:0", 0, FIRST, None, "", "stop", cut=False),
+    delta("g:1", 0, SECOND),
+    TrajectoryEvent("g:1", 0, SECOND, None, "", "stop", cut=False),
+    GroupEvent(Group("g", None, (returned(0, FIRST), returned(1, SECOND)), number=0)),
+    Done(Usage(generated=44, returned=37, wasted=7, seconds=1.0), ()),
+]
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Trainer(argparse.Namespace(prompts=1, group_size=2, chunk_tokens=20))
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("batch_tokens", [40, 10_000])
+def test_logprobs_after_the_rollout_are_those_of_every_row_by_itself(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, batch_tokens: int
+) -> None:
+    monkeypatch.setattr(example, "BATCH_TOKENS", batch_tokens)
+    rows = [(str(i), tokens(i, 3 + i), tokens(9 + i, 12 - i)) for i in range(6)]
+    found = forward_after(trainer.model, rows)
+    for name, prompt, completion in rows:
+        assert_equal(found[name], whole(trainer.model, prompt, completion))
+
+
+def test_a_replayed_stream_comes_no_earlier_than_it_was_recorded_and_gives_the_same_logprobs(trainer: Trainer) -> None:
+    recording = Recording([(0.02 * i, event) for i, event in enumerate(EVENTS)])
+    replayed = trainer.replay(recording)
+    assert replayed.error < 1e-5
+    assert replayed.overlapped >= 0.02 * (len(EVENTS) - 1)
+    assert replayed.sequential == 0.02 * (len(EVENTS) - 1) + replayed.sequential_tail
+
+
+def test_prompts_are_forwarded_before_the_first_event_comes(trainer: Trainer) -> None:
+    overlap, waiting = Overlap(trainer.model), []
+    overlap.prompt(0, tokens(0, 9))
+
+    def late() -> Iterator[Event]:
+        for _ in range(500):
+            if not overlap.waiting:
+                break
+            time.sleep(0.01)
+        waiting.append(overlap.waiting)
+        yield from EVENTS
+
+    groups, _ = follow(overlap, late())
+    assert waiting == [0]
+    assert [group.number for group in groups] == [0]
+    assert overlap.kept_tokens == 0
+
+
+def test_what_ends_the_stream_ends_the_reading(trainer: Trainer) -> None:
+    def broken() -> Iterator[Event]:
+        yield EVENTS[0]
+        raise ConnectionError("gone")
+
+    overlap = Overlap(trainer.model)
+    overlap.prompt(0, [1, 2])
+    with pytest.raises(ConnectionError, match="gone"):
+        follow(overlap, broken())
+
+
+def test_the_table_has_medians_and_says_what_is_replayed() -> None:
+    live = [Round(3.0, 1.0, seconds, 0.1, 0.0) for seconds in (1.5, 2.0, 6.0)]
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table(live, [Round(4.0, 1.0, 2.0, 0.0, 0.0)]))
+    lines = capture.get().splitlines()
+    rows = {name.strip(): cells for _, name, *cells, _ in (line.split("│") for line in lines if line.startswith("│"))}
+    assert [cell.strip() for cell in rows["overlapped (s)"]] == ["2.000", "2.000"]
+    assert [cell.strip() for cell in rows["ratio"]] == ["1.500", "2.000"]
+    assert [cell.strip() for cell in rows["lowest .. highest"]] == ["0.50 .. 2.00", "2.00 .. 2.00"]
+    assert "replay: engine elsewhere" in capture.get()
