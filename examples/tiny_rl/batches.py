@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -32,6 +33,9 @@ class Sample:
     prompt_length: int
 
 
+SampleT = TypeVar("SampleT", bound=Sample)
+
+
 def draw_batch(
     rng: Random,
     tokenizer: PreTrainedTokenizerFast,
@@ -52,7 +56,7 @@ def draw_batch(
     return sorted(samples, key=lambda sample: len(sample.tokens))
 
 
-def collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+def collate(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and labels, both [samples, longest], padded on the right.
 
     Padding needs no attention mask: it stands after everything that counts, and
@@ -68,10 +72,10 @@ def collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def parts_of(samples: list[Sample]) -> Iterator[list[Sample]]:
+def parts_of(samples: Sequence[SampleT]) -> Iterator[list[SampleT]]:
     """Split sorted samples into parts of about equally many tokens."""
     total = sum(len(sample.tokens) for sample in samples)
-    part: list[Sample] = []
+    part: list[SampleT] = []
     held = 0
     for sample in samples:
         part.append(sample)

@@ -1,0 +1,173 @@
+"""GRPO on the tiny task under each policy: what is learned, and what it costs.
+
+    python -m benchmarks.rl
+    python -m benchmarks.rl --quick
+
+One server for all. For each start and seed all policies train in turns, step by step, on the same prompts in the same
+order: before its turn a policy's weights are pushed and what the server learned under it is restored. So whatever else
+the machine does hits all of them alike, and none profits from what the server learned under another. Evaluation is
+unshaped, on other prompts, and no part of the time.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import trange
+
+from benchmarks.rl_table import BASE, Runs, tables
+from darts_server.store import Store
+from examples.tiny_rl import warm_start
+from examples.tiny_rl.grpo import Learner
+from examples.tiny_rl.remote import Remote
+from examples.tiny_rl.server import DARTS, MODEL, serving
+from examples.tiny_rl.task import VARIANTS
+from examples.tiny_rl.train import Recipe, train
+from examples.tiny_rl.train_log import Entry, read_log
+
+POLICIES: Mapping[str, Mapping[str, object]] = {
+    "off": {"name": "off"},
+    "uniform": {"name": "uniform"},
+    "darts": {"name": "darts"},
+    "darts, longest tail": {"name": "darts", "tail": "longest"},
+    "darts_deadline": {"name": "darts_deadline"},
+    "darts_cut": {"name": "darts_cut"},
+}
+STARTS = ("wordier", "standard")
+QUICK_POLICIES = ("off", "uniform", "darts_cut")
+QUICK_STEPS, QUICK_SEEDS = 16, (0, 1)
+QUICK = "Quick: one start, {seeds} seeds, {policies} and {steps} steps. Too few to conclude anything."
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run."""
+
+    starts: Sequence[str]
+    policies: Sequence[str]
+    seeds: Sequence[int]
+    recipe: Recipe
+
+
+class Contender:
+    """The training run of one policy, a step at a time, on a server that it shares."""
+
+    def __init__(self, remote: Remote, learner: Learner, recipe: Recipe, seed: int, log: Path) -> None:
+        self.entries: list[Entry] = []
+        self._remote, self._learner, self._log = remote, learner, log
+        self._steps = train(remote, learner, recipe, seed)
+        self._learned = Store().export()  # nothing
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+
+    def step(self) -> None:
+        """The next step, from where this run left off."""
+        self._remote.push(self._learner.weights())
+        self._remote.restore(self._learned)
+        entry = next(self._steps)
+        self._learned = self._remote.save()
+        self.entries.append(entry)
+        with self._log.open("a") as log:
+            print(entry.line(), file=log)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    plan = options.plan
+    if not options.report:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
+        torch.set_num_threads(1)  # the server needs the other core
+        with ExitStack() as stack:
+            url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
+            for seed in plan.seeds:
+                for start in plan.starts:
+                    compete(url, plan, start, seed, options.out)
+    print(report(plan, options.out))
+    if options.quick:
+        print(QUICK.format(seeds=len(plan.seeds), policies=", ".join(plan.policies), steps=plan.recipe.steps))
+    return 0
+
+
+def compete(url: str, plan: Plan, start: str, seed: int, out: Path) -> None:
+    """All policies from one start, with one seed, in turns."""
+    folder = model_of(start, out)
+    with ExitStack() as stack:
+        contenders = [
+            Contender(
+                stack.enter_context(Remote(url, POLICIES[policy])),
+                Learner(folder),
+                plan.recipe,
+                seed,
+                log_of(out, start, policy, seed),
+            )
+            for policy in plan.policies
+        ]
+        for turn in trange(plan.recipe.steps + 1, desc=f"{start}, seed {seed}", unit="step"):
+            first = turn % len(contenders)
+            for contender in contenders[first:] + contenders[:first]:
+                contender.step()
+
+
+def model_of(start: str, out: Path) -> Path:
+    """The policy to start from; one that is not committed is trained once."""
+    if start == "standard":
+        return MODEL
+    folder = out / "starts" / start
+    if not (folder / "config.json").is_file():
+        warm_start.save(warm_start.train(VARIANTS[start], warm_start.Recipe(), seed=0), folder)
+    return folder
+
+
+def report(plan: Plan, out: Path) -> str:
+    """The tables of all seeds whose runs are complete."""
+    return "\n\n".join(tables(start, runs) for start in plan.starts if (runs := logged(plan, start, out))[BASE])
+
+
+def logged(plan: Plan, start: str, out: Path) -> Runs:
+    """The entries of those seeds with which every policy was trained so far; of longer runs their first steps."""
+    runs: dict[str, dict[int, list[Entry]]] = {policy: {} for policy in plan.policies}
+    for seed in plan.seeds:
+        logs = {policy: log_of(out, start, policy, seed) for policy in plan.policies}
+        entries = {policy: read_log(log) if log.is_file() else [] for policy, log in logs.items()}
+        if all(len(each) > plan.recipe.steps for each in entries.values()):
+            for policy, each in entries.items():
+                runs[policy][seed] = each[: plan.recipe.steps + 1]
+    return runs
+
+
+def log_of(out: Path, start: str, policy: str, seed: int) -> Path:
+    return out / start / f"{policy.replace(', ', '-').replace(' ', '-')}-{seed}.jsonl"
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks.rl", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one start, three policies, two seeds, 16 steps: under ten minutes")
+    add("--seeds", nargs="+", type=int, metavar="N", help="a run of each policy from each start (default: 0 1 2)")
+    add("--steps", type=int, metavar="N", help="of each run (default: 30)")
+    add("--starts", nargs="+", choices=STARTS, default=STARTS, help="(default: all)")
+    add("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), metavar="NAME", help="(default: all)")
+    add("--out", type=Path, metavar="FOLDER", help="for logs and models (default: out/rl, or out/rl-quick)")
+    add("--url", help="a server that runs already, with the tiny model (default: one of its own)")
+    add("--report", action="store_true", help="run nothing; print the tables of what is in --out")
+    options = parser.parse_args(argv)
+    quick, policies = options.quick, QUICK_POLICIES if options.quick else options.policies
+    if BASE not in policies:
+        parser.error(f"--policies must have {BASE}, which the others are compared with")
+    options.out = options.out or Path("out/rl-quick" if quick else "out/rl")
+    options.plan = Plan(
+        starts=("standard",) if quick else options.starts,
+        policies=policies,
+        seeds=options.seeds or (QUICK_SEEDS if quick else (0, 1, 2)),
+        recipe=Recipe(steps=options.steps or (QUICK_STEPS if quick else 30), held_out_every=3),
+    )
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

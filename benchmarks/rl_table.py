@@ -1,0 +1,138 @@
+"""The tables of `benchmarks.rl`: what was learned under each policy, and what it cost. Nothing here runs anything."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, median
+
+import numpy as np
+
+from examples.tiny_rl.train_log import Entry, HeldOut, Training
+
+BASE = "off"
+LEVELS = (0.85, 0.90)
+AXES = ("steps", "generated", "seconds")
+LENGTHS = ("length_mean", "length_p95", "length_std")
+
+Runs = Mapping[str, Mapping[int, Sequence[Entry]]]
+"""Entries by policy and seed; every policy has the same seeds."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a run had spent when it was evaluated, and how good it was. ``generated``: tokens of all candidates."""
+
+    steps: float
+    generated: float
+    seconds: float
+    right: float
+
+
+def curve(entries: Sequence[Entry]) -> list[Point]:
+    """The run's evaluations, by what had been spent until then."""
+    points, generated, seconds = [], 0.0, 0.0
+    for entry in entries:
+        if entry.training is not None:
+            generated += entry.training.generated
+            seconds += entry.training.seconds.total
+        if entry.held_out is not None:
+            points.append(Point(entry.step, generated, seconds, entry.held_out.right))
+    return points
+
+
+def reached(points: Sequence[Point], level: float, axis: str) -> float | None:
+    """What had been spent when ``level`` was first reached, on a straight line between evaluations; None if never."""
+    before = points[0]
+    for point in points:
+        if point.right >= level:
+            share = (level - before.right) / (point.right - before.right) if point.right > before.right else 1.0
+            spent, then = getattr(before, axis), getattr(point, axis)
+            return float(spent + min(max(share, 0.0), 1.0) * (then - spent))
+        before = point
+    return None
+
+
+def right_at(points: Sequence[Point], budget: float, axis: str) -> float:
+    """Share of right answers when ``budget`` was spent, on a straight line between evaluations."""
+    return float(np.interp(budget, [getattr(p, axis) for p in points], [p.right for p in points]))
+
+
+def tables(title: str, runs: Runs) -> str:
+    """Both tables of one start."""
+    return f"{title}: what was learned\n\n{learned(runs)}\n\n{title}: what it cost\n\n{cost(runs)}"
+
+
+def learned(runs: Runs) -> str:
+    """The policy after the last step, held out and unshaped; and how right it was at equal time and equal tokens."""
+    head = ["policy", "right", "length mean", "p95", "std within a prompt", "right at equal time", "at equal tokens"]
+    rows = []
+    for policy, seeds in runs.items():
+        final = [last_held_out(entries) for entries in seeds.values()]
+        error = sqrt(sum(each.standard_error**2 for each in final)) / len(final)
+        right = spread([each.right for each in final], ".3f")
+        lengths = (spread([getattr(each, name) for each in final], ".1f") for name in LENGTHS)
+        equal = (f"{fmean(equally(runs, policy, axis)):.3f}" for axis in ("seconds", "generated"))
+        rows.append([policy, f"{right} ± {error:.3f}", *lengths, *equal])
+    return markdown(head, rows)
+
+
+def equally(runs: Runs, policy: str, axis: str) -> list[float]:
+    """How right each seed's run was when it had spent what the cheapest policy spent in all with that seed."""
+    curves = {seed: [curve(seeds[seed]) for seeds in runs.values()] for seed in runs[policy]}
+    budgets = {seed: min(getattr(points[-1], axis) for points in each) for seed, each in curves.items()}
+    return [right_at(curve(entries), budgets[seed], axis) for seed, entries in runs[policy].items()]
+
+
+def cost(runs: Runs) -> str:
+    """Tokens and seconds a step; steps, tokens and time to a level, relative to `off` with the same seed."""
+    head = ["policy", "generated a step", "trained on", "truncated", "rollout s", "train s", "push s", "step / off"]
+    head += [f"to {level:.2f}: steps, tokens, time" for level in LEVELS]
+    rows = []
+    for policy, seeds in runs.items():
+        steps = [entry.training for entries in seeds.values() for entry in entries if entry.training is not None]
+        tokens = [f"{fmean(step.generated for step in steps):.0f}", f"{fmean(step.trained for step in steps):.0f}"]
+        seconds = (f"{fmean(getattr(s.seconds, part) for s in steps):.2f}" for part in ("rollout", "train", "push"))
+        pace = [step_seconds(entries) / step_seconds(runs[BASE][seed]) for seed, entries in seeds.items()]
+        truncated = f"{fmean(step.truncated for step in steps):.1%}"
+        to = (", ".join(relative(runs, policy, level, axis) for axis in AXES) for level in LEVELS)
+        rows.append([policy, *tokens, truncated, *seconds, spread(pace, ".2f"), *to])
+    return markdown(head, rows)
+
+
+def step_seconds(entries: Sequence[Entry]) -> float:
+    """Median over the run's steps: what else the machine does hits single steps."""
+    return median(training.seconds.total for training in trainings(entries))
+
+
+def relative(runs: Runs, policy: str, level: float, axis: str) -> str:
+    """What it took to reach ``level``, relative to `off` with the same seed: the median over seeds.
+
+    Runs that did not reach it count as infinitely expensive.
+    """
+    ratios = []
+    for seed, entries in runs[policy].items():
+        own, base = (reached(curve(each), level, axis) for each in (entries, runs[BASE][seed]))
+        if base:
+            ratios.append(float("inf") if own is None else own / base)
+    middle = median(ratios) if ratios else float("nan")
+    return f"{middle:.2f}" if np.isfinite(middle) else "never" if ratios else "-"
+
+
+def last_held_out(entries: Sequence[Entry]) -> HeldOut:
+    return [entry.held_out for entry in entries if entry.held_out is not None][-1]
+
+
+def trainings(entries: Sequence[Entry]) -> list[Training]:
+    return [entry.training for entry in entries if entry.training is not None]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The mean, with the smallest and largest."""
+    if len(values) == 1:
+        return format(values[0], form)
+    return f"{fmean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

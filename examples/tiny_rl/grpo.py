@@ -1,0 +1,115 @@
+"""The policy as the trainer holds it, and one GRPO step on it. Nothing here talks to a server.
+
+Plain GRPO (Shao et al. 2024, arXiv 2402.03300) with one on-policy update a step: the ratio to the sampling policy is 1,
+so the loss is the policy gradient. Advantages are relative to the group, the loss is a mean over tokens, and there is
+no KL term.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import torch
+from safetensors.torch import save
+from torch.nn.functional import cross_entropy
+from transformers import Qwen3ForCausalLM
+
+from examples.tiny_rl.batches import IGNORED, Sample, collate, parts_of
+
+LEARNING_RATE = 2e-4
+BETAS = (0.9, 0.98)
+CLIP = 1.0  # norm of the gradient
+TOLERANCE = 1e-4
+"""Largest difference of log-probs, in nats, between server and trainer. Seen with equal weights in float32: up to 3e-5.
+One update moves some by more than 0.1."""
+
+
+class StaleWeights(RuntimeError):
+    """The server did not sample with the weights that the trainer has."""
+
+
+@dataclass(frozen=True)
+class Trained(Sample):
+    """A trajectory to train on. ``logprobs``: of its response's tokens, in nats, as the server sampled them."""
+
+    logprobs: Sequence[float]
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step did. ``gap``: largest difference between the server's log-probs and the trainer's, in nats."""
+
+    loss: float
+    gradient_norm: float
+    gap: float
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Each reward's distance from the mean of its group, in standard deviations; 0 where all are equal."""
+    mean, std = fmean(rewards), pstdev(rewards)
+    return [(reward - mean) / std if std else 0.0 for reward in rewards]
+
+
+def log_probs(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probs in nats of the labels after the first, [samples, positions - 1]; 0 where there is no label."""
+    logits = model(input_ids=tokens).logits[:, :-1].transpose(1, 2)
+    return -cross_entropy(logits, labels[:, 1:], ignore_index=IGNORED, reduction="none")
+
+
+def policy_loss(logprobs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    """The loss whose gradient is the policy gradient, summed over tokens.
+
+    Args:
+        logprobs: of the response's tokens, [samples, positions]; 0 elsewhere.
+        advantage: [samples]; all tokens of a trajectory have that of the trajectory.
+    """
+    return -(logprobs * advantage[:, None]).sum()
+
+
+class Learner:
+    """The policy in training, float32."""
+
+    def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE) -> None:
+        self.model: Qwen3ForCausalLM = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
+
+    def weights(self) -> bytes:
+        """All weights under their names in Hugging Face's model, as a safetensors file. Tied ones are in it once."""
+        return save({name: tensor.detach() for name, tensor in self.model.named_parameters()})
+
+    def update(self, batch: Sequence[Trained]) -> Update:
+        """One step on all trajectories.
+
+        Raises:
+            StaleWeights: the server sampled them with other weights. Nothing was changed.
+        """
+        total = sum(len(each.logprobs) for each in batch)
+        loss, gap = 0.0, 0.0
+        for part in parts_of(sorted(batch, key=lambda each: len(each.tokens))):
+            logprobs = log_probs(self.model, *collate(part))
+            advantage = torch.tensor([each.advantage for each in part])
+            part_loss = policy_loss(logprobs, advantage) / total
+            torch.autograd.backward(part_loss)
+            loss, gap = loss + part_loss.item(), max(gap, largest_gap(part, logprobs.detach()))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP))
+        if gap <= TOLERANCE:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        if gap > TOLERANCE:
+            raise StaleWeights(
+                f"the server's log-probs differ from the trainer's by up to {gap:.2g} nats (at most {TOLERANCE:g}): "
+                f"it samples with other weights. Did the last push arrive, and does anything else push to it?"
+            )
+        return Update(loss, norm, gap)
+
+
+def largest_gap(part: Sequence[Trained], logprobs: torch.Tensor) -> float:
+    """Largest difference to the server's log-probs, in nats; ``logprobs`` as of `log_probs`."""
+    gaps = [
+        (row[each.prompt_length - 1 :][: len(each.logprobs)] - torch.tensor(each.logprobs)).abs().max()
+        for each, row in zip(part, logprobs, strict=True)
+        if each.logprobs
+    ]
+    return float(max(gaps, default=0.0))

@@ -1,0 +1,212 @@
+"""GRPO on the tiny task against darts-server; about two minutes on two CPU cores.
+
+    python -m examples.tiny_rl.train --policy darts_cut
+
+Each step asks the server for a group of trajectories to each of 16 prompts, rewards them, updates the policy, and
+pushes the new weights. Evaluation is unshaped, on other prompts. Every step is a line in log.jsonl; at the end there is
+a picture. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
+
+The loop is `train` below. It is a template for a trainer of your own: `remote.py` is what it asks of the server, and
+`grpo.py` its model and loss.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from random import Random
+from statistics import fmean, pvariance
+from typing import TextIO
+
+import httpx
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from darts_client import DartsError
+from examples.tiny_rl.grpo import Learner, Trained, Update, advantages
+from examples.tiny_rl.remote import Remote, Rollouts, Trajectory
+from examples.tiny_rl.server import DARTS, MODEL, serving
+from examples.tiny_rl.task import Problem, reward, sample_problem
+from examples.tiny_rl.tokenizer import build_tokenizer
+from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training
+from examples.tiny_rl.train_picture import picture
+
+HELD_OUT_SEED = 20_240
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Numbers of a training run."""
+
+    steps: int = 40
+    prompts: int = 16  # a step
+    group_size: int = 8
+    pool: int = 128  # training prompts; they come again, as in any data set, and the server learns of each
+    held_out_prompts: int = 96
+    held_out_samples: int = 4  # of each
+    held_out_every: int = 5  # steps
+
+
+def train(remote: Remote, learner: Learner, recipe: Recipe, seed: int) -> Iterator[Entry]:
+    """Train, step by step; an entry after each. The server may hold any weights when this begins.
+
+    Raises:
+        StaleWeights: the server samples with weights that are not the learner's.
+    """
+    held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts)
+    batches = endless(problems(seed, recipe.pool, avoid=held_out), recipe.prompts, Random(seed))
+    tokenizer = build_tokenizer()
+    remote.push(learner.weights())
+    yield Entry(0, held_out=evaluate(remote, held_out, recipe.held_out_samples))
+    for step, batch in enumerate(islice(batches, recipe.steps), start=1):
+        prompts = [tokenizer.encode(problem.prompt) for problem in batch]
+        began = time.perf_counter()
+        rollouts = remote.rollouts(prompts, recipe.group_size)
+        sampled = time.perf_counter()
+        rewards = [[score(problem, t) for t in group] for problem, group in zip(batch, rollouts.groups, strict=True)]
+        update = learner.update(graded(prompts, rollouts, rewards))
+        updated = time.perf_counter()
+        remote.push(learner.weights())
+        seconds = Seconds(sampled - began, updated - sampled, time.perf_counter() - updated)
+        due = step % recipe.held_out_every == 0 or step == recipe.steps
+        yield Entry(
+            step,
+            summary(rollouts, rewards, update, seconds),
+            evaluate(remote, held_out, recipe.held_out_samples) if due else None,
+        )
+
+
+def score(problem: Problem, trajectory: Trajectory) -> float:
+    """The verifier's reward; 0 for a truncated trajectory, even if it broke off right behind a right answer.
+
+    A trajectory that ran into its length limit, or into the deadline of ``darts_cut``, did not end. It is a wrong
+    answer and is trained on as one, with all the tokens it has: so the policy learns that running on earns nothing.
+    Leaving such trajectories out of the loss would hide that.
+    """
+    return 0.0 if trajectory.truncated else reward(problem, trajectory.text)
+
+
+def graded(prompts: Sequence[list[int]], rollouts: Rollouts, rewards: Sequence[Sequence[float]]) -> list[Trained]:
+    """All trajectories with the advantage that each has in its group."""
+    return [
+        Trained(prompt + trajectory.tokens, len(prompt), trajectory.logprobs, advantage)
+        for prompt, group, earned in zip(prompts, rollouts.groups, rewards, strict=True)
+        for trajectory, advantage in zip(group, advantages(earned), strict=True)
+    ]
+
+
+def evaluate(remote: Remote, held_out: Sequence[Problem], count: int) -> HeldOut:
+    """How good the policy is by itself: ``count`` unshaped samples of each prompt."""
+    answers = remote.samples([problem.prompt for problem in held_out], count)
+    rewards = [
+        [0.0 if truncated else reward(problem, text) for text, _, truncated in group]
+        for problem, group in zip(held_out, answers, strict=True)
+    ]
+    lengths = [[length for _, length, _ in group] for group in answers]
+    return HeldOut.of(rewards, lengths, sum(truncated for group in answers for _, _, truncated in group))
+
+
+def problems(seed: int, count: int, avoid: Sequence[Problem] = ()) -> list[Problem]:
+    """``count`` different problems, none of which is in ``avoid``."""
+    rng, taken = Random(seed), {problem.prompt for problem in avoid}
+    found: dict[str, Problem] = {}
+    while len(found) < count:
+        problem = sample_problem(rng)
+        if problem.prompt not in taken:
+            found[problem.prompt] = problem
+    return list(found.values())
+
+
+def endless(pool: Sequence[Problem], size: int, rng: Random) -> Iterator[list[Problem]]:
+    """Batches from epoch after epoch over the pool, each in another order; what does not fill a batch is left out."""
+    while True:
+        order = rng.sample(pool, len(pool))
+        yield from (order[start : start + size] for start in range(0, len(pool) - size + 1, size))
+
+
+def summary(rollouts: Rollouts, rewards: Sequence[Sequence[float]], update: Update, seconds: Seconds) -> Training:
+    """What the log says of one step."""
+    trajectories = [trajectory for group in rollouts.groups for trajectory in group]
+    lengths = [len(trajectory.tokens) for trajectory in trajectories]
+    return Training(
+        right=fmean(reward for group in rewards for reward in group),
+        reward_variance=fmean(pvariance(group) for group in rewards),
+        length_mean=fmean(lengths),
+        length_p95=float(np.percentile(lengths, 95)),
+        truncated=fmean(trajectory.truncated for trajectory in trajectories),
+        generated=rollouts.generated,
+        trained=sum(lengths),
+        loss=update.loss,
+        gradient_norm=update.gradient_norm,
+        logprob_gap=update.gap,
+        weight_version=min(trajectory.weight_version for trajectory in trajectories),
+        seconds=seconds,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train and draw. Exits with a message if it fails."""
+    options = arguments(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
+    torch.set_num_threads(1)  # the server needs the other core
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with ExitStack() as stack:
+            url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
+            remote = stack.enter_context(Remote(url, {"name": options.policy}))
+            log = stack.enter_context((options.out / "log.jsonl").open("w"))
+            entries = run(
+                train(remote, Learner(options.model), Recipe(options.steps), options.seed), options.steps, log
+            )
+        picture(entries, options.policy, options.out / "training.png")
+        print(f"Log: {options.out / 'log.jsonl'}\nPicture: {options.out / 'training.png'}")
+    except (DartsError, httpx.HTTPError, RuntimeError, OSError) as error:
+        sys.exit(f"train: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train: interrupted; a server of its own has been stopped")
+
+
+def run(entries: Iterator[Entry], steps: int, log: TextIO) -> list[Entry]:
+    """All entries, each written to the log and shown as it comes."""
+    done, held_out = [], float("nan")
+    with tqdm(total=steps, desc="training", unit="step") as bar:
+        for entry in entries:
+            done.append(entry)
+            print(entry.line(), file=log, flush=True)
+            held_out = held_out if entry.held_out is None else entry.held_out.right
+            if entry.training is not None:
+                bar.set_postfix(right=f"{entry.training.right:.2f}", held_out=f"{held_out:.3f}")
+                bar.update()
+    return done
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m examples.tiny_rl.train", description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--policy", default="darts_cut", help="what training groups are shaped with (default: %(default)s)")
+    add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")
+    add("--seed", type=int, default=0, help="of the training prompts and their order (default: %(default)s)")
+    add("--model", type=Path, default=MODEL, metavar="FOLDER", help="the policy to start from (default: the committed)")
+    add("--url", help="a server that runs already and serves a model of the same shape (default: one of its own)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("out/train"),
+        metavar="FOLDER",
+        help="for log and picture (default: %(default)s)",
+    )
+    options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What a training run writes down: one JSON object a line, for each step."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Self
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where a step's time went. Evaluation is not in it."""
+
+    rollout: float
+    train: float
+    push: float
+
+    @property
+    def total(self) -> float:
+        return self.rollout + self.train + self.push
+
+
+@dataclass(frozen=True)
+class Training:
+    """One step, on the groups that the policy returned. Lengths are in tokens."""
+
+    right: float
+    reward_variance: float  # within a group, mean over groups
+    length_mean: float
+    length_p95: float
+    truncated: float  # share of trajectories
+    generated: int  # tokens of all candidates
+    trained: int  # tokens of returned trajectories
+    loss: float
+    gradient_norm: float
+    logprob_gap: float  # nats, between server and trainer
+    weight_version: int  # that the server sampled with
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Unshaped samples of prompts that are not trained on. Lengths are in tokens."""
+
+    samples: int
+    right: float
+    standard_error: float  # of `right`; samples of one prompt are not independent, so prompts are what is counted
+    length_mean: float
+    length_p95: float
+    length_std: float  # within a prompt (n - 1), mean over prompts
+    truncated: float
+
+    @classmethod
+    def of(cls, rewards: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]], truncated: int) -> Self:
+        """From the rewards and lengths of each prompt's samples, two or more of each; ``truncated``: of all samples."""
+        rights, flat = [fmean(prompt) for prompt in rewards], [length for prompt in lengths for length in prompt]
+        return cls(
+            samples=len(flat),
+            right=fmean(rights),
+            standard_error=stdev(rights) / sqrt(len(rights)) if len(rights) > 1 else 0.0,
+            length_mean=fmean(flat),
+            length_p95=float(np.percentile(flat, 95)),
+            length_std=fmean(stdev(prompt) for prompt in lengths),
+            truncated=truncated / len(flat),
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line. Step 0 is the policy before training; ``held_out`` is measured after the step, on some of them."""
+
+    step: int
+    training: Training | None = None
+    held_out: HeldOut | None = None
+
+    def line(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, line: str) -> Self:
+        """The entry that was written as this line."""
+        fields: dict[str, Any] = json.loads(line)
+        training, held_out = fields["training"], fields["held_out"]
+        if training is not None:
+            training = Training(**training | {"seconds": Seconds(**training["seconds"])})
+        return cls(fields["step"], training, None if held_out is None else HeldOut(**held_out))
+
+
+def read_log(path: Path) -> list[Entry]:
+    """All entries of a log, in its order."""
+    return [Entry.read(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,111 @@
+"""The comparison's tables and logs, from runs that nobody trained."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import rl
+from benchmarks.rl_table import curve, equally, reached, relative, right_at, tables
+from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training
+
+
+def trained(rights: list[float], tokens: int = 1000, seconds: float = 2.0) -> list[Entry]:
+    """A run evaluated before it and after every second step."""
+    entries = [Entry(0, held_out=held_out(rights[0]))]
+    for index, right in enumerate(rights[1:], start=1):
+        entries.append(Entry(2 * index - 1, step(tokens, seconds)))
+        entries.append(Entry(2 * index, step(tokens, seconds), held_out(right)))
+    return entries
+
+
+def step(tokens: int, seconds: float) -> Training:
+    parts = Seconds(rollout=seconds / 2, train=seconds / 4, push=seconds / 4)
+    return Training(0.5, 0.1, 30.0, 90.0, 0.02, tokens, tokens // 2, -0.1, 0.2, 1e-5, 1, parts)
+
+
+def held_out(right: float) -> HeldOut:
+    return HeldOut(384, right, 0.02, 30.0, 80.0, 5.0, 0.01)
+
+
+OFF = trained([0.5, 0.7, 0.9, 0.94])
+CHEAP = trained([0.5, 0.8, 0.9, 0.92], tokens=500, seconds=1.0)
+NEVER = trained([0.5, 0.6, 0.7, 0.8], tokens=1500, seconds=4.0)
+
+
+def test_a_curve_has_what_was_spent_until_each_evaluation() -> None:
+    assert [(p.steps, p.generated, p.seconds, p.right) for p in curve(OFF)] == [
+        (0, 0, 0, 0.5),
+        (2, 2000, 4, 0.7),
+        (4, 4000, 8, 0.9),
+        (6, 6000, 12, 0.94),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("level", "axis", "expected"),
+    [(0.85, "steps", 3.5), (0.85, "generated", 3500), (0.9, "seconds", 8), (0.5, "steps", 0), (0.95, "steps", None)],
+)
+def test_a_level_is_reached_on_the_line_between_evaluations(level: float, axis: str, expected: float | None) -> None:
+    assert reached(curve(OFF), level, axis) == (None if expected is None else pytest.approx(expected))
+
+
+def test_the_first_time_counts_even_if_the_run_falls_back() -> None:
+    assert reached(curve(trained([0.5, 0.9, 0.6, 0.9])), 0.9, "steps") == pytest.approx(2)
+
+
+def test_right_answers_at_a_budget_are_on_the_same_line() -> None:
+    assert right_at(curve(OFF), 3000, "generated") == pytest.approx(0.8)
+
+
+def test_equal_budgets_are_those_of_the_cheapest_policy_with_the_same_seed() -> None:
+    runs = {"off": {0: OFF, 1: OFF}, "cheap": {0: CHEAP, 1: OFF}}
+    assert equally(runs, "off", "generated") == pytest.approx([0.8, 0.94])
+    assert equally(runs, "cheap", "seconds") == pytest.approx([0.92, 0.94])
+
+
+def test_what_a_level_took_is_relative_to_off_with_the_same_seed() -> None:
+    runs = {
+        "off": {0: OFF, 1: OFF, 2: OFF},
+        "mixed": {0: CHEAP, 1: OFF, 2: NEVER},
+        "never": dict.fromkeys(range(3), NEVER),
+    }
+    assert relative(runs, "mixed", 0.9, "steps") == "1.00"
+    assert relative(runs, "never", 0.9, "seconds") == "never"
+    assert relative(runs, "off", 0.99, "steps") == "-"
+
+
+def test_tables_have_a_row_for_each_policy_and_means_with_ranges_over_seeds() -> None:
+    text = tables("wordier", {"off": {0: OFF, 1: OFF}, "uniform": {0: CHEAP, 1: OFF}})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows] == ["policy", "off", "uniform", "policy", "off", "uniform"]
+    assert rows[2][1:4] == ["0.930 [0.920, 0.940] ± 0.014", "30.0 [30.0, 30.0]", "80.0 [80.0, 80.0]"]
+    assert rows[5][1:] == [
+        "750", "375", "2.0%", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]", "0.93, 0.71, 0.71", "1.00, 0.75, 0.75",
+    ]  # fmt: skip
+    assert text.startswith("wordier: what was learned")
+
+
+def test_quick_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rl.main(["--quick", "--report", "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "one start, 2 seeds, off, uniform, darts_cut and 16 steps" in told
+
+
+def test_seeds_whose_runs_are_not_complete_are_left_out(tmp_path: Path) -> None:
+    plan = rl.arguments(["--steps", "6", "--policies", "off", "uniform", "--starts", "standard"]).plan
+    out = tmp_path
+    for policy, entries in (("off", OFF), ("uniform", CHEAP)):
+        for seed, count in ((0, 7), (1, 7 if policy == "off" else 4)):
+            log = rl.log_of(out, "standard", policy, seed)
+            log.parent.mkdir(exist_ok=True)
+            log.write_text("\n".join(entry.line() for entry in entries[:count]))
+    assert rl.logged(plan, "standard", out) == {"off": {0: OFF}, "uniform": {0: CHEAP}}
+    assert "| uniform |" in rl.report(plan, out)
+    shorter = rl.arguments(["--steps", "4", "--policies", "off", "uniform"]).plan
+    assert rl.logged(shorter, "standard", out)["off"] == {0: OFF[:5]}, "of longer runs their first steps"
+
+
+def test_nothing_is_compared_without_off(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        rl.arguments(["--policies", "uniform"])
+    assert "--policies must have off" in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""The trainer's side of GRPO: advantages, log-probs, the loss and the step, on the committed model."""
+
+from random import Random
+
+import pytest
+import torch
+
+from examples.tiny_rl.batches import Sample, collate
+from examples.tiny_rl.grpo import Learner, StaleWeights, Trained, advantages, log_probs, policy_loss
+from examples.tiny_rl.server import MODEL
+from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer
+
+
+@pytest.fixture
+def learner() -> Learner:
+    torch.set_num_threads(1)
+    return Learner(MODEL)
+
+
+def sample(prompt: str, response: str) -> Sample:
+    tokenizer = build_tokenizer()
+    ids = tokenizer.encode(prompt)
+    return Sample([*ids, *tokenizer.encode(response), EOS_ID], len(ids))
+
+
+def trained(learner: Learner, one: Sample, advantage: float, off_by: float = 0.0) -> Trained:
+    """The sample with the log-probs that a server with the learner's weights tells."""
+    with torch.no_grad():
+        logits = learner.model(input_ids=torch.tensor([one.tokens])).logits[0]
+    told = torch.log_softmax(logits, -1)[range(len(one.tokens) - 1), one.tokens[1:]]
+    return Trained(one.tokens, one.prompt_length, (told[one.prompt_length - 1 :] + off_by).tolist(), advantage)
+
+
+def total(learner: Learner, one: Sample) -> float:
+    with torch.no_grad():
+        return float(log_probs(learner.model, *collate([one])).sum())
+
+
+def test_advantages_have_mean_0_and_std_1_within_the_group() -> None:
+    assert advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)])
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_a_group_of_equal_rewards_teaches_nothing(reward: float) -> None:
+    assert advantages([reward] * 8) == [0.0] * 8
+
+
+def test_log_probs_are_those_of_the_response_alone_whatever_it_is_padded_with(learner: Learner) -> None:
+    short, long = sample("7a-5>", "#2"), sample("7a-5b*4c-8d+7>", "a-5=2b*4=8c-8=0d+7=7#7")
+    with torch.no_grad():
+        together = log_probs(learner.model, *collate([short, long]))
+    alone = trained(learner, short, 0.0).logprobs
+    at = short.prompt_length - 1
+    assert together[0, at : at + 3].tolist() == pytest.approx(alone, abs=1e-5)
+    assert not together[0, :at].any()
+    assert not together[0, at + 3 :].any()
+
+
+def test_the_loss_weighs_every_token_with_the_advantage_of_its_trajectory() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, 0.0, 0.0]], requires_grad=True)
+    loss = policy_loss(logprobs, torch.tensor([2.0, -4.0]))
+    torch.autograd.backward(loss)
+    assert loss.item() == pytest.approx(2 * 3 - 4 * 0.5)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [[-2.0, -2.0, -2.0], [4.0, 4.0, 4.0]]
+
+
+def test_a_step_makes_what_was_better_than_its_group_likelier_and_what_was_worse_less_likely(learner: Learner) -> None:
+    good, bad = sample("7a-5b*4>", "a-5=2b*4=8#8"), sample("7a-5b*4>", "#3")
+    before = [total(learner, one) for one in (good, bad)]
+    update = learner.update([trained(learner, good, 1.0), trained(learner, bad, -1.0)])
+    after = [total(learner, one) for one in (good, bad)]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+    assert update.gap < 2e-5
+    assert update.gradient_norm > 0
+
+
+def test_a_step_does_not_depend_on_the_order_of_the_batch(learner: Learner) -> None:
+    texts = ["#3", "a-5=2b*4=8#8", "a-5=2b*4=7#7", "a-5=2b*4=8?a-5=2b*4=8#8", "#8"]
+    batch = [trained(learner, sample("7a-5b*4>", text), rank - 2.0) for rank, text in enumerate(texts)]
+    updates = []
+    for order in (batch, Random(0).sample(batch, len(batch))):
+        updates.append(Learner(MODEL).update(order))
+    assert updates[0].loss == pytest.approx(updates[1].loss, abs=1e-6)
+    assert updates[0].gradient_norm == pytest.approx(updates[1].gradient_norm, rel=1e-4)
+
+
+def test_samples_of_other_weights_are_refused_and_change_nothing(learner: Learner) -> None:
+    fine, stale = sample("7a-5b*4>", "#3"), sample("7a-5b*4>", "#8")
+    before = learner.weights()
+    with pytest.raises(StaleWeights, match=r"by up to 0\.001 nats .* Did the last push arrive"):
+        learner.update([trained(learner, fine, 1.0), trained(learner, stale, -1.0, off_by=1e-3)])
+    assert learner.weights() == before
+    assert learner.update([trained(learner, fine, 1.0)]).gap < 2e-5, "and the next step has its own gradient"
+
+
+def test_weights_are_all_tensors_of_the_saved_model_under_its_names(learner: Learner) -> None:
+    from safetensors.torch import load, load_file
+
+    pushed, committed = load(learner.weights()), load_file(MODEL / "model.safetensors")
+    assert pushed.keys() == committed.keys()
+    assert all(torch.equal(pushed[name], committed[name]) for name in committed)
