@@ -8,10 +8,10 @@ internal=True)`` takes internal ids.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
@@ -30,10 +30,12 @@ from darts_server.rollout.rollouts import Rollouts
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.outputs import first_tokens, logprobs_of
+from darts_server.vllm.ranks import Ranks
 
 if TYPE_CHECKING:
     from darts_server.vllm.llm import ShapingLLM
 
+RANK = "data_parallel_rank"
 SEED_MASK = (1 << 64) - 1
 # What vLLM says of a candidate that ended by itself. "repetition" ends at a limit that the caller set, like "length".
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
@@ -100,10 +102,13 @@ def sameness(request: PromptRequest) -> str:
 class VllmCandidate:
     """Implements :class:`darts_server.engine.port.Running`."""
 
-    def __init__(self, llm: "ShapingLLM", collector: RequestOutputCollector, aborts: "Aborts") -> None:
+    def __init__(
+        self, llm: "ShapingLLM", collector: RequestOutputCollector, aborts: "Aborts", on_end: Callable[[], None]
+    ) -> None:
         self._states = llm.output_processor.request_states
         self._collector = collector
         self._aborts = aborts
+        self._on_end = on_end
 
     def tokens(self) -> int | None:
         state = self._states.get(self._collector.request_id)
@@ -130,6 +135,8 @@ class VllmCandidate:
             output = await self._collector.get()
         except Exception as error:
             raise translated(error) from error
+        finally:
+            self._on_end()
         assert isinstance(output, RequestOutput)
         completion = output.outputs[0]
         if completion.finish_reason == "error":
@@ -146,6 +153,7 @@ class VllmEngine:
     def __init__(self, llm: "ShapingLLM") -> None:
         self._llm = llm
         self._aborts = Aborts(llm)
+        self._ranks = Ranks(llm.vllm_config.parallel_config.data_parallel_size)
 
     @property
     def weight_version(self) -> int:
@@ -160,13 +168,23 @@ class VllmEngine:
         self._llm.gate.check()  # a group that is inside starts nothing on an engine that was given up
         # vLLM names the children of a request with n > 1 the same way.
         child_id = f"{index}_{request.request_id}"
-        try:
-            collector = await self._llm.add_request(
-                child_id, request.prompt, request.params_of(index), **request.options
-            )
-        except Exception as error:
-            raise translated(error) from error
-        return VllmCandidate(self._llm, collector, self._aborts)
+        rank = self._ranks.enter(request.request_id)
+        left = partial(self._ranks.leave, request.request_id)
+        with ExitStack() as unless_started:
+            unless_started.callback(left)
+            try:
+                collector = await self._llm.add_request(
+                    child_id, request.prompt, request.params_of(index), **self._options(request, rank)
+                )
+            except Exception as error:
+                raise translated(error) from error
+            unless_started.pop_all()
+        return VllmCandidate(self._llm, collector, self._aborts, left)
+
+    def _options(self, request: PromptRequest, rank: int) -> Mapping[str, Any]:
+        if self._llm.vllm_config.parallel_config.data_parallel_size == 1 or request.options.get(RANK) is not None:
+            return request.options
+        return {**request.options, RANK: rank}
 
     def cut(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return first_tokens(output, tokens, request.params, self._llm.tokenizer)
