@@ -4,12 +4,13 @@
 from darts_client import Client
 
 with Client("http://localhost:8000") as client:
-    [group] = client.completions("1 + 1 =", group_size=8, max_tokens=512)
-    group.lengths
+    for group in client.rollouts(["1 + 1 =", "2 + 2 ="], group_size=8, max_tokens=512):
+        group.lengths
 ```
 """
 
 from ._async import AsyncClient
+from ._dataset import to_dataset, to_rows
 from ._errors import (
     BadRequest,
     ConnectionFailed,
@@ -22,26 +23,66 @@ from ._errors import (
     TimedOut,
     Unauthorized,
 )
-from ._models import FinishReason, Group, Trajectory
+from ._events import Delta, Discard, Done, Event, GroupEvent, TrajectoryEvent
+from ._knowledge import (
+    CandidateRecord,
+    GroupRecord,
+    LengthEstimate,
+    PromptRecord,
+    PromptRewards,
+    ShadowRecord,
+    UpdateRecord,
+    WeightsRecord,
+)
+from ._models import Discarded, FinishReason, Group, Trajectory, Unfinished, Usage
 from ._requests import Prompt, Prompts
+from ._rewards import Reward, RewardCounts
+from ._rollouts import AsyncRollouts, Rollouts
+from ._rollouts_request import PromptSpec, RolloutPrompt, RolloutPrompts
 from ._sync import Client
 
 __all__ = [
     "AsyncClient",
+    "AsyncRollouts",
     "BadRequest",
+    "CandidateRecord",
     "Client",
     "ConnectionFailed",
     "DartsError",
+    "Delta",
+    "Discard",
+    "Discarded",
+    "Done",
+    "Event",
     "FinishReason",
     "Group",
+    "GroupEvent",
+    "GroupRecord",
+    "LengthEstimate",
     "NotFound",
     "Overloaded",
     "Prompt",
+    "PromptRecord",
+    "PromptRewards",
+    "PromptSpec",
     "Prompts",
     "ProtocolError",
+    "Reward",
+    "RewardCounts",
+    "RolloutPrompt",
+    "RolloutPrompts",
+    "Rollouts",
     "ServerFault",
+    "ShadowRecord",
     "StatusError",
     "TimedOut",
     "Trajectory",
+    "TrajectoryEvent",
     "Unauthorized",
+    "Unfinished",
+    "UpdateRecord",
+    "Usage",
+    "WeightsRecord",
+    "to_dataset",
+    "to_rows",
 ]

@@ -4,7 +4,7 @@
   + ConnectionFailed     no connection, or it broke
   + TimedOut             no answer in time
   + StatusError          the server answered with an error status
-    - BadRequest         400, 422
+    - BadRequest         400, 409, 422
     - Unauthorized       401, 403
     - NotFound           404
     - Overloaded         429, 503
@@ -66,7 +66,7 @@ class Unauthorized(StatusError):
 
 
 class NotFound(StatusError):
-    """No such route or model."""
+    """No such route or model, or nothing is kept under this id any more."""
 
 
 class Overloaded(StatusError):

@@ -40,8 +40,8 @@ def split_prompts(prompts: Prompts) -> list[str | list[int]]:
     if len(prompts) == 0:
         raise ValueError("prompts is empty")
     if isinstance(prompts[0], Integral):
-        return [_token_ids(prompts)]
-    return [prompt if isinstance(prompt, str) else _token_ids(prompt) for prompt in prompts]
+        return [as_token_ids(prompts)]
+    return [prompt if isinstance(prompt, str) else as_token_ids(prompt) for prompt in prompts]
 
 
 def completion_request(
@@ -82,6 +82,7 @@ def completion_request(
     return CompletionRequest(tuple(listed), group_size, logprobs, body, headers)
 
 
-def _token_ids(tokens: Any) -> list[int]:
+def as_token_ids(tokens: Any) -> list[int]:
+    """Plain integers; TypeError for anything that is none."""
     # `index` takes numpy's integers as well, which JSON does not, and refuses what only looks like a token id.
     return [operator.index(token) for token in tokens]

@@ -1,33 +1,29 @@
 """Answers in, models out. A wrong group ruins a training run without a sign, so everything that can be checked is."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import httpx
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import FiniteFloat
 
 from ._errors import ProtocolError
 from ._models import FinishReason, Group, Trajectory
 from ._requests import CompletionRequest
+from ._wire import Wire, parsed
 
 
-class _Wire(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
-
-class _Model(_Wire):
+class _Model(Wire):
     id: str
 
 
-class _ModelList(_Wire):
+class _ModelList(Wire):
     data: list[_Model]
 
 
-class _Logprobs(_Wire):
+class _Logprobs(Wire):
     token_logprobs: tuple[FiniteFloat, ...]
 
 
-class _Choice(_Wire):
+class _Choice(Wire):
     index: int
     text: str
     finish_reason: str | None = None
@@ -36,7 +32,7 @@ class _Choice(_Wire):
     logprobs: _Logprobs | None = None
 
 
-class _Completion(_Wire):
+class _Completion(Wire):
     id: str | None = None
     choices: list[_Choice]
 
@@ -44,12 +40,10 @@ class _Completion(_Wire):
 # By these alone has a trajectory ended by itself; an aborted one, for instance, is a piece of one.
 _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
-_WireT = TypeVar("_WireT", bound=_Wire)
-
 
 def parse_models(response: httpx.Response) -> list[str]:
     """The ids of `/v1/models`, in the server's order."""
-    return [model.id for model in _parsed(_ModelList, response).data]
+    return [model.id for model in parsed(_ModelList, response.content, response.url.path).data]
 
 
 def first_model(models: Sequence[str]) -> str:
@@ -63,7 +57,7 @@ def parse_groups(request: CompletionRequest, response: httpx.Response) -> list[G
 
     Raises ProtocolError unless each has exactly the choices asked for, each of them finished and complete.
     """
-    completion = _parsed(_Completion, response)
+    completion = parsed(_Completion, response.content, response.url.path)
     group_id = response.headers.get("X-Darts-Group-Id") or completion.id
     choices = _in_order(completion.choices, prompts=len(request.prompts), group_size=request.group_size)
     return [
@@ -71,18 +65,10 @@ def parse_groups(request: CompletionRequest, response: httpx.Response) -> list[G
             group_id=group_id,
             prompt_token_ids=_prompt_token_ids(request, position, members),
             trajectories=tuple(_trajectory(k, choice, request.logprobs) for k, choice in enumerate(members)),
+            number=position,
         )
         for position, members in enumerate(choices)
     ]
-
-
-def _parsed(kind: type[_WireT], response: httpx.Response) -> _WireT:
-    try:
-        return kind.model_validate_json(response.content)
-    except ValidationError as exc:
-        first = exc.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "body"
-        raise ProtocolError(f"{response.url.path}: {place}: {first['msg']}") from exc
 
 
 def _in_order(choices: list[_Choice], *, prompts: int, group_size: int) -> list[list[_Choice]]:

@@ -1,15 +1,29 @@
 """The client that blocks."""
 
 import time
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
 
 import httpx
 
+from . import _calls
+from ._batch import Batch
 from ._connection import Connection
+from ._events import Event
 from ._health import HEALTH_SECONDS, NOT_YET, Deadline
 from ._models import Group
+from ._progress import bar
 from ._requests import Prompts, completion_request
-from ._responses import first_model, parse_groups, parse_models
+from ._resources import GroupsApi, PolicyApi, PromptsApi, StateApi
+from ._responses import first_model
+from ._retries import Patience
+from ._rewards import RewardCounts, Rewarded, Values, listed_rewards, portions
+from ._rollouts import Rollouts, any_event, whole_group
+from ._rollouts_request import RolloutPrompts, RolloutsRequest, rollouts_request
+from ._time_limit import TimeLimit
+from ._weights import WeightsApi
+
+ItemT = TypeVar("ItemT")
 
 
 class Client:
@@ -17,7 +31,8 @@ class Client:
 
     ```python
     with Client("http://localhost:8000") as client:
-        [group] = client.completions("1 + 1 =", group_size=8, max_tokens=512)
+        for group in client.rollouts(["1 + 1 =", "2 + 2 ="], group_size=8, max_tokens=512):
+            group.lengths
     ```
 
     The arguments are those of `AsyncClient`.
@@ -30,10 +45,19 @@ class Client:
         api_key: str | None = None,
         model: str | None = None,
         timeout: float = 600.0,
+        connect_timeout: float = 10.0,
+        idle_timeout: float = 60.0,
+        retries: int = 5,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._model = model
-        self._connection = Connection(base_url, api_key, timeout, transport)
+        patience = Patience(timeout, connect_timeout, idle_timeout, retries)
+        self._connection = Connection(base_url, api_key, patience, transport)
+        self.groups = GroupsApi(self._connection)
+        self.prompts = PromptsApi(self._connection)
+        self.policy = PolicyApi(self._connection)
+        self.state = StateApi(self._connection)
+        self.weights = WeightsApi(self._connection)
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +84,7 @@ class Client:
 
     def models(self) -> list[str]:
         """The ids of the models that the server serves, in its order."""
-        return parse_models(self._connection.send("GET", "/v1/models"))
+        return self._connection.answer(_calls.models())
 
     def completions(
         self,
@@ -87,8 +111,91 @@ class Client:
             logprobs=logprobs,
             sampling=sampling,
         )
-        answer = self._connection.send("POST", "/v1/completions", json=request.body, headers=request.headers)
-        return parse_groups(request, answer)
+        return self._connection.answer(_calls.completions(request))
+
+    def rollouts(
+        self,
+        prompts: RolloutPrompts,
+        *,
+        group_size: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        policy: str | Mapping[str, Any] | None = None,
+        budget: int | None = None,
+        num_groups: int | None = None,
+        logprobs: bool = True,
+        durable: bool = True,
+        idempotency_key: str | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        **sampling: Any,
+    ) -> Rollouts[Group]:
+        """Yield each group of a batch as soon as it is complete; see `AsyncClient.rollouts`."""
+        request = rollouts_request(
+            prompts,
+            group_size=group_size,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            logprobs=logprobs,
+            sampling=sampling,
+            policy=policy,
+            budget=budget,
+            num_groups=num_groups,
+            chunk_tokens=None,
+            durable=durable,
+            idempotency_key=idempotency_key,
+        )
+        return self._batch(request, whole_group, timeout, progress)
+
+    def stream_tokens(
+        self,
+        prompts: RolloutPrompts,
+        *,
+        group_size: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        policy: str | Mapping[str, Any] | None = None,
+        budget: int | None = None,
+        num_groups: int | None = None,
+        logprobs: bool = True,
+        durable: bool = True,
+        idempotency_key: str | None = None,
+        timeout: float | None = None,
+        chunk_tokens: int = 100,
+        progress: bool = False,
+        **sampling: Any,
+    ) -> Rollouts[Event]:
+        """Yield all that happens to a batch as typed events; see `AsyncClient.stream_tokens`."""
+        request = rollouts_request(
+            prompts,
+            group_size=group_size,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            logprobs=logprobs,
+            sampling=sampling,
+            policy=policy,
+            budget=budget,
+            num_groups=num_groups,
+            chunk_tokens=chunk_tokens,
+            durable=durable,
+            idempotency_key=idempotency_key,
+        )
+        return self._batch(request, any_event, timeout, progress)
+
+    def cancel(self, batch_id: str) -> bool:
+        """Stop a batch, durable or not, whoever reads it. False if it had ended; NotFound if it is not known."""
+        return self._connection.answer(_calls.cancel(batch_id))
+
+    def rewards(self, of: Rewarded, values: Values | None = None) -> RewardCounts:
+        """Tell what trajectories earned; see `AsyncClient.rewards`."""
+        counts = RewardCounts()
+        for offset, some in portions(listed_rewards(of, values)):
+            counts = counts.plus(self._connection.answer(_calls.rewards(some)), offset)
+        return counts
 
     def _default_model(self) -> str:
         self._model = self._model or first_model(self.models())
@@ -96,3 +203,13 @@ class Client:
 
     def _probe(self, seconds: float) -> None:
         self._connection.send("GET", "/health", timeout=seconds)
+
+    def _batch(
+        self,
+        request: RolloutsRequest,
+        pick: Callable[[Event], ItemT | None],
+        timeout: float | None,
+        progress: bool,
+    ) -> Rollouts[ItemT]:
+        batch = Batch(request, self._connection.patience.retries, TimeLimit(timeout))
+        return Rollouts(self._connection, batch, pick, bar(progress, request.wanted))

@@ -1,13 +1,15 @@
 """The one place where httpx's exceptions and HTTP's statuses become errors of ours."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import httpx
+from httpx_sse import SSEError
 
 from ._errors import (
     BadRequest,
     ConnectionFailed,
+    DartsError,
     NotFound,
     Overloaded,
     ProtocolError,
@@ -19,6 +21,7 @@ from ._errors import (
 
 _BY_STATUS: dict[int, type[StatusError]] = {
     400: BadRequest,
+    409: BadRequest,
     422: BadRequest,
     401: Unauthorized,
     403: Unauthorized,
@@ -36,12 +39,19 @@ def translated(what: str) -> Iterator[None]:
     """Raise our error for httpx's; `what` names the request in the message."""
     try:
         yield
+    except SSEError as exc:
+        raise ProtocolError(f"{what}: {_described(exc)}") from exc
     except httpx.TimeoutException as exc:
         raise TimedOut(f"{what}: {_described(exc)}") from exc
     except httpx.TransportError as exc:
         raise ConnectionFailed(f"{what}: {_described(exc)}") from exc
     except httpx.RequestError as exc:
         raise ProtocolError(f"{what}: {_described(exc)}") from exc
+
+
+def never_sent(error: DartsError) -> bool:
+    """Whether no byte of the request can have reached the server."""
+    return isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout)
 
 
 def checked(response: httpx.Response) -> httpx.Response:
@@ -53,10 +63,22 @@ def checked(response: httpx.Response) -> httpx.Response:
 
 def error_for(response: httpx.Response) -> StatusError:
     """The error that a response with an error status stands for."""
-    status = response.status_code
-    kind = _BY_STATUS.get(status, ServerFault if status >= 500 else StatusError)
     error = _error_object(response)
-    message = _text(error.get("message")) or _text(error.get("detail")) or response.reason_phrase
+    return status_error(response.status_code, error, response.reason_phrase, _retry_after(response))
+
+
+def told_error(error: Mapping[str, object]) -> StatusError:
+    """The error that an error object inside an answer stands for; its code is the status it would have come with."""
+    code = error.get("code")
+    return status_error(code if isinstance(code, int) else 500, error, "the server failed")
+
+
+def status_error(
+    status: int, error: Mapping[str, object], otherwise: str, retry_after: float | None = None
+) -> StatusError:
+    """The error of this status with what OpenAI's error object says; `otherwise`: its message if that has none."""
+    kind = _BY_STATUS.get(status, ServerFault if status >= 500 else StatusError)
+    message = _text(error.get("message")) or _text(error.get("detail")) or otherwise
     code = error.get("code")
     return kind(
         f"HTTP {status}: {message[:_MESSAGE_CHARS]}",
@@ -64,7 +86,7 @@ def error_for(response: httpx.Response) -> StatusError:
         type=_text(error.get("type")),
         param=_text(error.get("param")),
         code=code if isinstance(code, str | int) else None,
-        retry_after=_retry_after(response),
+        retry_after=retry_after,
     )
 
 

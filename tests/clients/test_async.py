@@ -102,6 +102,7 @@ async def test_streamed_groups_are_one_request_each_and_carry_their_prompts_inde
         stream = client.stream_groups(["a", "b", "c"], group_size=2, max_tokens=16, policy="darts", top_k=4)
         groups = {index: group async for index, group in stream}
     assert {index: group.group_id for index, group in groups.items()} == {0: "cmpl-a", 1: "cmpl-b", 2: "cmpl-c"}
+    assert {index: group.number for index, group in groups.items()} == {0: 0, 1: 1, 2: 2}
     assert [body["prompt"] for body in server.asked()] == [["a"], ["b"], ["c"]]
     assert {(body["n"], body["top_k"], body["model"]) for body in server.asked()} == {(2, 4, "tiny")}
     assert {r.headers["X-Darts-Policy"] for r in server.requests if r.method == "POST"} == {"darts"}

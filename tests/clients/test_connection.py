@@ -3,6 +3,7 @@ import pytest
 
 from darts_client import ConnectionFailed
 from darts_client._connection import AsyncConnection, Connection, auth_headers, root_url
+from darts_client._retries import Patience
 
 BASE_URLS = ["http://server", "http://server/", "http://server/v1", "http://server/v1/"]
 
@@ -19,7 +20,7 @@ def test_a_path_before_v1_is_kept() -> None:
         seen.append(str(request.url))
         return httpx.Response(200)
 
-    Connection("https://proxy/darts/v1", None, 1.0, httpx.MockTransport(handle)).send("GET", "/health")
+    Connection("https://proxy/darts/v1", None, Patience(1.0), httpx.MockTransport(handle)).send("GET", "/health")
     assert seen == ["https://proxy/darts/health"]
 
 
@@ -39,10 +40,12 @@ def refuse(request: httpx.Request) -> httpx.Response:
 
 def test_a_refused_connection_names_the_request() -> None:
     with pytest.raises(ConnectionFailed, match="POST /v1/completions: ConnectError: refused"):
-        Connection("http://server", None, 1.0, httpx.MockTransport(refuse)).send("POST", "/v1/completions")
+        Connection("http://server", None, Patience(1.0), httpx.MockTransport(refuse)).send("POST", "/v1/completions")
 
 
 @pytest.mark.anyio
 async def test_a_refused_connection_names_the_request_async() -> None:
     with pytest.raises(ConnectionFailed, match="POST /v1/completions: ConnectError: refused"):
-        await AsyncConnection("http://server", None, 1.0, httpx.MockTransport(refuse)).send("POST", "/v1/completions")
+        await AsyncConnection("http://server", None, Patience(1.0), httpx.MockTransport(refuse)).send(
+            "POST", "/v1/completions"
+        )

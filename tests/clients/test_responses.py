@@ -36,6 +36,7 @@ def test_each_prompt_gets_its_group_in_prompt_order_however_choices_are_ordered(
     body["choices"].reverse()
     groups = parse_groups(request, answer(body))
     assert [group.prompt_token_ids for group in groups] == [(1,), (2,), (3,)]
+    assert [group.number for group in groups] == [0, 1, 2]
     assert [[t.text for t in group.trajectories] for group in groups] == [
         ["answer 0", "answer 1"],
         ["answer 2", "answer 3"],

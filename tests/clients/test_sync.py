@@ -5,7 +5,7 @@ import time
 import httpx
 import pytest
 
-from darts_client import AsyncClient, Client, NotFound, Overloaded, TimedOut, Unauthorized
+from darts_client import AsyncClient, Client, ConnectionFailed, NotFound, Overloaded, TimedOut, Unauthorized
 
 from .answers import MODELS, URL, full_completion
 
@@ -88,6 +88,49 @@ def test_waiting_ends_at_once_where_it_cannot_help(status: int, kind: type[Excep
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("name", ["health", "wait_until_healthy", "models", "completions"])
+METHODS = ["health", "wait_until_healthy", "models", "completions", "rollouts", "stream_tokens", "rewards", "cancel"]
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_both_clients_take_the_same_arguments(name: str) -> None:
-    assert inspect.signature(getattr(Client, name)) == inspect.signature(getattr(AsyncClient, name))
+    ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (Client, AsyncClient))
+    assert ours.parameters == theirs.parameters
+
+
+def test_what_was_not_taken_is_asked_again_and_what_may_have_been_is_not() -> None:
+    asked: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request.method)
+        if len(asked) == 1:
+            raise httpx.ConnectError("refused", request=request)
+        raise httpx.ReadError("reset", request=request)
+
+    with (
+        Client(URL, model="tiny", transport=httpx.MockTransport(handle)) as client,
+        pytest.raises(ConnectionFailed, match="reset"),
+    ):
+        client.completions("a", group_size=1, max_tokens=16)
+    assert asked == ["POST", "POST"]
+
+
+def test_no_retries_is_one_try() -> None:
+    asked: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request.method)
+        raise httpx.ConnectError("refused", request=request)
+
+    with (
+        Client(URL, retries=0, transport=httpx.MockTransport(handle)) as client,
+        pytest.raises(ConnectionFailed),
+    ):
+        client.models()
+    assert asked == ["GET"]
+
+
+def test_each_time_has_its_place() -> None:
+    server = Recorder()
+    with Client(URL, timeout=70, connect_timeout=7, transport=httpx.MockTransport(server)) as client:
+        client.models()
+    assert server.requests[0].extensions["timeout"] == {"connect": 7, "read": 70, "write": 70, "pool": 70}

@@ -2,6 +2,7 @@ from typing import Any
 
 import httpx
 import pytest
+from httpx_sse import SSEError
 
 from darts_client import (
     BadRequest,
@@ -22,6 +23,7 @@ from darts_client._translation import checked, error_for, translated
     ("status", "kind"),
     [
         (400, BadRequest),
+        (409, BadRequest),
         (422, BadRequest),
         (401, Unauthorized),
         (403, Unauthorized),
@@ -89,6 +91,7 @@ def test_retry_after_is_seconds_or_nothing(value: str | None, seconds: float | N
         (httpx.ConnectError("refused"), ConnectionFailed),
         (httpx.RemoteProtocolError("disconnected"), ConnectionFailed),
         (httpx.DecodingError("not gzip"), ProtocolError),
+        (SSEError("not a stream"), ProtocolError),
     ],
 )
 def test_httpx_errors_become_ours_and_stay_the_cause(foreign: httpx.RequestError, kind: type[DartsError]) -> None:

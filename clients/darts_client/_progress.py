@@ -1,0 +1,63 @@
+"""A progress bar for a batch. It needs rich, which is imported when a bar is asked for."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ._events import Event, GroupEvent
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+class Bar:
+    """Groups that are decided of `total`, and tokens that were generated for them each second."""
+
+    def __init__(self, total: int) -> None:
+        self._progress = _rich_progress()
+        self._tokens = 0
+        self._task = self._progress.add_task("rollouts", total=total, tokens="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def see(self, event: Event) -> None:
+        """Count a group when it is decided."""
+        if not isinstance(event, GroupEvent):
+            return
+        self._tokens += sum(event.group.lengths) + sum(d.length for d in event.group.discarded)
+        seconds = self._progress.tasks[self._task].elapsed or 0
+        speed = f"{self._tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
+        self._progress.update(self._task, advance=1, tokens=speed)
+
+
+class NoBar:
+    """In the place of a bar."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def see(self, event: Event) -> None:
+        pass
+
+
+def bar(wanted: bool, total: int) -> Bar | NoBar:
+    """A bar if one is wanted; ImportError, with the remedy, if it cannot be drawn."""
+    return Bar(total) if wanted else NoBar()
+
+
+def _rich_progress() -> "Progress":
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError as exc:
+        raise ImportError("progress=True needs rich: pip install 'darts-client[progress]'") from exc
+    text = TextColumn("{task.fields[tokens]}")
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)

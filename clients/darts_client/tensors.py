@@ -1,0 +1,108 @@
+"""Groups as padded tensors for a policy-gradient step: needs the extra `darts-client[torch]`.
+
+```python
+batch = to_tensors(groups, rewards=[[1.0, 0.0], [0.0, 0.0]])
+loss = -(batch.advantages[:, None] * new_logprobs * batch.completion_mask).sum() / batch.completion_mask.sum()
+```
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+try:
+    import torch
+    from torch import Tensor
+except ModuleNotFoundError as exc:
+    raise ModuleNotFoundError(f"{exc.msg}: darts_client.tensors needs darts-client[torch]", name=exc.name) from exc
+
+from ._models import Group, Trajectory
+from ._rewards import by_group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensors:
+    """N trajectories, group after group, each in the order of its group.
+
+    `prompt_ids`, `prompt_mask`: (N, P) int64 and bool, padded on the left; None unless every prompt's tokens are known.
+    `completion_ids`, `completion_mask`: (N, C) int64 and bool, padded on the right.
+    `logprobs`: (N, C) float32 of the engine's policy, 0 in the padding; None unless all trajectories have theirs.
+    `rewards`, `advantages`: (N,) float32; None without rewards.
+    `group`: (N,) int64, each trajectory's place among the groups.
+    """
+
+    prompt_ids: Tensor | None
+    prompt_mask: Tensor | None
+    completion_ids: Tensor
+    completion_mask: Tensor
+    logprobs: Tensor | None
+    rewards: Tensor | None
+    advantages: Tensor | None
+    group: Tensor
+
+
+def to_tensors(
+    groups: Sequence[Group],
+    rewards: Sequence[Sequence[float]] | None = None,
+    *,
+    pad_id: int = 0,
+    scale: bool = True,
+    eps: float = 1e-6,
+) -> Tensors:
+    """The trajectories of all groups, on the CPU.
+
+    `rewards` holds a list for each group. An advantage is relative to its group (GRPO, arXiv 2402.03300, section
+    4.1.2): (r - mean) / (std + `eps`) with the sample's standard deviation. Without `scale` it is r - mean (Dr. GRPO,
+    arXiv 2503.20783).
+
+    Raises:
+        ValueError: there is no trajectory, or not one reward for each.
+    """
+    members = [(place, group, t) for place, group in enumerate(groups) for t in group.trajectories]
+    if not members:
+        raise ValueError("the groups have no trajectories")
+    completions = [t.token_ids for _, _, t in members]
+    completion_ids, completion_mask = _padded(completions, pad_id, left=False)
+    prompt_ids, prompt_mask = _prompts([group for _, group, _ in members], pad_id)
+    rows = None if rewards is None else [torch.tensor(row) for row in by_group(groups, rewards)]
+    return Tensors(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        completion_ids=completion_ids,
+        completion_mask=completion_mask,
+        logprobs=_logprobs([t for _, _, t in members], completion_mask),
+        rewards=None if rows is None else torch.cat(rows),
+        advantages=None if rows is None else torch.cat([_advantages(row, scale, eps) for row in rows]),
+        group=torch.tensor([place for place, _, _ in members]),
+    )
+
+
+def _advantages(rewards: Tensor, scale: bool, eps: float) -> Tensor:
+    centred = rewards - rewards.mean()
+    if not scale or len(rewards) < 2:  # one alone has no deviation, and none from itself
+        return centred
+    return centred / (rewards.std() + eps)
+
+
+def _prompts(groups: Sequence[Group], pad_id: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    known = [group.prompt_token_ids for group in groups if group.prompt_token_ids is not None]
+    return _padded(known, pad_id, left=True) if len(known) == len(groups) else (None, None)
+
+
+def _logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:
+    known = [t.logprobs for t in trajectories if t.logprobs is not None]
+    if len(known) < len(trajectories):
+        return None
+    filled = torch.zeros(mask.shape)
+    filled[mask] = torch.tensor([value for row in known for value in row])
+    return filled
+
+
+def _padded(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Ids and a mask that is true where they are no padding."""
+    lengths = torch.tensor([len(row) for row in rows])
+    width = int(lengths.max())
+    places = torch.arange(width)
+    mask = (width - 1 - places if left else places) < lengths[:, None]
+    ids = torch.full((len(rows), width), pad_id)
+    ids[mask] = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    return ids, mask

@@ -1,0 +1,107 @@
+import subprocess
+import sys
+from collections.abc import Sequence
+from statistics import mean, stdev
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_client import Group, Trajectory
+from darts_client.tensors import to_tensors
+
+Row = tuple[list[int], list[float]]
+rows = st.lists(st.tuples(st.integers(1, 99), st.floats(-9, 0, width=32)), max_size=6).map(
+    lambda pairs: ([token for token, _ in pairs], [logprob for _, logprob in pairs])
+)
+
+
+def group(*members: Row, prompt: tuple[int, ...] | None = (1, 2)) -> Group:
+    trajectories = tuple(
+        Trajectory(index, "", tuple(tokens), tuple(logprobs), "stop")
+        for index, (tokens, logprobs) in enumerate(members)
+    )
+    return Group("g", prompt, trajectories)
+
+
+@given(st.lists(st.lists(rows, min_size=1, max_size=4), min_size=1, max_size=4), st.integers(0, 3))
+def test_what_goes_in_comes_out_between_the_padding(batch: list[list[Row]], pad_id: int) -> None:
+    groups = [group(*members, prompt=tuple(range(1, place + 2))) for place, members in enumerate(batch)]
+    made = to_tensors(groups, pad_id=pad_id)
+    assert made.prompt_ids is not None
+    assert made.prompt_mask is not None
+    assert made.logprobs is not None
+    listed = [(place, tokens, logprobs) for place, members in enumerate(batch) for tokens, logprobs in members]
+    assert made.group.tolist() == [place for place, _, _ in listed]
+    for n, (place, tokens, logprobs) in enumerate(listed):
+        count = len(tokens)
+        assert made.completion_ids[n, :count].tolist() == tokens
+        assert made.logprobs[n, :count].tolist() == logprobs
+        assert made.completion_mask[n].tolist() == [k < count for k in range(made.completion_ids.shape[1])]
+        assert (made.completion_ids[n, count:] == pad_id).all()
+        assert (made.logprobs[n, count:] == 0).all()
+        prompt = list(range(1, place + 2))
+        assert made.prompt_ids[n, -len(prompt) :].tolist() == prompt
+        assert made.prompt_ids[n][made.prompt_mask[n]].tolist() == prompt
+        assert (made.prompt_ids[n][~made.prompt_mask[n]] == pad_id).all()
+
+
+@given(st.lists(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=5), min_size=1, max_size=4))
+def test_advantages_are_relative_to_their_group(rewards: list[list[float]]) -> None:
+    groups = [group(*[([1], [0.0])] * len(row)) for row in rewards]
+    scaled, plain = (to_tensors(groups, rewards, scale=scale, eps=1e-3).advantages for scale in (True, False))
+    assert scaled is not None
+    assert plain is not None
+    expected = [value - mean(row) for row in rewards for value in row]
+    torch.testing.assert_close(plain, torch.tensor(expected), atol=1e-5, rtol=1e-4)
+    spread = [1 if len(row) < 2 else stdev(row) + 1e-3 for row in rewards for _ in row]
+    by_hand = torch.tensor([e / s for e, s in zip(expected, spread, strict=True)])
+    torch.testing.assert_close(scaled, by_hand, atol=1e-3, rtol=1e-3)
+
+
+def test_equal_rewards_give_no_advantage() -> None:
+    made = to_tensors([group(([1], [0.0]), ([2], [0.0]))], [[1.0, 1.0]])
+    assert made.advantages is not None
+    assert made.rewards is not None
+    assert (made.advantages.tolist(), made.rewards.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+
+
+def test_what_is_not_known_of_all_is_left_out() -> None:
+    bare = Group("g", None, (Trajectory(0, "", (1,), None, "stop"),))
+    made = to_tensors([group(([1, 2], [0.0, -1.0])), bare])
+    assert (made.prompt_ids, made.prompt_mask, made.logprobs) == (None, None, None)
+    assert (made.rewards, made.advantages) == (None, None)
+    assert made.completion_ids.tolist() == [[1, 2], [1, 0]]
+
+
+def test_types_are_what_a_model_takes() -> None:
+    made = to_tensors([group(([1], [0.0]))], [[1]])
+    assert made.completion_ids.dtype == made.group.dtype == torch.int64
+    assert made.completion_mask.dtype == torch.bool
+    assert made.logprobs is not None
+    assert made.rewards is not None
+    assert made.logprobs.dtype == made.rewards.dtype == torch.float32
+
+
+@pytest.mark.parametrize("rewards", [[[1.0]], [[1.0, 2.0], [1.0]], []])
+def test_rewards_must_be_one_for_each(rewards: Sequence[Sequence[float]]) -> None:
+    with pytest.raises(ValueError, match="rewards"):
+        to_tensors([group(([1], [0.0]), ([2], [0.0]))], rewards)
+
+
+def test_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no trajectories"):
+        to_tensors([Group("g", None, ())])
+
+
+def test_the_client_itself_does_not_import_torch() -> None:
+    code = "import sys, darts_client; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_without_torch_the_error_names_the_extra() -> None:
+    code = "import sys; sys.modules['torch'] = None; import darts_client.tensors"
+    ran = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "darts-client[torch]" in ran.stderr

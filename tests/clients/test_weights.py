@@ -1,0 +1,286 @@
+"""Weights as both clients send them: over transports that look on, and to the server's own routes over a socket."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from safetensors.numpy import save
+
+from darts_client import (
+    AsyncClient,
+    BadRequest,
+    Client,
+    ConnectionFailed,
+    Overloaded,
+    ServerFault,
+    TimedOut,
+    Unauthorized,
+)
+from darts_client._weights import PIECE
+from darts_server.engine.gate import Gate
+from darts_server.exceptions import UpdateFailed, UpdateUnsupported
+from darts_server.weights.staging import Staging
+from darts_server.weights.updates import Updates
+from tests.http.serving import client as routes
+from tests.weights.model import SHAPES, FakeModel, tensors, write
+
+from .answers import URL
+from .serving import listening
+
+LARGE = bytes(range(256)) * (2 * PIECE // 256) + b"end"
+UPDATE = {
+    "version": 8,
+    "outcome": "completed",
+    "source": "push",
+    "rule": "finish",
+    "partial": False,
+    "seconds": {"transfer": 1, "load": 0.5},
+    "error": None,
+}
+WEIGHTS = {"version": 8, "state": "serving", "rule": "finish", "last": UPDATE, "last_error": None}
+
+
+class Taking(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Takes bodies piece by piece. ``errors``: what is raised for the first ones, after all of the body came."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.requests: list[httpx.Request] = []
+        self.bodies: list[list[bytes]] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        assert isinstance(request.stream, Iterable)
+        return self._taken(request, list(request.stream))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        assert isinstance(request.stream, AsyncIterable)
+        return self._taken(request, [piece async for piece in request.stream])
+
+    def _taken(self, request: httpx.Request, body: list[bytes]) -> httpx.Response:
+        self.requests.append(request)
+        self.bodies.append(body)
+        if self.errors:
+            raise self.errors.pop(0)
+        return httpx.Response(200, json=WEIGHTS)
+
+    def took(self, data: bytes) -> bool:
+        """Whether each body is this, announced with its size and in pieces that fit in the memory."""
+        sizes = {request.headers["content-length"] for request in self.requests}
+        small = all(len(piece) <= PIECE for body in self.bodies for piece in body)
+        return sizes == {str(len(data))} and small and all(b"".join(body) == data for body in self.bodies)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    path = tmp_path / "large.safetensors"
+    path.write_bytes(LARGE)
+    return path
+
+
+def test_what_is_served_is_told_with_the_last_update() -> None:
+    with Client(URL, transport=Taking()) as client:
+        weights = client.weights.get()
+    assert (weights.version, weights.state, weights.rule, weights.last_error) == (8, "serving", "finish", None)
+    assert weights.last is not None
+    assert (weights.last.outcome, weights.last.seconds) == ("completed", {"transfer": 1.0, "load": 0.5})
+
+
+def test_a_file_arrives_as_it_is_in_pieces(large: Path) -> None:
+    server = Taking()
+    with Client(URL, transport=server) as client:
+        for source in (large, str(large), LARGE):
+            assert client.weights.push(source).version == 8
+    assert server.took(LARGE)
+    assert [len(body) for body in server.bodies] == [3, 3, 3]
+    assert {(request.method, request.url.path) for request in server.requests} == {("PUT", "/darts/v1/weights")}
+
+
+@pytest.mark.anyio
+async def test_a_file_arrives_as_it_is_in_pieces_async(large: Path) -> None:
+    server = Taking()
+    async with AsyncClient(URL, transport=server) as client:
+        for source in (large, str(large), LARGE):
+            assert (await client.weights.push(source)).version == 8
+    assert server.took(LARGE)
+    assert [len(body) for body in server.bodies] == [3, 3, 3]
+
+
+def test_only_what_was_never_sent_is_sent_again_from_its_beginning(large: Path) -> None:
+    server = Taking(httpx.ConnectError("refused"))
+    with Client(URL, transport=server) as client:
+        client.weights.push(large)
+    assert len(server.bodies) == 2
+    assert server.took(LARGE)
+    server = Taking(httpx.ReadTimeout("slow"), httpx.ReadError("reset"))
+    with Client(URL, transport=server) as client:
+        with pytest.raises(TimedOut, match="slow"):
+            client.weights.push(large)
+        with pytest.raises(ConnectionFailed, match="reset"):
+            client.weights.load("large")
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.anyio
+async def test_only_what_was_never_sent_is_sent_again_from_its_beginning_async(large: Path) -> None:
+    server = Taking(httpx.ConnectError("refused"))
+    async with AsyncClient(URL, transport=server) as client:
+        await client.weights.push(large)
+        assert len(server.bodies) == 2
+        assert server.took(LARGE)
+        server.errors = [httpx.ReadError("reset")]
+        with pytest.raises(ConnectionFailed, match="reset"):
+            await client.weights.push(large)
+    assert len(server.bodies) == 3
+
+
+class Stuck(httpx.AsyncBaseTransport):
+    """Takes one piece, and then no more."""
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        assert isinstance(request.stream, AsyncIterable)
+        async for _ in request.stream:
+            self.began.set()
+            await asyncio.Event().wait()
+        raise AssertionError("it had only one piece")
+
+
+def is_open(path: Path) -> bool:
+    """Whether this process has the file open."""
+    return path in {link.resolve() for link in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_push_lets_go_of_its_file(large: Path) -> None:
+    server = Stuck()
+    async with AsyncClient(URL, transport=server) as client:
+        push = asyncio.create_task(client.weights.push(large))
+        await server.began.wait()
+        assert is_open(large)
+        push.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        async with asyncio.timeout(5):
+            while is_open(large):
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_read_is_not_begun_to_be_sent(tmp_path: Path) -> None:
+    server = Taking()
+    for path in (tmp_path, tmp_path / "nothing"):
+        with Client(URL, transport=server) as client, pytest.raises(OSError, match=path.name):
+            client.weights.push(path)
+        async with AsyncClient(URL, transport=server) as asynchronous:
+            with pytest.raises(OSError, match=path.name):
+                await asynchronous.weights.push(path)
+    assert server.requests == []
+
+
+@pytest.mark.anyio
+async def test_wishes_are_told_and_what_is_left_out_is_the_servers() -> None:
+    server = Taking()
+    wish: dict[str, Any] = {"rule": "keep", "version": 0, "partial": True}
+    with Client(URL, transport=server) as client:
+        client.weights.push(b"w")
+        client.weights.push(b"w", **wish)
+        client.weights.load(Path("step 7"))
+        client.weights.load("step 7", **wish)
+    async with AsyncClient(URL, transport=server) as asynchronous:
+        await asynchronous.weights.push(b"w", **wish)
+        await asynchronous.weights.load(Path("step 7"), **wish)
+        assert (await asynchronous.weights.get()).version == 8
+    plain, wished, named, both, pushed, loaded, _ = server.requests
+    assert dict(plain.url.params) == {"partial": "false"}
+    assert dict(wished.url.params) == dict(pushed.url.params) == {"rule": "keep", "version": "0", "partial": "true"}
+    assert (named.method, named.url.path) == ("POST", "/darts/v1/weights")
+    assert json.loads(server.bodies[2][0]) == {"path": "step 7", "partial": False}
+    assert json.loads(server.bodies[3][0]) == json.loads(server.bodies[5][0]) == {"path": "step 7", **wish}
+    assert both.url == loaded.url == named.url
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> FakeModel:
+    return FakeModel(tmp_path)
+
+
+@pytest.fixture
+def updates(model: FakeModel, tmp_path: Path) -> Iterator[Updates]:
+    with Staging(tmp_path) as staging:
+        yield Updates(model, Gate(), staging, tmp_path)
+
+
+@pytest.fixture
+def url(updates: Updates) -> Iterator[str]:
+    """The server's own routes on a port."""
+    with routes(updates=updates) as caller:
+        assert isinstance(caller.app, FastAPI)
+        with listening(caller.app) as listener:
+            yield listener.url
+
+
+def test_the_servers_own_routes_take_what_is_sent(url: str, model: FakeModel, tmp_path: Path) -> None:
+    with Client(url) as client:
+        assert client.weights.get().last is None
+        record = client.weights.push(save(tensors(5)), rule="keep", version=7)
+        assert model.values == dict.fromkeys(SHAPES, 5)
+        assert (record.version, record.last and record.last.rule) == (7, "keep")
+        assert client.weights.push(write(tmp_path / "six.safetensors", 6)).version == 8
+        assert model.values == dict.fromkeys(SHAPES, 6)
+        write(tmp_path / "part.safetensors", 7, "layers.0.weight")
+        record = client.weights.load("part.safetensors", partial=True)
+    assert model.values == {**dict.fromkeys(SHAPES, 6), "layers.0.weight": 7}
+    assert (record.last and record.last.source, record.last and record.last.partial) == ("disk", True)
+
+
+@pytest.mark.anyio
+async def test_the_servers_own_routes_take_what_is_sent_async(url: str, model: FakeModel, tmp_path: Path) -> None:
+    async with AsyncClient(url) as client:
+        assert (await client.weights.push(write(tmp_path / "six.safetensors", 6))).version == 1
+        assert model.values == dict.fromkeys(SHAPES, 6)
+        assert (await client.weights.load("checkpoint")).version == 2
+        assert (await client.weights.get()).version == 2
+    assert model.values == dict.fromkeys(SHAPES, 0)
+
+
+def test_refusals_are_told_though_much_was_still_to_be_sent(
+    url: str, updates: Updates, model: FakeModel, large: Path
+) -> None:
+    with Client(url) as client:
+        updates.begin_elsewhere()
+        with pytest.raises(BadRequest, match="an update by vllm is under way") as busy:
+            client.weights.push(large)
+        assert busy.value.status_code == 409
+        updates.end_elsewhere(None, touched=False)
+        with pytest.raises(BadRequest, match="not a whole safetensors file") as bad:
+            client.weights.push(large)
+        assert bad.value.param == "body"
+        model.fail["original"] = [UpdateUnsupported("quantized")]
+        with pytest.raises(ServerFault, match="quantized") as untried:
+            client.weights.push(large)
+        assert untried.value.status_code == 501
+        model.fail["load"] = [UpdateFailed("broken")]
+        with pytest.raises(Overloaded, match="broken"):
+            client.weights.push(save(tensors(5)))
+        record = client.weights.get()
+    assert (record.version, record.state, record.last_error) == (0, "serving", "broken")
+    assert record.last is not None
+    assert (record.last.outcome, record.last.error) == ("failed", "broken")
+
+
+def test_a_server_without_a_folder_for_weights_loads_none(model: FakeModel, tmp_path: Path) -> None:
+    with Staging(tmp_path) as staging, routes(updates=Updates(model, Gate(), staging)) as caller:
+        assert isinstance(caller.app, FastAPI)
+        with (
+            listening(caller.app) as listener,
+            Client(listener.url) as client,
+            pytest.raises(Unauthorized, match="--weights-root"),
+        ):
+            client.weights.load("checkpoint")

@@ -1,0 +1,26 @@
+from collections.abc import Iterator
+
+import pytest
+
+from darts_server.engine.scripted import Script
+from examples import rollouts
+from tests.clients.serving import Served, serving
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serving(lambda _, index: Script(5 + index)) as served:
+        yield served
+
+
+def test_groups_are_printed_and_their_rewards_taken(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    rollouts.main(["--url", server.url, "--prompts", "3", "--group-size", "2", "--rewards"])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("lengths [5, " in line for line in lines) == 3
+    assert sum("2 rewards taken" in line for line in lines) == 3
+    assert lines[-1].startswith("0 unfinished; generated=")
+
+
+def test_the_first_groups_can_be_enough(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    rollouts.main(["--url", server.url, "--prompts", "3", "--group-size", "2", "--num-groups", "1"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("2 unfinished;")
