@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("serve", help="serve a model with shaped groups", add_help=False)
     commands.add_parser("version", help="print the version of darts-server and of vLLM")
+    parser.add_argument("--version", action="store_true", help="the same as the command")
+    if arguments[:1] == ["--version"]:  # argparse would ask for a command
+        return _version()
     # What follows "serve" is read by parsers of its own: ours first, then vLLM's.
     command = parser.parse_args(arguments[:1]).command
     try:

@@ -16,8 +16,9 @@ def test_a_wrong_value_stops_the_start_with_a_message(capsys: pytest.CaptureFixt
     assert "--redundancy = 0.5" in capsys.readouterr().err
 
 
-def test_version_tells_both(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
+@pytest.mark.parametrize("asked", ["version", "--version"])
+def test_version_tells_both(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([asked]) == 0
     assert capsys.readouterr().out.startswith("darts-server 0.1.0, vLLM 0.31")
 
 

@@ -16,13 +16,15 @@ Measures on this machine's GPU whether shaped rollouts are faster than plain vLL
 For each model it starts one engine (real architecture, weights that were never trained) and measures
   1. the seconds of a decode step by batch size, against what the card's bandwidth allows,
   2. whole rollouts, the same prompts and lengths under plain vLLM and under each policy,
-  3. what our code costs: throughput with nothing shaped, CPU time a token, aborts, and looking at running sequences.
+  3. what our code costs: throughput with nothing shaped, CPU time a token, aborts, and looking at running sequences,
+  4. what new weights cost, read from a file and pushed, by phase.
 From the first it works out where shaping pays on this card: few prompts leave it waiting for the longest trajectory,
 many keep it at work, so rollouts of both kinds are measured, and the sizes between are foretold.
 
 How long each candidate of each prompt becomes is imposed from a trace, so that it is the same under every policy; each
 of its tokens is really decoded. The trace is drawn from a seed, or read from a file. Lengths are divided by 2, 4, ...
-where the time does not allow more, and the report says by what.
+where the time does not allow more, and the report says by what. New weights need files in --out, twice as large as
+the model while it is measured (8B: 33 GB); a path for which there is no room or time is left out, and the report says so.
 """
 EPILOG = """\
 examples:

@@ -6,11 +6,11 @@ It writes what it has to a file after every part, so that the parts before a fai
 import json
 import logging
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,18 @@ from benchmarks.gpu.traces import CANDIDATES, Trace, lengths
 SHARES = {"steps": 2.0, "costs": 2.0}
 FIRST_ROLLOUTS, MORE_ROLLOUTS = 5.0, 2.0
 """Shares of the time: of the first number of prompts, and of each further one. What a part leaves goes to the rest."""
+KEPT = 0.2
+"""Share of the time that is kept at most for new weights, which come last and have what the others left besides."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What to measure. ``seconds``: for everything, the engine's start included. ``bandwidth``: the card's, bytes/s."""
+    """What to measure. ``folder``: an empty one for the model. ``seconds``: for everything, the engine's start included.
+    ``bandwidth``: the card's, bytes/s.
+    """
 
     model: str
+    folder: str
     out: str
     seconds: float
     seed: int
@@ -77,7 +82,7 @@ class Findings:
 async def measure(spec: Spec, found: Findings, out: Path, budget: Budget) -> None:
     """Start the engine, and let each part fill its table."""
     from benchmarks.gpu.bench import Bench
-    from benchmarks.gpu.parts import costs, rollouts, steps
+    from benchmarks.gpu.parts import costs, rollouts, steps, weights
     from benchmarks.gpu.start import running
 
     sizes, shape = (DRY, TINY) if spec.dry else (GPU, SHAPES[spec.model])
@@ -85,26 +90,28 @@ async def measure(spec: Spec, found: Findings, out: Path, budget: Budget) -> Non
     for number, prompts in enumerate(spec.prompts):
         shares[f"rollouts-{prompts}"] = MORE_ROLLOUTS if number else FIRST_ROLLOUTS
         found.tables[f"rollouts-{prompts}"] = rollouts.table(prompts)
-    found.tables["costs"] = costs.table()
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="darts-model-") as folder:
-        async with running(Bench(shape, sizes, spec.logprobs, spec.seed), Path(folder), spec.flags) as bench:
-            found.engine_seconds, found.capacity = time.monotonic() - began, bench.port.capacity
+    found.tables |= {"costs": costs.table(), "weights": weights.table()}
+    began, folder = time.monotonic(), Path(spec.folder)
+    async with running(Bench(shape, sizes, spec.logprobs, spec.seed), folder, spec.flags) as bench:
+        found.engine_seconds, found.capacity = time.monotonic() - began, bench.port.capacity
+        found.write(out)
+        trace = spec.lengths()
+        others = Budget(budget.left - min(weights.needs(shape), KEPT * budget.left))
+        for name, share in chain(others.shared(shares), [("weights", budget)]):
+            result = found.tables[name]
+            match name.split("-"):
+                case ["steps"]:
+                    part = steps.measure(bench, share, result, spec.bandwidth, CANDIDATES * max(spec.prompts))
+                case ["costs"]:
+                    part = costs.measure(bench, share, result)
+                case ["weights"]:
+                    part = weights.measure(bench, share, result, folder)
+                case [_, count]:
+                    lines = found.timelines.setdefault(name, {})
+                    part = rollouts.measure(bench, share, result, trace.first(int(count)), spec.policies, lines)
+            await told(part, result, share)
+            found.curve = None if bench.curve is None else asdict(bench.curve)
             found.write(out)
-            trace = spec.lengths()
-            for name, share in budget.shared(shares):
-                result = found.tables[name]
-                match name.split("-"):
-                    case ["steps"]:
-                        part = steps.measure(bench, share, result, spec.bandwidth, CANDIDATES * max(spec.prompts))
-                    case ["costs"]:
-                        part = costs.measure(bench, share, result)
-                    case [_, count]:
-                        lines = found.timelines.setdefault(name, {})
-                        part = rollouts.measure(bench, share, result, trace.first(int(count)), spec.policies, lines)
-                await told(part, result, share)
-                found.curve = None if bench.curve is None else asdict(bench.curve)
-                found.write(out)
 
 
 async def told(part: Awaitable[None], result: Table, share: Budget) -> None:

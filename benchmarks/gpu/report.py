@@ -6,7 +6,7 @@ from benchmarks.gpu.one_model import Findings
 from benchmarks.gpu.tables import Table
 
 NOT_BUILT = "Not built yet."
-OUTLOOK = ("Probe overhead", "Weight update")
+OUTLOOK = ("Probe overhead",)
 """What will be measured as soon as the project has it."""
 
 

@@ -8,7 +8,8 @@ class Sizes:
     """``prompt``: tokens of a prompt. ``capacity``: sequences that the engine runs at once. ``model_length``: tokens
     that one may have. ``batches``: whose steps are timed, each for ``step_tokens`` tokens. ``divisors``: what lengths
     may be divided by to fit the time. ``load_...``: prompts and tokens of a load whose throughput is compared, in so
-    many ``rounds``. ``aborts``: how often an abort is timed. ``flags``: more of vLLM's.
+    many ``rounds``. ``aborts``: how often an abort is timed. ``updates``: how often at most each path is taken by new
+    weights. ``flags``: more of vLLM's.
     """
 
     prompt: int
@@ -21,6 +22,7 @@ class Sizes:
     load_tokens: int
     rounds: int
     aborts: int
+    updates: int
     flags: tuple[str, ...]
 
 
@@ -35,6 +37,7 @@ GPU = Sizes(
     load_tokens=64,
     rounds=3,
     aborts=10,
+    updates=3,
     flags=("--dtype", "bfloat16"),
 )
 DRY = Sizes(
@@ -48,5 +51,6 @@ DRY = Sizes(
     load_tokens=16,
     rounds=2,
     aborts=3,
+    updates=2,
     flags=("--dtype", "float32", "--enforce-eager"),
 )

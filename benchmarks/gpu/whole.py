@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from tempfile import TemporaryDirectory
 
 from benchmarks.gpu.about import about
 from benchmarks.gpu.budget import Budget
@@ -69,21 +70,24 @@ def one(name: str, options: Options, card: Card, budget: Budget) -> Findings:
     if name in SHAPES and SHAPES[name].weight_bytes > FULLEST * card.memory:
         return Findings(name, error=f"its {SHAPES[name].weight_bytes / 1e9:.0f} GB of weights do not fit this card")
     limit = budget.left - GRACE_SECONDS
-    spec = Spec(
-        model=name,
-        out=str(options.out / f"{name}.json"),
-        seconds=limit - END_SECONDS,
-        seed=options.seed,
-        prompts=options.prompts,
-        policies=options.policies,
-        bandwidth=card.bandwidth,
-        trace=None if options.trace is None else str(options.trace),
-        logprobs=options.logprobs,
-        dry=options.dry,
-        flags=options.flags,
-    )
     say(f"{name}: engine starts, {limit:.0f} s for all of it")
-    return measured(spec, limit, options.out / f"{name}.log", say)
+    # Ours and not the child's, which may be ended before it has removed gigabytes.
+    with TemporaryDirectory(prefix="model-", dir=options.out.resolve(), ignore_cleanup_errors=True) as folder:
+        spec = Spec(
+            model=name,
+            folder=folder,
+            out=str(options.out / f"{name}.json"),
+            seconds=limit - END_SECONDS,
+            seed=options.seed,
+            prompts=options.prompts,
+            policies=options.policies,
+            bandwidth=card.bandwidth,
+            trace=None if options.trace is None else str(options.trace),
+            logprobs=options.logprobs,
+            dry=options.dry,
+            flags=options.flags,
+        )
+        return measured(spec, limit, options.out / f"{name}.log", say)
 
 
 def report(options: Options, card: Card, found: Sequence[Findings]) -> str:

@@ -24,7 +24,7 @@ PARTIAL = "Whether tensors may be missing; these stay as they are."
 class WeightsIn(BaseModel):
     """Weights on the server's machine."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     path: str = Field(description="Safetensors file, or a folder of these; under --weights-root.")
     rule: Literal["finish", "keep"] | None = Field(None, description=RULE)

@@ -282,7 +282,6 @@ def test_the_report_has_every_table_and_says_what_is_not_built() -> None:
     assert text.index("### Rollouts") < text.index("a.png") < text.index("### Cost")
     assert "### Empty" not in text
     assert "## Probe overhead\n\nNot built yet." in text
-    assert "## Weight update\n\nNot built yet." in text
 
 
 def test_the_report_of_a_model_that_did_not_start_says_so() -> None:
@@ -397,7 +396,7 @@ def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
     (model,) = result["models"]
     assert model["error"] is None
     tables = model["tables"]
-    assert list(tables) == ["steps", "rollouts-8", "costs", "outlook"]
+    assert list(tables) == ["steps", "rollouts-8", "costs", "weights", "outlook"]
     assert not any(table["failed"] for table in tables.values())
     assert all(row["step, ms"] > 0 and row["bound, ms"] > 0 for row in tables["steps"]["rows"])
     rows = {row["policy"]: row for row in tables["rollouts-8"]["rows"]}
@@ -413,8 +412,16 @@ def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
     assert min(rows[PLAIN]["ratio to plain"], rows[AGAIN]["ratio to plain"]) == 1.0
     assert len(tables["costs"]["rows"]) == 10
     assert all(row["value"] > 0 for row in tables["costs"]["rows"])
+    assert [(row["path"], row["updates"]) for row in tables["weights"]["rows"]] == [("from disk", 2), ("pushed", 2)]
+    for row in tables["weights"]["rows"]:
+        phases = [row[f"{phase}, s"] for phase in ("transfer", "check", "pause", "load", "resume")]
+        assert all(seconds > 0 for seconds in phases)
+        assert row["in all, s"] > 0.5 * sum(phases)
+        assert row["GB/s"] == pytest.approx(row["GB"] / row["in all, s"])
+        assert f"| {row['path']} | {row['GB']:.3g} | 2 | {phases[0]:.3f} |" in done.stdout
+    assert not list(tmp_path.glob("model-*")), "a checkpoint was left behind"
     assert done.stdout == (tmp_path / "results.md").read_text() + "\n"
-    for title in [table["title"] for table in tables.values()] + ["Probe overhead", "Weight update"]:
+    for title in [table["title"] for table in tables.values()] + ["Probe overhead"]:
         assert f"# {title}\n" in done.stdout
     assert (tmp_path / "rollouts-8-tiny.png").read_bytes().startswith(b"\x89PNG")
 
