@@ -23,8 +23,8 @@ many keep it at work, so rollouts of both kinds are measured, and the sizes betw
 
 How long each candidate of each prompt becomes is imposed from a trace, so that it is the same under every policy; each
 of its tokens is really decoded. The trace is drawn from a seed, or read from a file. Lengths are divided by 2, 4, ...
-where the time does not allow more, and the report says by what. New weights need files in --out, twice as large as
-the model while it is measured (8B: 33 GB); a path for which there is no room or time is left out, and the report says so.
+where the time does not allow more, and the report says by what. New weights need room in --out for two models while
+one is measured (8B: 33 GB); a path for which there is no room or time is left out, and the report says so.
 """
 EPILOG = """\
 examples:

@@ -29,7 +29,7 @@ KEPT = 0.2
 
 @dataclass(frozen=True)
 class Spec:
-    """What to measure. ``folder``: an empty one for the model. ``seconds``: for everything, the engine's start included.
+    """What to measure. ``folder``: an empty one for the model. ``seconds``: for everything, with the engine's start.
     ``bandwidth``: the card's, bytes/s.
     """
 

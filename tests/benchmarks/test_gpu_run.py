@@ -416,7 +416,7 @@ def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
     for row in tables["weights"]["rows"]:
         phases = [row[f"{phase}, s"] for phase in ("transfer", "check", "pause", "load", "resume")]
         assert all(seconds > 0 for seconds in phases)
-        assert row["in all, s"] > 0.5 * sum(phases)
+        assert row["in all, s"] > sum(phases)
         assert row["GB/s"] == pytest.approx(row["GB"] / row["in all, s"])
         assert f"| {row['path']} | {row['GB']:.3g} | 2 | {phases[0]:.3f} |" in done.stdout
     assert not list(tmp_path.glob("model-*")), "a checkpoint was left behind"

@@ -1,0 +1,66 @@
+"""The weight update of the GPU benchmark, without an engine: what is written, and what there is room and time for."""
+
+import asyncio
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.gpu import checkpoint
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.budget import Budget
+from benchmarks.gpu.models import SHAPES, TINY, Shape
+from benchmarks.gpu.parts import weights
+from benchmarks.gpu.sizes import DRY
+
+GB = 10**9
+SMALL, LARGE = SHAPES["0.6B"], SHAPES["8B"]
+
+
+@pytest.mark.parametrize("shape", [TINY, *SHAPES.values()])
+def test_a_checkpoint_has_every_parameter_once(shape: Shape) -> None:
+    assert sum(prod(size) for _, size in checkpoint.tensors(shape)) == shape.parameters
+
+
+def test_a_checkpoint_has_the_names_and_shapes_of_the_published_models(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(TINY.write(tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    assert dict(checkpoint.tensors(TINY)) == {name: tuple(each.shape) for name, each in model.named_parameters()}
+    assert [name for name, _ in checkpoint.tensors(LARGE)][-1] == "lm_head.weight"
+
+
+def test_safetensors_reads_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint.write(TINY, tmp_path / checkpoint.FILE)
+    read = load_file(tmp_path / checkpoint.FILE)
+    assert {name: tuple(each.shape) for name, each in read.items()} == dict(checkpoint.tensors(TINY))
+    assert {each.dtype for each in read.values()} == {torch.float32}
+    values = torch.cat([each.flatten() for each in read.values()])
+    assert values.std().item() == pytest.approx(checkpoint.STD, rel=0.05)
+
+
+def test_paths_for_which_the_disk_has_no_room_are_left_out() -> None:
+    result = weights.table()
+    assert weights.possible(LARGE, 40 * GB, result) == [weights.DISK, weights.PUSHED]
+    assert result.notes == []
+    assert weights.possible(LARGE, 20 * GB, result) == [weights.DISK]
+    assert result.notes == [
+        "Left out for want of room: pushed, which needs 33.8 GB where --out is; 20.0 GB are free.",
+    ]
+    assert weights.possible(LARGE, 10 * GB, weights.table()) == []
+
+
+def test_new_weights_for_which_there_is_no_time_are_left_out(tmp_path: Path) -> None:
+    result, bench = weights.table(), Bench(SMALL, DRY, logprobs=False, seed=0)
+    asyncio.run(weights.measure(bench, Budget(1, lambda: 0.0), result, tmp_path))
+    assert result.notes == ["Left out for want of time: the update, which needs about 3 s; 1 s are left."]
+    assert not result.failed
+    assert not list(tmp_path.iterdir())
+
+
+def test_larger_models_keep_more_time_for_their_weights() -> None:
+    assert weights.needs(TINY) < 1.1 * weights.EXTRA_SECONDS
+    assert 20 < weights.needs(LARGE) < 90
