@@ -3,7 +3,7 @@
 Every metric has the one label ``model_name``, beside its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -11,7 +11,7 @@ from math import nan
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from darts_server.types import BatchRecord, End, GroupRecord, UpdateRecord
+from darts_server.types import BatchRecord, End, GroupRecord, Outcome, StopReason, UpdateOutcome, UpdateRecord
 
 LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CANDIDATE_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
@@ -22,6 +22,8 @@ BATCH_SIZES = (1, 4, 16, 64, 256, 1024)
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
+BOOLEANS = ("true", "false")
+ENDS = ("selected", *StopReason)
 
 Values = dict[tuple[str, ...], Callable[[], float | None]]
 """By labels, how to ask for a value."""
@@ -116,17 +118,20 @@ class Metrics:
     # --- making them --------------------------------------------------------
 
     def _make_group_metrics(self) -> None:
-        self._groups = self._counter("darts_groups", "Groups that ended, by outcome.", "outcome")
+        self._groups = self._counter("darts_groups", "Groups that ended, by outcome.", "outcome", Outcome)
         self._started = self._counter("darts_candidates_started", "Candidates started.")
         self._ended = self._counter(
-            "darts_candidates_ended", "Candidates that ended: 'selected', or why they were discarded.", "reason"
+            "darts_candidates_ended", "Candidates that ended: 'selected', or why they were discarded.", "reason", ENDS
         )
         self._cut = self._counter("darts_candidates_cut", "Candidates that were returned cut at the deadline.")
         self._tokens = self._counter(
-            "darts_tokens", "Tokens of all candidates (generated), of returned ones, of the others (wasted).", "kind"
+            "darts_tokens",
+            "Tokens of all candidates (generated), of returned ones, of the others (wasted).",
+            "kind",
+            (*KINDS, "wasted"),
         )
         self._shadow = self._counter(
-            "darts_shadow_tokens", "What the shadowed policy would have generated and returned.", "kind"
+            "darts_shadow_tokens", "What the shadowed policy would have generated and returned.", "kind", KINDS
         )
         self._candidates = self._histogram(
             "darts_candidates_per_group", "Candidates started for a group.", CANDIDATE_BUCKETS
@@ -146,7 +151,10 @@ class Metrics:
 
     def _make_batch_metrics(self) -> None:
         self._batches = self._counter(
-            "darts_batches", "Batches of groups that ended, by whether they were let run past the deadline.", "explored"
+            "darts_batches",
+            "Batches of groups that ended, by whether they were let run past the deadline.",
+            "explored",
+            BOOLEANS,
         )
         self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last batch.")
         self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last batch that had one.")
@@ -160,6 +168,7 @@ class Metrics:
             "darts_explored_candidates",
             "Candidates of the tail that were let run past the deadline, by where they ended.",
             "end",
+            ("beyond", "within"),
         )
         self._explored_tokens = self._counter(
             "darts_explored_beyond_tokens", "Tokens of these that the deadline would have taken away."
@@ -167,12 +176,16 @@ class Metrics:
 
     def _make_reward_metrics(self) -> None:
         self._rewards = self._counter(
-            "darts_rewards", "Rewards reported, repeated ones aside, by whether their trajectory is known.", "matched"
+            "darts_rewards",
+            "Rewards reported, repeated ones aside, by whether their trajectory is known.",
+            "matched",
+            BOOLEANS,
         )
         self._rewarded_groups = self._counter(
             "darts_rewarded_groups",
             "Groups of which all returned trajectories have rewards, by whether these are all equal.",
             "zero_variance",
+            BOOLEANS,
         )
 
     def _show(self, sources: Sources) -> None:
@@ -228,8 +241,13 @@ class Metrics:
             {(): sources.pattern_error},
         )
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, ("model_name", *labels), registry=self._registry)
+    def _counter(self, name: str, text: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
+        """It is there from the start, at 0: a rate over its first step from nothing would miss that."""
+        labels = () if label is None else (label,)
+        counter = Counter(name, text, ("model_name", *labels), registry=self._registry)
+        for value in [()] if label is None else [(value,) for value in values]:
+            counter.labels(self._model, *value)
+        return counter
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, ("model_name", *labels), registry=self._registry)
@@ -253,6 +271,8 @@ class WeightMetrics:
         self._updates = Counter(
             "darts_weight_updates", "Updates of the weights, by outcome.", (*names, "outcome"), registry=registry
         )
+        for outcome in UpdateOutcome:
+            self._updates.labels(model_name, outcome)
         self._seconds = Histogram(
             "darts_weight_update_seconds",
             "Seconds of an update's phases.",

@@ -71,11 +71,27 @@ def test_a_group_that_was_not_completed_waited_for_no_tail() -> None:
     assert not registry.get_sample_value("darts_tail_wait_seconds_count", labels)
 
 
-def test_a_metric_has_no_label_that_grows_with_use() -> None:
+def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_with_use() -> None:
     registry = CollectorRegistry()
-    Metrics("tiny", registry=registry).group_ended(record())
+    metrics = Metrics("tiny", registry=registry)
+    before = counted(registry)
+    assert ("darts_groups_total", "failed") in before
+    metrics.candidates_started(3)
+    metrics.group_ended(record())
+    assert counted(registry) == before
     labels = {label for family in registry.collect() for sample in family.samples for label in sample.labels}
-    assert labels <= {"model_name", "outcome", "reason", "kind", "le"}
+    assert labels == {"model_name", "outcome", "reason", "kind", "end", "explored", "matched", "zero_variance", "le"}
+
+
+def counted(registry: CollectorRegistry) -> set[tuple[str, ...]]:
+    """Names and labels, the model's aside, of all that counters show."""
+    counters = [family for family in registry.collect() if family.type == "counter"]
+    return {
+        (sample.name, *(value for name, value in sample.labels.items() if name != "model_name"))
+        for family in counters
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
 
 
 def test_gauges_ask_when_they_are_read() -> None:
