@@ -241,7 +241,7 @@ def test_scoring_and_learning_go_on_while_it_is_trained() -> None:
     thread = threading.Thread(target=train)
     thread.start()
     scores = []
-    while not done.is_set():
+    while not done.wait(0.001):  # without a pause the two threads mostly wait for each other
         hidden, target = next(world.trajectories(1))
         head.learn(hidden, 512, target)
         scores.append(head.score(probe, 512))
