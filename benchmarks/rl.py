@@ -3,9 +3,10 @@
     python -m benchmarks.rl
     python -m benchmarks.rl --quick
 
-One server for all. For each start and seed all policies train in turns, step by step, on the same prompts in the same
-order: before its turn a policy's weights are pushed and what the server learned under it is restored. So whatever else
-the machine does hits all of them alike, and none profits from what the server learned under another. Evaluation is
+For each start and seed all policies train in turns, step by step, on the same prompts in the same order: before its
+turn a policy's weights are pushed and what the server learned under it is restored. So whatever else the machine does
+hits all of them alike, and none profits from what the server learned under another. One server serves them all, but
+for the policies that prune by quality: each of these has its own, which goes on learning between turns. Evaluation is
 unshaped, on other prompts, and no part of the time.
 """
 
@@ -21,10 +22,11 @@ import torch
 from tqdm import trange
 
 from benchmarks.rl_table import BASE, Runs, tables
+from darts_client import Client
 from darts_server.store import Store
 from examples.tiny_rl import warm_start
 from examples.tiny_rl.grpo import Learner
-from examples.tiny_rl.remote import Remote
+from examples.tiny_rl.remote import TIMEOUT_SECONDS
 from examples.tiny_rl.server import DARTS, MODEL, serving
 from examples.tiny_rl.task import VARIANTS
 from examples.tiny_rl.train import Recipe, train
@@ -37,7 +39,12 @@ POLICIES: Mapping[str, Mapping[str, object]] = {
     "darts, longest tail": {"name": "darts", "tail": "longest"},
     "darts_deadline": {"name": "darts_deadline"},
     "darts_cut": {"name": "darts_cut"},
+    "arrol": {"name": "arrol"},
+    "darts+arrol": {"name": "darts+arrol"},
 }
+# The answers are some 30 tokens long and the runs some 30 steps, so all is earlier than for a large model.
+PRUNING_FLAGS = ("--detect-at", "10", "--cold-steps", "4")
+PRUNING = ("arrol", "darts+arrol")
 STARTS = ("wordier", "standard")
 QUICK_POLICIES = ("off", "uniform", "darts_cut")
 QUICK_STEPS, QUICK_SEEDS = 16, (0, 1)
@@ -55,23 +62,24 @@ class Plan:
 
 
 class Contender:
-    """The training run of one policy, a step at a time, on a server that it shares."""
+    """The training run of one policy, a step at a time, on a server that it may share."""
 
-    def __init__(self, remote: Remote, learner: Learner, recipe: Recipe, seed: int, log: Path) -> None:
-        self.entries: list[Entry] = []
-        self._remote, self._learner, self._log = remote, learner, log
-        self._steps = train(remote, learner, recipe, seed)
-        self._learned = Store().export()  # nothing
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text("")
+    def __init__(self, client: Client, plan: Plan, start: str, policy: str, seed: int, out: Path) -> None:
+        self._client = client
+        self._learner = Learner(model_of(start, out))
+        self._steps = train(client, POLICIES[policy], self._learner, plan.recipe, seed)
+        self._log = log_of(out, start, policy, seed)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log.write_text("")
+        self._learned = self._log.with_suffix(".state")
+        self._learned.write_bytes(Store().export())  # nothing
 
     def step(self) -> None:
         """The next step, from where this run left off."""
-        self._remote.push(self._learner.weights())
-        self._remote.restore(self._learned)
+        self._client.weights.push(self._learner.weights())
+        self._client.state.load(self._learned)
         entry = next(self._steps)
-        self._learned = self._remote.save()
-        self.entries.append(entry)
+        self._client.state.save(self._learned)
         with self._log.open("a") as log:
             print(entry.line(), file=log)
 
@@ -83,30 +91,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
         torch.set_num_threads(1)  # the server needs the other core
         with ExitStack() as stack:
-            url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
+            urls = servers(stack, plan.policies, options.out)
             for seed in plan.seeds:
                 for start in plan.starts:
-                    compete(url, plan, start, seed, options.out)
+                    compete(urls, plan, start, seed, options.out)
     print(report(plan, options.out))
     if options.quick:
         print(QUICK.format(seeds=len(plan.seeds), policies=", ".join(plan.policies), steps=plan.recipe.steps))
     return 0
 
 
-def compete(url: str, plan: Plan, start: str, seed: int, out: Path) -> None:
+def servers(stack: ExitStack, policies: Sequence[str], out: Path) -> dict[str, str]:
+    """The address of each policy's server."""
+    shared = stack.enter_context(serving(DARTS, out / "server.log")).url
+    own = {
+        p: stack.enter_context(serving(DARTS, out / f"{p}.log", *PRUNING_FLAGS)).url for p in policies if p in PRUNING
+    }
+    return {policy: own.get(policy, shared) for policy in policies}
+
+
+def compete(urls: Mapping[str, str], plan: Plan, start: str, seed: int, out: Path) -> None:
     """All policies from one start, with one seed, in turns."""
-    folder = model_of(start, out)
     with ExitStack() as stack:
-        contenders = [
-            Contender(
-                stack.enter_context(Remote(url, POLICIES[policy])),
-                Learner(folder),
-                plan.recipe,
-                seed,
-                log_of(out, start, policy, seed),
-            )
-            for policy in plan.policies
-        ]
+        clients = {url: stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS)) for url in urls.values()}
+        contenders = [Contender(clients[urls[p]], plan, start, p, seed, out) for p in plan.policies]
         for turn in trange(plan.recipe.steps + 1, desc=f"{start}, seed {seed}", unit="step"):
             first = turn % len(contenders)
             for contender in contenders[first:] + contenders[:first]:
@@ -153,7 +161,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--starts", nargs="+", choices=STARTS, default=STARTS, help="(default: all)")
     add("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), metavar="NAME", help="(default: all)")
     add("--out", type=Path, metavar="FOLDER", help="for logs and models (default: out/rl, or out/rl-quick)")
-    add("--url", help="a server that runs already, with the tiny model (default: one of its own)")
     add("--report", action="store_true", help="run nothing; print the tables of what is in --out")
     options = parser.parse_args(argv)
     quick, policies = options.quick, QUICK_POLICIES if options.quick else options.policies

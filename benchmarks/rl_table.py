@@ -84,8 +84,9 @@ def equally(runs: Runs, policy: str, axis: str) -> list[float]:
 
 
 def cost(runs: Runs) -> str:
-    """Tokens and seconds a step; steps, tokens and time to a level, relative to `off` with the same seed."""
-    head = ["policy", "generated a step", "trained on", "truncated", "rollout s", "train s", "push s", "step / off"]
+    """What the steps trained on, and their seconds; steps, tokens and time to a level, relative to `off`."""
+    head = ["policy", "generated a step", "trained on", "truncated", "reward variance"]
+    head += ["rollout s", "train s", "push s", "step / off"]
     head += [f"to {level:.2f}: steps, tokens, time" for level in LEVELS]
     rows = []
     for policy, seeds in runs.items():
@@ -94,8 +95,9 @@ def cost(runs: Runs) -> str:
         seconds = (f"{fmean(getattr(s.seconds, part) for s in steps):.2f}" for part in ("rollout", "train", "push"))
         pace = [step_seconds(entries) / step_seconds(runs[BASE][seed]) for seed, entries in seeds.items()]
         truncated = f"{fmean(step.truncated for step in steps):.1%}"
+        variance = f"{fmean(step.reward_variance for step in steps):.3f}"
         to = (", ".join(relative(runs, policy, level, axis) for axis in AXES) for level in LEVELS)
-        rows.append([policy, *tokens, truncated, *seconds, spread(pace, ".2f"), *to])
+        rows.append([policy, *tokens, truncated, variance, *seconds, spread(pace, ".2f"), *to])
     return markdown(head, rows)
 
 

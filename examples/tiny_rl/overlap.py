@@ -159,10 +159,10 @@ def rows_of(groups: Iterable[Group], prompts: Sequence[Sequence[int]]) -> Rows:
 
 
 @torch.no_grad()
-def forward_after(model: Any, rows: Rows) -> dict[str, Tensor]:
+def forward_after(model: Any, rows: Rows, batch_tokens: int = BATCH_TOKENS) -> dict[str, Tensor]:
     """Log-probs of each completion from forward passes over the whole, rows of like length together."""
     logprobs = {}
-    for part in parts_of(sorted(rows, key=lambda row: len(row[1]) + len(row[2]))):
+    for part in parts_of(sorted(rows, key=lambda row: len(row[1]) + len(row[2])), batch_tokens):
         width = max(len(prompt) + len(completion) for _, prompt, completion in part)
         tokens = torch.zeros((len(part), width), dtype=torch.long)
         for row, (_, prompt, completion) in enumerate(part):  # padding at the end needs no mask: attention is causal
@@ -174,11 +174,11 @@ def forward_after(model: Any, rows: Rows) -> dict[str, Tensor]:
     return logprobs
 
 
-def parts_of(rows: Rows) -> Iterator[Rows]:
-    """Rows sorted by length, in parts of at most BATCH_TOKENS with their padding."""
+def parts_of(rows: Rows, batch_tokens: int) -> Iterator[Rows]:
+    """Rows sorted by length, in parts of at most so many tokens with their padding."""
     part: list[tuple[str, Sequence[int], Sequence[int]]] = []
     for row in rows:
-        if part and (len(part) + 1) * (len(row[1]) + len(row[2])) > BATCH_TOKENS:
+        if part and (len(part) + 1) * (len(row[1]) + len(row[2])) > batch_tokens:
             yield part
             part = []
         part.append(row)

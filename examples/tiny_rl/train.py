@@ -2,12 +2,12 @@
 
     python -m examples.tiny_rl.train --policy darts_cut
 
-Each step asks the server for a group of trajectories to each of 16 prompts, rewards them, updates the policy, and
-pushes the new weights. Evaluation is unshaped, on other prompts. Every step is a line in log.jsonl; at the end there is
-a picture. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
+Each step asks the server for a group of trajectories to each of 16 prompts, rewards them, updates the policy, reports
+the rewards and pushes the new weights. Evaluation is unshaped, on other prompts. Every step is a line in log.jsonl; at
+the end there is a picture. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
 
-The loop is `train` below. It is a template for a trainer of your own: `remote.py` is what it asks of the server, and
-`grpo.py` its model and loss.
+The loop is `train` below. It is a template for a trainer of your own: `remote.py` is how it asks the server for groups,
+and `grpo.py` its model and loss.
 """
 
 import argparse
@@ -23,14 +23,13 @@ from random import Random
 from statistics import fmean, pvariance
 from typing import TextIO
 
-import httpx
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from darts_client import DartsError
+from darts_client import Client, DartsError, Trajectory
 from examples.tiny_rl.grpo import Learner, Trained, Update, advantages
-from examples.tiny_rl.remote import Remote, Rollouts, Trajectory
+from examples.tiny_rl.remote import TIMEOUT_SECONDS, Policy, Rollouts, rollouts, samples, truncated
 from examples.tiny_rl.server import DARTS, MODEL, serving
 from examples.tiny_rl.task import Problem, reward, sample_problem
 from examples.tiny_rl.tokenizer import build_tokenizer
@@ -53,7 +52,7 @@ class Recipe:
     held_out_every: int = 5  # steps
 
 
-def train(remote: Remote, learner: Learner, recipe: Recipe, seed: int) -> Iterator[Entry]:
+def train(client: Client, policy: Policy, learner: Learner, recipe: Recipe, seed: int) -> Iterator[Entry]:
     """Train, step by step; an entry after each. The server may hold any weights when this begins.
 
     Raises:
@@ -62,23 +61,27 @@ def train(remote: Remote, learner: Learner, recipe: Recipe, seed: int) -> Iterat
     held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts)
     batches = endless(problems(seed, recipe.pool, avoid=held_out), recipe.prompts, Random(seed))
     tokenizer = build_tokenizer()
-    remote.push(learner.weights())
-    yield Entry(0, held_out=evaluate(remote, held_out, recipe.held_out_samples))
+    client.weights.push(learner.weights())
+    yield Entry(0, held_out=evaluate(client, held_out, recipe.held_out_samples))
     for step, batch in enumerate(islice(batches, recipe.steps), start=1):
         prompts = [tokenizer.encode(problem.prompt) for problem in batch]
         began = time.perf_counter()
-        rollouts = remote.rollouts(prompts, recipe.group_size)
-        sampled = time.perf_counter()
-        rewards = [[score(problem, t) for t in group] for problem, group in zip(batch, rollouts.groups, strict=True)]
-        update = learner.update(graded(prompts, rollouts, rewards))
+        shaped = rollouts(client, policy, prompts, recipe.group_size)
+        ended = time.perf_counter()
+        rewards = [
+            [score(problem, trajectory) for trajectory in group.trajectories]
+            for problem, group in zip(batch, shaped.groups, strict=True)
+        ]
+        update = learner.update(graded(prompts, shaped, rewards))
         updated = time.perf_counter()
-        remote.push(learner.weights())
-        seconds = Seconds(sampled - began, updated - sampled, time.perf_counter() - updated)
+        client.rewards(shaped.groups, rewards)
+        client.weights.push(learner.weights())
+        seconds = Seconds(ended - began, updated - ended, time.perf_counter() - updated)
         due = step % recipe.held_out_every == 0 or step == recipe.steps
         yield Entry(
             step,
-            summary(rollouts, rewards, update, seconds),
-            evaluate(remote, held_out, recipe.held_out_samples) if due else None,
+            summary(shaped, rewards, update, seconds),
+            evaluate(client, held_out, recipe.held_out_samples) if due else None,
         )
 
 
@@ -89,27 +92,26 @@ def score(problem: Problem, trajectory: Trajectory) -> float:
     answer and is trained on as one, with all the tokens it has: so the policy learns that running on earns nothing.
     Leaving such trajectories out of the loss would hide that.
     """
-    return 0.0 if trajectory.truncated else reward(problem, trajectory.text)
+    return 0.0 if truncated(trajectory) else reward(problem, trajectory.text)
 
 
-def graded(prompts: Sequence[list[int]], rollouts: Rollouts, rewards: Sequence[Sequence[float]]) -> list[Trained]:
+def graded(prompts: Sequence[list[int]], shaped: Rollouts, rewards: Sequence[Sequence[float]]) -> list[Trained]:
     """All trajectories with the advantage that each has in its group."""
     return [
-        Trained(prompt + trajectory.tokens, len(prompt), trajectory.logprobs, advantage)
-        for prompt, group, earned in zip(prompts, rollouts.groups, rewards, strict=True)
-        for trajectory, advantage in zip(group, advantages(earned), strict=True)
+        Trained([*prompt, *trajectory.token_ids], len(prompt), trajectory.logprobs or (), advantage)
+        for prompt, group, earned in zip(prompts, shaped.groups, rewards, strict=True)
+        for trajectory, advantage in zip(group.trajectories, advantages(earned), strict=True)
     ]
 
 
-def evaluate(remote: Remote, held_out: Sequence[Problem], count: int) -> HeldOut:
+def evaluate(client: Client, held_out: Sequence[Problem], count: int) -> HeldOut:
     """How good the policy is by itself: ``count`` unshaped samples of each prompt."""
-    answers = remote.samples([problem.prompt for problem in held_out], count)
+    answers = samples(client, [problem.prompt for problem in held_out], count)
     rewards = [
-        [0.0 if truncated else reward(problem, text) for text, _, truncated in group]
-        for problem, group in zip(held_out, answers, strict=True)
+        [score(problem, trajectory) for trajectory in group] for problem, group in zip(held_out, answers, strict=True)
     ]
-    lengths = [[length for _, length, _ in group] for group in answers]
-    return HeldOut.of(rewards, lengths, sum(truncated for group in answers for _, _, truncated in group))
+    lengths = [[len(trajectory.token_ids) for trajectory in group] for group in answers]
+    return HeldOut.of(rewards, lengths, sum(truncated(each) for group in answers for each in group))
 
 
 def problems(seed: int, count: int, avoid: Sequence[Problem] = ()) -> list[Problem]:
@@ -130,22 +132,22 @@ def endless(pool: Sequence[Problem], size: int, rng: Random) -> Iterator[list[Pr
         yield from (order[start : start + size] for start in range(0, len(pool) - size + 1, size))
 
 
-def summary(rollouts: Rollouts, rewards: Sequence[Sequence[float]], update: Update, seconds: Seconds) -> Training:
+def summary(shaped: Rollouts, rewards: Sequence[Sequence[float]], update: Update, seconds: Seconds) -> Training:
     """What the log says of one step."""
-    trajectories = [trajectory for group in rollouts.groups for trajectory in group]
-    lengths = [len(trajectory.tokens) for trajectory in trajectories]
+    trajectories = [trajectory for group in shaped.groups for trajectory in group.trajectories]
+    lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     return Training(
         right=fmean(reward for group in rewards for reward in group),
         reward_variance=fmean(pvariance(group) for group in rewards),
         length_mean=fmean(lengths),
         length_p95=float(np.percentile(lengths, 95)),
-        truncated=fmean(trajectory.truncated for trajectory in trajectories),
-        generated=rollouts.generated,
+        truncated=fmean(truncated(trajectory) for trajectory in trajectories),
+        generated=shaped.generated,
         trained=sum(lengths),
         loss=update.loss,
         gradient_norm=update.gradient_norm,
         logprob_gap=update.gap,
-        weight_version=min(trajectory.weight_version for trajectory in trajectories),
+        weight_version=min(trajectory.weight_version_start or 0 for trajectory in trajectories),
         seconds=seconds,
     )
 
@@ -159,14 +161,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with ExitStack() as stack:
             url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
-            remote = stack.enter_context(Remote(url, {"name": options.policy}))
+            client = stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS))
             log = stack.enter_context((options.out / "log.jsonl").open("w"))
-            entries = run(
-                train(remote, Learner(options.model), Recipe(options.steps), options.seed), options.steps, log
-            )
+            learner, recipe = Learner(options.model), Recipe(options.steps)
+            entries = run(train(client, options.policy, learner, recipe, options.seed), options.steps, log)
         picture(entries, options.policy, options.out / "training.png")
         print(f"Log: {options.out / 'log.jsonl'}\nPicture: {options.out / 'training.png'}")
-    except (DartsError, httpx.HTTPError, RuntimeError, OSError) as error:
+    except (DartsError, RuntimeError, OSError) as error:
         sys.exit(f"train: {error}")
     except KeyboardInterrupt:
         sys.exit("train: interrupted; a server of its own has been stopped")

@@ -80,7 +80,8 @@ def test_tables_have_a_row_for_each_policy_and_means_with_ranges_over_seeds() ->
     assert [row[0] for row in rows] == ["policy", "off", "uniform", "policy", "off", "uniform"]
     assert rows[2][1:4] == ["0.930 [0.920, 0.940] ± 0.014", "30.0 [30.0, 30.0]", "80.0 [80.0, 80.0]"]
     assert rows[5][1:] == [
-        "750", "375", "2.0%", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]", "0.93, 0.71, 0.71", "1.00, 0.75, 0.75",
+        "750", "375", "2.0%", "0.100", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]",
+        "0.93, 0.71, 0.71", "1.00, 0.75, 0.75",
     ]  # fmt: skip
     assert text.startswith("wordier: what was learned")
 

@@ -11,7 +11,6 @@ from rich.console import Console
 from darts_client import Delta, Discard, Done, Event, Group, GroupEvent, Trajectory, TrajectoryEvent
 from darts_client._models import Usage
 from darts_client.overlap import Overlap
-from examples.tiny_rl import overlap as example
 from examples.tiny_rl.overlap import Recording, Round, Trainer, follow, forward_after, table
 from tests.clients.causal_lms import assert_equal, tokens, whole
 
@@ -49,12 +48,9 @@ def trainer() -> Iterator[Trainer]:
 
 
 @pytest.mark.parametrize("batch_tokens", [40, 10_000])
-def test_logprobs_after_the_rollout_are_those_of_every_row_by_itself(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, batch_tokens: int
-) -> None:
-    monkeypatch.setattr(example, "BATCH_TOKENS", batch_tokens)
+def test_logprobs_after_the_rollout_are_those_of_every_row_by_itself(trainer: Trainer, batch_tokens: int) -> None:
     rows = [(str(i), tokens(i, 3 + i), tokens(9 + i, 12 - i)) for i in range(6)]
-    found = forward_after(trainer.model, rows)
+    found = forward_after(trainer.model, rows, batch_tokens)
     for name, prompt, completion in rows:
         assert_equal(found[name], whole(trainer.model, prompt, completion))
 

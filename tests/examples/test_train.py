@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import pytest
 
+from darts_client import Group, Trajectory
 from examples.tiny_rl import train
 from examples.tiny_rl.grpo import Update
-from examples.tiny_rl.remote import Rollouts, Trajectory
+from examples.tiny_rl.remote import Rollouts
 from examples.tiny_rl.task import Problem, sample_problem
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training, read_log
 from examples.tiny_rl.train_picture import picture
@@ -20,7 +22,12 @@ SECONDS = Seconds(rollout=1.5, train=0.5, push=0.25)
 
 
 def answer(text: str, length: int = 3, truncated: bool = False, version: int = 0) -> Trajectory:
-    return Trajectory([5] * length, [-0.5] * length, text, truncated, version)
+    reason: Literal["length", "stop"] = "length" if truncated else "stop"
+    return Trajectory(0, text, (5,) * length, (-0.5,) * length, reason, weight_version_start=version)
+
+
+def group(*trajectories: Trajectory) -> Group:
+    return Group("g", None, trajectories)
 
 
 def entry(step: int, right: float, held_out: float | None = None) -> Entry:
@@ -35,9 +42,9 @@ def test_a_right_answer_earns_one_and_a_truncated_one_nothing() -> None:
 
 
 def test_a_truncated_trajectory_is_trained_on_with_all_its_tokens_as_a_wrong_one() -> None:
-    group = [answer(RIGHT), answer(RIGHT), answer("a-5=2", length=48, truncated=True)]
-    rewards = [[train.score(PROBLEM, each) for each in group]]
-    batch = train.graded([[7, 8]], Rollouts([group], generated=100), rewards)
+    answers = [answer(RIGHT), answer(RIGHT), answer("a-5=2", length=48, truncated=True)]
+    rewards = [[train.score(PROBLEM, each) for each in answers]]
+    batch = train.graded([[7, 8]], Rollouts([group(*answers)], generated=100), rewards)
     assert [len(each.tokens) for each in batch] == [5, 5, 50]
     assert [len(each.logprobs) for each in batch] == [3, 3, 48]
     assert [each.prompt_length for each in batch] == [2, 2, 2]
@@ -64,7 +71,7 @@ def test_the_same_seed_gives_the_same_batches_and_each_epoch_all_problems_in_a_n
 
 
 def test_the_log_says_what_the_groups_were() -> None:
-    groups = [[answer(RIGHT, 4, version=7), answer("#", 2, version=7)], [answer("x", 256, True, 7)] * 2]
+    groups = [group(answer(RIGHT, 4, version=7), answer("#", 2, version=7)), group(*[answer("x", 256, True, 7)] * 2)]
     rewards = [[1.0, 0.0], [0.0, 0.0]]
     told = train.summary(Rollouts(groups, generated=900), rewards, Update(-0.1, 0.2, 1e-5), SECONDS)
     assert (told.right, told.reward_variance, told.truncated) == (0.25, 0.125, 0.5)
