@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from examples.tiny_rl import warm_start
 from examples.tiny_rl.grpo import Learner
 from examples.tiny_rl.remote import TIMEOUT_SECONDS
 from examples.tiny_rl.server import DARTS, MODEL, serving
-from examples.tiny_rl.task import VARIANTS
+from examples.tiny_rl.task import VARIANTS, Difficulty
 from examples.tiny_rl.train import Recipe, train
 from examples.tiny_rl.train_log import Entry, read_log
 
@@ -45,7 +45,9 @@ POLICIES: Mapping[str, Mapping[str, object]] = {
 # The answers are some 30 tokens long and the runs some 30 steps, so all is earlier than for a large model.
 PRUNING_FLAGS = ("--detect-at", "10", "--cold-steps", "4")
 PRUNING = ("arrol", "darts+arrol")
-STARTS = ("wordier", "standard")
+# Under which habits the policy was warmed up, and which prompts it then trains on. Where depth is needed most, a rule
+# that buys speed with depth shows.
+STARTS: Mapping[str, Difficulty | None] = {"wordier": None, "standard": None, "deep": "hard"}
 QUICK_POLICIES = ("off", "uniform", "darts_cut")
 QUICK_STEPS, QUICK_SEEDS = 16, (0, 1)
 QUICK = "Quick: one start, {seeds} seeds, {policies} and {steps} steps. Too few to conclude anything."
@@ -67,7 +69,8 @@ class Contender:
     def __init__(self, client: Client, plan: Plan, start: str, policy: str, seed: int, out: Path) -> None:
         self._client = client
         self._learner = Learner(model_of(start, out))
-        self._steps = train(client, POLICIES[policy], self._learner, plan.recipe, seed)
+        recipe = replace(plan.recipe, difficulty=STARTS[start])
+        self._steps = train(client, POLICIES[policy], self._learner, recipe, seed)
         self._log = log_of(out, start, policy, seed)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.write_text("")
@@ -158,7 +161,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="one start, three policies, two seeds, 16 steps: under ten minutes")
     add("--seeds", nargs="+", type=int, metavar="N", help="a run of each policy from each start (default: 0 1 2)")
     add("--steps", type=int, metavar="N", help="of each run (default: 30)")
-    add("--starts", nargs="+", choices=STARTS, default=STARTS, help="(default: all)")
+    add("--starts", nargs="+", choices=list(STARTS), default=list(STARTS), help="(default: all)")
     add("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), metavar="NAME", help="(default: all)")
     add("--out", type=Path, metavar="FOLDER", help="for logs and models (default: out/rl, or out/rl-quick)")
     add("--report", action="store_true", help="run nothing; print the tables of what is in --out")

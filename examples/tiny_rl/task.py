@@ -105,7 +105,13 @@ WORDIER = Verbosity(
 )
 """More re-checks, no worse than direct chains: being long is not being wrong."""
 
-VARIANTS: dict[str, Verbosity] = {"standard": STANDARD, "wordier": WORDIER}
+DEEP = Verbosity(
+    easy=Habits(guess=0.0, ramble=0.35, loop=0.78, direct_error=0.08, recheck_error=0.02),
+    hard=Habits(guess=0.55, ramble=0.50, loop=0.30, direct_error=0.10, recheck_error=0.01),
+)
+"""For hard problems alone: guesses are short and wrong, direct chains often wrong, re-checks nearly always right."""
+
+VARIANTS: dict[str, Verbosity] = {"standard": STANDARD, "wordier": WORDIER, "deep": DEEP}
 
 
 def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem:

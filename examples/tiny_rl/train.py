@@ -31,7 +31,7 @@ from darts_client import Client, DartsError, Trajectory
 from examples.tiny_rl.grpo import Learner, Trained, Update, advantages
 from examples.tiny_rl.remote import TIMEOUT_SECONDS, Policy, Rollouts, rollouts, samples, truncated
 from examples.tiny_rl.server import DARTS, MODEL, serving
-from examples.tiny_rl.task import Problem, reward, sample_problem
+from examples.tiny_rl.task import Difficulty, Problem, reward, sample_problem
 from examples.tiny_rl.tokenizer import build_tokenizer
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training
 from examples.tiny_rl.train_picture import picture
@@ -50,6 +50,7 @@ class Recipe:
     held_out_prompts: int = 96
     held_out_samples: int = 4  # of each
     held_out_every: int = 5  # steps
+    difficulty: Difficulty | None = None  # of all prompts; None for both
 
 
 def train(client: Client, policy: Policy, learner: Learner, recipe: Recipe, seed: int) -> Iterator[Entry]:
@@ -58,8 +59,9 @@ def train(client: Client, policy: Policy, learner: Learner, recipe: Recipe, seed
     Raises:
         StaleWeights: the server samples with weights that are not the learner's.
     """
-    held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts)
-    batches = endless(problems(seed, recipe.pool, avoid=held_out), recipe.prompts, Random(seed))
+    held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts, recipe.difficulty)
+    pool = problems(seed, recipe.pool, recipe.difficulty, avoid=held_out)
+    batches = endless(pool, recipe.prompts, Random(seed))
     tokenizer = build_tokenizer()
     client.weights.push(learner.weights())
     yield Entry(0, held_out=evaluate(client, held_out, recipe.held_out_samples))
@@ -114,12 +116,14 @@ def evaluate(client: Client, held_out: Sequence[Problem], count: int) -> HeldOut
     return HeldOut.of(rewards, lengths, sum(truncated(each) for group in answers for each in group))
 
 
-def problems(seed: int, count: int, avoid: Sequence[Problem] = ()) -> list[Problem]:
+def problems(
+    seed: int, count: int, difficulty: Difficulty | None = None, avoid: Sequence[Problem] = ()
+) -> list[Problem]:
     """``count`` different problems, none of which is in ``avoid``."""
     rng, taken = Random(seed), {problem.prompt for problem in avoid}
     found: dict[str, Problem] = {}
     while len(found) < count:
-        problem = sample_problem(rng)
+        problem = sample_problem(rng, difficulty)
         if problem.prompt not in taken:
             found[problem.prompt] = problem
     return list(found.values())
