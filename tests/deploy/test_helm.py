@@ -1,0 +1,179 @@
+"""The Helm chart, rendered by Helm itself, against the schemas of Kubernetes and against the plain manifests."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.deploy.names import DEPLOY
+from tests.deploy.test_kubernetes import NEWEST, OF_OPERATORS, OLDEST, pod, server
+
+CHART = DEPLOY / "helm" / "darts-server"
+HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
+ALL: dict[str, Any] = {
+    "monitoring": {"serviceMonitor": True, "rules": True, "dashboard": True},
+    "keda": {"enabled": True},
+    "auth": {"adminApiKey": "other"},
+}
+"""Everything that is off by default."""
+MODEL = {
+    "storageClass": "fast",
+    "runtimeClassName": "nvidia",
+    "vllmConfig": {"tensorParallelSize": 2, "extraArgs": ["--enable-lora"]},
+    "dartsConfig": {"groupSize": 8},
+}
+
+pytestmark = pytest.mark.skipif(HELM is None, reason="no helm for this machine")
+
+
+def helm(*arguments: str, given: str = "") -> "subprocess.CompletedProcess[str]":
+    assert HELM is not None
+    return subprocess.run([HELM, *arguments], input=given, capture_output=True, text=True, timeout=60, check=False)
+
+
+def values(model: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The chart's own values, changed: those of its first model, and those of other sections."""
+    found: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+    found["auth"]["apiKey"] = "secret"
+    found["servingEngineSpec"]["modelSpec"][0] |= model or {}
+    for name, section in sections.items():
+        found[name] |= section
+    return found
+
+
+def template(chosen: Mapping[str, Any]) -> "subprocess.CompletedProcess[str]":
+    return helm("template", "roll", str(CHART), "--namespace", "rl", "--values", "-", given=json.dumps(chosen))
+
+
+def rendered(model: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]) -> list[dict[str, Any]]:
+    done = template(values(model, **sections))
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def of_kind(objects: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def container(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    [servers] = of_kind(objects, "StatefulSet")
+    [found] = servers["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def test_helm_finds_nothing_wrong() -> None:
+    done = helm("lint", "--strict", str(CHART), "--set", "auth.apiKey=secret")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("everything", [False, True])
+def test_objects_are_what_kubernetes_takes(version: str, everything: bool) -> None:
+    objects = rendered(MODEL, **ALL) if everything else rendered()
+    operators = (*OF_OPERATORS, "keda.sh/")
+    checked = [each for each in objects if not each["apiVersion"].startswith(operators)]
+    assert len(checked) == (6 if everything else 5)
+    assert len(objects) - len(checked) == (3 if everything else 0)
+    for each in checked:
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_pods_are_those_of_the_plain_manifests() -> None:
+    [servers] = of_kind(rendered(), "StatefulSet")
+    charts, plain = servers["spec"]["template"]["spec"], pod()
+    of_chart, of_plain = container(rendered()), server()
+    for field in ("securityContext", "enableServiceLinks", "terminationGracePeriodSeconds"):
+        assert charts[field] == plain[field]
+    for field in (
+        "startupProbe",
+        "readinessProbe",
+        "livenessProbe",
+        "securityContext",
+        "volumeMounts",
+        "image",
+        "ports",
+    ):
+        assert of_chart[field] == of_plain[field], field
+    assert of_chart["resources"] == of_plain["resources"]
+    assert set(of_chart["args"]) == set(of_plain["args"])
+
+
+def test_each_server_has_its_own_address_and_volumes() -> None:
+    objects = rendered({"replicaCount": 3})
+    [servers] = of_kind(objects, "StatefulSet")
+    assert servers["spec"]["replicas"] == 3
+    assert {each["metadata"]["name"] for each in servers["spec"]["volumeClaimTemplates"]} == {"cache", "state"}
+    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(objects, "Service")}
+    assert services[servers["spec"]["serviceName"]]["clusterIP"] == "None"
+    labels = servers["spec"]["template"]["metadata"]["labels"]
+    selectors = [*(service["selector"] for service in services.values()), servers["spec"]["selector"]["matchLabels"]]
+    assert len(selectors) == 3
+    for selector in selectors:
+        assert selector.items() <= labels.items()
+
+
+def test_two_models_are_kept_apart() -> None:
+    both = values()
+    [first] = both["servingEngineSpec"]["modelSpec"]
+    both["servingEngineSpec"]["modelSpec"].append(first | {"name": "small", "modelURL": "a/b"})
+    objects = [document for document in yaml.safe_load_all(template(both).stdout) if document]
+    selectors = [
+        tuple(sorted(each["spec"]["selector"]["matchLabels"].items())) for each in of_kind(objects, "StatefulSet")
+    ]
+    assert len(selectors) == len(set(selectors)) == 2
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(names) == len(set(names))
+
+
+def test_metrics_are_scraped_from_each_server_once() -> None:
+    objects = rendered(monitoring={"serviceMonitor": True})
+    [monitor] = of_kind(objects, "ServiceMonitor")
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    matching = [each for each in of_kind(objects, "Service") if wanted <= each["metadata"]["labels"].items()]
+    assert [each["spec"].get("clusterIP") for each in matching] == ["None"]
+    assert matching[0]["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "darts-server"
+
+
+def test_rules_and_dashboard_are_those_of_the_other_folders() -> None:
+    objects = rendered(**ALL)
+    [rules] = of_kind(objects, "PrometheusRule")
+    assert rules["spec"] == yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())
+    [dashboard] = of_kind(objects, "ConfigMap")
+    assert dashboard["data"]["darts.json"].strip() == (DEPLOY / "grafana/dashboards/darts.json").read_text().strip()
+
+
+def test_flags_reach_the_server_and_a_given_secret_is_used() -> None:
+    objects = rendered(MODEL, **ALL | {"auth": {"existingSecret": "mine", "apiKey": ""}})
+    arguments = container(objects)["args"]
+    assert arguments[0] == "Qwen/Qwen3-8B"
+    assert {"--tensor-parallel-size=2", "--group-size=8", "--enable-lora"} <= set(arguments)
+    assert not of_kind(objects, "Secret")
+    sources = [each["valueFrom"]["secretKeyRef"] for each in container(objects)["env"]]
+    assert {source["name"] for source in sources} == {"mine"}
+    [scaled] = of_kind(objects, "ScaledObject")
+    [servers] = of_kind(objects, "StatefulSet")
+    assert scaled["spec"]["scaleTargetRef"]["name"] == servers["metadata"]["name"]
+    assert "replicas" not in servers["spec"], "the autoscaler's"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        (values(keda={"enbled": True}), "enbled"),
+        (values({"dartsConfig": {"redundancy": 0.5}}), "redundancy"),
+        (values({"name": "Not_A_Name"}), "name"),
+        (values({"modelUrl": "a/b"}), "modelUrl"),
+        (values(auth={"apiKey": ""}), "auth.apiKey"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_by_name(chosen: Mapping[str, Any], told: str) -> None:
+    done = template(chosen)
+    assert done.returncode != 0
+    assert told in done.stderr
