@@ -9,6 +9,9 @@
     │   └── TooLarge         the request's body has more bytes than the route takes
     ├── Unauthorized         the caller showed no key that opens the route
     ├── Forbidden            the route is not for this caller, with or without a key
+    ├── Overloaded           too much waits for the engine; another time it may go
+    │   └── QuotaReached     the caller has too much under way
+    ├── ServerStopping       the server was told to stop
     ├── InvalidSetting       the operator's mistake; stops the start
     ├── GroupFailed          too few trajectories of a prompt could finish
     ├── GroupAborted         someone asked the engine to abort the whole request
@@ -16,6 +19,7 @@
     │   ├── CandidateFailed  one candidate failed; another may succeed
     │   ├── EngineRefused    the engine does not take this request; trying again does not help
     │   └── EngineDead       the engine is gone
+    │       ├── EngineHung   the engine does nothing any more
     │       └── WeightsLost  nobody knows what its model holds
     ├── StateError           what was learned cannot be read or written now
     │   ├── StateFull        the disk has no room for it
@@ -66,6 +70,26 @@ class Forbidden(DartsError):
     """The route is not for this caller, and the server has no key that would open it."""
 
 
+class Overloaded(DartsError):
+    """Too much waits for the engine. ``retry_after``: seconds after which it is worth another try."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QuotaReached(Overloaded):
+    """The caller has too much under way."""
+
+
+class ServerStopping(DartsError):
+    """The server was told to stop, and takes no work. ``retry_after``: seconds after which it is worth another try."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class InvalidSetting(DartsError):
     """A setting that stops the start. The message names key, value and what is allowed."""
 
@@ -92,6 +116,10 @@ class EngineRefused(EngineError):
 
 class EngineDead(EngineError):
     """The engine is gone; no candidate will ever finish."""
+
+
+class EngineHung(EngineDead):
+    """The engine has work and does nothing."""
 
 
 class WeightsLost(EngineDead):

@@ -34,6 +34,10 @@ class StopReason(StrEnum):
     """Ran only to learn what shaping would have done with it (shadow)."""
     CANCELLED = "cancelled"
     """The whole group was given up: the caller went away, or too few could finish."""
+    RESTARTED = "restarted"
+    """Its group was started anew, under new weights."""
+    DECIDED = "decided"
+    """The vote it was for is certain without it."""
 
 
 class End(StrEnum):
@@ -43,6 +47,8 @@ class End(StrEnum):
     LONG = "long"
     FILL = "fill"
     """Hit the length limit; returned because too few finished by themselves, or because the tail drew it."""
+    BALANCED = "balanced"
+    """From neither: chosen by quality, whatever its length."""
 
 
 class Outcome(StrEnum):
@@ -51,6 +57,42 @@ class Outcome(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    DECIDED = "decided"
+    """The vote it was for was certain before all of it was there."""
+
+
+class VoteOutcome(StrEnum):
+    """How a vote ended that came to its end."""
+
+    DECIDED_EARLY = "decided_early"
+    """Some candidates were stopped, since they could not change the answer."""
+    COUNTED = "counted"
+    """All candidates came to their end."""
+    NO_ANSWER = "no_answer"
+    """None of them had one."""
+
+
+class PruningStatus(StrEnum):
+    """Whether trajectories are pruned by quality and, where not, why: then all of them are kept."""
+
+    READY = "ready"
+    UNUSED = "unused"
+    """No trajectory was scored yet."""
+    NO_LABELS = "no_labels"
+    """No reward was reported for a scored trajectory."""
+    COLD = "cold"
+    """The first steps, which learn only."""
+    FEW_LABELS = "few_labels"
+    UNTRAINED = "untrained"
+    """The head has labels enough, and was not trained yet."""
+    ONE_CLASS = "one_class"
+    """All labels are right, or all are wrong."""
+    DIVERGED = "diverged"
+    """The head's last training went wrong and was undone."""
+    TRAINER_LOST = "trainer_lost"
+    """The process that trains the head died too often."""
+    PROBE_LOST = "probe_lost"
+    """The engine does not tell hidden states any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +102,8 @@ class CandidateRecord:
     ``tokens`` counts generated tokens: all of them for one that finished by itself, those known to have been generated
     when it was stopped for the others, and the token limit for one that was cut. ``end`` is set when it was selected,
     ``reason`` when it was not. Times are seconds on the runner's clock, ``None`` where it never came to that.
+    ``quality``: its chance to end correct by its latest score; ``None`` if it was not scored. ``survival``: the
+    probability with which it was to be kept, over all its scores: 1 where the group could not have spared it.
     """
 
     index: int
@@ -72,6 +116,8 @@ class CandidateRecord:
     ended_at: float | None
     weight_version_start: int | None
     weight_version_end: int | None
+    quality: float | None = None
+    survival: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +144,8 @@ class GroupRecord:
     members: tuple[str, ...] = ()
     """Ids of the requests it answered, where these are several."""
     shadow: "ShadowRecord | None" = None
+    anew_from: int = 0
+    """Index of the first candidate since it was started anew, or at all: those before were of other weights."""
 
     @property
     def selected(self) -> list[CandidateRecord]:

@@ -4,9 +4,12 @@
 finished one. Both pass through the rooms above unread.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from darts_server.types import FinishReason, PromptSpec, Sample
 
@@ -30,10 +33,37 @@ class Ended(Generic[OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Tokens of a candidate from some place on, and their log-probs if these were asked for."""
+    """Tokens of a candidate from some place on, and their log-probs if these were asked for.
+
+    ``asked``: whether the request did. If not they are there for a `Probe`, and not for the caller.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
+    asked: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probed:
+    """``state``: the model's final hidden state at the last of a candidate's first ``tokens`` tokens, [width]."""
+
+    tokens: int
+    state: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What is to be told of a candidate while it runs.
+
+    ``detect_at``: numbers of generated tokens, ascending, at which its hidden state is taken; where a step makes
+    several, after the first step at or past each. ``tell`` hears of each at most once, in their order, in the event
+    loop, and possibly after the candidate's end; it returns fast and never raises. ``logprobs``: have log-probs at hand
+    in `Running.generated`, though the request may ask for none.
+    """
+
+    detect_at: tuple[int, ...]
+    tell: Callable[[Probed], None]
+    logprobs: bool = False
 
 
 class Running(Protocol[OutputT]):
@@ -79,7 +109,17 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """Most candidates that it runs at once; others wait. ``None`` if there is no such bound."""
         ...
 
-    async def start(self, request: RequestT_contra, index: int) -> Running[OutputT]:
+    @property
+    def unfinished(self) -> int:
+        """Candidates that it runs or keeps waiting, whoever started them."""
+        ...
+
+    @property
+    def probe_width(self) -> int | None:
+        """Width of the hidden states that a `Probe` is told; ``None`` if this engine cannot tell them."""
+        ...
+
+    async def start(self, request: RequestT_contra, index: int, probe: Probe | None = None) -> Running[OutputT]:
         """Start candidate ``index`` of the request's prompt.
 
         Raises:

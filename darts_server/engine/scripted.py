@@ -9,10 +9,12 @@ Usage::
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from darts_server.engine.port import Ended, Generated
+import numpy as np
+
+from darts_server.engine.port import Ended, Generated, Probe, Probed
 from darts_server.exceptions import CandidateFailed, EngineDead
 from darts_server.types import FinishReason
 
@@ -25,6 +27,7 @@ class Script:
     """How one candidate goes: it waits ``delay`` steps, then makes a token a step.
 
     At ``length`` tokens it ends with ``reason``; with ``error`` it raises instead, with ``lost`` the engine aborts it.
+    ``hidden`` gives the hidden state at its n-th token; a probe is told of it ``lag`` steps later.
     """
 
     length: int
@@ -32,6 +35,8 @@ class Script:
     reason: FinishReason = FinishReason.STOP
     error: Exception | None = None
     lost: bool = False
+    hidden: Callable[[int], Sequence[float]] | None = None
+    lag: int = 0
 
 
 @dataclass(slots=True)
@@ -43,6 +48,8 @@ class ScriptedCandidate:
     script: Script
     born: int
     made: int = 0
+    probe: Probe | None = None
+    _states: list[tuple[int, Probed]] = field(default_factory=list)
     _end: asyncio.Future[Ended[list[int]]] = field(default_factory=asyncio.Future)
 
     @property
@@ -66,12 +73,23 @@ class ScriptedCandidate:
         if not self.alive or now <= self.born + self.script.delay:
             return
         self.made += 1
+        self._take_state(now)
         if self.made < self.script.length:
             return
         if self.script.error is not None:
             self.fail(self.script.error)
         else:
             self._finish(None if self.script.lost else self.script.reason)
+
+    def tell(self, now: int) -> None:
+        """Let the probe hear what has come by now, whether the candidate runs or not."""
+        while self.probe is not None and self._states and self._states[0][0] <= now:
+            self.probe.tell(self._states.pop(0)[1])
+
+    def _take_state(self, now: int) -> None:
+        if self.probe is not None and self.made in self.probe.detect_at and self.script.hidden is not None:
+            state = np.asarray(self.script.hidden(self.made), dtype=np.float32)
+            self._states.append((now + self.script.lag, Probed(self.made, state)))
 
     def fail(self, error: Exception) -> None:
         if self.alive:
@@ -90,6 +108,7 @@ class ScriptedEngine:
         self.now = 0
         self.weight_version = 0
         self.capacity: int | None = None
+        self.probe_width: int | None = None
         self.started: list[ScriptedCandidate] = []
         self.refuse: Exception | None = None
         """Raised by :meth:`start` while set."""
@@ -100,12 +119,16 @@ class ScriptedEngine:
     def running(self) -> list[ScriptedCandidate]:
         return [c for c in self.started if c.alive]
 
-    async def start(self, request: str, index: int) -> ScriptedCandidate:
+    @property
+    def unfinished(self) -> int:
+        return len(self.running)
+
+    async def start(self, request: str, index: int, probe: Probe | None = None) -> ScriptedCandidate:
         if self._dead:
             raise EngineDead("the scripted engine was killed")
         if self.refuse is not None:
             raise self.refuse
-        candidate = ScriptedCandidate(request, index, self._script(request, index), born=self.now)
+        candidate = ScriptedCandidate(request, index, self._script(request, index), born=self.now, probe=probe)
         self.started.append(candidate)
         return candidate
 
@@ -123,6 +146,8 @@ class ScriptedEngine:
         self.now += 1
         for candidate in self.running:
             candidate.step(self.now)
+        for candidate in self.started:
+            candidate.tell(self.now)
         await settle()
 
     async def run(self, steps: int = 10_000) -> None:

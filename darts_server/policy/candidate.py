@@ -42,7 +42,9 @@ class Candidate:
 
     ``tokens`` is a lower bound while it runs and its length once it finished. ``draw`` is its number in the group's
     lottery for the tail, uniform in [0, 1): the lowest wins. ``place`` counts candidates of the group in the order in
-    which they were heard to finish.
+    which they were heard to finish. ``lot`` is its number in the lottery for survival, uniform in [0, 1): it is pruned
+    when that is not below ``survival``, the product of the probabilities that held at the points where it was scored.
+    ``quality``: its chance to end correct by the latest score; ``None`` without one.
     """
 
     index: int
@@ -52,6 +54,8 @@ class Candidate:
     finish_reason: FinishReason | None = None
     place: int = 0
     quality: float | None = None
+    lot: float = 0.0
+    survival: float = 1.0
     cut: bool = False
     end: End | None = None
     reason: StopReason | None = None
@@ -89,7 +93,7 @@ class Candidate:
         following = MOVES.get((self.state, type(event)))
         if following is None:
             raise IllegalMove(f"candidate {self.index} is {self.state.name} and cannot hear {event}")
-        if self.state is State.RUNNING:
+        if self.state is State.RUNNING or (self.state is State.FINISHED and isinstance(event, Scored)):
             self._note(event)
         self.state = following
         if isinstance(event, Failed | Lost) and self.reason is None:
@@ -104,6 +108,14 @@ class Candidate:
                 self.finish_reason = reason
             case Scored(quality=quality):
                 self.quality = quality
+
+    def draw_for(self, survival: float) -> bool:
+        """Whether it is kept, with this probability given that it was before.
+
+        One lot does for several draws: below what it was kept with before, it is as uniform as it was at first.
+        """
+        self.survival *= survival
+        return self.lot < self.survival
 
     def select(self, end: End) -> None:
         self.state = State.SELECTED

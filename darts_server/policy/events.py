@@ -25,10 +25,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Candidate ``index`` was given a chance in [0, 1] to end correct."""
+    """Candidate ``index`` was given a chance in [0, 1] to end correct.
+
+    ``survival``: the probability with which it is to be kept; 1 if it is not to be pruned.
+    """
 
     index: int
     quality: float
+    survival: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,17 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """Of a candidate that was scored: it goes on. ``survival``: the probability with which it was kept.
+
+    That is 1 where the group could not have spared it, whatever probability was asked for.
+    """
+
+    index: int
+    survival: float
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """Stop a candidate if it runs, and keep exactly its first ``tokens`` tokens: they belong to the group."""
 
@@ -112,4 +127,4 @@ class GiveUp:
     error: Exception
 
 
-Decision = Start | Stop | Cut | Deliver | Complete | GiveUp
+Decision = Start | Stop | Kept | Cut | Deliver | Complete | GiveUp

@@ -26,6 +26,7 @@ from darts_server.policy.events import (
     Failed,
     Finished,
     GiveUp,
+    Kept,
     LimitSet,
     Lost,
     Scored,
@@ -51,9 +52,13 @@ class Group:
         spare: how many more candidates may be started, in all, to replace ones that failed; ``None`` means one for each
             seat: an engine that fails more often is not worth waiting for.
         early: decide ``Deliver`` as soon as a trajectory is known to belong, for callers that stream.
+        chances: the generator of the lots of survival, apart from ``rng`` so that the tail's are the same without it;
+            ``None`` prunes nobody, whatever is scored.
     """
 
-    def __init__(self, *, rng: Lots, spare: int | None = None, early: bool = False) -> None:
+    def __init__(
+        self, *, rng: Lots, spare: int | None = None, early: bool = False, chances: Lots | None = None
+    ) -> None:
         self.candidates: list[Candidate] = []
         self.outcome: Outcome | None = None
         self.limit: int | None = None
@@ -61,11 +66,19 @@ class Group:
         """Running candidate -> token count at which its progress should be reported. Nobody need look before."""
         self._rule: SelectionRule | None = None
         self._rng = rng
+        self._chances = chances
         self._wanted_spare = spare
         self._spare = 0
         self._beyond_help = False
         self._early = early
         self._finish_count = 0
+        self._most = 0
+        self._scored: list[Scored] = []
+        self._freed = 0  # places of pruned candidates that may be given to new ones
+        self._granted = 0
+        self._owed: int | None = None  # candidates to start once the group goes on; None while it does
+        self.anew_from = 0
+        """Index of the first candidate since the group was started anew, or at all."""
         self._last_error: Exception | None = None
         self._delivered: set[int] = set()
         self._undecided = True  # something was heard that may change what is certain
@@ -97,17 +110,23 @@ class Group:
 
     def nth_shortest(self, place: int) -> int | None:
         """Length of the valid candidate at that ``place``, from 1, among those that have finished so far."""
-        lengths = sorted(c.tokens for c in self.candidates if c.valid)
+        lengths = sorted(c.tokens for c in self.candidates[self.anew_from :] if c.valid)
         return lengths[place - 1] if len(lengths) >= place else None
 
     def gather(self) -> list[Decision]:
         """Start one candidate of a group that is not open yet. Nothing is decided about it before that."""
         if self._rule is not None:
             raise IllegalMove("the group is open already")
+        if self._owed is not None:
+            self._owed += 1
+            return []
         return [self._start(1)] if self.outcome is None else []
 
-    def open(self, rule: SelectionRule, candidates: int) -> list[Decision]:
-        """Start what is missing of ``candidates``, at least ``rule.size``, and begin to decide."""
+    def open(self, rule: SelectionRule, candidates: int, most: int = 0) -> list[Decision]:
+        """Start what is missing of ``candidates``, at least ``rule.size``, and begin to decide.
+
+        ``most``: while fewer candidates than that were started in all, a new one is for each that is pruned.
+        """
         if candidates < rule.size:
             raise ValueError(f"candidates must be at least the group size {rule.size}, got {candidates}")
         if self._rule is not None:
@@ -115,7 +134,12 @@ class Group:
         if self.outcome is not None:
             return []
         self._rule = rule
+        self._most = most
+        self._granted = candidates
         self._spare = rule.size if self._wanted_spare is None else self._wanted_spare
+        if self._owed is not None:
+            self._owed = max(self._owed, candidates)
+            return []
         missing = candidates - sum(c.alive for c in self.candidates)
         return [*([self._start(missing)] if missing > 0 else []), *self.handle()]
 
@@ -127,16 +151,56 @@ class Group:
         """
         for event in events:
             self._hear(event)
-        if self.outcome is not None or not self.candidates or not self._undecided:
+        if self.outcome is not None or not self.candidates or self.halted:
             return []
         if self._rule is None:
             return list(self._give_up()) if self._beyond_help else []
-        self._undecided = False
-        return list(self._decide())
+        return [*self._prune(), *self._decide()]
 
     def cancel(self) -> list[Decision]:
         """The caller went away: stop everything."""
         return list(self._close(Outcome.CANCELLED)) if self.outcome is None else []
+
+    def enough(self) -> list[Decision]:
+        """The caller needs no more than what was delivered: stop the rest."""
+        return list(self._close(Outcome.DECIDED, StopReason.DECIDED)) if self.outcome is None else []
+
+    @property
+    def halted(self) -> bool:
+        """Whether it waits for `go_on`."""
+        return self._owed is not None
+
+    @property
+    def restartable(self) -> bool:
+        """Whether it may be started anew: nothing of it has gone out."""
+        return self.outcome is None and not self._delivered and not self.halted
+
+    def restart(self) -> list[Decision]:
+        """Stop everything and decide nothing, until `go_on` starts as many candidates anew.
+
+        Raises:
+            IllegalMove: it cannot be.
+        """
+        if not self.restartable:
+            raise IllegalMove("the group cannot be started anew")
+        alive = [c for c in self.candidates if c.alive]
+        stops: list[Decision] = [Stop(c.index, StopReason.RESTARTED) for c in alive if c.running]
+        for candidate in alive:
+            candidate.discard(StopReason.RESTARTED)
+        self._owed = self._granted if self.is_open else len(alive)
+        self._most += len(self.candidates) - self.anew_from
+        self.anew_from = len(self.candidates)
+        self._finish_count = self._freed = 0
+        self._scored, self.alarms = [], {}
+        return stops
+
+    def go_on(self) -> list[Decision]:
+        """Start the candidates that are owed since `restart`, and decide again."""
+        owed, self._owed = self._owed, None
+        if self.outcome is not None or not owed:
+            return []
+        self._undecided = True
+        return [self._start(owed), *self.handle()]
 
     # --- hearing ------------------------------------------------------------
 
@@ -153,6 +217,8 @@ class Group:
         news = candidate.running  # or else it was stopped from here
         candidate.hear(event)
         match event:
+            case Scored() if news:
+                self._scored.append(event)
             case Finished() if news:
                 self._finish_count += 1
                 candidate.place = self._finish_count
@@ -166,7 +232,31 @@ class Group:
 
     # --- deciding -----------------------------------------------------------
 
+    def _prune(self) -> Iterator[Decision]:
+        """Draw for those that were scored, in that order. One that the group cannot spare is kept for sure."""
+        scored, self._scored = self._scored, []
+        for score in scored:
+            candidate = self.candidates[score.index]
+            if not candidate.running:
+                continue
+            survival = score.survival if self._can_spare_one() else 1.0
+            if candidate.draw_for(survival):
+                yield Kept(score.index, survival)
+            else:
+                candidate.discard(StopReason.PRUNED)
+                self._freed += 1
+                self._undecided = True
+                yield Stop(score.index, StopReason.PRUNED)
+
+    def _can_spare_one(self) -> bool:
+        """Whether M are left without it. Truncated ones do not count: nothing is pruned to make room for these."""
+        returnable = sum(c.running or c.valid for c in self.candidates if c.alive)
+        return self._chances is not None and returnable > self.size
+
     def _decide(self) -> Iterator[Decision]:
+        if not self._undecided:
+            return
+        self._undecided = False
         missing = self.size - sum(c.alive for c in self.candidates)
         if missing > self._spare:
             yield from self._give_up()
@@ -175,11 +265,14 @@ class Group:
             yield self._start(missing)
             self._spare -= missing
         verdict = self._assess()
+        if refill := self._refill(verdict):
+            yield refill
+            verdict = self._assess()
         yield from self._stop_hopeless(verdict)
         if cuts := list(self._cut(verdict)):
             yield from cuts
             verdict = self._assess()
-        if len(verdict.settled) == self.size and not verdict.watching:
+        if len(verdict.settled) >= self.size and not verdict.watching:
             yield from self._complete()
             return
         self.alarms = dict(verdict.alarms)
@@ -195,8 +288,19 @@ class Group:
 
     def _start(self, count: int) -> Start:
         first = len(self.candidates)
-        self.candidates += [Candidate(index, draw=float(self._rng.random())) for index in range(first, first + count)]
+        self.candidates += [
+            Candidate(index, draw=float(self._rng.random()), lot=self._lot()) for index in range(first, first + count)
+        ]
         return Start(tuple(range(first, first + count)))
+
+    def _lot(self) -> float:
+        return 0.0 if self._chances is None else float(self._chances.random())
+
+    def _refill(self, verdict: Verdict) -> Start | None:
+        """Give the places of pruned candidates to new ones, while that can take nothing back of what was decided."""
+        count, self._freed = min(self._freed, self._most - len(self.candidates)), 0
+        binding = self._delivered or any(c.cut for c in self.candidates) or len(verdict.settled) >= self.size
+        return None if count <= 0 or binding else self._start(count)
 
     def _stop_hopeless(self, verdict: Verdict) -> Iterator[Decision]:
         for index, reason in verdict.hopeless.items():
@@ -233,15 +337,15 @@ class Group:
         yield from self._close(Outcome.FAILED)
         yield GiveUp(error)
 
-    def _close(self, outcome: Outcome) -> Iterator[Decision]:
+    def _close(self, outcome: Outcome, reason: StopReason = StopReason.CANCELLED) -> Iterator[Decision]:
         """End without a group. What was delivered has gone out, and stays selected."""
         ends = self.rule.select(self._finished(), self.limit) if self._delivered else {}
         for candidate in self.candidates:
             if candidate.running:
-                yield Stop(candidate.index, StopReason.CANCELLED)
+                yield Stop(candidate.index, reason)
             if candidate.index in self._delivered:
                 candidate.select(ends.get(candidate.index, End.SHORT))
             elif candidate.alive:
-                candidate.discard(StopReason.CANCELLED)
+                candidate.discard(reason)
         self.outcome = outcome
         self.alarms = {}

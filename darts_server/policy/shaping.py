@@ -5,8 +5,10 @@ from enum import StrEnum
 from math import floor
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.policy.balancing import Balanced, Survivors
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.selection import FirstFinish, SelectionRule, Shadow, Shortest
+from darts_server.policy.survival import Pruning
 from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 
 
@@ -34,7 +36,11 @@ class Shaping:
     ``num_shortest``: K; ``None`` means M - L. ``adaptive``: prompts get candidates by the spread of their lengths,
     between M and ``max_redundancy`` * M (M_low and M_up). ``deadline``: of the tail, ``None`` to wait for all of it; a
     sampled tail is cut there, and of the longest only those in time count. ``finish_order``: saturated prompts take
-    finish order for length order, as the paper's public code does. ``shadow``: nothing is shaped, only recorded.
+    finish order for length order, as the paper's public code does. ``pruning``: how candidates are pruned by quality;
+    ``None`` for not at all. ``refill``: a new one is started for each that is pruned, as far as M_up goes. ``target``:
+    the M are returned whose expected share of right ones is nearest it (rho), and length is nothing; ``None`` for ends
+    of the length order. ``survivors``: all that are not pruned are returned, M at least. ``shadow``: nothing is
+    shaped, only recorded.
     """
 
     redundancy: float = 1.5
@@ -47,12 +53,21 @@ class Shaping:
     budget_aversion: float = 1.0
     deadline: Deadline | None = None
     finish_order: bool = False
+    pruning: Pruning | None = None
+    refill: bool = False
+    target: float | None = None
+    survivors: bool = False
     shadow: bool = False
 
     @property
     def batched(self) -> bool:
         """Whether groups that come together are looked at together."""
         return self.adaptive or self.deadline is not None or self.budget is not BudgetKind.FIXED
+
+    @property
+    def prunes(self) -> bool:
+        """Whether candidates are scored, and some of them pruned."""
+        return self.pruning is not None and not self.shadow
 
     def bounds(self, size: int) -> tuple[int, int]:
         """M_low and M_up for a group of ``size``."""
@@ -62,16 +77,27 @@ class Shaping:
         """M' = redundancy * M, rounded half up."""
         return max(size, floor(self.redundancy * size + 0.5))
 
+    def most(self, size: int) -> int:
+        """Candidates up to which pruned ones are replaced by new ones; 0 for never."""
+        return self.bounds(size)[1] if self.prunes and self.refill else 0
+
     def rule(self, size: int, candidates: int | None = None) -> SelectionRule:
         """The selection rule for a group of ``size`` with that many candidates.
 
         Raises:
-            InvalidRequest: K + L is not the group size.
+            InvalidRequest: K + L is not the group size, or pruning has nobody to spare.
         """
-        rule = self._rule(size, self._shortest(size), candidates)
+        self._check_room(size)
+        rule = self._rule(size, candidates)
         return Shadow(rule) if self.shadow else rule
 
-    def _rule(self, size: int, shortest: int, candidates: int | None) -> SelectionRule:
+    def _rule(self, size: int, candidates: int | None) -> SelectionRule:
+        if self.survivors:
+            return Survivors(size)
+        return self._by_length(size, candidates) if self.target is None else Balanced(size, self.target)
+
+    def _by_length(self, size: int, candidates: int | None) -> SelectionRule:
+        shortest = self._shortest(size)
         if self.num_longest == 0:
             return Shortest(size)
         if self.deadline is not None:
@@ -81,6 +107,23 @@ class Shaping:
             # With a deadline there is no need to: nobody waits for the tail beyond it.
             return FirstFinish(size) if self.finish_order else Shortest(size)
         return (SampledTail if self.tail is Tail.SAMPLED else LongestTail)(shortest, self.num_longest)
+
+    def _check_room(self, size: int) -> None:
+        """Pruning needs more candidates than the group returns."""
+        if self.pruning is None:
+            return
+        if self.adaptive and self.bounds(size)[1] == size:
+            raise InvalidRequest(
+                "n",
+                f"no prompt may get more than the {size} candidates that are returned, so none can be pruned; raise "
+                f"--max-redundancy, which is {self.max_redundancy:g}",
+            )
+        if not self.adaptive and self.candidates(size) == size:
+            raise InvalidRequest(
+                "n",
+                f"n / keep_ratio = {size} / {self.pruning.keep_ratio:g} comes to no more candidates than the {size} "
+                f"that are returned, so none can be pruned; raise n, or lower --keep-ratio",
+            )
 
     def _shortest(self, size: int) -> int:
         shortest = size - self.num_longest if self.num_shortest is None else self.num_shortest

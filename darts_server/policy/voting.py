@@ -17,6 +17,7 @@ hurt it most. That is exact: a decided vote cannot turn, and for an undecided on
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -92,10 +93,10 @@ class Ranked:
     def weights(self, votes: Sequence[Vote]) -> list[Fraction]:
         if len(votes) == 1:
             return [ONE]
-        scores = [v.score for v in votes]
+        ordered = sorted(v.score for v in votes)
         return [
-            Fraction(2 * sum(x < s for x in scores) + sum(x == s for x in scores) - 1, 2 * (len(votes) - 1))
-            for s in scores
+            Fraction(bisect_left(ordered, v.score) + bisect_right(ordered, v.score) - 1, 2 * (len(votes) - 1))
+            for v in votes
         ]
 
     def threats(

@@ -8,6 +8,7 @@ from math import floor
 import numpy as np
 
 from darts_server.policy.allocation import PriceState, ShadowPrice, batch_candidates
+from darts_server.policy.brownout import dimmed
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batch import Batch, Grant, Terms
 from darts_server.rollout.budgets import SMALLEST_BATCH, Budgets
@@ -36,6 +37,7 @@ class Allocator:
     """Allocates over the groups that come within ``window`` seconds (DARTS, adaptive redundancy allocation).
 
     The mean over all groups of one policy and size stays at what the budget says. What it learns is in ``documents``.
+    ``scale``: how much of the redundancy there is room for now; but a total that a caller asks for is given.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Allocator:
         on_batch_end: Callable[[BatchRecord], None],
         clock: Callable[[], float],
         rng: np.random.Generator | None = None,
+        scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._prompts = prompts
         self._budgets = budgets
@@ -56,13 +59,14 @@ class Allocator:
         self._window = window
         self._on_batch_end = on_batch_end
         self._clock = clock
+        self._scale = scale
         self._waiting: dict[Kind, _Waiting] = {}
         self._carries: dict[Kind, float] = {}
 
     async def grant(self, policy: str, shaping: Shaping, size: int, key: str) -> Grant:
         """Candidates for a group of ``size`` of the prompt ``key``, at least ``size``."""
         if not shaping.batched:
-            return Grant(shaping.candidates(size))
+            return Grant(dimmed(shaping.candidates(size), size, self._scale()))
         loop = asyncio.get_running_loop()
         kind = (policy, size)
         if kind not in self._waiting:
@@ -112,7 +116,13 @@ class Allocator:
         groups = len(keys)
         budget = self._budgets.decide(shaping, kind[1], keys, None if total is None else total / groups)
         stds = [self._prompts.std(key) for key in keys]
-        counts = self._counts(kind, shaping, budget.mean, stds) if total is None else _spent(kind, shaping, total, stds)
+        mean = budget.mean
+        if total is None:
+            scale, size = self._scale(), kind[1]
+            counts = [dimmed(count, size, scale) for count in self._counts(kind, shaping, mean, stds)]
+            mean -= (mean - size) * (1 - scale)
+        else:
+            counts = _spent(kind, shaping, total, stds)
         # A few groups by themselves say as little of what groups need.
         few = groups < SMALLEST_BATCH
         rule = self.deadlines.rule(shaping)
@@ -121,7 +131,7 @@ class Allocator:
         return counts, Terms(
             policy=kind[0],
             groups=groups,
-            mean_candidates=budget.mean,
+            mean_candidates=mean,
             predicted_seconds=budget.seconds,
             deadline=None if few else rule,
             tokens=self.deadlines.recent(rule, _name(*kind)) if rule is not None and few else None,

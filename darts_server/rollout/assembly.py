@@ -20,6 +20,7 @@ from typing import Generic, Protocol
 
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import GroupAborted
+from darts_server.policy.survival import Pruning
 from darts_server.rollout.batch import Grant
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
@@ -36,6 +37,7 @@ class Host(Protocol[RequestT, OutputT]):
         group_id: str,
         prompt_key: str | None = None,
         on_end: Callable[[], None],
+        pruning: Pruning | None = None,
     ) -> GroupRun[RequestT, OutputT]:
         """A group that is not open yet. ``on_end`` is called when it has ended, whichever way."""
         ...
@@ -84,6 +86,13 @@ class Assembly(Generic[RequestT, OutputT]):
         self._host = host
         self._quiet = quiet
         self._groups: dict[str, list[_Assembled[RequestT, OutputT]]] = {}
+
+    def hurry(self) -> None:
+        """Seal all groups with those who are there, and from now on every group with its first caller."""
+        self._quiet = 0.0
+        for groups in self._groups.values():
+            for group in groups:
+                group.seal()
 
     async def join(self, joining: Joining[RequestT], told: Callable[[str], None]) -> OutputT:
         """The trajectory of one request; ``told`` hears its group's id.
@@ -156,6 +165,7 @@ class _Assembled(Generic[RequestT, OutputT]):
             group_id=self.group_id,
             prompt_key=first.prompt_key,
             on_end=self._sealing.set,
+            pruning=first.plan.shaping.pruning if first.plan.shaping.prunes else None,
         )
         if first.name is not None:
             self._run.answers(first.name)
@@ -178,6 +188,10 @@ class _Assembled(Generic[RequestT, OutputT]):
         else:
             self._timer = asyncio.get_running_loop().call_later(self._quiet, self._sealing.set)
         return seat
+
+    def seal(self) -> None:
+        """Wait for no other caller. Harmless if none is waited for."""
+        self._sealing.set()
 
     def vacant(self, request_id: str) -> _Seat[OutputT] | None:
         """The seat of a caller that hung up, for a late one, while the group runs."""
@@ -228,7 +242,7 @@ class _Assembled(Generic[RequestT, OutputT]):
     async def _open(self) -> None:
         plan = self._sealed_plan()
         grant = await self._host.allocate(plan, self._prompt_key)
-        self._run.open(plan.shaping.rule(plan.size, grant.candidates), grant)
+        self._run.open(plan.shaping.rule(plan.size, grant.candidates), grant, plan.shaping.most(plan.size))
 
     def _end(self) -> None:
         """From now on nobody is seated here. Synchronous: the task may be cancelled before its first turn."""

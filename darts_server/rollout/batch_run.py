@@ -9,7 +9,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Self
 
-from darts_server.exceptions import GroupAborted
+from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.rollout.feed import Feed
 from darts_server.rollout.stream import BatchBegan, Broken, Done, EndOfBatch, Event
 from darts_server.rollout.submission import GroupResult, Submission
@@ -94,9 +94,13 @@ class BatchRun:
 
     def cancel(self, why: str) -> bool:
         """End it, with an error for its listeners; whether it was running."""
+        return self.fail(GroupAborted(why))
+
+    def fail(self, error: DartsError) -> bool:
+        """The same, with that error."""
         if self.end is not None:
             return False
-        self._finish(Broken(GroupAborted(why)))
+        self._finish(Broken(error))
         # In a turn of its own: a task that never had its first would not clear away.
         asyncio.get_running_loop().call_soon(self._task.cancel)
         return True

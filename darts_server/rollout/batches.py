@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Generic
 
 from darts_server.engine.port import OutputT, RequestT
-from darts_server.exceptions import Conflict, NotFound
-from darts_server.rollout.batch_run import BatchRun, Form
+from darts_server.exceptions import Conflict, DartsError, NotFound
+from darts_server.rollout.batch_run import BatchRun, Form, Stream
 from darts_server.rollout.submission import Asked, Submissions
 
 KEY_HEADER = "Idempotency-Key"
@@ -132,6 +132,18 @@ class Batches(Generic[RequestT, OutputT]):
         """
         batch = self._running.get(batch_id) or self.find(batch_id)
         return batch.cancel("the batch was cancelled; send it under another key to have it run again")
+
+    def hurry(self) -> None:
+        """The server is stopping: end those that nobody listens to, since nobody will find them again."""
+        for batch in list(self._running.values()):
+            if not batch.listeners:
+                batch.cancel("the server is stopping, and nobody listened to the batch; send it to another one")
+
+    def fail(self, error: DartsError) -> None:
+        """End those that are told as they run, with that error. The others are answered when their groups have ended."""
+        for batch in list(self._running.values()):
+            if batch.form.stream is not Stream.NOTHING:
+                batch.fail(error)
 
     async def _open(self, asked: Asked, form: Form, claim: Claim | None) -> BatchRun:
         submission = await self._submissions.submit(asked)

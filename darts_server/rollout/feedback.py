@@ -19,6 +19,9 @@ TURN = 64
 """Rewards taken in one turn of the event loop: ten milliseconds where each is named by 8,192 tokens."""
 MOST_INDICES = 100
 
+OnReward = Callable[[str, int, float, bool], None]
+"""Hears of a trajectory's reward: its group's id, its candidate's index, the reward, and whether it is right."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:
@@ -63,6 +66,7 @@ class Feedback:
         rewarded: hears once of each group whose returned trajectories all have rewards, and by candidate index which
             of them are right.
         observer: hears of reports.
+        on_reward: each hears of every trajectory's first reward.
     """
 
     def __init__(
@@ -71,8 +75,10 @@ class Feedback:
         rewarded: Callable[[GroupRecord, Mapping[int, bool]], None],
         observer: RewardObserver,
         kept: int = DEFAULT_KEPT,
+        on_reward: Sequence[OnReward] = (),
     ) -> None:
         self._rewards = rewards
+        self._on_reward = tuple(on_reward)
         self._rewarded = rewarded
         self._observer = observer
         self._kept = ReturnedGroups(kept)
@@ -120,6 +126,8 @@ class Feedback:
             for trajectory in fresh:
                 group = trajectory.group
                 group.reward(trajectory, reward.reward, reward.correct)
+                for told in self._on_reward:
+                    told(group.group_id, trajectory.index, reward.reward, reward.correct)
                 news[group.prompt_key] += _of_trajectory(trajectory)
                 if group.whole:
                     news[group.prompt_key] += _of_group(group)

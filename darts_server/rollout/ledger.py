@@ -24,12 +24,12 @@ class Ledger:
 
     def __init__(self, group_id: str, policy: str, clock: Callable[[], float], prompt_key: str | None = None) -> None:
         self.group_id = group_id
-        self._prompt_key = prompt_key
+        self.prompt_key = prompt_key
         self.closed = False
         self.members: tuple[str, ...] = ()
-        self._policy = policy
+        self.policy = policy
         self._clock = clock
-        self._opened_at = clock()
+        self.opened_at = clock()
         self._entries: list[_Entry] = []
         self._finish_times: list[float] = []
 
@@ -53,9 +53,13 @@ class Ledger:
         self._entries[index].ended_at = self._clock()
         self._entries[index].tokens = tokens
 
+    def restarted(self) -> None:
+        """What has finished so far does not count."""
+        self._finish_times.clear()
+
     def returned(self, index: int, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> Returned:
         """What is told of a candidate that goes to the caller."""
-        return Returned(self.group_id, self._prompt_key, self._opened_at, index, prompt_token_ids, token_ids)
+        return Returned(self.group_id, self.prompt_key, self.opened_at, index, prompt_token_ids, token_ids)
 
     def tokens(self, candidate: Candidate) -> int:
         """Tokens it is known to have generated. It does not change after the candidate's end."""
@@ -73,12 +77,12 @@ class Ledger:
         now = self._clock()
         return GroupRecord(
             group_id=self.group_id,
-            prompt_key=self._prompt_key,
-            policy=self._policy,
+            prompt_key=self.prompt_key,
+            policy=self.policy,
             size=group.size if group.is_open else len(group.candidates),
             outcome=group.outcome,
-            candidates=tuple(map(self._record, group.candidates)),
-            started_at=self._opened_at,
+            candidates=tuple(map(self.record, group.candidates)),
+            started_at=self.opened_at,
             ended_at=now,
             tail_wait=self._tail_wait(group, now),
             error=None if error is None else str(error),
@@ -86,7 +90,8 @@ class Ledger:
             explored=explored,
             needed=needed,
             members=self.members,
-            shadow=shadow_of(group, self._policy),
+            shadow=shadow_of(group, self.policy),
+            anew_from=group.anew_from,
         )
 
     def _tail_wait(self, group: Group, now: float) -> float | None:
@@ -94,11 +99,12 @@ class Ledger:
             return None
         return now - self._finish_times[group.rule.num_shortest - 1]
 
-    def _record(self, candidate: Candidate) -> CandidateRecord:
+    def record(self, candidate: Candidate, tokens: int | None = None) -> CandidateRecord:
+        """A candidate as it stands. ``tokens``: if more is known of them than is written down."""
         entry = self._entries[candidate.index]
         return CandidateRecord(
             index=candidate.index,
-            tokens=self.tokens(candidate),
+            tokens=self.tokens(candidate) if tokens is None else tokens,
             finish_reason=candidate.finish_reason,
             end=candidate.end,
             reason=candidate.reason,
@@ -107,6 +113,8 @@ class Ledger:
             ended_at=entry.ended_at,
             weight_version_start=entry.version_start,
             weight_version_end=entry.version_end,
+            quality=candidate.quality,
+            survival=candidate.survival,
         )
 
 
@@ -114,7 +122,7 @@ def shadow_of(group: Group, policy: str) -> ShadowRecord | None:
     """What the shadowed rule would have done, if the group is a shadow and enough candidates came to their end."""
     if not group.is_open or not isinstance(group.rule, Shadow) or group.outcome is not Outcome.COMPLETED:
         return None
-    ended = [c for c in group.candidates if c.finish_reason is not None]
+    ended = [c for c in group.candidates[group.anew_from :] if c.finish_reason is not None]
     if len(ended) < group.size:
         return None
     would = replay(group.rule.shaped, ended, group.limit)

@@ -1,22 +1,28 @@
 """The room's front door: which policy a request gets, and groups that run under it."""
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Generic
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
+from darts_server.engine.admission import Admission
 from darts_server.engine.gate import Gate
 from darts_server.engine.port import Engine, OutputT, RequestT
+from darts_server.exceptions import DartsError, GroupAborted, InvalidRequest
+from darts_server.policy.brownout import Brownout
 from darts_server.policy.deadline import Losses
 from darts_server.policy.group import Group
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.survival import Pruning
 from darts_server.rollout.allocator import Allocator
 from darts_server.rollout.assembly import Assembly, Joining
 from darts_server.rollout.batch import Grant
 from darts_server.rollout.budgets import Budgets
 from darts_server.rollout.dataset import Dataset
 from darts_server.rollout.documents import Documents
+from darts_server.rollout.judge import Judge
 from darts_server.rollout.latency import Latency
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observer import GroupObserver
@@ -27,6 +33,9 @@ from darts_server.rollout.watch import Watch
 from darts_server.types import BatchRecord, GroupRecord, RequestOptions, Returned
 
 NO_WISHES = RequestOptions()
+SURVIVAL = (1,)
+"""Sets the lots of survival apart from those of the tail, which are the same with and without pruning."""
+PlanT = TypeVar("PlanT", Plan, Plan | None)
 
 
 class Rollouts(Generic[RequestT, OutputT]):
@@ -46,6 +55,9 @@ class Rollouts(Generic[RequestT, OutputT]):
         latency: how fast the engine is; ``None`` for one that is learned here.
         clock: monotonic seconds.
         gate: what groups pass; every group that runs is inside. ``None`` for one of its own.
+        admission: who is let in; ``None`` for everyone.
+        brownout: what becomes of redundancy while much waits; ``None`` for nothing.
+        judge: scores candidates under policies that prune; ``None`` refuses these.
     """
 
     def __init__(
@@ -63,34 +75,76 @@ class Rollouts(Generic[RequestT, OutputT]):
         clock: Callable[[], float] = time.monotonic,
         on_return: Callable[[Returned], None] = lambda _: None,
         gate: Gate | None = None,
+        admission: Admission | None = None,
+        brownout: Brownout | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self._engine = engine
+        self._judge = judge
         self._planner = Planner(policies, default_policy, limits)
         self._prompts = Prompts(documents)
         self._dataset = Dataset(documents)
         self._latency = latency or Latency(documents, engine.capacity)
         budgets = Budgets(self._prompts, self._dataset, self._latency, clock)
-        self._allocator = Allocator(self._prompts, budgets, documents, batch_window, self.batch_ended, clock)
+        self._allocator = Allocator(
+            self._prompts, budgets, documents, batch_window, self.batch_ended, clock, scale=self.redundancy_scale
+        )
         self._observers = tuple(observers)
         self._on_return = on_return
         self._clock = clock
         self._assembly = Assembly(self, group_wait)
         self._watch = Watch(peek_interval)
         self._runs: dict[str, GroupRun[RequestT, OutputT]] = {}
+        self._halted = False
+        self._left = asyncio.Event()
         self.gate = gate or Gate()
+        self.admission = admission or Admission(lambda: engine.unfinished, engine.capacity)
+        self._brownout = brownout or Brownout(0, 0)
 
     @property
     def running(self) -> int:
         """Groups that run now."""
         return len(self._runs)
 
+    @property
+    def newest(self) -> Iterator[GroupRun[RequestT, OutputT]]:
+        """Groups that run now, the newest first."""
+        return reversed(self._runs.values())
+
     def plan(self, n: int, options: RequestOptions = NO_WISHES) -> Plan | None:
         """How a request for ``n`` trajectories of one prompt is served; ``None``: unshaped, by the engine alone.
 
         Raises:
-            InvalidRequest: unknown policy, or a size that the policy or the limits do not allow.
+            InvalidRequest: unknown policy, one that prunes where nothing can be scored, or a size that the policy or
+                the limits do not allow.
         """
-        return self._planner.plan(n, options)
+        return self.judged(self._planner.plan(n, options))
+
+    def judged(self, plan: PlanT) -> PlanT:
+        """The plan, if it can be done here.
+
+        Raises:
+            InvalidRequest: its policy prunes by quality, and nothing can score that.
+        """
+        if plan is None or not plan.shaping.prunes:
+            return plan
+        if self._judge is None:
+            raise InvalidRequest(
+                "policy",
+                f"{plan.policy!r} prunes by quality, which nothing scores here; name one that does not prune",
+            )
+        if self._engine.probe_width is None and not self._judge.by_logprobs:
+            raise InvalidRequest(
+                "policy",
+                f"{plan.policy!r} prunes by hidden states, which this engine cannot tell; name one that does not "
+                f"prune, or start the server with --quality logprob",
+            )
+        return plan
+
+    @property
+    def scores(self) -> bool:
+        """Whether anything can score candidates."""
+        return self._judge is not None and (self._judge.by_logprobs or self._engine.probe_width is not None)
 
     def configure(self, policies: Mapping[str, Shaping], default_policy: str, limits: Limits) -> None:
         """Shape groups that are planned from now on so; those that run keep what they were planned with."""
@@ -103,6 +157,10 @@ class Rollouts(Generic[RequestT, OutputT]):
     def allocate_together(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> list[Grant]:
         """The same for groups that make a batch by themselves; ``budget``: candidates in all."""
         return self._allocator.grant_together(plan.policy, plan.shaping, plan.size, prompt_keys, budget)
+
+    def redundancy_scale(self) -> float:
+        """How much of the redundancy there is room for now, 0 to 1."""
+        return self._brownout.update(self.admission.waiting)
 
     def expected_length(self, prompt_key: str) -> float | None:
         """Mean length of the prompt's trajectories in tokens, as far as it is known."""
@@ -127,8 +185,16 @@ class Rollouts(Generic[RequestT, OutputT]):
             early: give trajectories as soon as they are known to belong.
         """
         early = early or plan.shaping.shadow  # the caller leaves with its trajectories; the others go on
-        run = self.gathering(request, plan.policy, group_id=group_id, prompt_key=prompt_key, lots=lots, early=early)
-        run.open(plan.shaping.rule(plan.size, grant.candidates), grant)
+        run = self.gathering(
+            request,
+            plan.policy,
+            group_id=group_id,
+            prompt_key=prompt_key,
+            lots=lots,
+            early=early,
+            pruning=plan.shaping.pruning if plan.shaping.prunes else None,
+        )
+        run.open(plan.shaping.rule(plan.size, grant.candidates), grant, plan.shaping.most(plan.size))
         return run
 
     def gathering(
@@ -141,12 +207,15 @@ class Rollouts(Generic[RequestT, OutputT]):
         lots: Sequence[int] | None = None,
         early: bool = True,
         on_end: Callable[[], None] = lambda: None,
+        pruning: Pruning | None = None,
     ) -> GroupRun[RequestT, OutputT]:
         """A group that is not open yet, and to which single candidates may be added before it is.
 
-        ``on_end`` is called when it has ended, whichever way.
+        ``on_end`` is called when it has ended, whichever way. With ``pruning`` its candidates are scored, if anything
+        can, and those that it can spare are pruned so.
         """
-        group = Group(rng=np.random.default_rng(lots), early=early)
+        chances = None if pruning is None else np.random.default_rng(np.random.SeedSequence(lots, spawn_key=SURVIVAL))
+        group = Group(rng=np.random.default_rng(lots), early=early, chances=chances)
         ledger = Ledger(group_id, policy, self._clock, prompt_key)
 
         def ended() -> None:
@@ -155,9 +224,11 @@ class Rollouts(Generic[RequestT, OutputT]):
             on_end()
 
         self.gate.let_in()
-        run = GroupRun(self._engine, request, group, ledger, self, ended, self._on_return)
+        run = GroupRun(self._engine, request, group, ledger, self, ended, self._on_return, self._judge, pruning)
         self._runs[group_id] = run
         self._watch.add(run)
+        if self._halted:
+            run.halt()
         return run
 
     def rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
@@ -211,7 +282,38 @@ class Rollouts(Generic[RequestT, OutputT]):
         if run := self._runs.get(group_id):
             run.abort()
 
+    async def restart(self) -> None:
+        """Stop the candidates of every group that can be started anew, and return when the others have ended.
+
+        Groups that begin before `go_on` start nothing either.
+        """
+        self._halted = True
+        going = [run for run in list(self._runs.values()) if not run.halt()]
+        while any(not run.ended for run in going):
+            self._left.clear()
+            await self._left.wait()
+
+    def go_on(self) -> None:
+        """Start the candidates of halted groups anew. Harmless if there are none."""
+        self._halted = False
+        for run in list(self._runs.values()):
+            run.go_on()
+
+    def abort_all(self, why: str) -> None:
+        """End every group that runs, with an error for its callers."""
+        self.fail_all(GroupAborted(why))
+
+    def hurry(self) -> None:
+        """No further request will come: no group of single requests waits for any."""
+        self._assembly.hurry()
+
+    def fail_all(self, error: DartsError) -> None:
+        """End every group that runs, with that error for its callers."""
+        for run in list(self._runs.values()):
+            run.fail(error)
+
     def _forget(self, group_id: str, run: GroupRun[RequestT, OutputT]) -> None:
         self._watch.remove(run)
+        self._left.set()
         if self._runs.get(group_id) is run:
             del self._runs[group_id]

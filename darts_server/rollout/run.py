@@ -3,12 +3,12 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic
 
 from darts_server.engine.port import Ended, Engine, Generated, OutputT, RequestT, Running
-from darts_server.exceptions import CandidateFailed, EngineError, GroupAborted
+from darts_server.exceptions import CandidateFailed, DartsError, EngineError, GroupAborted
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import (
     Complete,
@@ -19,6 +19,7 @@ from darts_server.policy.events import (
     Failed,
     Finished,
     GiveUp,
+    Kept,
     LimitSet,
     Lost,
     Progress,
@@ -28,10 +29,14 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group
 from darts_server.policy.selection import SelectionRule
+from darts_server.policy.survival import Pruning
+from darts_server.rollout.asked import AskedFor
 from darts_server.rollout.batch import Batch, Grant
+from darts_server.rollout.judge import Judge
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observer import GroupObserver
-from darts_server.types import GroupRecord, Returned
+from darts_server.rollout.scoring import Scoring
+from darts_server.types import CandidateRecord, GroupRecord, Returned
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +66,24 @@ class GroupRun(Generic[RequestT, OutputT]):
         observer: GroupObserver,
         on_end: Callable[[], None],
         on_return: Callable[[Returned], None] = lambda _: None,
+        judge: Judge | None = None,
+        pruning: Pruning | None = None,
     ) -> None:
+        """With both a ``judge`` and ``pruning`` its candidates are scored."""
         self._engine = engine
-        self._request = request
-        self._own_requests: dict[int, RequestT] = {}
+        self._requests = AskedFor(request)
         self._group = group
         self._batch: Batch | None = None
         self._place = 1
         self._needed: int | None = None
+        self._returned: int | None = None
         self._ledger = ledger
         self._observer = observer
         self._on_end = on_end
         self._on_return = on_return
+        self._scoring: Scoring | None = None
+        if judge is not None and pruning is not None:
+            self._scoring = Scoring(judge, ledger.group_id, pruning, self._feed)
         self._running: dict[int, Running[OutputT]] = {}
         self._outputs: dict[int, asyncio.Future[OutputT]] = {}
         self._cuts: dict[int, int] = {}
@@ -90,16 +101,37 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def gather(self, request: RequestT) -> None:
         """Start a candidate with a request of its own, before the group's size is known."""
-        self._own_requests[len(self._group.candidates)] = request
+        self._requests.own(len(self._group.candidates), request)
         self._act(self._group.gather())
+
+    def halt(self) -> bool:
+        """Stop all candidates, for as many that `go_on` starts; whether nothing of it is to be waited for."""
+        if self._group.restartable:
+            self._requests.halt(c.index for c in self._group.candidates if c.alive)
+            self._ledger.restarted()
+            self._act(self._group.restart())
+        return self._group.halted or self.ended
+
+    def go_on(self) -> None:
+        """Start candidates anew, after `halt`. Harmless if there was none."""
+        self._requests.go_on(len(self._group.candidates))
+        self._act(self._group.go_on())
 
     @property
     def ended(self) -> bool:
         """Whether it has its outcome, though its trajectories may still be on their way to the caller."""
         return self._group.outcome is not None
 
-    def open(self, rule: SelectionRule, grant: Grant) -> None:
-        """Start what is missing of the candidates that were granted; ``rule`` chooses among them."""
+    @property
+    def waiting(self) -> bool:
+        """Whether there is news that its caller has not taken yet."""
+        return not self._news.empty()
+
+    def open(self, rule: SelectionRule, grant: Grant, most: int = 0) -> None:
+        """Start what is missing of the candidates that were granted; ``rule`` chooses among them.
+
+        ``most``: candidates up to which pruned ones are replaced.
+        """
         if self.ended:  # it failed while it gathered
             if grant.batch is not None:
                 grant.batch.dropped()
@@ -108,12 +140,12 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._batch is not None:
             self._place = self._batch.terms.place(rule.size, grant.candidates)
             self._batch.join(self)
-        decisions = self._group.open(rule, grant.candidates)
+        decisions = self._group.open(rule, grant.candidates, most)
         self._tell_batch()
         self._act(decisions)
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
-        """Each trajectory of an open group once it is known to belong, exactly ``group.size`` of them.
+        """Each trajectory of an open group once it is known to belong: as many as its rule returns.
 
         Leaving early, by cancellation or by closing the iterator, stops all candidates.
 
@@ -130,8 +162,9 @@ class GroupRun(Generic[RequestT, OutputT]):
                 given += 1
                 output = await self._outputs[index]
                 self._on_return(self._ledger.returned(index, *self._engine.token_ids(self._asked(index)[0], output)))
-                yield Trajectory(index, output, last=given == self._group.size)
-                if given == self._group.size:
+                returned = self._group.size if self._returned is None else self._returned
+                yield Trajectory(index, output, last=given == returned)
+                if given == returned:
                     return
         finally:
             self.leave()
@@ -140,6 +173,11 @@ class GroupRun(Generic[RequestT, OutputT]):
         """The caller is gone or has all it asked for: stop what still runs, unless it runs to be watched."""
         if not self._group.settled_all:
             self.close()
+
+    def enough(self) -> None:
+        """The caller needs no more than what it was given: stop the rest."""
+        self._act(self._group.enough())
+        self._end()
 
     def limit(self, tokens: int) -> None:
         """The batch's deadline is known."""
@@ -150,13 +188,17 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._act(self._group.cancel())
         self._end()
 
-    def abort(self) -> None:
+    def abort(self, why: str = "the request was aborted while its group was running") -> None:
         """End the group from outside; the caller gets :class:`GroupAborted`."""
+        self.fail(GroupAborted(why))
+
+    def fail(self, error: DartsError) -> None:
+        """End the group from outside, with that error for its caller."""
         self.close()
-        self._news.put_nowait(GroupAborted("the request was aborted while its group was running"))
+        self._news.put_nowait(error)
 
     def peek(self) -> None:
-        """Report the progress of candidates that reached the count at which it matters."""
+        """Report the progress of candidates that reached the count at which it matters, and have others scored."""
         events = [
             Progress(index, tokens)
             for index, alarm in self._group.alarms.items()
@@ -164,8 +206,9 @@ class GroupRun(Generic[RequestT, OutputT]):
             and (tokens := running.tokens()) is not None
             and tokens >= alarm
         ]
-        if events:
-            self._feed(*events)
+        scores = [] if self._scoring is None else self._scoring.look(self._running)
+        if events or scores:
+            self._feed(*events, *scores)
 
     # --- for who follows its tokens -----------------------------------------
 
@@ -173,6 +216,20 @@ class GroupRun(Generic[RequestT, OutputT]):
     def candidates(self) -> Sequence[Candidate]:
         """All that were started so far, by index, as they stand now."""
         return self._group.candidates
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is written down about it."""
+        return self._ledger
+
+    @property
+    def size(self) -> int | None:
+        """Trajectories that it returns; ``None`` while it gathers candidates."""
+        return self._group.size if self._group.is_open else None
+
+    def candidate(self, index: int) -> CandidateRecord:
+        """A candidate as it stands now."""
+        return self._ledger.record(self._group.candidates[index], self.tokens(index))
 
     def tokens(self, index: int) -> int:
         """Tokens that a candidate is known to have generated; of one that was cut, those that are kept."""
@@ -186,17 +243,19 @@ class GroupRun(Generic[RequestT, OutputT]):
         if output.done():
             return None if output.exception() else self._engine.generated(output.result(), start)
         running = self._running.get(index) if self._in_play(index) else None
-        return None if running is None else running.generated(start)
+        generated = None if running is None else running.generated(start)
+        return generated if generated is None or generated.asked else replace(generated, logprobs=None)
 
     # --- one candidate ------------------------------------------------------
 
     async def _drive(self, index: int) -> None:
         try:
-            running = await self._engine.start(*self._asked(index))
+            probe = None if self._scoring is None else self._scoring.probe(index)
+            running = await self._engine.start(*self._asked(index), probe)
             self._running[index] = running
             self._ledger.started(index, self._engine.weight_version)
             if self._in_play(index):
-                self._feed(Started(index))
+                self._feed(Started(index), *([] if self._scoring is None else self._scoring.started(index)))
             else:
                 running.stop()
             ended = await running.ended()
@@ -245,8 +304,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _asked(self, index: int) -> tuple[RequestT, int]:
         """The request behind a candidate, and which of that request's candidates it is."""
-        own = self._own_requests.get(index)
-        return (self._request, index) if own is None else (own, 0)
+        return self._requests.of(index)
 
     # --- the group ----------------------------------------------------------
 
@@ -275,11 +333,14 @@ class GroupRun(Generic[RequestT, OutputT]):
                     self._start(indices)
                 case Stop(index=index):
                     self._stop(index)
+                case Kept(index=index, survival=survival) if self._scoring is not None:
+                    self._scoring.kept(index, survival)
                 case Cut(index=index, tokens=tokens):
                     self._cut(index, tokens)
                 case Deliver(index=index):
                     self._tell(index)
                 case Complete(selection=selection):
+                    self._returned = len(selection)
                     self._end()
                     for index in selection:
                         self._tell(index)
@@ -298,6 +359,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._observer.candidates_started(len(indices))
 
     def _stop(self, index: int) -> None:
+        if self._scoring is not None:
+            self._scoring.drop(index)
         if running := self._running.get(index):
             self._ledger.stopped(index, running.stop())
 
@@ -325,6 +388,8 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.record = self._ledger.close(self._group, error, deadline, explored is not None, self._needed)
             self._observer.group_ended(self.record)
         finally:  # a fault in what hears of it is no reason for others to wait
+            if self._scoring is not None:
+                self._scoring.close(self._group.candidates)
             self._on_end()
             if self._batch is not None:
                 self._batch.ended(self)

@@ -26,6 +26,7 @@ class Asked:
     ``sampling``: the engine's sampling parameters by their names. ``policy``: changes to the server's policy, by the
     names of its settings, and under ``name`` which one. ``budget``: candidates in all, ``None`` to leave it to the
     policy. ``num_groups``: how many groups are enough, the first to be decided; ``None`` for all of them.
+    ``survivors``: all that are not pruned are returned, ``group_size`` at least.
     """
 
     prompts: Sequence[PromptSpec]
@@ -34,6 +35,7 @@ class Asked:
     policy: Mapping[str, object] = field(default_factory=dict)
     budget: int | None = None
     num_groups: int | None = None
+    survivors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,11 @@ class Submissions(Generic[RequestT, OutputT]):
 
         Raises:
             InvalidRequest: names the field; for a prompt, its number too.
+            Overloaded
         """
         batch_id = f"batch-{uuid.uuid4().hex}"
         plan = self._plan(asked)
+        self._rollouts.admission.check(len(asked.prompts) * plan.size, "prompts")
         requests = [
             await self._request(asked, number, prompt, f"{batch_id}-{number}")
             for number, prompt in enumerate(asked.prompts)
@@ -125,6 +129,9 @@ class Submissions(Generic[RequestT, OutputT]):
         plan = self._planner(asked.policy).plan(asked.group_size, RequestOptions()) or Plan(
             OFF, UNSHAPED, asked.group_size
         )
+        self._rollouts.judged(plan)
+        if asked.survivors:
+            plan = _with_survivors(plan)
         low, high = (len(asked.prompts) * bound for bound in plan.shaping.bounds(plan.size))
         if asked.budget is not None and not low <= asked.budget <= high:
             raise InvalidRequest(
@@ -188,15 +195,18 @@ class Submission(Generic[RequestT, OutputT]):
         tasks: list[asyncio.Task[GroupResult]] = []
         missing = self._enough
         try:
-            async with self._rollouts.gate.held():
-                tasks += [asyncio.create_task(self._group(ready, follower)) for ready in self._longest_first()]
-                for next_one in asyncio.as_completed(tasks):
-                    result = await next_one
-                    self._decided.add(result.number)
-                    yield result
-                    missing -= result.error is None
-                    if not missing:
-                        return
+            candidates = sum(ready.grant.candidates for ready in self._ready)
+            with self._rollouts.admission.held(candidates) as ticket:
+                async with self._rollouts.gate.held():
+                    tasks += [asyncio.create_task(self._group(ready, follower)) for ready in self._longest_first()]
+                    ticket.begun()
+                    for next_one in asyncio.as_completed(tasks):
+                        result = await next_one
+                        self._decided.add(result.number)
+                        yield result
+                        missing -= result.error is None
+                        if not missing:
+                            return
         finally:
             for task in tasks:
                 task.cancel()
@@ -239,3 +249,11 @@ class Submission(Generic[RequestT, OutputT]):
             logger.exception("group %s failed", group_id)
             return replace(nothing, error=error)
         return replace(nothing, samples=dict(sorted(samples.items())), record=run.record)
+
+
+def _with_survivors(plan: Plan) -> Plan:
+    if not plan.shaping.prunes:
+        raise InvalidRequest(
+            "survivors", f"policy {plan.policy!r} prunes nobody; leave it out, or name one that prunes, such as 'arrol'"
+        )
+    return replace(plan, shaping=replace(plan.shaping, survivors=True))

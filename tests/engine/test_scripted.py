@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from darts_server.engine.port import Probe, Probed
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.exceptions import CandidateFailed, EngineDead
 from darts_server.types import FinishReason
@@ -63,3 +64,18 @@ async def test_a_script_without_end_is_noticed() -> None:
     await engine.start("p", 0)
     with pytest.raises(CandidateFailed, match="1 candidates still run"):
         await engine.run(steps=5)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+async def test_a_probe_is_told_each_state_once_as_it_comes_even_after_the_end(lag: int) -> None:
+    told: list[tuple[int, int, list[float]]] = []
+
+    def tell(probed: Probed) -> None:
+        told.append((engine.now, probed.tokens, probed.state.tolist()))
+
+    engine = ScriptedEngine(lambda *_: Script(length=4, hidden=lambda tokens: (tokens, 0.5), lag=lag))
+    await engine.start("p", 0, Probe((2, 4, 9), tell))
+    await engine.start("p", 1)
+    for _ in range(8):
+        await engine.step()
+    assert told == [(2 + lag, 2, [2.0, 0.5]), (4 + lag, 4, [4.0, 0.5])]

@@ -6,8 +6,10 @@ The rule objects serve as data only: which rule, and how many seats.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 
+from darts_server.policy.balance import resolution
+from darts_server.policy.balancing import Balanced, Survivors
 from darts_server.policy.selection import FirstFinish, InOrder, Shadow, Shortest
 from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import End
@@ -17,17 +19,30 @@ from darts_server.types import End
 class Fate:
     """How a candidate truly ends.
 
-    ``valid``: by itself, not at the length limit. ``place``: its number in the order of finishing.
+    ``valid``: by itself, not at the length limit. ``place``: its number in the order of finishing. ``quality``: as it
+    was scored last.
     """
 
     length: int
     valid: bool
     draw: float
     place: int = 0
+    quality: float | None = None
 
 
 Fates = Mapping[int, Fate]
-Rule = InOrder | Shortest | FirstFinish | Shadow | LongestTail | SampledTail | DeadlineTail | CutTail
+Rule = (
+    InOrder
+    | Shortest
+    | FirstFinish
+    | Shadow
+    | LongestTail
+    | SampledTail
+    | DeadlineTail
+    | CutTail
+    | Balanced
+    | Survivors
+)
 
 
 def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, End]:
@@ -37,6 +52,10 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, End]
             return _first_by_index(fates, size)
         case Shadow():
             return _first_by_index(fates, rule.size)
+        case Balanced(size, target):
+            return _nearest_share(fates, size, target)
+        case Survivors():
+            return {i: End.BALANCED if fate.valid else End.FILL for i, fate in fates.items()}
         case Shortest(size):
             return _valid_first(fates, short=size, size=size)
         case FirstFinish(size):
@@ -61,6 +80,20 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, End]
                 if sum(other.draw < fate.draw for other in rest.values()) < longest
             }
             return first | drawn
+
+
+def _nearest_share(fates: Fates, size: int, target: float) -> dict[int, End]:
+    """Whoever was not scored counts as the others on the average. Sums are those of multiples of 1/R."""
+    valid = sorted(i for i, fate in fates.items() if fate.valid)
+    if len(valid) <= size:
+        ends = dict.fromkeys(valid, End.BALANCED)
+        return ends | {i: End.FILL for i in _valid_first(fates, short=size, size=size) if i not in ends}
+    known = [q for i in valid if (q := fates[i].quality) is not None]
+    mean = sum(known) / len(known) if known else 0.5
+    grid = resolution(size, len(valid))
+    units = {i: round((mean if (q := fates[i].quality) is None else q) * grid) for i in valid}
+    chosen = min(combinations(valid, size), key=lambda c: (abs(sum(units[i] for i in c) - target * size * grid), c))
+    return dict.fromkeys(chosen, End.BALANCED)
 
 
 def cut_lengths(rule: Rule, fates: Fates, limit: int | None) -> dict[int, int]:

@@ -62,7 +62,7 @@ def test_a_move_leads_where_the_table_says_or_is_refused(state: State, event: Ca
 def test_late_words_change_nothing(state: State, event: CandidateEvent) -> None:
     c = candidate(state)
     before = repr(c)
-    if type(event) in LEGAL[state]:
+    if type(event) in LEGAL[state] and not (state is State.FINISHED and isinstance(event, Scored)):
         c.hear(event)
     assert repr(c) == before
 
@@ -98,6 +98,21 @@ def test_a_score_is_kept() -> None:
     c = candidate()
     c.hear(Scored(0, 0.25))
     assert c.quality == 0.25
+
+
+def test_a_score_that_comes_after_the_end_is_kept_while_the_fate_is_open() -> None:
+    c = candidate(State.FINISHED)
+    c.hear(Scored(0, 0.25, survival=0.1))
+    assert (c.state, c.quality, c.survival) == (State.FINISHED, 0.25, 1.0)
+
+
+def test_survival_multiplies_and_one_lot_does_for_all_draws() -> None:
+    c = candidate()
+    c.lot = 0.3
+    assert c.draw_for(0.8)
+    assert c.draw_for(0.5)
+    assert c.survival == 0.4
+    assert not c.draw_for(0.7)
 
 
 @pytest.mark.parametrize("state", [State.REQUESTED, State.RUNNING])

@@ -208,6 +208,15 @@ def test_a_gathering_group_that_is_cancelled_stops_what_runs() -> None:
     assert group.handle(stop(1, 4), Failed(2, RuntimeError(), retryable=False)) == []
 
 
+def test_a_group_of_which_a_part_is_enough_is_what_was_delivered() -> None:
+    group = opened(InOrder(3), 3, early=True)
+    assert group.handle(stop(1, 5)) == [Deliver(1)]
+    assert group.enough() == [Stop(0, StopReason.DECIDED), Stop(2, StopReason.DECIDED)]
+    assert group.outcome is Outcome.DECIDED
+    assert reasons(group) == [StopReason.DECIDED, None, StopReason.DECIDED]
+    assert group.enough() == []
+
+
 # --- refusing ---------------------------------------------------------------
 
 

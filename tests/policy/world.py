@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
+from typing import Self
 
 from darts_server.policy.events import (
     Complete,
@@ -89,7 +90,7 @@ class World:
     """``at_once``: the events of one step are told in one call, instead of in calls of any size.
 
     ``limits`` maps a step to the limit that is set in it, ``gathers`` are steps in each of which one candidate is
-    gathered, and in the step ``opening`` the group is opened: in step 0 after both.
+    gathered, and in the step ``opening`` the group is opened, with ``most``: in step 0 after both.
     """
 
     group: Group
@@ -102,6 +103,7 @@ class World:
     limits: Mapping[int, int] = field(default_factory=dict)
     gathers: Sequence[int] = ()
     opening: int = 0
+    most: int = 0
 
     step: int = 0
     limit: int | None = None
@@ -129,7 +131,7 @@ class World:
 
     # --- living -------------------------------------------------------------
 
-    def run(self) -> "World":
+    def run(self) -> Self:
         for _ in self.moments():
             pass
         return self
@@ -153,7 +155,7 @@ class World:
         if self.step == self.opening:
             alive = len(self.runs) - len(self.failed)
             self.in_all = len(self.runs) + max(0, self.candidates - alive)
-            self.act(self.group.open(self.rule, self.candidates))
+            self.act(self.group.open(self.rule, self.candidates, self.most))
             yield
 
     def _tell(self, events: Sequence[Event]) -> Iterator[None]:

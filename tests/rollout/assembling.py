@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from darts_server.engine.port import Ended, Generated
+from darts_server.engine.port import Ended, Generated, Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.assembly import Joining
@@ -83,6 +83,7 @@ class SigningEngine:
     def __init__(self, engine: ScriptedEngine) -> None:
         self._engine = engine
         self.capacity = engine.capacity
+        self.probe_width = engine.probe_width
         self.aborted = asyncio.Event()
         self.aborted.set()
 
@@ -90,8 +91,12 @@ class SigningEngine:
     def weight_version(self) -> int:
         return self._engine.weight_version
 
-    async def start(self, request: str, index: int) -> SigningCandidate:
-        return SigningCandidate(await self._engine.start(request, index), self.aborted)
+    @property
+    def unfinished(self) -> int:
+        return self._engine.unfinished
+
+    async def start(self, request: str, index: int, probe: Probe | None = None) -> SigningCandidate:
+        return SigningCandidate(await self._engine.start(request, index, probe), self.aborted)
 
     def cut(self, request: str, output: Signed, tokens: int) -> Signed:
         assert output.tokens >= tokens

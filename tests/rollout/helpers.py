@@ -12,6 +12,7 @@ from darts_server.rollout.batch import Grant
 from darts_server.rollout.budgets import Budgets
 from darts_server.rollout.dataset import Dataset
 from darts_server.rollout.documents import Scalar
+from darts_server.rollout.judge import Judge
 from darts_server.rollout.latency import Latency
 from darts_server.rollout.plan import Limits, Plan
 from darts_server.rollout.prompts import Prompts
@@ -72,10 +73,12 @@ class House:
         script: Callable[[str, int], Script],
         shapings: Mapping[str, Shaping] = SHAPINGS,
         store: Documents | None = None,
+        judge: Judge | None = None,
+        engine: Callable[[Callable[[str, int], Script]], ScriptedEngine] = ScriptedEngine,
     ) -> None:
         self.script = script
         self.limits = Limits(64)
-        self.engine = ScriptedEngine(script)
+        self.engine = engine(script)
         self.recorder = Recorder()
         self.store = store or Documents()
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
@@ -88,6 +91,7 @@ class House:
             peek_interval=0,
             batch_window=0,
             clock=lambda: self.engine.now,
+            judge=judge,
         )
 
     def run(
@@ -127,14 +131,19 @@ class House:
 
 
 def an_allocator(
-    documents: Documents, window: float = 0, on_batch_end: Callable[[BatchRecord], None] = lambda _: None, seed: int = 0
+    documents: Documents,
+    window: float = 0,
+    on_batch_end: Callable[[BatchRecord], None] = lambda _: None,
+    seed: int = 0,
+    scale: float = 1.0,
 ) -> Allocator:
     def clock() -> float:
         return 0.0
 
     prompts = Prompts(documents)
     budgets = Budgets(prompts, Dataset(documents), Latency(Documents()), clock)
-    return Allocator(prompts, budgets, documents, window, on_batch_end, clock, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    return Allocator(prompts, budgets, documents, window, on_batch_end, clock, rng, lambda: scale)
 
 
 async def collect(run: GroupRun[str, list[int]]) -> list[Trajectory[list[int]]]:

@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from darts_server.policy.brownout import dimmed
 from darts_server.policy.selection import Shortest
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.tails import SampledTail
@@ -107,3 +108,26 @@ def test_a_saturated_prompt_keeps_the_shortest_only() -> None:
     assert isinstance(DARTS.rule(SIZE, 16), Shortest)
     assert isinstance(DARTS.rule(SIZE, 15), SampledTail)
     assert isinstance(Shaping(redundancy=2.0).rule(SIZE, 16), SampledTail)
+
+
+async def test_where_there_is_no_room_everyone_gets_less_of_the_redundancy_and_nobody_less_than_the_size() -> None:
+    uniform = Shaping(redundancy=1.5)
+    stds = {f"p{i}": float(i * i) for i in range(16)}
+    full = await together(an_allocator(prompts(**stds), window=0.01), list(stds))
+    for scale, each in ((1.0, 12), (0.5, 10), (0.0, 8)):
+        allocator = an_allocator(prompts(**stds), window=0.01, scale=scale)
+        assert await allocator.grant("uniform", uniform, SIZE, "p0") == Grant(each)
+        assert await together(allocator, list(stds)) == [dimmed(count, SIZE, scale) for count in full]
+
+
+def test_a_batch_whose_caller_says_how_many_candidates_it_gets_has_them_all_the_same() -> None:
+    allocator = an_allocator(prompts(), scale=0.0)
+    grants = allocator.grant_together("darts", DARTS, SIZE, [f"p{i}" for i in range(8)], budget=96)
+    assert sum(grant.candidates for grant in grants) == 96
+
+
+def test_a_batch_tells_the_mean_that_it_was_given() -> None:
+    allocator = an_allocator(prompts(), scale=0.5)
+    batch = allocator.grant_together("darts", DARTS, SIZE, [f"p{i}" for i in range(8)])[0].batch
+    assert batch is not None
+    assert batch.terms.mean_candidates == 10

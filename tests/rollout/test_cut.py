@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import EngineDead
 from darts_server.policy.group import Group
@@ -112,8 +113,8 @@ class DeafCandidate(ScriptedCandidate):
 class Deaf(ScriptedEngine):
     """It does nothing about a stop, and dies at step 20."""
 
-    async def start(self, request: str, index: int) -> ScriptedCandidate:
-        started = await super().start(request, index)
+    async def start(self, request: str, index: int, probe: Probe | None = None) -> ScriptedCandidate:
+        started = await super().start(request, index, probe)
         deaf = DeafCandidate(started.request, started.index, started.script, started.born)
         self.started[self.started.index(started)] = deaf
         return deaf

@@ -34,6 +34,17 @@ def test_a_group_whose_candidates_all_finished_gives_its_plain_mean_and_std() ->
     assert stats.weight_version == 4
 
 
+def test_a_pruned_candidate_counts_as_one_that_would_have_been_longer() -> None:
+    pruned = CandidateRecord(3, 15, None, None, StopReason.PRUNED, False, 0.0, 1.0, 3, 4, 0.2, 0.3)
+    with_it, without = Prompts(Documents()), Prompts(Documents())
+    with_it.learn(record(*FINISHED, pruned))
+    without.learn(record(*FINISHED))
+    stats = with_it.stats("p")
+    assert stats is not None
+    assert stats.candidates == 4
+    assert stats.mean_ema > 20  # of three lengths beyond 15 and one that is 15 it would not be
+
+
 def test_stopped_and_truncated_candidates_count_as_the_longer_ones_they_are() -> None:
     short, full = Prompts(Documents()), Prompts(Documents())
     full.learn(record(*FINISHED))

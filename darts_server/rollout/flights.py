@@ -1,0 +1,87 @@
+"""Trajectories that were scored and have no reward yet, in bounded memory."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.rollout.detection import Point
+
+MOST_BYTES = 256 * 1024 * 1024
+"""At a width of 4096 some 30,000 trajectories: the groups of several steps."""
+_BESIDES = 500
+"""Bytes of a trajectory and of a score beside its hidden state, about."""
+
+Hidden = NDArray[np.float16] | NDArray[np.float32]
+
+
+@dataclass(slots=True, eq=False)
+class Scored:
+    """One score: at which detection point, after how many ``tokens``, and from which hidden state, if from one.
+
+    ``score``: s', and ``chance``: q; ``None`` where it was not to be trusted.
+    """
+
+    point: Point
+    tokens: int
+    hidden: Hidden | None
+    score: float | None = None
+    chance: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A trajectory. ``survival``: the probability with which it was kept so far, over all its scores."""
+
+    scores: list[Scored] = field(default_factory=list)
+    survival: float = 1.0
+    asked: bool = False
+    """Whether its last score could have it pruned, and it is not known yet whether it was."""
+
+
+class Flights:
+    """By group id and candidate index, the newest within ``most_bytes``."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most = most_bytes
+        self._bytes = 0
+        self._flights: dict[tuple[str, int], Flight] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def find(self, group_id: str, index: int) -> Flight | None:
+        return self._flights.get((group_id, index))
+
+    def add(self, group_id: str, index: int, scored: Scored) -> int:
+        """Remember a score; how many other trajectories were forgotten for it."""
+        flight = self._flights.get((group_id, index))
+        if flight is not None and any(scored.tokens <= known.tokens for known in flight.scores):
+            self.pop(group_id, index)  # a caller used its request id again: the newer one counts
+            flight = None
+        if flight is None:
+            flight = self._flights[group_id, index] = Flight()
+        flight.scores.append(scored)
+        self._bytes += _size(scored)
+        forgotten = 0
+        while self._bytes > self._most and len(self._flights) > 1:
+            self.pop(*next(iter(self._flights)))
+            forgotten += 1
+        return forgotten
+
+    def pop(self, group_id: str, index: int) -> Flight | None:
+        flight = self._flights.pop((group_id, index), None)
+        if flight is not None:
+            self._bytes -= sum(map(_size, flight.scores))
+        return flight
+
+
+def compact(hidden: NDArray[np.floating]) -> Hidden:
+    """A copy of half the size. What half precision cannot hold stays as it is; of bfloat16 it loses next to nothing."""
+    with np.errstate(over="ignore"):
+        half = hidden.astype(np.float16)
+    return half if np.isfinite(half).all() else hidden.astype(np.float32)
+
+
+def _size(scored: Scored) -> int:
+    return _BESIDES + (0 if scored.hidden is None else scored.hidden.nbytes)

@@ -1,0 +1,51 @@
+"""The port to what judges trajectories while they run."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from darts_server.engine.port import Probed
+from darts_server.policy.survival import Pruning
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """``quality``: the calibrated chance q to end correct. ``survival``: the probability to be kept with.
+
+    Survival is 1 while there is no score to trust.
+    """
+
+    quality: float
+    survival: float
+
+
+class Judge(Protocol):
+    """Scores trajectories, named by their group's id and candidate index, and learns from their rewards.
+
+    All calls are made in the event loop, return fast and never raise.
+    """
+
+    @property
+    def detect_at(self) -> tuple[int, ...]:
+        """Numbers of generated tokens, ascending, at which trajectories are scored. The latest score counts."""
+        ...
+
+    @property
+    def by_logprobs(self) -> bool:
+        """Whether it goes by log-probs instead of hidden states."""
+        ...
+
+    def by_state(self, group_id: str, index: int, probed: Probed, pruning: Pruning) -> Judgement:
+        """Score a trajectory by its hidden state."""
+        ...
+
+    def by_tokens(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Judgement:
+        """Score a trajectory by the log-probs of its tokens so far, in nats."""
+        ...
+
+    def drawn(self, group_id: str, index: int, survival: float) -> None:
+        """It was kept, with this probability: not the one asked for where the group could not spare it."""
+        ...
+
+    def dropped(self, group_id: str, index: int) -> None:
+        """It will not be returned, so no reward will come."""
+        ...

@@ -1,0 +1,61 @@
+"""How trajectories are judged, and what is said of it."""
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from darts_server.policy.calibration import Calibration, target_of
+from darts_server.policy.confidence import as_score, lowest_window, mean_logprob
+from darts_server.rollout.flights import MOST_BYTES
+from darts_server.types import PruningStatus
+
+WHY = {
+    PruningStatus.READY: "trajectories are pruned by their chance to end correct",
+    PruningStatus.UNUSED: "no trajectory was scored yet",
+    PruningStatus.NO_LABELS: "no reward was reported for a scored trajectory yet",
+    PruningStatus.COLD: "it learns in its first steps, see --cold-steps",
+    PruningStatus.FEW_LABELS: "rewards are still too few, see --cold-labels",
+    PruningStatus.UNTRAINED: "the quality head is not trained yet",
+    PruningStatus.ONE_CLASS: "all rewarded trajectories that are remembered are right, or all are wrong",
+    PruningStatus.DIVERGED: "the quality head's last training went wrong and was undone",
+    PruningStatus.TRAINER_LOST: "the process that trains the quality head died too often; restart the server",
+    PruningStatus.PROBE_LOST: "the engine does not tell hidden states any more; restart the server",
+}
+
+
+class Kind(StrEnum):
+    """What scores are made from: hidden states, or log-probs, of all tokens or of those it was least sure of."""
+
+    HEAD = "head"
+    LOGPROB = "logprob"
+    LOWEST_LOGPROB = "lowest_logprob"
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """``detect_at``: numbers of tokens, ascending. ``kind``: of score. ``fallback``: what is used where ``kind`` is the
+    head, and the engine cannot tell hidden states; ``None`` scores nothing then. ``reward_threshold``: rewards from it
+    on are right; without one, ``soft`` takes the reward itself for the target, and else the trainer's word counts.
+    ``most_bytes``: of hidden states that wait for a reward.
+    """
+
+    detect_at: tuple[int, ...] = (512,)
+    kind: Kind = Kind.HEAD
+    fallback: Kind | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+    reward_threshold: float | None = None
+    soft: bool = False
+    most_bytes: int = MOST_BYTES
+
+    def target(self, reward: float, correct: bool) -> float:
+        if self.reward_threshold is None and not self.soft:
+            return float(correct)
+        return target_of(reward, self.reward_threshold)
+
+
+def sureness(kind: Kind, logprobs: tuple[float, ...]) -> float | None:
+    """A score of that kind, in [0, 1]; ``None`` if the log-probs are no finite numbers, or there is none."""
+    rounded = [min(x, 0.0) for x in logprobs]  # a log-softmax may round to just above 0
+    if not rounded or not all(map(math.isfinite, rounded)):
+        return None
+    return as_score(lowest_window(rounded) if kind is Kind.LOWEST_LOGPROB else mean_logprob(rounded))

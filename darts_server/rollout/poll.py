@@ -1,0 +1,135 @@
+"""One vote while it runs: the trajectories that came so far, what they answer, and whether the rest is needed."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.policy.answers import Boxed, Choices, Extractor, Pattern
+from darts_server.policy.voting import LogOdds, Majority, Ranked, Tally, Vote, Weighting, decided, tally
+from darts_server.types import Sample
+
+BOXED = "boxed"
+MAJORITY, RANK, LOG_ODDS = WEIGHTS = ("majority", "rank", "log_odds")
+UNKNOWN = 0.5
+"""The score of all votes where none has one: they weigh the same then."""
+SHORT_TEXT = 2048
+"""Characters that are searched in some milliseconds, whatever the pattern. Longer texts are searched in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """``score``: as it is told. ``chance``: what the vote weighs by; the score itself where ranks alone count."""
+
+    score: float
+    chance: float
+
+
+Measure = Callable[[int, Sample], Measured | None]
+"""What a trajectory, by its candidate's index, is worth; ``None`` while that is not known."""
+
+
+@dataclass(slots=True)
+class Ballot:
+    """A trajectory that counts. ``answer``: ``None`` if there is none in it. ``measured``: of those with an answer."""
+
+    index: int
+    sample: Sample
+    answer: str | None
+    measured: Measured | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How a vote ended. ``weight_of``: what each vote weighs, by candidate index."""
+
+    tally: Tally
+    weight_of: dict[int, float]
+
+
+class Poll:
+    """Takes trajectories and counts them.
+
+    ``measure``: ``None`` where votes weigh the same. A score that was once known stays, so that no vote that counted
+    for a decision changes after it.
+    """
+
+    def __init__(self, extractor: Extractor, weighting: Weighting, measure: Measure | None) -> None:
+        self.ballots: list[Ballot] = []
+        self._extractor = extractor
+        self._weighting = weighting
+        self._measure = measure
+
+    async def take(self, index: int, sample: Sample) -> None:
+        """A trajectory came to its end."""
+        find = self._extractor.answer
+        short = len(sample.text) <= SHORT_TEXT
+        answer = find(sample.text) if short else await asyncio.to_thread(find, sample.text)
+        self.ballots.append(Ballot(index, sample, answer))
+
+    def decided(self, remaining: Sequence[int]) -> bool:
+        """Whether the winner stays the winner whatever the candidates ``remaining`` answer.
+
+        A vote whose score is not known may yet weigh anything, so it counts with those that remain. Nothing is decided
+        by fewer votes than are missing: then all of these can be for another answer.
+        """
+        known, unknown = self._votes()
+        missing = [*remaining, *(ballot.index for ballot in unknown)]
+        return len(known) >= len(missing) and decided(known, missing, self._weighting)
+
+    def count(self) -> Count:
+        """The result. Votes without a score get the mean of the others'."""
+        known, unknown = self._votes()
+        mean = fmean(vote.score for vote in known) if known else UNKNOWN
+        votes = [*known, *(Vote(b.index, b.answer, mean) for b in unknown if b.answer is not None)]
+        weights = self._weighting.weights(votes)
+        return Count(
+            tally=tally(votes, self._weighting),
+            weight_of={vote.index: float(weight) for vote, weight in zip(votes, weights, strict=True)},
+        )
+
+    def _votes(self) -> tuple[list[Vote], list[Ballot]]:
+        """Votes that weigh what they will weigh, and ballots with an answer whose score is not known."""
+        known, unknown = [], []
+        for ballot in self.ballots:
+            if ballot.answer is None:
+                continue
+            if self._measure is None:
+                known.append(Vote(ballot.index, ballot.answer))
+                continue
+            ballot.measured = ballot.measured or self._measure(ballot.index, ballot.sample)
+            if ballot.measured is None:
+                unknown.append(ballot)
+            else:
+                known.append(Vote(ballot.index, ballot.answer, ballot.measured.chance))
+        return known, unknown
+
+
+def extractor_of(pattern: str | Sequence[str]) -> Extractor:
+    """What finds answers: a regular expression with one group, ``boxed``, or a list of the answers there may be.
+
+    Raises:
+        InvalidRequest: it cannot be used.
+    """
+    if isinstance(pattern, str):
+        return Boxed() if pattern == BOXED else Pattern(pattern)
+    try:
+        return Choices(tuple(pattern))
+    except InvalidRequest as error:
+        raise InvalidRequest("pattern.choices", error.message) from error
+
+
+def weighting_of(weights: str, pattern: str | Sequence[str]) -> Weighting:
+    """What votes weigh, by its name. Where the possible answers are listed, all but one of them are wrong.
+
+    Raises:
+        InvalidRequest: there is no such weighting.
+    """
+    if weights == MAJORITY:
+        return Majority()
+    if weights == RANK:
+        return Ranked()
+    if weights == LOG_ODDS:
+        return LogOdds() if isinstance(pattern, str) else LogOdds(wrong_answers=max(1, len(pattern) - 1))
+    raise InvalidRequest("weights", f"must be one of {', '.join(WEIGHTS)}, got {weights!r}")

@@ -1,0 +1,99 @@
+"""How one group's candidates are scored while they run: what is asked of the engine, and what of the judge."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from darts_server.engine.port import Generated, Probe, Probed, Running
+from darts_server.policy.candidate import Candidate
+from darts_server.policy.events import Scored
+from darts_server.policy.survival import Pruning
+from darts_server.rollout.judge import Judge, Judgement
+
+
+class Scoring:
+    """Has the judge score each candidate of a group at its detection points, once at each.
+
+    By log-probs these are of exactly the first so many tokens, however late they are looked at: the same tokens have
+    the same score.
+
+    ``heard``: is told of scores from hidden states, in the event loop; also of candidates that have ended since, but
+    never of those that were dropped.
+    """
+
+    def __init__(self, judge: Judge, group_id: str, pruning: Pruning, heard: Callable[[Scored], None]) -> None:
+        self._judge = judge
+        self._group_id = group_id
+        self._pruning = pruning
+        self._heard = heard
+        self._detect_at = judge.detect_at
+        self._by_logprobs = judge.by_logprobs
+        self._started: set[int] = set()
+        self._early: dict[int, list[Scored]] = {}  # of candidates that nobody has said to have started yet
+        self._passed: dict[int, int] = {}  # detection points at which a candidate's log-probs were looked at
+        self._dropped: set[int] = set()
+
+    def probe(self, index: int) -> Probe:
+        """What the engine is to tell of a candidate."""
+        points = () if self._by_logprobs else self._detect_at
+        return Probe(points, partial(self._told, index), logprobs=self._by_logprobs)
+
+    def started(self, index: int) -> list[Scored]:
+        """The engine says that a candidate has started; its scores that came before that."""
+        self._started.add(index)
+        return self._early.pop(index, [])
+
+    def look(self, running: Mapping[int, Running[Any]]) -> list[Scored]:
+        """The scores by log-probs that are due, of all candidates that run."""
+        if not self._by_logprobs:
+            return []
+        return [
+            scored
+            for index, candidate in running.items()
+            if index not in self._dropped and self._due(index, candidate.tokens())
+            for scored in self._by_tokens(index, candidate.generated(0))
+        ]
+
+    def kept(self, index: int, survival: float) -> None:
+        """A candidate was kept, with that probability."""
+        self._judge.drawn(self._group_id, index, survival)
+
+    def drop(self, index: int) -> None:
+        """A candidate will not be returned. Said to the judge once, however often it is said here."""
+        if index not in self._dropped:
+            self._dropped.add(index)
+            self._judge.dropped(self._group_id, index)
+
+    def close(self, candidates: Iterable[Candidate]) -> None:
+        """The group has ended: nobody will reward those that were not selected."""
+        for candidate in candidates:
+            if candidate.end is None:
+                self.drop(candidate.index)
+
+    def _told(self, index: int, probed: Probed) -> None:
+        if index not in self._dropped:
+            scored = _scored(index, self._judge.by_state(self._group_id, index, probed, self._pruning))
+            if index in self._started:
+                self._heard(scored)
+            else:
+                self._early.setdefault(index, []).append(scored)
+
+    def _due(self, index: int, tokens: int | None) -> bool:
+        passed = self._passed.get(index, 0)
+        return passed < len(self._detect_at) and tokens is not None and tokens >= self._detect_at[passed]
+
+    def _by_tokens(self, index: int, generated: Generated | None) -> Iterator[Scored]:
+        if generated is None:
+            return
+        if generated.logprobs is None:
+            self._passed[index] = len(self._detect_at)  # nor will they ever be at hand
+            return
+        while self._due(index, len(generated.logprobs)):
+            passed = self._passed.get(index, 0)
+            self._passed[index] = passed + 1
+            logprobs = tuple(generated.logprobs[: self._detect_at[passed]])
+            yield _scored(index, self._judge.by_tokens(self._group_id, index, logprobs, self._pruning))
+
+
+def _scored(index: int, judgement: Judgement) -> Scored:
+    return Scored(index, judgement.quality, judgement.survival)

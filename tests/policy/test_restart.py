@@ -1,0 +1,116 @@
+"""A group that is stopped and started anew."""
+
+import numpy as np
+import pytest
+
+from darts_server.exceptions import IllegalMove
+from darts_server.policy.events import Complete, Deliver, Failed, Finished, LimitSet, Scored, Start, Started, Stop
+from darts_server.policy.group import Group
+from darts_server.policy.selection import InOrder, Shortest
+from darts_server.types import End, FinishReason, Outcome, StopReason
+
+STOP = FinishReason.STOP
+
+
+def running(rule: Shortest, candidates: int, *, early: bool = False, most: int = 0, prunes: bool = False) -> Group:
+    chances = np.random.default_rng(0) if prunes else None
+    group = Group(rng=np.random.default_rng(0), early=early, chances=chances)
+    group.open(rule, candidates, most)
+    group.handle(*(Started(i) for i in range(candidates)))
+    return group
+
+
+def test_all_are_discarded_and_as_many_as_were_granted_are_started() -> None:
+    group = running(Shortest(2), 4)
+    group.handle(Finished(3, 5, STOP))
+    assert group.handle(Failed(0, RuntimeError("x"), retryable=True)) == []
+    assert group.restart() == [Stop(1, StopReason.RESTARTED), Stop(2, StopReason.RESTARTED)]
+    assert [c.reason for c in group.candidates] == [StopReason.FAILED, *[StopReason.RESTARTED] * 3]
+    assert group.halted
+    assert group.go_on() == [Start((4, 5, 6, 7))]
+    assert not group.halted
+    group.handle(*(Started(i) for i in range(4, 8)))
+    decisions = group.handle(
+        *(Finished(i, length, STOP) for i, length in zip(range(4, 8), (12, 9, 9, 12), strict=True))
+    )
+    assert decisions[-1] == Complete({5: End.SHORT, 6: End.SHORT})
+
+
+def test_what_was_before_counts_for_nothing() -> None:
+    group = running(Shortest(2), 3)
+    group.handle(Finished(0, 5, STOP))
+    group.restart()
+    assert group.handle(Finished(1, 6, STOP), LimitSet(9)) == []
+    assert group.nth_shortest(1) is None
+    group.go_on()
+    group.handle(*(Started(i) for i in (3, 4, 5)))
+    group.handle(Finished(5, 8, STOP))
+    assert group.nth_shortest(1) == 8
+    assert group.candidates[5].place == 1
+    assert group.alarms.keys() <= {3, 4}
+
+
+def test_what_has_gone_out_in_part_cannot_be_started_anew() -> None:
+    group = running(Shortest(2), 2, early=True)
+    assert group.restartable
+    assert Deliver(0) in group.handle(Finished(0, 5, STOP))
+    assert not group.restartable
+    with pytest.raises(IllegalMove):
+        group.restart()
+
+
+def test_it_is_halted_once() -> None:
+    group = running(Shortest(1), 1)
+    group.restart()
+    assert not group.restartable
+    with pytest.raises(IllegalMove):
+        group.restart()
+
+
+def test_a_group_that_gathers_starts_as_many_as_it_had_and_those_that_came_meanwhile() -> None:
+    group = Group(rng=np.random.default_rng(0))
+    group.gather()
+    group.gather()
+    group.handle(Started(0), Started(1))
+    group.restart()
+    assert group.gather() == []
+    assert group.go_on() == [Start((2, 3, 4))]
+    assert group.gather() == [Start((5,))]
+    assert group.open(InOrder(4), 5) == [Start((6,))]
+
+
+@pytest.mark.parametrize(("gathered", "granted", "started"), [(2, 4, 4), (4, 2, 4)])
+def test_a_group_may_be_opened_while_it_is_halted(gathered: int, granted: int, started: int) -> None:
+    group = Group(rng=np.random.default_rng(0))
+    for _ in range(gathered):
+        group.gather()
+    group.restart()
+    assert group.open(InOrder(2), granted) == []
+    assert group.go_on() == [Start(tuple(range(gathered, gathered + started)))]
+
+
+def test_a_group_without_candidates_owes_none() -> None:
+    group = Group(rng=np.random.default_rng(0))
+    group.restart()
+    assert group.go_on() == []
+    assert group.go_on() == []
+
+
+def test_one_that_is_cancelled_while_it_is_halted_stays_so() -> None:
+    group = running(Shortest(1), 2)
+    group.restart()
+    assert group.cancel() == []
+    assert group.go_on() == []
+    assert group.outcome is Outcome.CANCELLED
+
+
+def test_places_of_pruned_candidates_are_given_anew() -> None:
+    """As many candidates may be started in place of pruned ones as before."""
+    group = running(Shortest(1), 3, most=4, prunes=True)
+    for first in (0, 3 + 1, 3 + 1 + 4):
+        assert group.handle(Scored(first, 0.0, survival=0.0)) == [Stop(first, StopReason.PRUNED), Start((first + 3,))]
+        group.handle(Started(first + 3))
+        assert group.handle(Scored(first + 1, 0.0, survival=0.0)) == [Stop(first + 1, StopReason.PRUNED)]
+        group.restart()
+        group.go_on()
+        group.handle(*(Started(i) for i in range(first + 4, first + 7)))

@@ -1,0 +1,158 @@
+"""A pruner on a head that is trained in this process, and worlds for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.engine.port import Probed
+from darts_server.policy.calibration import Calibration
+from darts_server.policy.survival import Pruning
+from darts_server.quality.head import Head
+from darts_server.quality.report import Report
+from darts_server.quality.values import HeadSettings, Status
+from darts_server.rollout.documents import Documents as Store
+from darts_server.rollout.judge import Judgement
+from darts_server.rollout.judging import Judging
+from darts_server.rollout.pruner import Pruner
+from tests.quality.worlds import QUICK, WIDTH, World
+from tests.rollout.helpers import Documents
+
+EVERY = 64
+QUICKLY = Judging(detect_at=(10,), calibration=Calibration(cold_steps=1, cold_labels=64, bins=16))
+
+
+class LocalHead(Head):
+    """What `RemoteHead` is to the pruner, without a process: trained after each 64 labels, in the call."""
+
+    def __init__(self, width: int, trained: Callable[[bytes], None], settings: HeadSettings = QUICK) -> None:
+        super().__init__(width, settings)
+        self.started = self.closed = False
+        self.lost = False
+        self._learned = 0
+        self._trained = trained
+
+    @property
+    def status(self) -> Status:
+        return Status.TRAINER_LOST if self.lost else super().status
+
+    @property
+    def report(self) -> Report:
+        return Report(self.status, self.prior, self.figures(), self._learned, self.steps)
+
+    def start(self) -> None:
+        self.started = True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def score(self, hidden: NDArray[np.floating], position: int) -> Any:
+        score = super().score(hidden, position)
+        return replace(score, status=Status.TRAINER_LOST) if self.lost else score
+
+    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
+        learned = super().learn(hidden, position, target, survival)
+        self._learned += learned
+        if self._learned % EVERY == 0 and self.train(30).steps:
+            self._trained(self.state())
+        return learned
+
+    def restore(self, data: bytes) -> None:
+        super().restore(data or Head(self.width, self.settings).state())
+
+
+class Counter:
+    """An observer that counts."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def _count(self, what: str, by: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + by
+
+    def trajectory_scored(self, *, usable: bool) -> None:
+        self._count("usable" if usable else "unusable")
+
+    def trajectory_drawn(self, *, kept: bool) -> None:
+        self._count("kept" if kept else "pruned")
+
+    def trajectory_probed(self, *, told: bool) -> None:
+        self._count("told" if told else "untold")
+
+    def label_learned(self) -> None:
+        self._count("labels")
+
+    def flights_forgotten(self, count: int) -> None:
+        self._count("forgotten", count)
+
+
+@dataclass
+class Bench:
+    """A pruner, and a trainer whose trajectories have hidden states that tell."""
+
+    judging: Judging = QUICKLY
+    store: Store = field(default_factory=Documents)
+    settings: HeadSettings = QUICK
+    world: World = field(default_factory=World)
+    width: int | None = WIDTH
+    version: int = 0
+    now: float = 0.0
+    pruning: Pruning = field(default_factory=Pruning)
+    lots: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+
+    def __post_init__(self) -> None:
+        self.heads: list[LocalHead] = []
+        self.counter = Counter()
+        self.groups = 0
+        self.pruner = Pruner(
+            self.judging,
+            lambda: self.width,
+            self._new_head,
+            self.store,
+            lambda: self.version,
+            self.counter,
+            lambda policy: "arrol" in policy,
+            lambda: self.now,
+        )
+
+    @property
+    def head(self) -> LocalHead:
+        return self.heads[-1]
+
+    def _new_head(self, width: int, trained: Callable[[bytes], None]) -> LocalHead:
+        self.heads.append(LocalHead(width, trained, self.settings))
+        return self.heads[-1]
+
+    def scored(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Judgement:
+        return self.pruner.by_state(group_id, index, Probed(tokens, hidden.astype(np.float32)), self.pruning)
+
+    def group(self, size: int = 8) -> tuple[list[Judgement], int]:
+        """A group whose survivors are all rewarded: its judgements, and how many survived."""
+        self.groups += 1
+        self.now += 1
+        name, told, kept = f"g{self.groups}", [], []
+        for index, (hidden, target) in enumerate(self.world.trajectories(size)):
+            judgement = self.scored(name, index, hidden)
+            told.append(judgement)
+            if self.lots.random() < judgement.survival:
+                self.pruner.drawn(name, index, judgement.survival)
+                kept.append((index, target))
+            else:
+                self.pruner.dropped(name, index)
+        for index, target in kept:
+            self.pruner.rewarded(name, index, target, target > 0)
+        self.pruner.group_rewarded()
+        return told, len(kept)
+
+    def step(self, groups: int = 16) -> list[tuple[list[Judgement], int]]:
+        """Groups, and new weights after them."""
+        done = [self.group() for _ in range(groups)]
+        self.version += 1
+        return done
+
+    def warm(self, steps: int = 4) -> "Bench":
+        for _ in range(steps):
+            self.step()
+        return self

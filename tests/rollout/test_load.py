@@ -1,0 +1,94 @@
+"""What becomes of groups while more waits than the engine runs at once."""
+
+import asyncio
+
+import pytest
+
+from darts_server.engine.admission import Admission, Bounds, Caller, caller
+from darts_server.engine.scripted import settle
+from darts_server.exceptions import InvalidRequest, Overloaded, QuotaReached
+from darts_server.policy.brownout import Brownout
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.submission import Submissions
+from tests.rollout.helpers import Documents, House, lengths
+from tests.rollout.test_submission import SIZE, asked, script, submissions
+
+pytestmark = pytest.mark.anyio
+CAPACITY = 4
+PROMPTS = ["20", "30", "40"]
+
+
+class Full(House):
+    """A house whose engine runs ``CAPACITY`` candidates at once, and whose redundancy falls from there on."""
+
+    def __init__(self, most_waiting: int = 16) -> None:
+        super().__init__(lengths(5))
+        self.engine.capacity = CAPACITY
+        admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(most_waiting))
+        self.rollouts: Rollouts[str, list[int]] = Rollouts(
+            self.engine,
+            {"uniform": Shaping(redundancy=2.0, num_longest=0)},
+            "uniform",
+            self.limits,
+            Documents(),
+            [self.recorder],
+            peek_interval=0,
+            admission=admission,
+            brownout=Brownout.before(most_waiting, CAPACITY, 0.0),
+        )
+
+
+async def test_redundancy_falls_as_the_queue_grows_and_is_back_when_it_has_gone() -> None:
+    house = Full()
+    runs, candidates = [], []
+    for number in range(5):
+        plan = house.plan(4, "uniform")
+        grant = await house.rollouts.allocate(plan, "p")
+        runs.append(house.rollouts.run("p", plan, grant, group_id=str(number)))
+        await settle()
+        candidates.append(grant.candidates)
+    # Waiting before each: 0, 4, 12, 17, 21; the scale falls from 1 at 4 to 0 at 16.
+    assert candidates == [8, 8, 5, 4, 4]
+    assert house.rollouts.redundancy_scale() == 0
+    for run in runs:
+        run.leave()
+    await settle()
+    assert house.rollouts.redundancy_scale() == 1
+
+
+async def test_a_batch_is_refused_while_the_queue_is_too_long_and_nothing_of_it_begins() -> None:
+    house = House(script)
+    waiting = 0
+    house.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(most_waiting=8))
+    taking = submissions(house)
+    waiting = 7
+    await taking.submit(asked(*PROMPTS))
+    waiting = 8
+    with pytest.raises(Overloaded, match="8 candidates wait"):
+        await taking.submit(asked(*PROMPTS))
+    assert not house.engine.started
+
+
+async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> None:
+    house = House(script)
+    most = len(PROMPTS) * SIZE
+    house.rollouts.admission = Admission(lambda: 0, None, Bounds(most_per_caller=most))
+    taking: Submissions[str, list[int]] = submissions(house)
+    token = caller.set(Caller("one"))
+    with pytest.raises(InvalidRequest, match="a key may have") as error:
+        await taking.submit(asked(*PROMPTS, "50"))
+    assert error.value.field == "prompts"
+    submission = await taking.submit(asked(*PROMPTS))
+
+    async def play() -> int:
+        return len([result async for result in submission.results()])
+
+    playing = asyncio.create_task(play())
+    await settle()
+    with pytest.raises(QuotaReached):
+        await taking.submit(asked("20"))
+    await house.engine.run()
+    assert await playing == len(PROMPTS)
+    await taking.submit(asked(*PROMPTS))
+    caller.reset(token)

@@ -1,0 +1,89 @@
+"""The whole way on the scripted engine: groups are scored, returned and rewarded, and pruned once that has taught."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from darts_server.engine.scripted import Script
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.named import named
+from darts_server.policy.shaping import Shaping
+from darts_server.policy.survival import Pruning
+from darts_server.rollout.feedback import Feedback, Reward
+from darts_server.rollout.rewards import Rewards
+from darts_server.types import StopReason
+from tests.quality.worlds import WIDTH, World
+from tests.rollout.helpers import Documents, House
+from tests.rollout.judges import QUICKLY, Bench
+
+pytestmark = pytest.mark.anyio
+POINT = 4
+SIZE = 4
+
+
+class Silent:
+    def rewards_reported(self, matched: int, unknown: int) -> None: ...
+
+    def group_rewarded(self, zero_variance: bool) -> None: ...
+
+
+class Trained:
+    """A house whose candidates are right or wrong as their hidden states tell, and which hears of it."""
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.world = World()
+        self.right: dict[tuple[str, int], bool] = {}
+        self.bench = Bench(replace(QUICKLY, detect_at=(POINT,)))
+        shapings = named(Shaping(num_longest=1), Deadline(), Pruning())
+        self.house = House(self._script, shapings, judge=self.bench.pruner)
+        self.house.engine.probe_width = WIDTH
+        on_reward = [self.bench.pruner.rewarded]
+        self.feedback = Feedback(Rewards(Documents()), self._rewarded, Silent(), on_reward=on_reward)
+        self.house.rollouts._observers = (self.house.recorder, self.feedback, self.bench.pruner)
+        self.house.rollouts._on_return = self.feedback.trajectory_returned
+        self.groups = 0
+
+    def _rewarded(self, *_: object) -> None:
+        self.bench.pruner.group_rewarded()
+
+    def _script(self, group: str, index: int) -> Script:
+        [(hidden, target)] = self.world.trajectories(1)
+        self.right[group, index] = target > 0
+        length = int(self.world.rng.integers(2, 14))
+        return Script(length, hidden=lambda _: hidden.astype(np.float32).tolist())
+
+    async def group(self) -> int:
+        """One more group, rewarded; how many of its candidates were pruned."""
+        name = f"g{self.groups}"
+        self.groups += 1
+        self.bench.version = self.groups // 16
+        self.bench.now += 1
+        run = self.house.run(SIZE, self.policy, group_id=name, lots=self.groups)
+        back = await self.house.group(run)
+        assert len(back) == SIZE
+        rewards = [
+            Reward(float(self.right[name, t.index]), self.right[name, t.index], f"{name}:{t.index}") for t in back
+        ]
+        assert (await self.feedback.report(rewards)).matched == SIZE
+        return sum(c.reason is StopReason.PRUNED for c in self.house.record(name).candidates)
+
+
+@pytest.mark.parametrize("policy", ["arrol", "darts+arrol"])
+async def test_groups_are_whole_whether_or_not_candidates_are_pruned(policy: str) -> None:
+    trained = Trained(policy)
+    assert [await trained.group() for _ in range(16)] == [0] * 16
+    for _ in range(32):
+        await trained.group()
+    assert trained.bench.pruner.status.value == "ready"
+    pruned = [await trained.group() for _ in range(24)]
+    assert sum(pruned) > 12
+    counts = trained.bench.counter.counts
+    assert counts["pruned"] >= sum(pruned)
+    assert "untold" not in counts
+    survivals = trained.bench.head._replay._survivals[: len(trained.bench.head._replay)]
+    assert 0 < survivals.min() < 1, "labels know that not all of their like have survived"
+    await asyncio.sleep(0)
+    assert not len(trained.bench.pruner._flights), "each was rewarded or dropped"

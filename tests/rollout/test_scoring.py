@@ -1,0 +1,318 @@
+"""Groups whose candidates are scored while they run, on the scripted engine."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from darts_server.engine.scripted import Script, settle
+from darts_server.exceptions import CandidateFailed, InvalidRequest
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.named import named
+from darts_server.policy.shaping import Shaping
+from darts_server.policy.survival import Pruning
+from darts_server.rollout.assembly import Joining
+from darts_server.rollout.batch import Grant
+from darts_server.rollout.plan import Limits, Planner
+from darts_server.rollout.submission import Asked, Submissions
+from darts_server.types import CandidateRecord, End, PromptSpec, RequestOptions, StopReason
+from tests.rollout.helpers import House, lengths
+from tests.rollout.judged import Hasty, Oracle, states
+from tests.rollout.test_submission import Texts, play
+
+pytestmark = pytest.mark.anyio
+SHAPINGS = {
+    **named(Shaping(), Deadline(), Pruning()),
+    "refill": named(Shaping(max_redundancy=3.0), Deadline(), Pruning(), refill=True)["arrol"],
+}
+NEVER, SURELY = 0.0, 1.0
+
+
+def a_house(judge: Oracle | None, lengths: list[int], scores: Mapping[int, tuple[float, float]], lag: int = 0) -> House:
+    house = House(states(lengths, scores, lag), SHAPINGS, judge=judge)
+    house.engine.probe_width = 2
+    return house
+
+
+async def played(house: House, size: int = 2, policy: str = "arrol") -> list[CandidateRecord]:
+    run = house.run(size, policy)
+    trajectories = await house.group(run)
+    record = house.record("g")
+    assert len(trajectories) == len(record.selected) == size
+    return list(record.candidates)
+
+
+# --- by hidden states -------------------------------------------------------
+
+
+async def test_a_candidate_that_does_not_survive_its_score_is_stopped_there() -> None:
+    judge = Oracle(4)
+    house = a_house(judge, [20], {0: (0.9, NEVER), 2: (0.25, SURELY)})
+    candidates = await played(house)
+    assert [c.reason for c in candidates] == [StopReason.PRUNED, None, StopReason.MIDDLE, None]
+    assert (candidates[0].tokens, candidates[0].finish_reason) == (4, None)
+    assert candidates[0].quality == pytest.approx(0.9)
+    assert [c.survival for c in candidates] == [0.0, 1.0, 1.0, 1.0]
+    assert {c.end for c in candidates} == {None, End.BALANCED}
+    assert sorted(judge.draws) == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert sorted(judge.drops) == [0, 2]
+
+
+async def test_those_are_returned_whose_scores_are_nearest_the_target() -> None:
+    house = a_house(Oracle(4), [20], {0: (1.0, 1.0), 1: (0.75, 1.0), 2: (1.0, 1.0), 3: (0.0, 1.0)})
+    candidates = await played(house)
+    assert [c.index for c in candidates if c.end is End.BALANCED] == [0, 3]
+
+
+async def test_no_more_are_pruned_than_the_group_can_spare_and_the_judge_knows() -> None:
+    judge = Oracle(4)
+    house = a_house(judge, [20], dict.fromkeys(range(6), (0.5, NEVER)))
+    candidates = await played(house, size=3)
+    assert [c.reason for c in candidates].count(StopReason.PRUNED) == 3
+    assert judge.draws == [(3, 1.0), (4, 1.0), (5, 1.0)]
+    assert sorted(judge.drops) == [0, 1, 2]
+
+
+async def test_one_that_ends_before_the_detection_point_is_not_scored() -> None:
+    judge = Oracle(4)
+    candidates = await played(a_house(judge, [3, 20], dict.fromkeys(range(4), (0.5, NEVER))))
+    assert candidates[0].quality is None
+    assert 0 not in {index for index, _ in judge.states}
+    assert candidates[0].reason is not StopReason.PRUNED
+
+
+async def test_the_latest_score_counts_and_survival_multiplies() -> None:
+    judge = Oracle(2, 6)
+
+    def script(_: str, index: int) -> Script:
+        return Script(20, hidden=lambda n: (n / 10, 1.0 if index else n / 8))
+
+    house = House(script, SHAPINGS, judge=judge)
+    house.engine.probe_width = 2
+    candidates = await played(house)
+    assert [c.quality for c in candidates[1:]] == pytest.approx([0.6, 0.6, 0.6])
+    assert judge.states[:4] == [(i, 2) for i in range(4)]
+    assert candidates[0].survival in (pytest.approx(2 / 8), pytest.approx(2 / 8 * 6 / 8))
+    assert [index for index, _ in judge.draws].count(1) == 2
+
+
+async def test_a_late_score_prunes_nobody_that_has_ended_and_is_noted_while_the_group_runs() -> None:
+    judge = Oracle(4)
+    house = a_house(judge, [5, 20], {0: (0.25, NEVER)}, lag=3)
+    candidates = await played(house)
+    assert (candidates[0].quality, candidates[0].survival) == (0.25, 1.0)
+    assert 0 not in {index for index, _ in judge.draws}
+
+
+async def test_of_a_score_after_the_groups_end_the_judge_hears_if_the_candidate_was_returned() -> None:
+    judge = Oracle(4)
+    house = a_house(judge, [5], {}, lag=3)
+    candidates = await played(house)
+    assert not judge.states
+    for _ in range(3):
+        await house.engine.step()
+    returned = [(c.index, 4) for c in candidates if c.end is not None]
+    assert judge.states == returned
+    assert sorted([*judge.drops, *(index for index, _ in returned)]) == [0, 1, 2, 3]
+
+
+async def test_a_state_that_comes_before_the_start_was_told_waits_for_it() -> None:
+    judge = Oracle(4)
+    house = House(states([20], {0: (0.9, NEVER)}), SHAPINGS, judge=judge, engine=Hasty)
+    house.engine.probe_width = 2
+    candidates = await played(house)
+    assert (candidates[0].reason, candidates[0].tokens) == (StopReason.PRUNED, 0)
+
+
+async def test_the_judge_need_not_remember_failed_stopped_and_cancelled_ones() -> None:
+    judge = Oracle(4)
+
+    def script(_: str, index: int) -> Script:
+        return Script(6, error=CandidateFailed("broken")) if index == 0 else Script(20, hidden=lambda _: (0.5, 1.0))
+
+    house = House(script, SHAPINGS, judge=judge)
+    house.engine.probe_width = 2
+    run = house.run(2, "arrol")
+    await settle()
+    for _ in range(7):
+        await house.engine.step()
+    assert judge.drops == []
+    run.close()
+    assert sorted(judge.drops) == [0, 1, 2, 3]
+
+
+async def test_a_pruned_candidate_is_replaced_if_the_policy_refills() -> None:
+    judge = Oracle(4)
+    house = a_house(judge, [20], dict.fromkeys(range(10), (0.5, NEVER)))
+    candidates = await played(house, policy="refill")
+    assert len(candidates) == 6  # three times the group's size, instead of two
+    assert [c.reason for c in candidates].count(StopReason.PRUNED) == 4
+
+
+async def test_darts_chooses_by_length_among_the_survivors() -> None:
+    house = a_house(Oracle(4), [10, 5, 7, 30], {1: (0.5, NEVER)})
+    run = house.run(2, "darts+arrol")
+    trajectories = await house.group(run)
+    candidates = house.record("g").candidates
+    assert candidates[1].reason is StopReason.PRUNED
+    assert candidates[2].end is End.SHORT
+    assert len(trajectories) == 2
+
+
+@pytest.mark.parametrize("policy", ["uniform", "darts", "shadow:darts"])
+async def test_policies_that_do_not_prune_are_not_probed(policy: str) -> None:
+    judge = Oracle(4)
+    house = a_house(judge, [20], dict.fromkeys(range(6), (0.5, NEVER)))
+    candidates = await played(house, policy=policy)
+    assert all(started.probe is None for started in house.engine.started)
+    assert [(c.quality, c.survival) for c in candidates] == [(None, 1.0)] * len(candidates)
+    assert (judge.states, judge.draws, judge.drops) == ([], [], [])
+
+
+async def test_the_lots_of_the_tail_are_those_without_pruning_and_decisions_can_be_repeated() -> None:
+    def drawn(policy: str) -> list[float]:
+        run = a_house(Oracle(4), [20], {}).run(4, policy)
+        run.close()
+        return [c.draw for c in run.candidates]
+
+    assert drawn("darts") == drawn("darts+arrol")
+    fates = []
+    for _ in range(2):
+        house = a_house(Oracle(4), [20], dict.fromkeys(range(16), (0.5, 0.5)))
+        fates.append([c.reason for c in await played(house, size=8)])
+    assert fates[0] == fates[1]
+
+
+# --- by log-probs -----------------------------------------------------------
+
+
+async def test_by_log_probs_each_point_is_scored_once_by_just_the_tokens_up_to_it() -> None:
+    judge = Oracle(4, 6, by_logprobs=True, survival=1.0)
+    house = House(lengths(20), SHAPINGS, judge=judge)
+    await played(house)
+    assert sorted(judge.logprobs) == [(i, n) for i in range(4) for n in (4, 6)]
+    assert all(c.probe is not None and c.probe.logprobs and not c.probe.detect_at for c in house.engine.started)
+    assert sorted(judge.draws) == [(i, 1.0) for i in range(4) for _ in (4, 6)]
+
+
+async def test_by_log_probs_candidates_are_pruned_too() -> None:
+    judge = Oracle(4, by_logprobs=True)
+    candidates = await played(House(lengths(20), SHAPINGS, judge=judge))
+    assert [c.reason for c in candidates] == [StopReason.PRUNED, StopReason.PRUNED, None, None]
+    assert sorted(judge.drops) == [0, 1]
+
+
+async def test_a_look_that_comes_late_scores_all_points_that_were_passed() -> None:
+    judge = Oracle(2, 3, 9, by_logprobs=True, survival=1.0)
+    house = House(lengths(20), SHAPINGS, judge=judge)
+    run = house.run(2, "arrol")
+    await settle()
+    for candidate in house.engine.started:
+        candidate.made = 5
+    run.peek()
+    assert judge.logprobs == [(i, n) for i in range(4) for n in (2, 3)]
+    run.close()
+
+
+# --- groups of single requests ----------------------------------------------
+
+
+async def test_single_requests_are_scored_as_they_come_and_pruned_when_all_are_there() -> None:
+    judge = Oracle(2)
+    house = a_house(judge, [30], {0: (0.5, NEVER)})
+    plan = house.rollouts.plan(1, RequestOptions("arrol", group_size=2))
+    assert plan is not None
+
+    async def call(name: str) -> list[int]:
+        return await house.rollouts.join(Joining("p", name, plan, "p", "p"), lambda _: None)
+
+    first = asyncio.create_task(call("a"))
+    await settle()
+    for _ in range(4):
+        await house.engine.step()
+    assert judge.states == [(0, 2)]
+    assert house.engine.started[0].alive
+    second = asyncio.create_task(call("b"))
+    await settle()
+    assert not house.engine.started[0].alive
+    await house.engine.run()
+    assert [len(await task) for task in (first, second)] == [30, 30]
+
+
+# --- refusals ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("judge", "width", "message"),
+    [
+        (None, 2, "'arrol' prunes by quality, which nothing scores here; name one that does not prune"),
+        (Oracle(4), None, "'arrol' prunes by hidden states, which this engine cannot tell; .* --quality logprob"),
+        (Oracle(4), 2, None),
+        (Oracle(4, by_logprobs=True), None, None),
+    ],
+)
+async def test_pruning_is_refused_where_nothing_can_be_scored(
+    judge: Oracle | None, width: int | None, message: str | None
+) -> None:
+    house = House(lengths(5), SHAPINGS, judge=judge)
+    house.engine.probe_width = width
+    planner = Planner(SHAPINGS, "arrol", Limits(64))
+    submissions = Submissions(house.rollouts, Texts(), lambda _: planner)
+    asked = Asked([PromptSpec(text="5")], 2)
+    if message is None:
+        assert house.plan(2, "arrol").policy == "arrol"
+        assert (await submissions.submit(asked)).size == 1
+        return
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        house.plan(2, "arrol")
+    assert refused.value.field == "policy"
+    with pytest.raises(InvalidRequest, match=message):
+        await submissions.submit(asked)
+    assert house.plan(2, "darts").policy == "darts"
+
+
+async def test_a_group_that_has_nobody_to_prune_is_refused() -> None:
+    shapings = named(Shaping(), Deadline(), Pruning(keep_ratio=0.9))
+    house = House(lengths(5), shapings, judge=Oracle(4, by_logprobs=True))
+    with pytest.raises(InvalidRequest, match=r"n / keep_ratio = 2 / 0\.9"):
+        house.plan(2, "arrol")
+    assert not house.engine.started
+
+
+# --- all survivors ----------------------------------------------------------
+
+
+def batches_under(house: House, policy: str) -> Submissions[str, list[int]]:
+    return Submissions(house.rollouts, Texts(), lambda _: Planner(SHAPINGS, policy, Limits(64)))
+
+
+@pytest.mark.parametrize("policy", ["arrol", "darts+arrol"])
+@pytest.mark.parametrize("pruned", [0, 1, 4])
+async def test_a_caller_who_wants_all_survivors_gets_them_and_no_fewer_than_the_groups_size(
+    policy: str, pruned: int
+) -> None:
+    house = a_house(Oracle(4), [20], dict.fromkeys(range(pruned), (0.5, NEVER)))
+    asked = Asked([PromptSpec(text="5")], 2, survivors=True, budget=4)
+    [result] = await play(house, await batches_under(house, policy).submit(asked))
+    assert result.record is not None
+    gone = [c.index for c in result.record.candidates if c.reason is StopReason.PRUNED]
+    assert gone == list(range(min(pruned, 2)))
+    assert list(result.samples) == [i for i in range(4) if i not in gone]
+
+
+async def test_survivors_of_a_policy_that_does_not_prune_are_refused() -> None:
+    house = a_house(Oracle(4), [20], {})
+    with pytest.raises(InvalidRequest, match="'darts' prunes nobody; leave it out, or name one that prunes") as refused:
+        await batches_under(house, "darts").submit(Asked([PromptSpec(text="5")], 2, survivors=True))
+    assert refused.value.field == "survivors"
+
+
+async def test_who_listens_to_tokens_hears_of_survivors_when_all_have_ended() -> None:
+    house = a_house(Oracle(4), [10, 20], {1: (0.5, NEVER)})
+    plan = house.plan(2, "arrol")
+    plan = replace(plan, shaping=replace(plan.shaping, survivors=True))
+    run = house.rollouts.run("p", plan, Grant(4), group_id="g", lots=(7,), early=True)
+    trajectories = await house.group(run)
+    assert [(t.index, t.last) for t in trajectories] == [(0, False), (2, False), (3, True)]
+    assert run.ended
