@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
@@ -22,14 +22,17 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from darts_server.engine.port import Ended, Engine, Generated, Prompter
+from darts_server.engine.port import Ended, Engine, Generated, Probe, Prompter
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
 from darts_server.rollout.batches import Batches
 from darts_server.rollout.prompts import key_of
 from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.votes import Votes
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import REFUSALS
-from darts_server.vllm.outputs import first_tokens, logprobs_of
+from darts_server.vllm.outputs import first_tokens, logprobs_of, without_logprobs
+from darts_server.vllm.probe.receiver import Probes
+from darts_server.vllm.probe.wire import ARGUMENT
 from darts_server.vllm.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -52,18 +55,29 @@ class PromptRequest:
 
     def params_of(self, index: int) -> SamplingParams:
         """Sampling parameters of candidate ``index``: n = 1, final-only output, seed + index."""
-        if self.params.seed is None:
-            return self._unseeded
-        return self._child(self.params.seed + index)
+        return self._unseeded if self.params.seed is None else self._child(index)
+
+    def probed_params_of(self, index: int, probe: Probe, number: int | None) -> SamplingParams:
+        """The same, for one with a probe: ``number`` is what its states are told under, if they are."""
+        child = self._child(index)
+        if number is not None:
+            child.extra_args = {**(child.extra_args or {}), ARGUMENT: [number, *probe.detect_at]}
+        if self.adds_logprobs(probe):
+            child.logprobs = 0
+        return child
+
+    def adds_logprobs(self, probe: Probe) -> bool:
+        """Whether the probe has log-probs made that the request did not ask for."""
+        return probe.logprobs and self.params.logprobs is None
 
     @cached_property
     def _unseeded(self) -> SamplingParams:
-        return self._child(None)
+        return self._child(0)
 
-    def _child(self, seed: int | None) -> SamplingParams:
+    def _child(self, index: int) -> SamplingParams:
         child = self.params.clone()
         child.n = 1
-        child.seed = seed
+        child.seed = None if child.seed is None else child.seed + index
         child.output_kind = RequestOutputKind.FINAL_ONLY
         child.skip_clone = True  # vLLM would copy it once more for every candidate; nobody else holds it
         return child
@@ -74,6 +88,7 @@ VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
 VllmPrompts: TypeAlias = Prompter[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
 VllmBatches: TypeAlias = Batches[PromptRequest, RequestOutput]
+VllmVotes: TypeAlias = Votes[PromptRequest, RequestOutput]
 
 
 def prompt_key_of(request: PromptRequest) -> str:
@@ -103,12 +118,19 @@ class VllmCandidate:
     """Implements :class:`darts_server.engine.port.Running`."""
 
     def __init__(
-        self, llm: "ShapingLLM", collector: RequestOutputCollector, aborts: "Aborts", on_end: Callable[[], None]
+        self,
+        llm: "ShapingLLM",
+        collector: RequestOutputCollector,
+        aborts: "Aborts",
+        on_end: Callable[[], None],
+        *,
+        unasked_logprobs: bool = False,
     ) -> None:
         self._states = llm.output_processor.request_states
         self._collector = collector
         self._aborts = aborts
         self._on_end = on_end
+        self._unasked_logprobs = unasked_logprobs
 
     def tokens(self) -> int | None:
         state = self._states.get(self._collector.request_id)
@@ -120,7 +142,8 @@ class VllmCandidate:
             return None
         tokens = state.detokenizer.output_token_ids[start:]
         logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
-        return Generated(tokens, None if logprobs is None else logprobs_of(logprobs[start:], tokens))
+        told = None if logprobs is None else logprobs_of(logprobs[start:], tokens)
+        return Generated(tokens, told, asked=not self._unasked_logprobs)
 
     def stop(self) -> int:
         self._aborts.add(self._collector.request_id)
@@ -144,14 +167,17 @@ class VllmCandidate:
         reason = REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
+        if self._unasked_logprobs:
+            output = without_logprobs(output)
         return Ended(len(completion.token_ids), reason, output)
 
 
 class VllmEngine:
     """Implements :class:`darts_server.engine.port.Engine` on an ``AsyncLLM``."""
 
-    def __init__(self, llm: "ShapingLLM") -> None:
+    def __init__(self, llm: "ShapingLLM", probes: Probes | None = None) -> None:
         self._llm = llm
+        self._probes = Probes() if probes is None else probes
         self._aborts = Aborts(llm)
         self._ranks = Ranks(llm.vllm_config.parallel_config.data_parallel_size)
 
@@ -164,22 +190,44 @@ class VllmEngine:
         config = self._llm.vllm_config
         return config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
 
-    async def start(self, request: PromptRequest, index: int) -> VllmCandidate:
+    @property
+    def unfinished(self) -> int:
+        return len(self._llm.output_processor.request_states)
+
+    @property
+    def probe_width(self) -> int | None:
+        return self._probes.width
+
+    @property
+    def probe_fault(self) -> str | None:
+        """Why :attr:`probe_width` is ``None``."""
+        return self._probes.fault
+
+    async def start(self, request: PromptRequest, index: int, probe: Probe | None = None) -> VllmCandidate:
         self._llm.gate.check()  # a group that is inside starts nothing on an engine that was given up
         # vLLM names the children of a request with n > 1 the same way.
         child_id = f"{index}_{request.request_id}"
         rank = self._ranks.enter(request.request_id)
-        left = partial(self._ranks.leave, request.request_id)
         with ExitStack() as unless_started:
-            unless_started.callback(left)
+            unless_started.callback(self._ranks.leave, request.request_id)
+            params = request.params_of(index) if probe is None else self._probed(request, index, probe, unless_started)
             try:
                 collector = await self._llm.add_request(
-                    child_id, request.prompt, request.params_of(index), **self._options(request, rank)
+                    child_id, request.prompt, params, **self._options(request, rank)
                 )
             except Exception as error:
                 raise translated(error) from error
-            unless_started.pop_all()
-        return VllmCandidate(self._llm, collector, self._aborts, left)
+            left = unless_started.pop_all().close
+        unasked = probe is not None and request.adds_logprobs(probe)
+        return VllmCandidate(self._llm, collector, self._aborts, left, unasked_logprobs=unasked)
+
+    def _probed(self, request: PromptRequest, index: int, probe: Probe, at_end: ExitStack) -> SamplingParams:
+        """Sampling parameters of a candidate that is told of."""
+        number = None
+        if probe.detect_at and self.probe_width is not None:
+            number = self._probes.ask(probe)
+            at_end.callback(self._probes.ended, number)
+        return request.probed_params_of(index, probe, number)
 
     def _options(self, request: PromptRequest, rank: int) -> Mapping[str, Any]:
         if self._llm.vllm_config.parallel_config.data_parallel_size == 1 or request.options.get(RANK) is not None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any
@@ -11,17 +11,17 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.async_llm import AsyncLLM
 
+from darts_server.engine.admission import Admission
 from darts_server.engine.gate import Gate
 from darts_server.rollout.assembly import Joining
 from darts_server.rollout.plan import Plan
 from darts_server.types import RequestOptions
+from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.engine import PromptRequest, VllmRollouts, in_vllms_words, lots_of, prompt_key_of, sameness
 from darts_server.vllm.outputs import as_choice, as_one
 from darts_server.vllm.platform import refuse_what_would_crash
-from darts_server.vllm.requests import current_options, merged, note_named_prompt, note_shaped
-from darts_server.weights.updates import Updates
+from darts_server.vllm.requests import current_options, demanded, merged, note_named_prompt, note_shaped
 
 # Those of generate()'s options that vLLM may refuse.
 CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
@@ -43,12 +43,10 @@ def take_turns(engine_core: Any) -> None:
     engine_core.get_output_async = get_output_after_the_others
 
 
-class ShapingLLM(AsyncLLM):
-    """``rollouts`` is set once, after construction; until then nothing is shaped. So are ``gate`` and ``updates``."""
+class ShapingLLM(ControlledLLM):
+    """``rollouts`` is set once, after construction; until then nothing is shaped. So is ``gate``."""
 
     rollouts: VllmRollouts | None = None
-    updates: Updates | None = None
-    weight_version: int = 0
     died: bool | None = None
     """Whether the engine was dead already when it was first told to shut down; ``None`` before that."""
 
@@ -66,19 +64,27 @@ class ShapingLLM(AsyncLLM):
 
         Raises:
             InvalidRequest
+            Overloaded: too much waits.
         """
         refuse_what_would_crash(self.vllm_config, sampling_params)
         options = merged(current_options(), sampling_params.extra_args or {})
         plan = self._plan(prompt, sampling_params, options)
         if plan is None:
+            self.admission.check(demanded(sampling_params.n))
             return self._unshaped(prompt, sampling_params, request_id, more)
         request = PromptRequest(prompt, sampling_params, request_id, more)
         self.check(request)
         key = self._key(request, options)
         if plan.single:
-            return self._joined(plan, request, key, options.group_id)
+            return self._joined(self._joining(plan, request, key, options.group_id))
+        self.admission.check(demanded(plan.size))
         note_shaped(request_id)
         return self._shaped(plan, request, key)
+
+    @property
+    def admission(self) -> Admission:
+        """Who is let in: everyone, as long as nothing is shaped."""
+        return Admission(lambda: 0, None) if self.rollouts is None else self.rollouts.admission
 
     def check(self, request: PromptRequest) -> None:
         """Have vLLM look at the prompt now.
@@ -109,21 +115,26 @@ class ShapingLLM(AsyncLLM):
     async def _unshaped(
         self, prompt: Any, params: SamplingParams, request_id: str, more: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        async with self.gate.held(), aclosing(super().generate(prompt, params, request_id, **more)) as outputs:
-            async for output in outputs:
-                yield output
+        with self.admission.held(params.n) as ticket:
+            outputs = super().generate(prompt, params, request_id, **more)
+            async with self.gate.held(alone=True), aclosing(outputs):
+                ticket.begun()
+                async for output in outputs:
+                    yield output
 
     async def _shaped(self, plan: Plan, request: PromptRequest, key: str) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
         # CUMULATIVE is how the token route of 0.26 asks when it does not stream: it keeps the last output alone.
         streaming = request.params.output_kind is RequestOutputKind.DELTA
         lots = lots_of(request)
-        async with self.gate.held():
-            with in_vllms_words():
+        with self.admission.held(plan.size) as ticket, in_vllms_words():
+            async with self.gate.held():
                 grant = await self.rollouts.allocate(plan, key)
+                ticket.grow(grant.candidates)
                 run = self.rollouts.run(
                     request, plan, grant, group_id=request.request_id, prompt_key=key, lots=lots, early=streaming
                 )
+                ticket.begun()
                 try:
                     if streaming:
                         async for output in self._streamed(request, run.trajectories(), plan.size, lots):
@@ -134,18 +145,22 @@ class ShapingLLM(AsyncLLM):
                 finally:
                     run.leave()
 
-    async def _joined(
-        self, plan: Plan, request: PromptRequest, key: str, name: str | None
-    ) -> AsyncGenerator[RequestOutput, None]:
+    def _joining(self, plan: Plan, request: PromptRequest, key: str, name: str | None) -> Joining[PromptRequest]:
         assert self.rollouts is not None
-        joining = Joining(
-            request, request.request_id, plan, key, f"{plan.policy}/{plan.size}/{name}/{sameness(request)}", name
-        )
-        # The group it is missing from would wait for it.
-        async with self.gate.held(at_once=self.rollouts.awaits(joining)):
-            with in_vllms_words():
+        same = f"{plan.policy}/{plan.size}/{name}/{sameness(request)}"
+        joining = Joining(request, request.request_id, plan, key, same, name)
+        if not self.rollouts.awaits(joining):
+            self.admission.check(demanded(1))
+        return joining
+
+    async def _joined(self, joining: Joining[PromptRequest]) -> AsyncGenerator[RequestOutput, None]:
+        assert self.rollouts is not None
+        with self.admission.held(1) as ticket, in_vllms_words():
+            # The group it is missing from would wait for it.
+            async with self.gate.held(at_once=self.rollouts.awaits(joining)):
+                ticket.begun()
                 output = await self.rollouts.join(joining, note_shaped)
-        yield as_choice(request.request_id, output, 0, last=True)
+        yield as_choice(joining.request_id, output, 0, last=True)
 
     async def _streamed(
         self, request: PromptRequest, trajectories: Any, size: int, lots: Sequence[int] | None
@@ -175,34 +190,6 @@ class ShapingLLM(AsyncLLM):
             for group_id in ids:
                 self.rollouts.abort(group_id)
         await super().abort(ids, internal=internal)
-
-    async def start_weight_update(self) -> None:
-        """As vLLM's, but refused while one of ours is under way.
-
-        Raises:
-            UpdateRunning, WeightsLost
-        """
-        if self.updates is not None:
-            self.updates.begin_elsewhere()
-        await self._ends_an_update(super().start_weight_update(), touched=False)
-
-    async def update_weights(self, *args: Any, **more: Any) -> None:
-        await self._ends_an_update(super().update_weights(*args, **more))
-
-    async def finish_weight_update(self, *args: Any, **more: Any) -> None:
-        await self._ends_an_update(super().finish_weight_update(*args, **more))
-        self.weight_version += 1
-        if self.updates is not None:
-            self.updates.end_elsewhere(self.weight_version)
-
-    async def _ends_an_update(self, step: Awaitable[None], *, touched: bool = True) -> None:
-        """A step of vLLM's own update, which ends it if it fails."""
-        try:
-            await step
-        except Exception:
-            if self.updates is not None:
-                self.updates.end_elsewhere(None, touched=touched)
-            raise
 
     def shutdown(self, timeout: float | None = None) -> None:
         if self.died is None and hasattr(self, "engine_core"):

@@ -53,6 +53,13 @@ def first_tokens(
     return answer
 
 
+def without_logprobs(output: RequestOutput) -> RequestOutput:
+    """``output`` as it is for a request that asks for none."""
+    answer = copy(output)
+    answer.outputs = [replace(whole, logprobs=None, cumulative_logprob=None) for whole in output.outputs]
+    return answer
+
+
 def logprobs_of(logprobs: SampleLogprobs, tokens: Sequence[int]) -> list[float]:
     """The log-prob of each of these tokens."""
     return [position[token].logprob for position, token in zip(logprobs, tokens, strict=True) if position]

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -29,9 +29,30 @@ NO_WISHES = RequestOptions()
 _options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_WISHES)
 _shaped: ContextVar[list[str] | None] = ContextVar("darts_shaped", default=None)
 _named: ContextVar[set[str] | None] = ContextVar("darts_named_prompts", default=None)
+_demand: ContextVar["Demand | None"] = ContextVar("darts_demand", default=None)
 
 Handler = Callable[..., Awaitable[Any]]
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
+
+
+@dataclass(slots=True)
+class Demand:
+    """What the request that is being handled asks of the engine so far, over all its prompts.
+
+    ``searches``: beam search asks anew for every token of every beam, and is let in once.
+    """
+
+    searches: bool = False
+    candidates: int = 0
+
+
+def demanded(n: int) -> int:
+    """With ``n`` more, the trajectories that the request asks for, to be let in; 0 if it is in already."""
+    demand = _demand.get() or Demand()
+    if demand.searches and demand.candidates:
+        return 0
+    demand.candidates += n
+    return demand.candidates
 
 
 def current_options() -> RequestOptions:
@@ -99,13 +120,15 @@ def _noting(handler: Handler, read_options: ReadOptions, raw_names: frozenset[st
         if getattr(request, "model", None) in raw_names:
             options = replace(options, policy="off")
         groups: list[str] = []
-        tokens = _options.set(options), _shaped.set(groups), _named.set(set())
+        demand = Demand(searches=bool(getattr(request, "use_beam_search", False)))
+        tokens = _options.set(options), _shaped.set(groups), _named.set(set()), _demand.set(demand)
         try:
             answer = await handler(request, raw_request)
         finally:
             _options.reset(tokens[0])
             _shaped.reset(tokens[1])
             _named.reset(tokens[2])
+            _demand.reset(tokens[3])
         metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
         if groups and metadata is not None:
             raw_request.state.darts_group_id = _told(groups, metadata.request_id)

@@ -1,5 +1,6 @@
 """vLLM's own server around the engine that shapes: its app, its routes, its flags."""
 
+import asyncio
 import logging
 import multiprocessing
 import os
@@ -35,16 +36,18 @@ from darts_server.vllm.compat.entrypoints import (
 from darts_server.vllm.engine import VllmEngine, VllmPort, VllmPrompts, VllmRollouts
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare
+from darts_server.vllm.probe.receiver import probing
 from darts_server.vllm.prompter import VllmPrompter
 from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
 from darts_server.vllm.steps import Steps
 from darts_server.vllm.weights import VllmModel
-from darts_server.weights.port import Model
+from darts_server.weights.port import Groups, Model
 from darts_server.weights.updates import Updates
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+KEY_VARIABLE = "VLLM_API_KEY"
 CHILD_GRACE_SECONDS = 5.0  # an engine that has not begun to serve has nothing to finish
 
 
@@ -53,15 +56,17 @@ class Wiring:
     """What the rooms above bring: made by ``app.py``.
 
     ``rollouts``: from the engine, what makes its requests, and the served model name. ``extend``: adds to vLLM's app
-    before it serves; it is given the API keys that guard vLLM's own routes. ``updates``: from the model and its served
-    name, what gives it new weights. ``gate``: what requests pass.
+    before it serves. ``updates``: from the model, the
+    groups that run and its served name, what gives it new weights. ``gate``: what requests pass.
+    ``read_keys_again``: done on SIGHUP.
     """
 
     rollouts: Callable[[VllmPort, VllmPrompts, str], VllmRollouts]
     read_options: ReadOptions
-    extend: Callable[[FastAPI, Sequence[str]], None]
-    updates: Callable[[Model, str], Updates] | None = None
+    extend: Callable[[FastAPI], None]
+    updates: Callable[[Model, Groups, str], Updates] | None = None
     gate: Gate = field(default_factory=Gate)
+    read_keys_again: Callable[[], None] | None = None
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -83,6 +88,17 @@ def parse(argv: Sequence[str]) -> Namespace:
     return args
 
 
+def taken_keys(args: Namespace) -> list[str]:
+    """The API keys of vLLM's flag or variable. It is not left with them: it would refuse those that come later.
+
+    Its processes do not inherit them either.
+    """
+    given: list[str] = args.api_key or [os.environ.get(KEY_VARIABLE, "")]
+    args.api_key = None
+    os.environ.pop(KEY_VARIABLE, None)
+    return [key for key in given if key]
+
+
 def serve(args: Namespace, wiring: Wiring) -> int:
     """Serve until told to stop; the process's exit code: 1 if the engine died."""
     configure_logging(args)
@@ -97,6 +113,9 @@ async def _serve(args: Namespace, wiring: Wiring) -> int:
     address, sock = setup_server(args, reuse_port=False)
     try:
         async with engine(args, wiring) as llm:
+            if wiring.read_keys_again is not None:
+                # Not before: the engine's processes then go on ignoring the signal under nohup.
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, wiring.read_keys_again)
             shutdown = await _serve_http(llm, args, wiring, address, sock)
         await shutdown
     finally:
@@ -124,13 +143,14 @@ async def engine(args: Namespace, wiring: Wiring) -> AsyncIterator[ShapingLLM]:
         await llm.reset_mm_cache()
         await llm.get_supported_tasks()  # vLLM keeps them; generate() needs them without waiting
         llm.gate = wiring.gate
-        llm.rollouts = wiring.rollouts(
-            VllmEngine(llm), VllmPrompter(llm, args.chat_template), args.served_model_name[0]
-        )
-        steps.listener = llm.rollouts.step
-        if wiring.updates is not None:
-            llm.updates = wiring.updates(VllmModel(llm), args.served_model_name[0])
-        yield llm
+        async with probing(llm) as probes:
+            llm.rollouts = wiring.rollouts(
+                VllmEngine(llm, probes), VllmPrompter(llm, args.chat_template), args.served_model_name[0]
+            )
+            steps.listener = llm.rollouts.step
+            if wiring.updates is not None:
+                llm.updates = wiring.updates(VllmModel(llm), llm.rollouts, args.served_model_name[0])
+            yield llm
     finally:
         if llm.rollouts is not None:
             llm.rollouts.flush()
@@ -145,8 +165,14 @@ async def app(llm: ShapingLLM, args: Namespace, wiring: Wiring) -> FastAPI:
     names: list[str] = args.served_model_name
     attach(application.state, wiring.read_options, frozenset(names[len(names) // 2 :]))
     application.middleware_stack = None  # vLLM has built it already; now it is built anew, with what is added
-    wiring.extend(application, [key for key in args.api_key or [envs.VLLM_API_KEY] if key])
+    wiring.extend(application)
     return application
+
+
+def stopping(application: FastAPI) -> bool:
+    """Whether its HTTP server was told to stop. It waits for answers that are under way, so endless ones must end."""
+    http_server = getattr(application.state, "server", None)
+    return http_server is not None and bool(http_server.should_exit)
 
 
 async def _serve_http(llm: ShapingLLM, args: Namespace, wiring: Wiring, address: str, sock: socket.socket) -> Any:

@@ -1,11 +1,13 @@
 """The model in vLLM's engine, as the weights room sees it."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyio.to_thread import run_sync
 from vllm.transformers_utils.repo_utils import get_model_path
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateUnsupported
 from darts_server.vllm.compat.engine import tell_version
@@ -13,6 +15,8 @@ from darts_server.weights.tensors import Expected, TensorSet, read
 
 if TYPE_CHECKING:
     from darts_server.vllm.llm import ShapingLLM
+
+logger = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
@@ -31,7 +35,6 @@ class VllmModel:
     def __init__(self, llm: "ShapingLLM") -> None:
         self._llm = llm
         self._original: TensorSet | None = None
-        self._stood = False
 
     @property
     def weight_version(self) -> int:
@@ -50,28 +53,37 @@ class VllmModel:
         return self._original
 
     async def pause(self) -> None:
-        self._stood = await self._llm.is_paused()
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await AsyncLLM.pause_generation(self._llm, mode="keep", clear_cache=True)  # the engine's own, not a trainer's
 
     async def resume(self) -> None:
-        if not self._stood:  # else it is for those to resume who have paused it
-            await self._llm.resume_generation()
+        await AsyncLLM.resume_generation(self._llm)
 
     async def stop(self) -> None:
-        await self._llm.pause_generation(mode="abort", clear_cache=True)
+        await AsyncLLM.pause_generation(self._llm, mode="abort", clear_cache=True)
 
     async def load(self, files: Mapping[Path, Sequence[str]]) -> None:
         plan = [(str(path), list(names)) for path, names in files.items()]
-        try:
-            said = await self._llm.collective_rpc("darts_load_weights", args=(plan,))
-        except Exception as error:
-            raise UpdateFailed(f"the engine failed while it loaded: {error}") from error
-        if wrong := [error for error in said if error is not None]:
-            raise UpdateFailed(f"the engine could not load the weights: {wrong[0]}")
+        await self._told("darts_load_weights", plan)
+
+    async def abandon(self) -> None:
+        await self._told("darts_abandon_update")
+
+    async def clear(self) -> None:
+        if not await self._llm.reset_prefix_cache():
+            logger.warning("what stands still holds on to caches of the old weights, as POST /pause has left them")
 
     async def became(self, version: int) -> None:
         await tell_version(self._llm, version)
         self._llm.weight_version = version
+
+    async def _told(self, method: str, *args: object) -> None:
+        """Have the workers do this."""
+        try:
+            said = await self._llm.collective_rpc(method, args=args)
+        except Exception as error:
+            raise UpdateFailed(f"the engine failed while it loaded: {error}") from error
+        if wrong := [error for error in said if error is not None]:
+            raise UpdateFailed(f"the engine could not load the weights: {wrong[0]}")
 
     @property
     def _ties(self) -> bool:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
+from vllm.platforms import current_platform
 
 from darts_server.vllm.platform import BESIDE, EXTENSION
+from darts_server.vllm.probe.capture import install
 
 
 class WorkerExtension:
@@ -31,6 +33,39 @@ class WorkerExtension:
             return f"{type(error).__name__}: {error}"
         _pack_heads(model)
         return None
+
+    def darts_abandon_update(self) -> str | None:
+        """End the update that vLLM's own routes have begun, with old tensors wherever a layer has not got all new ones.
+
+        What went wrong, if anything did; it does not raise.
+        """
+        worker: Any = self
+        runner = worker.model_runner
+        model = runner.get_model()
+        try:
+            for layer in model.modules():
+                info = get_layerwise_info(layer)
+                if info.can_load():  # or vLLM fills it up with whatever the memory holds
+                    info.load_numel = 0
+                    info.loaded_weights.clear()
+            finalize_layerwise_reload(model, runner.model_config)  # type: ignore[no-untyped-call]
+            _pack_heads(model)
+            worker._weight_update_active = False
+            if hasattr(worker.weight_transfer_engine, "reset_weight_update_target"):
+                worker.weight_transfer_engine.reset_weight_update_target()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def darts_install_probe(self, address: str) -> str | None:
+        """Tell the hidden states that requests ask for to this address; why that cannot be, if so."""
+        return install(self, address)
+
+    def darts_pack_heads(self) -> None:
+        """What vLLM's own update leaves undone on CPU."""
+        if current_platform.is_cpu():
+            worker: Any = self
+            _pack_heads(worker.model_runner.get_model())
 
 
 @cache

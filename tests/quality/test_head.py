@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from darts_server.policy.diagnostics import auc
-from darts_server.quality.head import Head, HeadSettings, Score, Status, Training
+from darts_server.quality.head import Head
+from darts_server.quality.values import HeadSettings, Score, Status, Training
 from tests.quality.worlds import QUICK, WIDTH, World, taught, teach
 
 

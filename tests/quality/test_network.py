@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from darts_server.quality.network import Network, shapes
+from darts_server.quality.network import Network
 from darts_server.quality.replay import Batch
+from darts_server.quality.snapshot import shapes
 
 
 def batch(width: int, seed: int) -> Batch:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
-from darts_server.quality.head import Head, HeadSettings, Status
+from darts_server.quality.head import Head
 from darts_server.quality.saved import pack, unpack
+from darts_server.quality.values import HeadSettings, Status
 from tests.quality.worlds import QUICK, WIDTH, World, taught
 
 

@@ -7,7 +7,7 @@ from starlette.datastructures import State
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.headers import read_options
 from darts_server.types import RequestOptions
-from darts_server.vllm.requests import attach, current_options, merged, with_raw_names
+from darts_server.vllm.requests import attach, current_options, demanded, merged, with_raw_names
 
 
 @pytest.fixture
@@ -95,3 +95,22 @@ def test_contradictions_and_misspellings_are_refused(header: RequestOptions, xar
 
 def test_raw_names_come_after_the_served_ones_so_that_the_first_model_is_the_shaped_one() -> None:
     assert with_raw_names(["a", "b"]) == ["a", "b", "a:raw", "b:raw"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("more", "told"), [({}, [8, 16, 24]), ({"use_beam_search": True}, [8, 0, 0])])
+async def test_what_a_request_asks_for_adds_up_over_its_prompts_and_a_beam_search_asks_once(
+    more: dict[str, Any], told: list[int]
+) -> None:
+    class Prompts:
+        async def create_completion(self, request: Any, raw_request: Any = None) -> list[int]:
+            return [demanded(8) for _ in range(3)]
+
+    serving = Prompts()
+    attach(State({"openai_serving_completion": serving}), read_options, frozenset())
+    for _ in range(2):
+        assert await serving.create_completion(SimpleNamespace(model="tiny", **more)) == told
+
+
+def test_outside_a_known_handler_each_prompt_stands_for_itself() -> None:
+    assert [demanded(8), demanded(8)] == [8, 8]

@@ -36,16 +36,22 @@ LEANED_ON = {
     "vllm": {"LLM": "", "SamplingParams": ""},
     "vllm.config": {"VllmConfig": ""},
     "vllm.config.model": {
-        "ModelConfig": "get_diff_sampling_param hf_text_config max_model_len model quantization revision "
-        "word_embeddings_untied_by_checkpoint"
+        "ModelConfig": "get_diff_sampling_param get_hidden_size hf_text_config max_model_len model quantization "
+        "revision word_embeddings_untied_by_checkpoint"
     },
     "vllm.config.load": {"LoadConfig": "load_format"},
     "vllm.config.parallel": {"ParallelConfig": "data_parallel_size pipeline_parallel_size tensor_parallel_size"},
     "vllm.config.scheduler": {"SchedulerConfig": "enable_chunked_prefill max_num_batched_tokens max_num_seqs"},
     "vllm.config.vllm": {
-        "VllmConfig": "load_config lora_config parallel_config scheduler_config shutdown_timeout speculative_config"
+        "VllmConfig": "load_config lora_config num_speculative_tokens parallel_config scheduler_config "
+        "shutdown_timeout speculative_config"
     },
     "vllm.distributed.device_communicators.shm_broadcast": {"sched_yield": ""},
+    "vllm.distributed.parallel_state": {
+        "GroupCoordinator": "is_last_rank rank_in_group",
+        "get_pp_group": "",
+        "get_tp_group": "",
+    },
     "vllm.engine.arg_utils": {
         "AsyncEngineArgs": "aggregate_engine_logging create_engine_config disable_log_stats enable_chunked_prefill "
         "enable_log_requests from_cli_args max_num_batched_tokens model served_model_name worker_extension_cls"
@@ -84,7 +90,7 @@ LEANED_ON = {
     "vllm.logger": {"": "", "configure_logging_from_args": ""},
     "vllm.logprobs": {"Logprob": "logprob", "SampleLogprobs": ""},
     "vllm.model_executor.layers.vocab_parallel_embedding": {"VocabParallelEmbedding": "quant_method"},
-    "vllm.model_executor.model_loader.reload.layerwise": {"finalize_layerwise_reload": ""},
+    "vllm.model_executor.model_loader.reload.layerwise": {"finalize_layerwise_reload": "", "get_layerwise_info": ""},
     "vllm.outputs": {
         "CompletionOutput": "cumulative_logprob finish_reason index logprobs sampling_mask stop_reason text token_ids",
         "RequestOutput": "finished outputs prompt_logprobs prompt_token_ids request_id",
@@ -97,20 +103,25 @@ LEANED_ON = {
     "vllm.renderers.params": {"ChatParams": "chat_template chat_template_kwargs"},
     "vllm.sampling_params": {
         "RequestOutputKind": "CUMULATIVE DELTA FINAL_ONLY",
-        "SamplingParams": "clone detokenize extra_args from_optional max_tokens n output_kind seed skip_clone",
+        "SamplingParams": "clone detokenize extra_args from_optional logprobs max_tokens n output_kind seed skip_clone",
     },
     "vllm.tokenizers": {"TokenizerLike": ""},
     "vllm.transformers_utils.repo_utils": {"get_model_path": ""},
     "vllm.usage.usage_lib": {"UsageContext": "OPENAI_API_SERVER"},
     "vllm.utils.argparse_utils": {"FlexibleArgumentParser": ""},
+    "vllm.v1.core.sched.output": {
+        "NewRequestData": "prompt_embeds prompt_token_ids req_id sampling_params",
+        "SchedulerOutput": "finished_req_ids num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens",
+    },
     "vllm.v1.engine": {"EngineCoreRequest": ""},
     "vllm.v1.engine.async_llm": {
         "AsyncLLM": "_run_output_handler _supported_tasks abort add_request collective_rpc engine_core errored "
         "finish_weight_update from_vllm_config generate get_supported_tasks input_processor is_paused model_config "
-        "output_handler output_processor pause_generation renderer reset_mm_cache resume_generation shutdown "
-        "start_weight_update tokenizer update_weight_version update_weights vllm_config"
+        "output_handler output_processor pause_generation renderer reset_mm_cache reset_prefix_cache resume_generation "
+        "shutdown start_draft_weight_update start_weight_update tokenizer update_weight_version update_weights "
+        "vllm_config"
     },
-    "vllm.v1.engine.core_client": {"AsyncMPClient": "get_output_async"},
+    "vllm.v1.engine.core_client": {"AsyncMPClient": "core_engines get_output_async"},
     "vllm.v1.engine.detokenizer": {
         "IncrementalDetokenizer": "from_new_request get_next_output_text num_output_tokens output_token_ids update"
     },
@@ -123,7 +134,21 @@ LEANED_ON = {
         "RequestState": "detokenizer logprobs_processor",
     },
     "vllm.v1.metrics.loggers": {"StatLoggerBase": "__init__ log_engine_initialized record"},
-    "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": "get_model model_config reload_weights"},
+    "vllm.v1.worker.gpu.input_batch": {
+        "InputBatch": "cu_num_logits logits_indices num_computed_tokens_np req_ids seq_lens"
+    },
+    "vllm.v1.worker.gpu.model_runner": {
+        "ExecuteModelState": "hidden_states input_batch",
+        "GPUModelRunner": "device execute_model execute_model_state is_pooling_model model_config model_state "
+        "num_speculative_steps pcp_manager req_states vllm_config",
+    },
+    "vllm.v1.worker.gpu.model_states.interface": {"ModelState": "num_new_sampled_tokens_per_step"},
+    "vllm.v1.worker.gpu_input_batch": {"InputBatch": "num_computed_tokens_cpu req_id_to_index req_ids"},
+    "vllm.v1.worker.gpu_model_runner": {
+        "ExecuteModelState": "sample_hidden_states scheduler_output",
+        "GPUModelRunner": "device execute_model execute_model_state get_model input_batch is_pooling_model "
+        "model_config reload_weights vllm_config",
+    },
     "vllm.v1.worker.gpu_worker": {"Worker": "reload_weights"},
     "vllm.v1.metrics.stats": {
         "IterationStats": "inter_token_latencies_iter num_generation_tokens time_to_first_tokens_iter"

@@ -1,0 +1,97 @@
+"""A trained head at one moment: what scores are taken from, and what is saved. Plain numpy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.quality.features import Single, Standardiser
+from darts_server.quality.saved import damaged, pack, unpack
+
+LOGIT_RANGE = 60.0
+"""Beyond it a sigmoid is 0 or 1 to the last bit."""
+SHAPES = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""What torch's Adam remembers of each parameter."""
+NUMBERS = ("width", "hidden", "steps", "seen")
+
+Arrays = Mapping[str, NDArray[np.float32]]
+
+
+def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all arrays of a network and its optimiser."""
+    parameters: dict[str, tuple[int, ...]] = {
+        "hidden_weight": (hidden, width),
+        "hidden_bias": (hidden,),
+        "out_weight": (1, hidden),
+        "out_bias": (1,),
+    }
+    moments = {f"{name}.{m}": () if m == "step" else parameters[name] for name in SHAPES for m in MOMENTS}
+    return parameters | moments
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """The weights of a network at one moment, with the optimiser's moments. Nobody writes to its arrays."""
+
+    arrays: Arrays
+
+    @property
+    def finite(self) -> bool:
+        return all(bool(np.isfinite(x).all()) for x in self.arrays.values())
+
+    def chance(self, feature: Single) -> float:
+        """The score s' of one standardised feature: the sigmoid of the network's logit."""
+        a = self.arrays
+        hidden = np.maximum(a["hidden_weight"] @ feature + a["hidden_bias"], 0)
+        logit = float((a["out_weight"] @ hidden + a["out_bias"])[0])
+        return float(1 / (1 + np.exp(-np.clip(logit, -LOGIT_RANGE, LOGIT_RANGE))))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Nothing in it is ever changed, so any thread may read it. ``steps``: of training, that made it what it is."""
+
+    weights: Weights
+    standardiser: Standardiser
+    steps: int
+
+    def chance(self, feature: Single) -> float:
+        """The score s' of a feature as `features.assembled` gives it."""
+        return self.weights.chance(self.standardiser.apply(feature))
+
+    def packed(self, width: int, hidden: int) -> bytes:
+        """Weights, optimiser and scale of a head with these sizes, as bytes that `read` reads."""
+        return pack(
+            {**self.weights.arrays, "mean": self.standardiser.mean, "variance": self.standardiser.variance},
+            {"width": width, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count},
+        )
+
+    @staticmethod
+    def read(data: bytes, width: int, hidden: int) -> "Snapshot":
+        """What `packed` gave.
+
+        Raises:
+            StateDamaged, StateTooNew: `packed` did not make it, or a newer version's.
+            InvalidRequest: it is of a model or a head of another size.
+        """
+        arrays, numbers = unpack(data)
+        if set(numbers) != set(NUMBERS):
+            raise damaged("lacks a number")
+        if (numbers["width"], numbers["hidden"]) != (width, hidden):
+            raise InvalidRequest(
+                "state",
+                f"is of a quality head with {numbers['width']} inputs and {numbers['hidden']} hidden units, this one "
+                f"has {width} and {hidden}; restore it where the same model is served",
+            )
+        wanted = shapes(width + 1, hidden)
+        scale = {"mean": (width + 1,), "variance": (width + 1,)}
+        if {name: x.shape for name, x in arrays.items()} != wanted | scale:
+            raise damaged("has arrays of other shapes than it says")
+        weights = Weights({name: arrays[name].astype(np.float32) for name in wanted})
+        mean, variance = (arrays[name].astype(np.float64) for name in scale)
+        if not (weights.finite and np.isfinite([mean, variance]).all() and (variance >= 0).all()):
+            raise damaged("has values that are not finite, or negative variances")
+        return Snapshot(weights, Standardiser(numbers["seen"], mean, variance), numbers["steps"])

@@ -1,0 +1,146 @@
+"""What the API process makes of what its workers send."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from darts_server.engine.port import Probe, Probed
+from darts_server.vllm.probe import receiver, wire
+from darts_server.vllm.probe.receiver import Probes, probing
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def states(*told: tuple[int, int]) -> list[bytes]:
+    """A message of these numbers and tokens; a state has its number in all places."""
+    rows = np.array([[number] * 3 for number, _ in told], dtype=np.float32)
+    return wire.states([number for number, _ in told], [tokens for _, tokens in told], rows)
+
+
+async def turn() -> None:
+    await asyncio.sleep(0)
+
+
+async def test_each_is_told_its_own_and_is_forgotten_with_its_last_point() -> None:
+    probes, one, other = Probes(), list[Probed](), list[Probed]()
+    first, second = probes.ask(Probe((4, 9), one.append)), probes.ask(Probe((4,), other.append))
+    probes.heard(states((first, 4), (second, 4)))
+    probes.heard(states((first, 11), (second, 11), (77, 3)))
+    await turn()
+    assert [p.tokens for p in one] == [4, 11]
+    assert [p.tokens for p in other] == [4]
+    assert [p.state.tolist() for p in one] == [[first] * 3] * 2
+    assert one[0].state.dtype == np.float32
+    assert len(probes) == 0
+
+
+async def test_one_listeners_fault_does_not_keep_others_from_hearing() -> None:
+    def fails(_: Probed) -> None:
+        raise RuntimeError("no")
+
+    faults: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context["exception"]))
+    probes, heard = Probes(), list[Probed]()
+    numbers = [probes.ask(Probe((1,), fails)), probes.ask(Probe((1,), heard.append))]
+    probes.heard(states(*((number, 1) for number in numbers)))
+    await turn()
+    assert len(heard) == 1
+    assert [str(fault) for fault in faults] == ["no"]
+
+
+async def test_what_comes_soon_after_the_end_is_told_and_later_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "LATE_SECONDS", 0.05)
+    probes, heard = Probes(), list[Probed]()
+    number = probes.ask(Probe((4, 9), heard.append))
+    probes.ended(number)
+    probes.heard(states((number, 4)))
+    await turn()
+    assert [p.tokens for p in heard] == [4]
+    async with asyncio.timeout(10):
+        while len(probes):
+            await asyncio.sleep(0.01)
+    probes.heard(states((number, 9)))
+    await turn()
+    assert len(heard) == 1
+
+
+async def test_it_works_when_every_engine_has_said_so() -> None:
+    probes = Probes()
+    assert (probes.width, probes.fault) == (None, "no probe was installed")
+    waiting = asyncio.create_task(probes.ready(2))
+    probes.heard([wire.READY, b"64", b"second"])
+    await turn()
+    assert probes.width is None
+    probes.heard([wire.READY, b"64", b"second"])
+    await waiting
+    assert probes.fault is None
+    assert (probes.width or 0, probes.runner or "") == (64, "second")
+
+
+async def test_an_engine_that_does_not_answer_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "READY_SECONDS", 0.05)
+    probes = Probes()
+    probes.heard([wire.READY, b"64", b"first"])
+    await probes.ready(2)
+    assert probes.width is None
+    assert (probes.fault or "").startswith("1 of 2 engines have answered")
+
+
+async def test_a_workers_fault_ends_it_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    probes = Probes()
+    probes.heard([wire.READY, b"64", b"first"])
+    await probes.ready(1)
+    probes.heard([wire.FAULT, b"RuntimeError: out of memory"])
+    assert (probes.width, probes.fault) == (None, "RuntimeError: out of memory")
+    assert "out of memory" in caplog.text
+
+
+class FakeLLM:
+    """An engine whose worker says ``answer`` when the probe is installed, and sends ``frames``."""
+
+    def __init__(self, answer: str | None, *frames: list[bytes]) -> None:
+        self.engine_core = self
+        self.core_engines = [b"0"]
+        self._answer = answer
+        self._frames = frames
+
+    async def collective_rpc(self, method: str, args: tuple[str]) -> list[str | None]:
+        assert method == "darts_install_probe"
+        with zmq.asyncio.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.connect(args[0])
+            for frames in self._frames:
+                await socket.send_multipart(frames)
+        return [self._answer]
+
+
+async def test_what_a_worker_sends_arrives() -> None:
+    heard: list[Probed] = []
+    async with probing(FakeLLM(None, [wire.READY, b"3", b"first"], states((1, 5)))) as probes:  # type: ignore[arg-type]
+        assert probes.width == 3
+        assert probes.ask(Probe((5,), heard.append)) == 1
+        async with asyncio.timeout(10):
+            while not heard:
+                await asyncio.sleep(0.01)
+    assert heard[0].state.tolist() == [1, 1, 1]
+
+
+async def test_why_it_cannot_be_installed_is_at_hand() -> None:
+    async with probing(FakeLLM("ValueError: a pooling model generates nothing")) as probes:  # type: ignore[arg-type]
+        assert (probes.width, probes.fault) == (None, "ValueError: a pooling model generates nothing")
+
+
+async def test_a_worker_that_is_not_understood_is_a_fault() -> None:
+    async with probing(FakeLLM(None, [wire.READY, b"3", b"first"], [wire.STATES, b"?", b"?"])) as probes:  # type: ignore[arg-type]
+        async with asyncio.timeout(10):
+            while probes.fault is None:
+                await asyncio.sleep(0.01)
+    assert "not understood" in (probes.fault or "")

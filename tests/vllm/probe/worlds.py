@@ -1,0 +1,245 @@
+"""Model runners that compute nothing, and a scheduler that does to them all that vLLM's may do.
+
+The state of request r at its p-th token is [r, p], so that a row says where it was taken. Guesses that were wrong, and
+rows that only pad, are [-1, -1].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from darts_server.vllm.probe import wire
+from darts_server.vllm.probe.capture import Capture
+from darts_server.vllm.probe.sender import Taken, message_of
+
+WIDTH = 2
+
+
+@dataclass
+class Request:
+    number: int
+    request_id: str
+    prompt: int
+    length: int
+    points: tuple[int, ...]
+    generated: int = 0
+    computed: int = 0
+    announced: bool = False
+    overestimated: int = 0
+    """By how much the host believes to have computed more than it has: guesses of the last step that were wrong."""
+    certain: list[int] = field(default_factory=list)
+    """Generated tokens that were certain at each of its steps."""
+
+    @property
+    def known(self) -> int:
+        return self.prompt + self.generated
+
+    @property
+    def done(self) -> bool:
+        return self.generated >= self.length
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a step computes of a request: tokens that are known, then guesses, of which the first are right."""
+
+    request: Request
+    known: int
+    guesses: int
+    right: int
+
+
+class Runner:
+    """What both runners have. ``most``: guesses a step."""
+
+    is_pooling_model = False
+    device = torch.device("cpu")
+
+    def __init__(self, most: int) -> None:
+        self.model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH)
+        self.vllm_config = SimpleNamespace(num_speculative_tokens=most)
+        self.execute_model_state: Any = None
+        self.parts: Sequence[Part] = ()
+
+    def execute_model(self, scheduled: Any, *_: Any, dummy_run: bool = False) -> None:
+        if self.parts and not dummy_run:
+            self._forward(scheduled)
+
+    def _forward(self, scheduled: Any) -> None:
+        raise NotImplementedError
+
+    def announces_again(self) -> bool:
+        """Whether one that was put aside comes back as if it were new."""
+        raise NotImplementedError
+
+
+def row(part: Part, place: int) -> list[float]:
+    """The state of a part's ``place``-th token."""
+    computed = part.request.computed + place + 1
+    return [float(part.request.number), float(computed)] if place < part.known + part.right else [-1.0, -1.0]
+
+
+class FirstRunner(Runner):
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.input_batch = SimpleNamespace()
+
+    def announces_again(self) -> bool:
+        return False
+
+    def _forward(self, scheduled: Any) -> None:
+        ids = [part.request.request_id for part in self.parts]
+        self.input_batch.req_ids = ids
+        self.input_batch.req_id_to_index = {request_id: place for place, request_id in enumerate(ids)}
+        self.input_batch.num_computed_tokens_cpu = np.array([p.request.computed for p in self.parts], dtype=np.int32)
+        rows = [row(p, place) for p in self.parts for place in range(p.known - 1, p.known + p.guesses)]
+        self.execute_model_state = SimpleNamespace(
+            scheduler_output=scheduled, sample_hidden_states=torch.tensor(rows, dtype=torch.bfloat16)
+        )
+
+
+class SecondRunner(Runner):
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.num_speculative_steps = most
+        self.req_states = self.pcp_manager = None
+        self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
+
+    def announces_again(self) -> bool:
+        return True
+
+    def _forward(self, scheduled: Any) -> None:
+        hidden: list[list[float]] = []
+        indices: list[int] = []
+        first = [0]
+        for p in self.parts:
+            start = len(hidden)
+            hidden += [row(p, place) for place in range(p.known + p.guesses)]
+            indices += list(range(start + p.known - 1, start + p.known + p.guesses))
+            first.append(len(indices))
+        hidden.append([-1.0, -1.0])
+        believed = [p.request.computed + p.request.overestimated for p in self.parts]
+        batch = SimpleNamespace(
+            req_ids=[p.request.request_id for p in self.parts],
+            num_computed_tokens_np=np.array(believed, dtype=np.int32),
+            cu_num_logits=torch.tensor(first, dtype=torch.int32),
+            logits_indices=torch.tensor(indices, dtype=torch.int64),
+            seq_lens=torch.tensor([p.request.computed + p.known + p.guesses for p in self.parts], dtype=torch.int32),
+        )
+        self.execute_model_state = SimpleNamespace(
+            input_batch=batch, hidden_states=torch.tensor(hidden, dtype=torch.float32)
+        )
+
+
+class World:
+    """A scheduler over one of the runners, with the probe in it. ``sent``: what came out, by request number."""
+
+    def __init__(self, runner: Runner, rng: Random, requests: Sequence[Request]) -> None:
+        self.sent: dict[int, list[tuple[int, list[float]]]] = {}
+        self.faults: list[bytes] = []
+        self.asked_about = 0
+        self._runner = runner
+        self._rng = rng
+        self._most = int(runner.vllm_config.num_speculative_tokens)
+        self._waiting = list(requests)
+        self._running: list[Request] = []
+        self._finished: set[str] = set()
+        self._queue: list[Taken | Sequence[bytes]] = []
+        self._capture = Capture(runner, self._queue.append)
+        self._capture.begin()
+
+    def run(self) -> None:
+        """Until all requests ended, and one step more."""
+        while self._waiting or self._running:
+            self._step()
+        self._step()
+        self._deliver(len(self._queue))
+
+    @property
+    def watched(self) -> int:
+        return len(self._capture._watches)
+
+    def _step(self) -> None:
+        for request in [r for r in self._running if r.done or self._rng.random() < 0.01]:  # or it is aborted
+            self._running.remove(request)
+            self._finished.add(request.request_id)
+        names = {r.request_id for r in self._running}
+        while self._waiting and self._waiting[0].request_id not in names and self._rng.random() < 0.7:
+            names.add(self._waiting[0].request_id)
+            self._running.append(self._waiting.pop(0))
+        new = []
+        for request in self._running:
+            if request.announced and self._rng.random() < 0.1:  # put aside
+                request.computed = request.overestimated = 0
+                request.announced = not self._runner.announces_again()
+        parts = self._parts()
+        for request in [p.request for p in parts if not p.request.announced]:
+            request.announced = True
+            if self._rng.random() < 0.3:  # found in the cache
+                request.computed = self._rng.randrange(request.known)
+            new.append(self._new(request))
+        self._runner.parts = parts = [self._filled(p) for p in parts]
+        self._runner.execute_model_state = None
+        self._runner.execute_model(
+            SimpleNamespace(
+                scheduled_new_reqs=new,
+                finished_req_ids=self._finished,
+                num_scheduled_tokens={p.request.request_id: p.known + p.guesses for p in parts},
+                scheduled_spec_decode_tokens={p.request.request_id: [0] * p.guesses for p in parts if p.guesses},
+            ),
+            None,
+        )
+        self._finished = set()
+        for part in parts:
+            self._sample(part)
+        self._deliver(self._rng.randrange(len(self._queue) + 1))
+
+    def _parts(self) -> list[Part]:
+        chosen = [r for r in self._running if self._rng.random() < 0.8]
+        self._rng.shuffle(chosen)
+        return [Part(request, 0, 0, 0) for request in chosen]
+
+    def _filled(self, part: Part) -> Part:
+        missing = part.request.known - part.request.computed
+        known = self._rng.randint(1, missing) if self._rng.random() < 0.5 else missing
+        guesses = self._rng.randint(0, self._most) if known == missing else 0
+        return Part(part.request, known, guesses, self._rng.randint(0, guesses))
+
+    @staticmethod
+    def _sample(part: Part) -> None:
+        request = part.request
+        request.computed += part.known
+        request.certain.append(request.computed - request.prompt)
+        if request.computed < request.known:
+            return
+        request.computed += part.right
+        request.generated += part.right + 1
+        request.overestimated = part.guesses - part.right
+
+    def _deliver(self, count: int) -> None:
+        for _ in range(count):
+            taken = self._queue.pop(0)
+            frames = message_of(taken) if isinstance(taken, Taken) else taken
+            if frames is None:
+                continue
+            kind, *rest = frames
+            if kind == wire.FAULT:
+                self.faults += rest
+            elif kind == wire.STATES:
+                for number, tokens, state in wire.told(*rest):
+                    self.sent.setdefault(number, []).append((tokens, state.tolist()))
+
+    @staticmethod
+    def _new(request: Request) -> Any:
+        extra = {"other": 1, wire.ARGUMENT: [request.number, *request.points]} if request.points else None
+        return SimpleNamespace(
+            req_id=request.request_id,
+            prompt_token_ids=[0] * request.prompt,
+            prompt_embeds=None,
+            sampling_params=SimpleNamespace(extra_args=extra),
+        )
