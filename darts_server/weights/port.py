@@ -37,7 +37,7 @@ class Model(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on, unless it stood still before `pause`. Harmless if nothing was paused."""
+        """Go on. Harmless if nothing was paused."""
         ...
 
     async def stop(self) -> None:
@@ -52,8 +52,37 @@ class Model(Protocol):
         """
         ...
 
+    async def abandon(self) -> None:
+        """End the update that vLLM's own routes have begun. Each layer that has not got all of its tensors keeps its
+        old ones. Harmless if there is none.
+
+        Raises:
+            UpdateFailed: the model may hold anything.
+        """
+        ...
+
+    async def clear(self) -> None:
+        """Forget what the caches hold of old weights, but for what stands still and needs it."""
+        ...
+
     async def became(self, version: int) -> None:
         """From now on it serves this version."""
+        ...
+
+
+class Groups(Protocol):
+    """The groups that run."""
+
+    async def restart(self) -> None:
+        """Stop all that can be started anew, at once, and return when the others have ended."""
+        ...
+
+    def go_on(self) -> None:
+        """Start anew what was stopped. Harmless if nothing was."""
+        ...
+
+    def abort_all(self, why: str) -> None:
+        """End them all, with an error for their callers."""
         ...
 
 

@@ -87,13 +87,3 @@ class Machine:
         self.state = after
         if after is State.SERVING:
             self.target = None
-
-    def replaced(self, version: int) -> None:
-        """Someone else gave the engine other weights.
-
-        Raises:
-            IllegalMove
-        """
-        if self.state is not State.SERVING:
-            raise IllegalMove(f"weights that are {self.state} cannot be replaced by others")
-        self.version = version

@@ -1,16 +1,17 @@
 """The weights room on a fake model."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from safetensors.numpy import save
 
 from darts_server.engine.gate import Gate
+from darts_server.weights.coordinator import Limits
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State
-from darts_server.weights.updates import Limits, Updates, Wish
-from tests.weights.model import SHAPES, FakeModel, Heard, tensors
+from darts_server.weights.updates import Updates, Wish
+from tests.weights.model import SHAPES, FakeGroups, FakeModel, Heard, tensors
 
 HASTY = Limits(step=2.0)
 """Far more than a step takes on a busy machine."""
@@ -25,8 +26,10 @@ class House:
         self.model = FakeModel(folder)
         self.heard = Heard(self.model)
         self.gate = Gate()
+        self.groups = FakeGroups()
         self.staging = Staging(folder)
-        self.updates = Updates(self.model, self.gate, self.staging, self.root, limits, [self.heard])
+        self.updates = Updates(self.model, self.gate, self.staging, self.root, limits, [self.heard], self.groups)
+        self.trainer = Trainer(self)
 
     async def push(self, value: float, *names: str, wish: Wish | None = None) -> None:
         data = {n: t for n, t in tensors(value).items() if not names or n in names}
@@ -49,7 +52,39 @@ class House:
         assert self.gate.inside == 0
         self.gate.let_in()
         self.gate.leave()
-        assert self.model.calls.count("pause") == self.model.calls.count("resume")
+        assert not self.model.stands or self.updates.coordinator.held
+
+
+class Trainer:
+    """One that uses vLLM's routes, on an engine that does what it is told. Its steps are among the model's calls."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._elsewhere = house.updates.elsewhere
+
+    async def start(self) -> None:
+        await self._elsewhere.start(lambda: self._house.model.step("start"))
+
+    async def write(self, names: Sequence[str] = ()) -> None:
+        await self._elsewhere.write(lambda: self._house.model.step("write"), names)
+
+    async def finish(self) -> None:
+        async def finished(version: int) -> None:
+            await self._house.model.step("finish")
+            self._house.model.weight_version = version
+
+        await self._elsewhere.finish(finished)
+
+    async def update(self, names: Sequence[str] = ()) -> None:
+        await self.start()
+        await self.write(names)
+        await self.finish()
+
+    async def pause(self, mode: str) -> None:
+        await self._house.updates.coordinator.hold(mode, lambda: self._house.model.step(f"trainer's pause {mode}"))
+
+    async def resume(self) -> None:
+        await self._house.updates.coordinator.release(lambda: self._house.model.step("trainer's resume"))
 
 
 async def until(house: House, state: State) -> None:

@@ -41,38 +41,47 @@ class FakeModel:
         self.stuck: set[str] = set()
         self.during: dict[str, Callable[[], object]] = {}
         self.running = False
+        self.stands = False
         self._checkpoint = write(folder / "checkpoint" / "model.safetensors", 0.0)
 
     async def expected(self) -> Expected:
         return Expected({name: file.tensors[name] for name, file in (await self.original()).items()}, TIED)
 
     async def original(self) -> TensorSet:
-        await self._do("original", told=False)
+        await self.step("original", told=False)
         return read(self._checkpoint, "checkpoint")
 
     async def pause(self) -> None:
-        await self._do("pause")
+        self.stands = True
+        await self.step("pause")
 
     async def resume(self) -> None:
-        await self._do("resume")
+        await self.step("resume")
+        self.stands = False
 
     async def stop(self) -> None:
-        await self._do("stop")
+        await self.step("stop")
 
     async def load(self, files: Mapping[Path, Sequence[str]]) -> None:
         assert not self.running, "groups run while the model is written"
         assert sorted(name for names in files.values() for name in names) == sorted(SHAPES)
         self.values = dict.fromkeys(SHAPES, -1.0)
-        await self._do("load")
+        await self.step("load")
         for path, names in files.items():
             data = load_file(path)
             self.values |= {name: float(data[name].flat[0]) for name in names}
 
+    async def abandon(self) -> None:
+        await self.step("abandon")
+
+    async def clear(self) -> None:
+        await self.step("clear")
+
     async def became(self, version: int) -> None:
-        await self._do("became")
+        await self.step("became")
         self.weight_version = version
 
-    async def _do(self, step: str, *, told: bool = True) -> None:
+    async def step(self, step: str, *, told: bool = True) -> None:
         if told:
             self.calls.append(step)
         if step in self.during:
@@ -82,6 +91,23 @@ class FakeModel:
         await asyncio.sleep(0)
         if self.fail.get(step) and (error := self.fail[step].pop(0)) is not None:
             raise error
+
+
+class FakeGroups:
+    """Implements :class:`darts_server.weights.port.Groups`."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+        self.halted = False
+
+    async def restart(self) -> None:
+        self.halted = True
+
+    def go_on(self) -> None:
+        self.halted = False
+
+    def abort_all(self, why: str) -> None:
+        self.aborted.append(why)
 
 
 class Heard:

@@ -8,8 +8,9 @@ import pytest
 
 from darts_server.exceptions import UpdateFailed, WeightsLost
 from darts_server.types import UpdateOutcome
+from darts_server.weights.coordinator import Rule
 from darts_server.weights.states import State
-from darts_server.weights.updates import Rule, Wish
+from darts_server.weights.updates import Wish
 from tests.weights.house import HASTY, House, enter, until
 from tests.weights.model import write
 
@@ -69,12 +70,11 @@ async def test_what_cannot_be_put_back_is_lost_and_nothing_is_served_any_more(ho
     with pytest.raises(WeightsLost):
         await house.push(6)
     with pytest.raises(WeightsLost):
-        house.updates.begin_elsewhere()
+        await house.trainer.start()
 
 
 async def test_after_vllms_routes_a_failure_cannot_be_put_back(house: House) -> None:
-    house.updates.begin_elsewhere()
-    house.updates.end_elsewhere(1)
+    await house.trainer.update(["x"])
     house.model.fail["load"] = [UpdateFailed("broken")]
     with pytest.raises(WeightsLost, match="the old weights are gone or have changed"):
         await house.push(6)

@@ -1,4 +1,8 @@
 import errno
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -40,7 +44,7 @@ async def test_nothing_is_left_of_one_that_fails(tmp_path: Path, error: Exceptio
     with Staging(tmp_path) as staging:
         with pytest.raises(type(error)):
             await staging.write(pieces(bytes(BUFFER), error=error))
-        assert [path for folder in tmp_path.iterdir() for path in folder.iterdir()] == []
+        assert [path for folder in tmp_path.iterdir() for path in folder.glob("*.safetensors")] == []
 
 
 async def test_a_full_disk_is_told_of() -> None:
@@ -50,3 +54,48 @@ async def test_a_full_disk_is_told_of() -> None:
             await staging.write(pieces(b"a", error=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OSError, match="No space left"), Path("/dev/full").open("wb", buffering=0) as full:
             full.write(b"a")
+
+
+KILLED = """
+import asyncio, sys, time
+from pathlib import Path
+from darts_server.weights.staging import Staging
+
+async def bytes_of(data):
+    yield data
+
+staging = Staging(Path(sys.argv[1]))
+asyncio.run(staging.write(bytes_of(b"weights")))
+print("staged", flush=True)
+time.sleep(60)
+"""
+
+
+def staged(folder: Path) -> list[Path]:
+    return list(folder.glob("darts-weights-*/*.safetensors"))
+
+
+def test_what_a_killed_process_has_left_is_removed_at_the_next_start_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process, process.stdout:
+        assert process.stdout.readline() == b"staged\n"
+        with Staging(tmp_path):
+            assert len(staged(tmp_path)) == 1
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert len(staged(tmp_path)) == 1
+    with Staging(tmp_path):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "darts-weights-other").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "lock").touch()
+    (tmp_path / "darts-weights-link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "darts-weights-file").touch()
+    with Staging(tmp_path):
+        pass
+    assert len(list(tmp_path.iterdir())) == 4
+    assert (tmp_path / "elsewhere" / "lock").exists()

@@ -37,17 +37,6 @@ def test_what_is_lost_stays_lost() -> None:
     for move in Move:
         with pytest.raises(IllegalMove, match="lost"):
             machine.move(move)
-    with pytest.raises(IllegalMove):
-        machine.replaced(9)
-
-
-def test_weights_are_replaced_by_others_only_while_they_serve() -> None:
-    machine = Machine(3)
-    machine.replaced(8)
-    assert machine.version == 8
-    machine.stage(9)
-    with pytest.raises(IllegalMove):
-        machine.replaced(10)
 
 
 @given(st.lists(st.sampled_from(Move), max_size=40))

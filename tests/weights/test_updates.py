@@ -14,8 +14,9 @@ from darts_server.exceptions import (
     UpdateRunning,
     UpdateUnsupported,
 )
+from darts_server.weights.coordinator import Limits, Rule
 from darts_server.weights.states import State
-from darts_server.weights.updates import Limits, Rule, Updates, Wish
+from darts_server.weights.updates import Updates, Wish
 from tests.weights.house import House, enter, until
 from tests.weights.model import SHAPES, tensors, write
 
@@ -74,7 +75,7 @@ async def test_partial_sets_lie_on_what_was_there_wherever_it_came_from(house: H
 
 async def test_only_what_the_model_holds_stays_staged(house: House, tmp_path: Path) -> None:
     def staged() -> int:
-        return len(list(tmp_path.glob("darts-weights-*/*")))
+        return len(list(tmp_path.glob("darts-weights-*/*.safetensors")))
 
     for value in range(1, 4):
         await house.push(value)
@@ -176,51 +177,9 @@ async def test_a_second_update_is_refused_while_one_is_under_way(house: House) -
     with pytest.raises(UpdateRunning, match="an update by push is under way"):
         await house.push(6)
     with pytest.raises(UpdateRunning):
-        house.updates.begin_elsewhere()
+        await house.trainer.start()
     house.gate.leave()
     await first
-    house.serves(1, all=5)
-
-
-async def test_updates_by_vllms_routes_count_and_exclude_ours(house: House) -> None:
-    await house.push(5)
-    house.updates.begin_elsewhere()
-    with pytest.raises(UpdateRunning, match="POST /finish_weight_update ends it"):
-        await house.push(6)
-    house.model.weight_version = 2
-    house.updates.end_elsewhere(2)
-    assert house.updates.version == 2
-    assert house.heard.records[-1].source == "vllm"
-    with pytest.raises(InvalidRequest, match="came by vLLM's own routes"):
-        await house.push(6, "layers.0.weight")
-    await house.push(7)
-    house.serves(3, all=7)
-    await house.push(8, "layers.0.weight")
-    house.serves(4, all=7, layer0=8)
-
-
-async def test_one_that_vllm_breaks_off_changes_no_version(house: House) -> None:
-    house.updates.begin_elsewhere()
-    house.updates.end_elsewhere(None, touched=False)
-    await house.push(5, "layers.0.weight")
-    house.serves(1, all=0, layer0=5)
-    house.updates.begin_elsewhere()
-    house.updates.end_elsewhere(None)
-    with pytest.raises(InvalidRequest, match="came by vLLM's own routes"):
-        await house.push(6, "layers.0.weight")
-    await house.push(6)
-    house.serves(2, all=6)
-
-
-async def test_what_vllm_ends_without_a_beginning_leaves_ours_alone(house: House) -> None:
-    house.gate.let_in()
-    update = asyncio.create_task(house.push(5))
-    await until(house, State.ANNOUNCED)
-    house.updates.end_elsewhere(None)
-    with pytest.raises(UpdateRunning):
-        await house.push(6)
-    house.gate.leave()
-    await update
     house.serves(1, all=5)
 
 
@@ -250,3 +209,36 @@ async def test_a_caller_that_leaves_later_leaves_an_update_that_comes_to_its_end
     house.gate.leave()
     await until(house, State.SERVING)
     house.serves(1, all=5)
+
+
+async def test_restart_stops_groups_at_once_and_waits_for_what_is_none(house: House) -> None:
+    single, held = asyncio.Event(), asyncio.Event()
+
+    async def alone() -> None:
+        async with house.gate.held(alone=True):
+            held.set()
+            await single.wait()
+
+    waiting = asyncio.create_task(alone())
+    await held.wait()
+    house.gate.let_in()  # a group, which is halted
+    update = asyncio.create_task(house.push(5, wish=Wish(Rule.RESTART)))
+    await until(house, State.ANNOUNCED)
+    await settle()
+    assert house.groups.halted
+    assert house.model.calls == ["announced 1"]
+    single.set()
+    await waiting
+    await update
+    assert not house.groups.halted
+    house.gate.leave()
+    house.serves(1, all=5)
+    assert house.heard.records[0].rule == "restart"
+
+
+async def test_groups_go_on_also_after_a_restart_that_failed(house: House) -> None:
+    house.model.fail["load"] = [UpdateFailed("broken")]
+    with pytest.raises(UpdateFailed):
+        await house.push(5, wish=Wish(Rule.RESTART))
+    assert not house.groups.halted
+    house.serves(0, all=0)
