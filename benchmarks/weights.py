@@ -104,7 +104,7 @@ def rows(server: Server, updates: int, groups: int) -> Iterator[str]:
     """Updates in a row while groups run, and the memory that they leave behind."""
     weights = load_file(MODEL / "model.safetensors")
     sets = [save(weights), save({name: tensor * 1.001 for name, tensor in weights.items()})]
-    for rule in ("finish", "keep"):
+    for rule in ("finish", "keep", "restart"):
         asyncio.run(row(server, sets, rule, 5, groups))  # warm-up
         before = memory(server)
         seen = asyncio.run(row(server, sets, rule, updates, groups))

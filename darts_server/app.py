@@ -1,32 +1,51 @@
 """The only wiring: builds the rooms from settings and joins them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 from fastapi import FastAPI
 
 from darts_server.control import Control
+from darts_server.engine.admission import Admission, Bounds, most_queued
 from darts_server.engine.gate import Gate
-from darts_server.http import errors
+from darts_server.exceptions import InvalidSetting
+from darts_server.http import errors, page
+from darts_server.http.access import Access, Keys, check_listening
 from darts_server.http.group_id import GroupIdHeader
 from darts_server.http.headers import read_options
+from darts_server.http.live import Viewed
 from darts_server.http.routes import router
-from darts_server.metrics import Metrics, Sources, WeightMetrics
+from darts_server.http.security import BodyLimits, Guard
+from darts_server.metrics import AccessMetrics, Metrics, Sources, WeightMetrics
+from darts_server.policy.brownout import Brownout
+from darts_server.policy.calibration import Calibration
+from darts_server.quality.remote import RemoteHead
+from darts_server.quality.report import Report
+from darts_server.quality_metrics import QualityMetrics, QualitySources
 from darts_server.rollout.batches import Batches, Keeping
 from darts_server.rollout.bias import LengthBias
 from darts_server.rollout.feedback import Feedback
+from darts_server.rollout.judging import Judging, Kind
 from darts_server.rollout.latency import Latency
+from darts_server.rollout.live import Live
 from darts_server.rollout.prompts import KIND, Prompts
 from darts_server.rollout.provenance import Provenance
+from darts_server.rollout.pruner import Pruner
 from darts_server.rollout.rewards import Rewards
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.submission import Submissions
+from darts_server.rollout.sureness import Sureness
+from darts_server.rollout.votes import Votes
 from darts_server.settings import Settings
 from darts_server.store import Store
+from darts_server.types import GroupRecord
 from darts_server.vllm import server
-from darts_server.vllm.engine import VllmBatches, VllmPort, VllmPrompts, VllmRollouts
-from darts_server.weights.port import Model
+from darts_server.vllm.engine import VllmBatches, VllmPort, VllmPrompts, VllmRollouts, VllmVotes
+from darts_server.weights.coordinator import Limits, Rule
+from darts_server.weights.port import Groups, Model
+from darts_server.weights.pull import Hosts
 from darts_server.weights.staging import Staging
-from darts_server.weights.updates import Limits, Rule, Updates
+from darts_server.weights.updates import Updates
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
@@ -36,29 +55,51 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         StateError: what was learned before cannot be read; it was not touched.
     """
     args = server.parse(vllm_argv)
-    with Store(settings.state_dir) as store, Staging(settings.weights_staging) as staging:
-        return server.serve(args, wiring(settings, store, staging))
+    access = _access(settings, server.taken_keys(args))
+    if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
+        check_listening(args.host, access, settings.allow_unauthenticated)
+    with Store(settings.state_dir) as store, Staging(settings.weights_staging) as staging, ExitStack() as closing:
+        return server.serve(args, wiring(settings, access, store, staging, closing))
 
 
-def wiring(settings: Settings, store: Store, staging: Staging) -> server.Wiring:
-    """How the server's parts are made from the settings."""
+def _access(settings: Settings, keys: Sequence[str]) -> Access:
+    admin_keys = [] if settings.admin_api_key is None else [settings.admin_api_key.get_secret_value()]
+    access = Access(
+        Keys(keys, settings.api_key_file),
+        Keys(admin_keys, settings.admin_api_key_file),
+        settings.allow_dangerous_routes,
+    )
+    if settings.max_candidates_per_key is not None and not access.keys:
+        raise InvalidSetting("--max-candidates-per-key needs API keys: set VLLM_API_KEY or --api-key-file")
+    return access
+
+
+def wiring(settings: Settings, access: Access, store: Store, staging: Staging, closing: ExitStack) -> server.Wiring:
+    """How the server's parts are made from the settings; those that have to be closed are put on ``closing``."""
     prompts, rewards, provenance, control = Prompts(store), Rewards(store), Provenance(), Control(settings)
     batches: VllmBatches | None = None
+    votes: VllmVotes | None = None
     feedback: Feedback | None = None
     weights: Updates | None = None
+    watched: Live | None = None
+    refusals: AccessMetrics | None = None
     gate = Gate()
 
     def native() -> VllmBatches:
         assert batches is not None, "the server answers only when its engine runs"
         return batches
 
+    def polls() -> VllmVotes:
+        assert votes is not None, "the server answers only when its engine runs"
+        return votes
+
     def reports() -> Feedback:
         assert feedback is not None, "the server answers only when its engine runs"
         return feedback
 
     def rollouts(engine: VllmPort, prompter: VllmPrompts, model_name: str) -> VllmRollouts:
-        nonlocal batches, feedback
-        latency, bias = Latency(store, engine.capacity), LengthBias()
+        nonlocal batches, votes, feedback, watched, refusals
+        latency, bias, sureness = Latency(store, engine.capacity), LengthBias(), Sureness(store)
         sources = Sources(
             tracked=lambda: store.count(KIND),
             fault=lambda: store.fault is not None,
@@ -72,39 +113,114 @@ def wiring(settings: Settings, store: Store, staging: Staging) -> server.Wiring:
             answer_length=rewards.mean_length,
             pattern_difference=lambda: rewards.dataset.difference.tokens,
             pattern_error=lambda: rewards.dataset.difference.error,
+            redundancy_scale=lambda: made.redundancy_scale(),
         )
-        metrics = Metrics(model_name, sources)
-        feedback = Feedback(rewards, lambda record, right: made.rewarded(record, right), metrics)
+        metrics, refusals = Metrics(model_name, sources), AccessMetrics(model_name)
+        pruner = _pruner(settings, control, engine, store, model_name)
+        closing.callback(pruner.close)
+
+        def rewarded(record: GroupRecord, right: Mapping[int, bool]) -> None:
+            made.rewarded(record, right)
+            pruner.group_rewarded()
+
+        feedback = Feedback(rewards, rewarded, metrics, on_reward=[sureness.rewarded, pruner.rewarded])
+        watched = Live(lambda: made)
+        bounds = Bounds(settings.max_queued_candidates or most_queued(engine.capacity), settings.max_candidates_per_key)
         made: VllmRollouts = Rollouts(
             engine,
             *control.configuration(),
             documents=store,
-            observers=(metrics, provenance, bias, feedback),
+            observers=(metrics, provenance, bias, feedback, watched, pruner),
             peek_interval=settings.peek_interval,
             batch_window=settings.batch_window,
             group_wait=settings.group_wait,
             latency=latency,
             on_return=feedback.trajectory_returned,
             gate=gate,
+            admission=Admission(lambda: engine.unfinished, engine.capacity, bounds),
+            brownout=Brownout.before(bounds.most_waiting or 0, engine.capacity or 0, settings.brownout),
+            judge=pruner,
         )
         control.drive(made)
         keeping = Keeping(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
         batches = Batches(Submissions(made, prompter, control.planner), keeping, settings.peek_interval)
+        votes = Votes(made, prompter, sureness, metrics)
         return made
 
-    def updates(model: Model, model_name: str) -> Updates:
+    def updates(model: Model, groups: Groups, model_name: str) -> Updates:
         nonlocal weights
         limits = Limits(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
-        weights = Updates(model, gate, staging, settings.weights_root, limits, [WeightMetrics(model_name)])
+        observers = [WeightMetrics(model_name)]
+        hosts = Hosts(frozenset(filter(None, settings.weights_hosts.split(","))))
+        weights = Updates(model, gate, staging, settings.weights_root, limits, observers, groups, hosts)
         return weights
 
     def served() -> Updates:
         assert weights is not None, "the server answers only when its engine runs"
         return weights
 
-    def extend(app: FastAPI, keys: Sequence[str]) -> None:
+    def live() -> Live:
+        assert watched is not None, "the server answers only when its engine runs"
+        return watched
+
+    def extend(app: FastAPI) -> None:
+        assert refusals is not None, "the app is made when the engine runs"
         errors.install(app)
         app.add_middleware(GroupIdHeader)
-        app.include_router(router(provenance, prompts, rewards, store, control, native, reports, served, keys))
+        viewed = Viewed(live, rewards, served, lambda: store.fault, stopping=lambda: server.stopping(app))
+        app.include_router(
+            router(provenance, prompts, rewards, store, control, native, polls, reports, served, viewed, access.guarded)
+        )
+        app.include_router(page.routes())
+        limits = BodyLimits(settings.max_body_bytes)
+        app.add_middleware(Guard, access=access, limits=limits, told=refusals.refused)  # outermost, as the last
 
-    return server.Wiring(rollouts=rollouts, read_options=read_options, extend=extend, updates=updates, gate=gate)
+    return server.Wiring(
+        rollouts=rollouts,
+        read_options=read_options,
+        extend=extend,
+        updates=updates,
+        gate=gate,
+        read_keys_again=access.read_again if settings.api_key_file or settings.admin_api_key_file else None,
+    )
+
+
+def _pruner(settings: Settings, control: Control, engine: VllmPort, store: Store, model_name: str) -> Pruner:
+    """What judges candidates under policies that prune. It has begun only if the default policy is one of these.
+
+    Raises:
+        InvalidSetting: the default policy prunes, and nothing can be scored.
+    """
+    judging = Judging(
+        detect_at=settings.detect_at,
+        kind=Kind(settings.quality),
+        fallback=Kind.LOGPROB if settings.quality_fallback == "logprob" else None,
+        calibration=Calibration(cold_steps=settings.cold_steps, cold_labels=settings.cold_labels),
+        reward_threshold=settings.reward_threshold,
+        soft=settings.soft_rewards,
+    )
+    sources = QualitySources(
+        status=lambda: pruner.status,
+        figure=lambda of, name: getattr(pruner.of_scores() if of == "score" else pruner.of_chances(), name),
+        loss=lambda: pruner.report.loss,
+    )
+    metrics = QualityMetrics(model_name, sources)
+
+    def new_head(width: int, keep: Callable[[bytes], None]) -> RemoteHead:
+        def trained(report: Report, state: bytes) -> None:
+            metrics.trained(report.made, report.seconds, report.divergences)
+            keep(state)
+
+        return RemoteHead(width, device=settings.quality_device, trained=trained)
+
+    pruner = Pruner(
+        judging, lambda: engine.probe_width, new_head, store, lambda: engine.weight_version, metrics, control.prunes
+    )
+    if control.prunes(settings.policy):
+        if engine.probe_width is None and not pruner.by_logprobs:
+            raise InvalidSetting(
+                f"--policy {settings.policy} prunes by hidden states, which this engine cannot tell; score by "
+                "log-probs with --quality logprob, or allow that with --quality-fallback logprob"
+            )
+        pruner.begin()
+    return pruner

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named import named
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
+from darts_server.policy.survival import Pruning
 from darts_server.rollout.plan import OFF, Limits, Planner
 from darts_server.settings import Settings, changed, live, live_schema
 
@@ -29,6 +30,7 @@ class Control:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._configuration = configuration(settings)
         self._rollouts: Configurable | None = None
 
     def drive(self, rollouts: Configurable) -> None:
@@ -36,7 +38,12 @@ class Control:
         self._rollouts = rollouts
 
     def configuration(self) -> Configuration:
-        return configuration(self.settings)
+        return self._configuration
+
+    def prunes(self, policy: str) -> bool:
+        """Whether the policy of that name prunes by quality."""
+        shaping = self._configuration.policies.get(policy)
+        return shaping is not None and shaping.prunes
 
     def current(self) -> dict[str, object]:
         """The settings that can change, and under ``policies`` the names that a request may give."""
@@ -53,9 +60,10 @@ class Control:
             InvalidRequest: names the key that cannot be changed so.
         """
         settings = changed(self.settings, patch)
+        configured = configuration(settings)
         if self._rollouts is not None:
-            self._rollouts.configure(*configuration(settings))
-        self.settings = settings
+            self._rollouts.configure(*configured)
+        self.settings, self._configuration = settings, configured
         return self.current()
 
     def planner(self, overrides: Mapping[str, object]) -> Planner:
@@ -86,8 +94,16 @@ def configuration(settings: Settings) -> Configuration:
         exploration=settings.exploration,
         most_lost=settings.most_lost,
     )
+    pruning = Pruning(
+        keep_ratio=settings.keep_ratio,
+        target_positive_ratio=settings.target_positive_ratio,
+        balance_strength=settings.balance_strength,
+        min_survival=settings.min_survival,
+        max_survival=settings.max_survival,
+        aimed=settings.survival == "aimed",
+    )
     return Configuration(
-        policies=named(uniform, deadline),
+        policies=named(uniform, deadline, pruning, settings.refill),
         default_policy=settings.policy,
         limits=Limits(settings.max_group_size, settings.group_size),
     )

@@ -11,7 +11,16 @@ from math import nan
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from darts_server.types import BatchRecord, End, GroupRecord, Outcome, StopReason, UpdateOutcome, UpdateRecord
+from darts_server.types import (
+    BatchRecord,
+    End,
+    GroupRecord,
+    Outcome,
+    StopReason,
+    UpdateOutcome,
+    UpdateRecord,
+    VoteOutcome,
+)
 
 LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CANDIDATE_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
@@ -23,6 +32,7 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
 BOOLEANS = ("true", "false")
+REASONS = ("key", "rights", "body", "queue", "quota")
 ENDS = ("selected", *StopReason)
 
 Values = dict[tuple[str, ...], Callable[[], float | None]]
@@ -38,6 +48,7 @@ class Sources:
     ``budget_aversion``: lambda. ``lost_share``: of right answers, by the deadline. ``deadline_stretch``: the factor by
     which it is held back. ``pass_rate``: share of right ones among rewarded trajectories. ``answer_length``: mean in
     tokens, of `ANSWERS`. ``pattern_difference``, ``pattern_error``: right minus wrong, and its standard error.
+    ``redundancy_scale``: how much of it there is room for.
     """
 
     tracked: Callable[[], float]
@@ -52,6 +63,7 @@ class Sources:
     answer_length: Callable[[str], float | None]
     pattern_difference: Callable[[], float | None]
     pattern_error: Callable[[], float | None]
+    redundancy_scale: Callable[[], float] = lambda: 1.0
 
 
 class Metrics:
@@ -63,6 +75,7 @@ class Metrics:
         self._make_group_metrics()
         self._make_batch_metrics()
         self._make_reward_metrics()
+        self._make_vote_metrics()
         if sources is not None:
             self._show(sources)
 
@@ -97,6 +110,10 @@ class Metrics:
 
     def group_rewarded(self, zero_variance: bool) -> None:
         self._rewarded_groups.labels(self._model, str(zero_variance).lower()).inc()
+
+    def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
+        self._votes.labels(self._model, outcome).inc()
+        self._vote_stopped.labels(self._model).inc(stopped)
 
     def _look_at_candidates(self, record: GroupRecord) -> None:
         for candidate in record.candidates:
@@ -188,6 +205,12 @@ class Metrics:
             BOOLEANS,
         )
 
+    def _make_vote_metrics(self) -> None:
+        self._votes = self._counter("darts_votes", "Votes that came to an end, by outcome.", "outcome", VoteOutcome)
+        self._vote_stopped = self._counter(
+            "darts_vote_candidates_stopped", "Candidates that were stopped because they could not change a vote."
+        )
+
     def _show(self, sources: Sources) -> None:
         self._set("darts_prompts_tracked", "Prompts with statistics.", {(): sources.tracked})
         self._set(
@@ -196,6 +219,11 @@ class Metrics:
             {(): lambda: float(sources.fault())},
         )
         self._set("darts_budget_aversion", "Lambda of the utility budget.", {(): sources.budget_aversion})
+        self._set(
+            "darts_redundancy_scale",
+            "Share of the redundancy that groups get now: 1, and less while too many candidates wait.",
+            {(): sources.redundancy_scale},
+        )
         self._set(
             "darts_deadline_lost_share",
             "Share of right answers that the deadline takes away, where rewards were reported.",
@@ -260,6 +288,23 @@ class Metrics:
         gauge = self._gauge(name, text, *labels)
         for labelled, value in values.items():
             gauge.labels(self._model, *labelled).set_function(_or_nan(value))
+
+
+class AccessMetrics:
+    """Counts requests that were not let in."""
+
+    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        text = (
+            "Requests that were refused, by reason: key (none, or a wrong one), rights, body (too large or not whole), "
+            "queue (too much waits), quota (of a key)."
+        )
+        self._model = model_name
+        self._refused = Counter("darts_requests_refused", text, ("model_name", "reason"), registry=registry)
+        for reason in REASONS:
+            self._refused.labels(model_name, reason)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(self._model, reason).inc()
 
 
 class WeightMetrics:

@@ -4,15 +4,14 @@ Every setting is checked here, once, at start. The rooms get plain values.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -20,8 +19,11 @@ from pydantic_settings import (
 )
 
 from darts_server.exceptions import InvalidRequest, InvalidSetting
+from darts_server.setting_texts import explained, flag_of, help_of, metavar_of, refusal
 
 ENV_PREFIX = "DARTS_"
+HOSTS = r"^$|^[^\s,/@]+(,[^\s,/@]+)*$"
+"""Of names without scheme, path or password."""
 
 _LIVE = object()
 T = TypeVar("T")
@@ -35,6 +37,8 @@ Policy = Literal[
     "darts_deadline",
     "darts_cut",
     "first_finish",
+    "arrol",
+    "darts+arrol",
     "off",
     "shadow:uniform",
     "shadow:darts",
@@ -42,6 +46,20 @@ Policy = Literal[
     "shadow:darts_cut",
     "shadow:first_finish",
 ]
+
+
+def _detection_points(value: object) -> object:
+    """Ascending whole numbers from ``128,512``, or from a list of them."""
+    try:
+        points = [int(part) for part in (value.split(",") if isinstance(value, str) else value)]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        points = []
+    if not points or min(points) < 1:
+        raise ValueError("must be whole numbers from 1 on, with commas between")
+    return tuple(sorted(set(points)))
+
+
+DetectAt = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_detection_points)]
 
 
 class Settings(BaseSettings):
@@ -53,8 +71,9 @@ class Settings(BaseSettings):
         "uniform",
         description="How groups are made. uniform: the same number of candidates for every prompt. darts: more for "
         "prompts whose lengths spread more. darts_deadline: the longest of those in time. darts_cut: a tail drawn by "
-        "lot, cut at the deadline. first_finish: what the DARTS paper's public code does, as a baseline. off: "
-        "unshaped. shadow:NAME: unshaped, but what NAME would have done is recorded.",
+        "lot, cut at the deadline. first_finish: what the DARTS paper's public code does, as a baseline. arrol: "
+        "candidates are scored while they run, and some pruned at random by their chance to end correct. darts+arrol: "
+        "both. off: unshaped. shadow:NAME: unshaped, but what NAME would have done is recorded.",
     )
     redundancy: Live[float] = Field(
         1.5, ge=1, le=16, description="Candidates started per trajectory returned; for all but uniform, on the average."
@@ -146,10 +165,17 @@ class Settings(BaseSettings):
         None,
         description="Folder for pushed weights, with room for two models. Left out, the one for temporary files.",
     )
-    weights_rule: Literal["finish", "keep"] = Field(
+    weights_hosts: str = Field(
+        "",
+        pattern=HOSTS,
+        description="Hosts that new weights may be pulled from over HTTP: HOST or HOST:PORT, with commas between. "
+        "Left out, from none.",
+    )
+    weights_rule: Literal["finish", "keep", "restart"] = Field(
         "finish",
         description="What becomes of running groups when new weights come. finish: they are waited for, and no others "
-        "begin meanwhile. keep: they stand still and go on with the new weights, marked as mixed.",
+        "begin meanwhile. keep: they stand still and go on with the new weights, marked as mixed. restart: they are "
+        "stopped, and started anew with the new weights.",
     )
     weights_wait: float = Field(
         600.0, ge=0.001, le=86400, description="Seconds that finish waits; then the old weights stay."
@@ -158,10 +184,89 @@ class Settings(BaseSettings):
         300.0, ge=0.001, le=86400, description="Seconds that any other step of an update may take."
     )
 
+    api_key_file: Path | None = Field(
+        None, description="File with API keys, one a line, beside vLLM's --api-key. SIGHUP has it read again."
+    )
+    admin_api_key: SecretStr | None = Field(
+        None,
+        min_length=1,
+        description="Opens every route, also those that change the server. Without such a key these are for callers of "
+        "this machine. Better given as DARTS_ADMIN_API_KEY: every user of a machine can read flags.",
+    )
+    admin_api_key_file: Path | None = Field(None, description="File with such keys, as --api-key-file.")
+    allow_unauthenticated: bool = Field(
+        False, description="Listen on an address of other machines' without an API key, which is refused otherwise."
+    )
+    allow_dangerous_routes: bool = Field(
+        False, description="Open vLLM's /collective_rpc and its profiler to those who may change the server."
+    )
+    max_body_bytes: int = Field(
+        256 * 1024 * 1024, ge=1, description="Largest body of a request, but for pushed weights and states."
+    )
+    max_queued_candidates: int | None = Field(
+        None,
+        ge=1,
+        description="Candidates that wait for the engine when further requests get status 429. Left out, 64 times as "
+        "many as it runs at once, and 16,384 at least.",
+    )
+    max_candidates_per_key: int | None = Field(
+        None, ge=1, description="Candidates that requests with one API key may have under way."
+    )
+    detect_at: DetectAt = Field(
+        (512,),
+        description="arrol: generated tokens at which candidates are scored by quality; several as 128,512.",
+    )
+    keep_ratio: Live[float] = Field(
+        0.5, ge=0.05, le=1, description="arrol: share of the scored candidates that is kept, at each such point."
+    )
+    target_positive_ratio: Live[float] = Field(
+        0.5, ge=0, le=1, description="arrol: share of right ones that groups are drawn towards. 0.5 teaches most."
+    )
+    balance_strength: Live[float] = Field(
+        0.5, ge=0, le=100, description="arrol: how strongly survival depends on quality; 0 prunes at random."
+    )
+    min_survival: Live[float] = Field(
+        0.1, ge=0.01, le=1, description="arrol: least probability to be kept. Labels of survivors count up to 1 / it."
+    )
+    max_survival: Live[float] = Field(0.9, ge=0.01, le=1, description="arrol: largest probability to be kept.")
+    survival: Live[Literal["paper", "aimed"]] = Field(
+        "paper",
+        description="arrol: who is pruned more. paper: the likely right, which helps where most are right. aimed: "
+        "those that are too many for --target-positive-ratio.",
+    )
+    refill: Live[bool] = Field(False, description="arrol: start a new candidate for each pruned one, up to M_up.")
+    quality: Literal["head", "logprob", "lowest_logprob"] = Field(
+        "head",
+        description="arrol: what candidates are scored by. head: hidden states, as learned from rewards. logprob: how "
+        "sure the model was of its tokens. lowest_logprob: of the 64 in a row that it was least sure of.",
+    )
+    quality_fallback: Literal["refuse", "logprob"] = Field(
+        "refuse",
+        description="Where the engine cannot tell hidden states. refuse: nothing is pruned, and requests that ask for "
+        "it are refused. logprob: scored by log-probs.",
+    )
+    quality_device: str = Field("cpu", min_length=1, description="Where the head is trained, in torch's words.")
+    cold_steps: int = Field(
+        20, ge=0, le=100_000, description="arrol: steps that only learn. A step ends with new weights, or 256 groups."
+    )
+    cold_labels: int = Field(256, ge=2, le=4096, description="arrol: rewarded candidates before the first is pruned.")
+    reward_threshold: float | None = Field(
+        None, description="arrol: rewards from it on count as right. Left out, what is reported as correct does."
+    )
+    soft_rewards: bool = Field(False, description="arrol: learn from the reward itself, held to 0 to 1.")
+
+    brownout: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of --max-queued-candidates that waits when redundancy begins to fall; where all of it "
+        "waits, none is left. 1 switches that off.",
+    )
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         shortest, longest, size = self.num_shortest, self.num_longest, self.group_size
-        if self.policy not in ("off", "uniform", "shadow:uniform") and self.redundancy > self.max_redundancy:
+        if self.policy not in ("off", "uniform", "shadow:uniform", "arrol") and self.redundancy > self.max_redundancy:
             raise ValueError(
                 f"redundancy must be at most max_redundancy = {self.max_redundancy}, got {self.redundancy}"
             )
@@ -174,6 +279,13 @@ class Settings(BaseSettings):
                 f"num_shortest + num_longest must equal group_size, got {shortest} + {longest} != {size}; "
                 f"change one of the three or leave num_shortest out"
             )
+        if not self.min_survival <= self.keep_ratio <= self.max_survival:
+            raise ValueError(
+                f"keep_ratio must be from min_survival = {self.min_survival} to max_survival = {self.max_survival}, "
+                f"got {self.keep_ratio}"
+            )
+        if self.soft_rewards and self.reward_threshold is not None:
+            raise ValueError("soft_rewards and reward_threshold exclude each other; leave one out")
         for folder in ("weights_root", "weights_staging"):
             if (path := getattr(self, folder)) is not None and not path.is_dir():
                 raise ValueError(f"{folder} must be a folder that is there, got {path}")
@@ -192,7 +304,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--darts-config", metavar="FILE", help="TOML file with these settings.")
     for name, field in Settings.model_fields.items():
-        group.add_argument(flag_of(name), dest=name, metavar=_metavar(field), help=_help(field))
+        if field.annotation is bool:
+            group.add_argument(flag_of(name), dest=name, action="store_const", const="true", help=field.description)
+        else:
+            group.add_argument(flag_of(name), dest=name, metavar=metavar_of(name, field), help=help_of(field))
 
 
 def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
@@ -205,7 +320,9 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
     try:
         return _with_file(config)(**given)  # type: ignore[arg-type]  # pydantic turns the strings into values
     except ValidationError as error:
-        raise InvalidSetting("\n".join(_explained(e, given) for e in error.errors())) from error
+        raise InvalidSetting(
+            "\n".join(explained(e, given, Settings.model_fields, ENV_PREFIX) for e in error.errors())
+        ) from error
     except (SettingsError, ValueError, OSError) as error:
         raise InvalidSetting(f"--darts-config {config}: {error}") from error
 
@@ -240,7 +357,7 @@ def changed(settings: Settings, patch: Mapping[str, object]) -> Settings:
     try:
         return _Changed(**settings.model_dump() | dict(patch))
     except ValidationError as error:
-        raise _refusal(error.errors()[0], patch) from error
+        raise refusal(error.errors()[0], patch, Settings.model_fields) from error
 
 
 class _Changed(Settings):
@@ -255,19 +372,6 @@ class _Changed(Settings):
 
 def _live_names() -> list[str]:
     return [name for name, field in Settings.model_fields.items() if _LIVE in field.metadata]
-
-
-def _refusal(error: Any, patch: Mapping[str, object]) -> InvalidRequest:
-    message = _message(error)
-    if not error["loc"]:
-        name = next((name for name in patch if name in message), next(iter(patch)))
-        return InvalidRequest(name, message.removeprefix(f"{name} "))
-    name = str(error["loc"][0])
-    return InvalidRequest(name, f"{message}, got {shortened(error['input'])} ({_help(Settings.model_fields[name])})")
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _with_file(config: str | None) -> type[Settings]:
@@ -288,42 +392,3 @@ def _with_file(config: str | None) -> type[Settings]:
             return (init_settings, env_settings, *file)
 
     return WithFile
-
-
-def _explained(error: Any, given: Mapping[str, str | None]) -> str:
-    location: Sequence[int | str] = error["loc"]
-    message = _message(error)
-    if not location:
-        return message
-    name = str(location[0])
-    if error["type"] == "extra_forbidden":
-        return f"{name}: unknown setting; known ones are {', '.join(Settings.model_fields)}"
-    where = flag_of(name) if name in given else f"{name} (from {ENV_PREFIX}{name.upper()} or the file)"
-    return f"{where} = {error['input']}: {message} ({_help(Settings.model_fields[name])})"
-
-
-def _message(error: Any) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{message[0].lower()}{message[1:]}"
-
-
-def _help(field: FieldInfo) -> str:
-    default = "" if field.default is None else f" Default: {field.default}."
-    return f"{field.description}{_range(field)}{default}"
-
-
-def _range(field: FieldInfo) -> str:
-    low = next((m.ge for m in field.metadata if hasattr(m, "ge")), None)
-    high = next((m.le for m in field.metadata if hasattr(m, "le")), None)
-    if low is None:
-        return ""
-    return f" At least {low}." if high is None else f" {low} to {high}."
-
-
-def _metavar(field: FieldInfo) -> str:
-    choices = getattr(field.annotation, "__args__", ())
-    if choices and all(isinstance(c, str) for c in choices):
-        return "{" + ",".join(choices) + "}"
-    if field.annotation == Path | None:
-        return "FOLDER"
-    return "X" if field.annotation is float else "N"

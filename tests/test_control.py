@@ -5,6 +5,7 @@ import pytest
 from darts_server.control import Configuration, Control, configuration
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.survival import Pruning
 from darts_server.rollout.plan import Limits
 from darts_server.settings import load
 
@@ -51,3 +52,19 @@ def test_before_the_engine_is_there_a_change_waits_for_it() -> None:
     control = Control(load({}, None))
     control.change({"policy": "off"})
     assert control.configuration().default_policy == "off"
+
+
+def test_settings_become_a_way_to_prune_and_a_change_of_them_another() -> None:
+    control = Control(load({"keep_ratio": "0.4", "survival": "aimed", "refill": "true"}, None))
+    arrol = control.configuration().policies["arrol"]
+    assert arrol.pruning == Pruning(keep_ratio=0.4, aimed=True)
+    assert arrol.refill
+    assert [control.prunes(name) for name in ("arrol", "darts+arrol", "darts", "off", "none")] == [
+        True,
+        True,
+        *[False] * 3,
+    ]
+    control.change({"keep_ratio": 0.25, "min_survival": 0.2})
+    changed = control.configuration().policies["arrol"]
+    assert changed.pruning == Pruning(keep_ratio=0.25, min_survival=0.2, aimed=True)
+    assert changed.candidates(8) == 32

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from darts_server.metrics import Metrics, Sources, WeightMetrics
+from darts_server.metrics import AccessMetrics, Metrics, Sources, WeightMetrics
 from darts_server.types import (
     BatchRecord,
     CandidateRecord,
@@ -15,6 +15,7 @@ from darts_server.types import (
     StopReason,
     UpdateOutcome,
     UpdateRecord,
+    VoteOutcome,
 )
 
 
@@ -110,11 +111,13 @@ def test_gauges_ask_when_they_are_read() -> None:
         answer_length={"right": 30.0, "wrong": 50.0}.get,
         pattern_difference=lambda: -20.0,
         pattern_error=lambda: None,
+        redundancy_scale=lambda: 0.25,
     )
     Metrics("tiny", sources, registry)
     labels = {"model_name": "tiny"}
     assert registry.get_sample_value("darts_prompts_tracked", labels) == 7
     assert registry.get_sample_value("darts_deadline_stretch", labels) == 1.25
+    assert registry.get_sample_value("darts_redundancy_scale", labels) == 0.25
     assert math.isnan(registry.get_sample_value("darts_deadline_lost_share", labels) or 0)
     assert registry.get_sample_value("darts_pass_rate", labels) == 0.75
     assert registry.get_sample_value("darts_answer_length_tokens", labels | {"answer": "wrong"}) == 50
@@ -196,3 +199,25 @@ def test_updates_of_the_weights_are_counted_with_their_phases_and_version() -> N
     assert value("darts_weight_updates_total", outcome="refused") == 1
     assert value("darts_weight_update_seconds_sum", phase="load") == 0.4
     assert value("darts_weight_update_seconds_count", phase="pause") == 2
+
+
+def test_votes_are_counted_by_how_they_ended_and_what_they_saved() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics("tiny", registry=registry)
+    for outcome, stopped in ((VoteOutcome.DECIDED_EARLY, 3), (VoteOutcome.DECIDED_EARLY, 1), (VoteOutcome.COUNTED, 0)):
+        metrics.vote_ended(outcome, stopped)
+    by_outcome = [
+        registry.get_sample_value("darts_votes_total", {"model_name": "tiny", "outcome": outcome})
+        for outcome in VoteOutcome
+    ]
+    assert by_outcome == [2, 1, 0]
+    assert registry.get_sample_value("darts_vote_candidates_stopped_total", {"model_name": "tiny"}) == 4
+
+
+def test_refusals_are_counted_by_reason_from_the_start() -> None:
+    registry = CollectorRegistry()
+    metrics = AccessMetrics("tiny", registry)
+    metrics.refused("queue")
+    labels = {"model_name": "tiny"}
+    assert registry.get_sample_value("darts_requests_refused_total", labels | {"reason": "queue"}) == 1
+    assert registry.get_sample_value("darts_requests_refused_total", labels | {"reason": "key"}) == 0

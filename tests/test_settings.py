@@ -136,3 +136,66 @@ def test_folders_for_weights_must_be_there(flag: str, tmp_path: Path) -> None:
     assert getattr(load({flag: str(tmp_path)}, None), flag) == tmp_path
     with pytest.raises(InvalidSetting, match=f"{flag} must be a folder that is there"):
         load({flag: str(tmp_path / "nowhere")}, None)
+
+
+def test_switches_are_flags_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags = vars(parser.parse_args(["--allow-unauthenticated"]))
+    flags.pop("darts_config")
+    assert load(flags, None).allow_unauthenticated
+    assert not load(flags, None).allow_dangerous_routes
+    monkeypatch.setenv("DARTS_ALLOW_DANGEROUS_ROUTES", "1")
+    assert load(flags, None).allow_dangerous_routes
+
+
+def test_a_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DARTS_ADMIN_API_KEY", "sesame")
+    settings = load({}, None)
+    assert settings.admin_api_key is not None
+    assert settings.admin_api_key.get_secret_value() == "sesame"
+    assert "sesame" not in f"{settings!r} {settings} {live(settings)}"
+    with pytest.raises(InvalidSetting) as error:
+        load({"redundancy": "0"}, None)
+    assert "sesame" not in str(error.value)
+    assert "sesame" not in str(changed(settings, {"redundancy": 1.25}))
+
+
+def test_an_empty_key_is_none_in_the_environment_and_a_mistake_as_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DARTS_ADMIN_API_KEY", "")
+    assert load({}, None).admin_api_key is None
+    with pytest.raises(InvalidSetting, match="--admin-api-key"):
+        load({"admin_api_key": ""}, None)
+
+
+@pytest.mark.parametrize("hosts", ["", "trainer", "trainer:8001,[::1]:9,10.0.0.5"])
+def test_hosts_for_weights_are_names(hosts: str) -> None:
+    assert load({"weights_hosts": hosts}, None).weights_hosts == hosts
+
+
+@pytest.mark.parametrize("hosts", ["http://trainer", "trainer/x", "me@trainer", "a, b", "a,,b", ","])
+def test_what_is_no_host_for_weights_stops_the_start(hosts: str) -> None:
+    with pytest.raises(InvalidSetting, match="--weights-hosts"):
+        load({"weights_hosts": hosts}, None)
+
+
+def test_detection_points_are_ascending_numbers_with_commas_between(config: Path) -> None:
+    assert load({"detect_at": "512, 128,512"}, None).detect_at == (128, 512)
+    config.write_text("detect_at = [64, 32]\n")
+    assert load({}, str(config)).detect_at == (32, 64)
+    for wrong in ("0", "", "a,b", "128,,512", "1.5"):
+        with pytest.raises(InvalidSetting, match=r"--detect-at = .*: must be whole numbers from 1 on.*Default: 512"):
+            load({"detect_at": wrong}, None)
+
+
+def test_settings_of_pruning_fit_together() -> None:
+    for wrong in ({"keep_ratio": "0.95"}, {"keep_ratio": "0.2", "min_survival": "0.3"}):
+        with pytest.raises(InvalidSetting, match="keep_ratio must be from min_survival"):
+            load(wrong, None)
+    with pytest.raises(InvalidSetting, match="soft_rewards and reward_threshold exclude each other"):
+        load({"soft_rewards": "true", "reward_threshold": "0.5"}, None)
+    with pytest.raises(InvalidRequest, match="keep_ratio: must be from"):
+        changed(load({}, None), {"keep_ratio": 0.95})
+    with pytest.raises(InvalidRequest, match="detect_at: is fixed while the server runs"):
+        changed(load({}, None), {"detect_at": [64]})
+    assert changed(load({"detect_at": "64"}, None), {"refill": True, "survival": "aimed"}).detect_at == (64,)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
-from darts_server.engine.port import Ended, Generated, Running
+from darts_server.engine.port import Ended, Generated, Probe, Running
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import PromptRequest, VllmPort
 
@@ -69,10 +69,18 @@ class TracedEngine:
     def capacity(self) -> int | None:
         return self._port.capacity
 
-    async def start(self, request: PromptRequest, index: int) -> TracedCandidate:
+    @property
+    def unfinished(self) -> int:
+        return self._port.unfinished
+
+    @property
+    def probe_width(self) -> int | None:
+        return self._port.probe_width
+
+    async def start(self, request: PromptRequest, index: int, probe: Probe | None = None) -> TracedCandidate:
         length, reason = self._lengths(request.request_id, index)
         sized = _Sized(request.prompt, request.params, request.request_id, request.options, length)
-        return TracedCandidate(await self._port.start(sized, index), reason)
+        return TracedCandidate(await self._port.start(sized, index, probe), reason)
 
     def cut(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return self._port.cut(request, output, tokens)

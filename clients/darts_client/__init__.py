@@ -40,6 +40,7 @@ from ._rewards import Reward, RewardCounts
 from ._rollouts import AsyncRollouts, Rollouts
 from ._rollouts_request import PromptSpec, RolloutPrompt, RolloutPrompts
 from ._sync import Client
+from ._votes import Vote, Voter
 
 __all__ = [
     "AsyncClient",
@@ -82,6 +83,8 @@ __all__ = [
     "Unfinished",
     "UpdateRecord",
     "Usage",
+    "Vote",
+    "Voter",
     "WeightsRecord",
     "to_dataset",
     "to_rows",

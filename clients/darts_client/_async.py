@@ -1,7 +1,7 @@
 """The client for asyncio."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,9 @@ from ._responses import first_model
 from ._retries import Patience
 from ._rewards import RewardCounts, Rewarded, Values, listed_rewards, portions
 from ._rollouts import AsyncRollouts, any_event, whole_group
-from ._rollouts_request import RolloutPrompts, RolloutsRequest, rollouts_request
+from ._rollouts_request import Chat, RolloutPrompts, RolloutsRequest, rollouts_request
 from ._time_limit import TimeLimit
+from ._votes import Score, Vote, Weights, vote_body
 from ._weights import AsyncWeightsApi
 
 ItemT = TypeVar("ItemT")
@@ -280,6 +281,47 @@ class AsyncClient:
         for offset, some in portions(listed_rewards(of, values)):
             counts = counts.plus(await self._connection.answer(_calls.rewards(some)), offset)
         return counts
+
+    async def vote(
+        self,
+        prompt: str | Sequence[int] | Chat,
+        *,
+        n: int,
+        pattern: str | Sequence[str],
+        max_tokens: int,
+        weights: Weights = "majority",
+        score: Score | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        logprobs: bool = False,
+        key: str | None = None,
+        **sampling: Any,
+    ) -> Vote:
+        """The answer that most of up to `n` trajectories of a prompt give; the rest is stopped once it is certain.
+
+        ```python
+        vote = await client.vote("7a-5b*4>", n=8, max_tokens=200, pattern="#([0-9])")
+        vote.answer, vote.weights
+        ```
+
+        `pattern` says where the answer stands: a regular expression with one group, "boxed", or a list of the answers
+        there may be. `weights` other than "majority" go by a `score`: "head", the server's quality head, or "logprob"
+        and "lowest_logprob". Any other of vLLM's sampling names goes through.
+        """
+        body = vote_body(
+            prompt,
+            n=n,
+            pattern=pattern,
+            max_tokens=max_tokens,
+            weights=weights,
+            score=score,
+            temperature=temperature,
+            seed=seed,
+            logprobs=logprobs,
+            key=key,
+            sampling=sampling,
+        )
+        return await self._connection.answer(_calls.vote(body))
 
     async def _default_model(self) -> str:
         async with self._model_lookup:

@@ -13,11 +13,12 @@ from ._models import Group
 from ._requests import CompletionRequest
 from ._responses import parse_groups, parse_models
 from ._rewards import Reward, RewardCounts, reward_body
+from ._votes import Vote, parse_vote
 from ._wire import Wire, WireT, parsed
 
 API = "/darts/v1"
 ROLLOUTS = f"{API}/rollouts"
-Rule = Literal["finish", "keep"]
+Rule = Literal["finish", "keep", "restart"]
 T = TypeVar("T")
 
 
@@ -78,6 +79,10 @@ def rewards(some: Sequence[Reward]) -> Call[RewardCounts]:
     return Call("POST", f"{API}/rewards", lambda answer: _read(RewardCounts, answer), True, options)
 
 
+def vote(body: dict[str, Any]) -> Call[Vote]:
+    return Call("POST", f"{API}/vote", lambda answer: parse_vote(body, answer), False, {"json": body})
+
+
 def policy() -> Call[dict[str, Any]]:
     return Call("GET", f"{API}/policy", _settings)
 
@@ -107,8 +112,10 @@ def push_weights(
     return Call("PUT", f"{API}/weights", _weights, False, options)
 
 
-def load_weights(path: str, rule: Rule | None, version: int | None, partial: bool) -> Call[WeightsRecord]:
-    options = {"json": {"path": path} | _update(rule, version, partial)}
+def load_weights(
+    where: Literal["path", "url"], name: str, rule: Rule | None, version: int | None, partial: bool
+) -> Call[WeightsRecord]:
+    options = {"json": {where: name} | _update(rule, version, partial)}
     return Call("POST", f"{API}/weights", _weights, False, options)
 
 

@@ -25,6 +25,7 @@ class ToldTrajectory(Wire):
     rank: int
     end: str | None = None
     cut: bool = False
+    quality: FiniteFloat | None = None
     weight_version_start: int | None = None
     weight_version_end: int | None = None
 
@@ -92,6 +93,7 @@ def _trajectory(index: int, told: ToldTrajectory, tokens: Tokens, wants_logprobs
         rank=told.rank,
         end=told.end,
         cut=told.cut,
+        quality=told.quality,
         weight_version_start=told.weight_version_start,
         weight_version_end=told.weight_version_end,
     )

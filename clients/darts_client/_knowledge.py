@@ -7,6 +7,7 @@ class CandidateRecord(Wire):
     """One candidate's fate. `start` and `stop` are seconds from the group's beginning.
 
     `end` is set if it was selected, `reason` if it was discarded. `reward` and `correct` are None until told.
+    `quality`: its chance to end correct as it was scored on the way; `survival`: the probability that it was kept with.
     """
 
     index: int
@@ -23,6 +24,8 @@ class CandidateRecord(Wire):
     trajectory_id: str | None = None
     reward: float | None = None
     correct: bool | None = None
+    quality: float | None = None
+    survival: float = 1.0
 
 
 class ShadowRecord(Wire):
@@ -119,10 +122,13 @@ class WeightsRecord(Wire):
     """The weights that are served. `state` is "serving", or how far an update is; "lost" until the server restarts.
 
     `rule` is for updates that name none. `last` is the last update that ended, `last_error` of the last that failed.
+    `intact`: whether all that the model holds is of that version; if not, a trainer died while it wrote, and a full set
+    puts it right.
     """
 
     version: int
     state: str
+    intact: bool = True
     rule: str
     last: UpdateRecord | None
     last_error: str | None

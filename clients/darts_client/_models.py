@@ -19,7 +19,9 @@ class Trajectory:
 
     What follows is known of rollouts alone. `trajectory_id` is its name for rewards. `rank` is its place in the group
     by length, 0 for the shortest; `end` says from which end of the length order it was selected (`short`, `long`,
-    `fill`). `cut`: it was cut at the group's `deadline`. The versions are those of the weights it began and ended with.
+    `fill`; `balanced` if it was for its quality). `cut`: it was cut at the group's `deadline`. `quality` is its chance
+    to end correct as it was scored on the way; None if it was not. The versions are those of the weights it began and
+    ended with.
     """
 
     index: int
@@ -31,6 +33,7 @@ class Trajectory:
     rank: int | None = None
     end: str | None = None
     cut: bool = False
+    quality: float | None = None
     weight_version_start: int | None = None
     weight_version_end: int | None = None
 

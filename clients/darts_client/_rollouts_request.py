@@ -68,7 +68,7 @@ def rollouts_request(
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if idempotency_key is not None and not durable:
         raise ValueError("idempotency_key makes a batch durable; leave durable=False out")
-    listed = [_prompt(prompt) for prompt in _split(prompts)]
+    listed = [prompt_body(prompt) for prompt in _split(prompts)]
     stream: Literal["groups", "tokens"] = "groups" if chunk_tokens is None else "tokens"
     plain = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
     options = {
@@ -80,9 +80,9 @@ def rollouts_request(
     body = {
         "prompts": listed,
         "group_size": group_size,
-        "sampling": _given(plain) | dict(sampling),
+        "sampling": given(plain) | dict(sampling),
         "stream": stream,
-        **_given(options),
+        **given(options),
     }
     return RolloutsRequest(
         token_ids=tuple(tuple(p["token_ids"]) if "token_ids" in p else None for p in listed),
@@ -103,9 +103,10 @@ def _split(prompts: Any) -> list[Any]:
     return [prompts] if isinstance(prompts[0], Integral | Mapping) else list(prompts)
 
 
-def _prompt(prompt: Any) -> dict[str, Any]:
+def prompt_body(prompt: Any) -> dict[str, Any]:
+    """The prompt as the server takes it, in whatever form it came."""
     if isinstance(prompt, PromptSpec):
-        return _prompt(prompt.prompt) | _given({"key": prompt.key, "metadata": prompt.metadata})
+        return prompt_body(prompt.prompt) | given({"key": prompt.key, "metadata": prompt.metadata})
     if isinstance(prompt, str):
         return {"text": prompt}
     if len(prompt) and isinstance(prompt[0], Mapping):
@@ -113,5 +114,6 @@ def _prompt(prompt: Any) -> dict[str, Any]:
     return {"token_ids": as_token_ids(prompt)}
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values that were given."""
     return {name: value for name, value in values.items() if value is not None}

@@ -1,7 +1,7 @@
 """The client that blocks."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -19,8 +19,9 @@ from ._responses import first_model
 from ._retries import Patience
 from ._rewards import RewardCounts, Rewarded, Values, listed_rewards, portions
 from ._rollouts import Rollouts, any_event, whole_group
-from ._rollouts_request import RolloutPrompts, RolloutsRequest, rollouts_request
+from ._rollouts_request import Chat, RolloutPrompts, RolloutsRequest, rollouts_request
 from ._time_limit import TimeLimit
+from ._votes import Score, Vote, Weights, vote_body
 from ._weights import WeightsApi
 
 ItemT = TypeVar("ItemT")
@@ -196,6 +197,37 @@ class Client:
         for offset, some in portions(listed_rewards(of, values)):
             counts = counts.plus(self._connection.answer(_calls.rewards(some)), offset)
         return counts
+
+    def vote(
+        self,
+        prompt: str | Sequence[int] | Chat,
+        *,
+        n: int,
+        pattern: str | Sequence[str],
+        max_tokens: int,
+        weights: Weights = "majority",
+        score: Score | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        logprobs: bool = False,
+        key: str | None = None,
+        **sampling: Any,
+    ) -> Vote:
+        """The answer that most of up to `n` trajectories of a prompt give, as `AsyncClient.vote`."""
+        body = vote_body(
+            prompt,
+            n=n,
+            pattern=pattern,
+            max_tokens=max_tokens,
+            weights=weights,
+            score=score,
+            temperature=temperature,
+            seed=seed,
+            logprobs=logprobs,
+            key=key,
+            sampling=sampling,
+        )
+        return self._connection.answer(_calls.vote(body))
 
     def _default_model(self) -> str:
         self._model = self._model or first_model(self.models())

@@ -71,9 +71,9 @@ class AsyncWeightsApi:
         `source` is a safetensors file: its bytes, or its path. A file is sent in pieces, so it may be larger than the
         memory; it must not change meanwhile.
 
-        `rule`: what becomes of groups that run. "finish" waits for them, "keep" has them go on with the new weights;
-        left out, the server's setting. `version` is the one after that which is served, if left out. With `partial`
-        tensors may be missing, and stay what they are.
+        `rule`: what becomes of groups that run. "finish" waits for them, "keep" has them go on with the new weights,
+        "restart" starts them anew with these; left out, the server's setting. `version` is the one after that which is
+        served, if left out. With `partial` tensors may be missing, and stay what they are.
 
         It is sent again only if it did not reach the server. BadRequest for a bad set, or while another update is under
         way; ServerFault with status 501 for a model whose weights cannot be replaced. After TimedOut or
@@ -90,7 +90,16 @@ class AsyncWeightsApi:
 
         The server reads it there, under its `--weights-root` alone. Unauthorized if it has none.
         """
-        return await self._connection.answer(_calls.load_weights(os.fspath(path), rule, version, partial))
+        return await self._connection.answer(_calls.load_weights("path", os.fspath(path), rule, version, partial))
+
+    async def pull(
+        self, url: str, *, rule: Rule | None = None, version: int | None = None, partial: bool = False
+    ) -> WeightsRecord:
+        """Like `push`, of a safetensors file that the server fetches from `url`.
+
+        It does so from its `--weights-hosts` alone. Unauthorized if it has none.
+        """
+        return await self._connection.answer(_calls.load_weights("url", url, rule, version, partial))
 
 
 class WeightsApi:
@@ -114,4 +123,10 @@ class WeightsApi:
         self, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None, partial: bool = False
     ) -> WeightsRecord:
         """See `AsyncWeightsApi.load`."""
-        return self._connection.answer(_calls.load_weights(os.fspath(path), rule, version, partial))
+        return self._connection.answer(_calls.load_weights("path", os.fspath(path), rule, version, partial))
+
+    def pull(
+        self, url: str, *, rule: Rule | None = None, version: int | None = None, partial: bool = False
+    ) -> WeightsRecord:
+        """See `AsyncWeightsApi.pull`."""
+        return self._connection.answer(_calls.load_weights("url", url, rule, version, partial))

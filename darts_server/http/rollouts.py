@@ -104,6 +104,7 @@ def _asked(body: RolloutsIn) -> Asked:
         policy=body.policy,
         budget=body.budget,
         num_groups=body.num_groups,
+        survivors=body.survivors,
     )
 
 

@@ -50,6 +50,9 @@ class RolloutsIn(BaseModel):
     num_groups: int | None = Field(
         None, ge=1, description="Groups that are enough: the first to be decided; the others are stopped. None for all."
     )
+    survivors: bool = Field(
+        False, description="Under a policy that prunes: return all that were not pruned, `group_size` at least."
+    )
     stream: Literal[False, "groups", "tokens"] = Field(
         False, description='Server-sent events: "groups" as they are decided, or their "tokens" as they are generated.'
     )
@@ -79,6 +82,7 @@ class TrajectoryOut(BaseModel):
         description="From which end of the length order it was selected; None if that is not known."
     )
     cut: bool
+    quality: float | None = Field(description="Its chance to end correct by its latest score; None if it has none.")
     weight_version_start: int | None
     weight_version_end: int | None
 
@@ -101,6 +105,7 @@ class GroupOut(BaseModel):
     candidates: int
     deadline: int | None
     mixed_versions: bool
+    mask: list[bool] = Field(description="For each candidate that was started, by index, whether it is returned.")
     trajectories: list[TrajectoryOut]
     discarded: list[DiscardedOut]
     seconds: float | None
@@ -119,6 +124,7 @@ class GroupOut(BaseModel):
             candidates=len(known),
             deadline=None if record is None else record.deadline,
             mixed_versions=record is not None and record.mixed_versions,
+            mask=[index in result.samples for index in sorted(known)],
             trajectories=[_trajectory(result, i, order.index(i), known.get(i)) for i in sorted(result.samples)],
             discarded=[
                 DiscardedOut(trajectory_id=f"{result.group_id}:{c.index}", length=c.tokens, reason=c.reason)
@@ -187,6 +193,7 @@ def _trajectory(result: GroupResult, index: int, rank: int, candidate: Candidate
         rank=rank,
         end=None if candidate is None else candidate.end,
         cut=candidate is not None and candidate.cut,
+        quality=None if candidate is None else candidate.quality,
         weight_version_start=None if candidate is None else candidate.weight_version_start,
         weight_version_end=None if candidate is None else candidate.weight_version_end,
     )

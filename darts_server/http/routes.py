@@ -1,21 +1,21 @@
 """Routes of our own API, under ``/darts/v1``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Depends
 
 from darts_server.exceptions import NotFound
-from darts_server.http import policy, rewards, rollouts, state, weights
-from darts_server.http.access import guard
-from darts_server.http.openapi import FAILURES
+from darts_server.http import live, policy, rewards, rollouts, state, vote, weights
+from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.wire import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
 from darts_server.rollout.batches import Batches
 from darts_server.rollout.feedback import Feedback
 from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.provenance import Provenance
 from darts_server.rollout.rewards import Rewards, summary
+from darts_server.rollout.votes import Votes
 from darts_server.weights.updates import Updates
 
 
@@ -26,16 +26,15 @@ def router(
     store: state.State,
     control: policy.PolicyControl,
     batches: Callable[[], Batches[Any, Any]],
+    votes: Callable[[], Votes[Any, Any]],
     feedback: Callable[[], Feedback],
     updates: Callable[[], Updates],
-    keys: Sequence[str],
+    viewed: live.Viewed,
+    guarded: bool,
 ) -> APIRouter:
-    """The routes.
-
-    ``keys``: any of these opens them. None leaves them open, as vLLM does with its own, but for those that change the
-    server: these are for this machine alone then.
-    """
-    api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=[Depends(guard(keys))], responses=FAILURES)
+    """The routes. ``guarded``: whether their description says that they ask for a key; `Guard` does the asking."""
+    asking = [Depends(BEARER)] if guarded else []
+    api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=asking, responses=FAILURES)
 
     @api.get("/groups/{group_id}")
     async def groups(group_id: str) -> GroupsAnswer:
@@ -56,8 +55,10 @@ def router(
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=told)
 
     api.include_router(rollouts.routes(batches))
+    api.include_router(vote.routes(votes))
     api.include_router(rewards.routes(feedback))
-    api.include_router(state.routes(store, keys))
-    api.include_router(policy.routes(control, keys))
-    api.include_router(weights.routes(updates, keys))
+    api.include_router(state.routes(store))
+    api.include_router(policy.routes(control))
+    api.include_router(weights.routes(updates))
+    api.include_router(live.routes(viewed))
     return api

@@ -1,16 +1,16 @@
-"""``/darts/v1/weights``: new weights for the model, pushed or read from a folder of the server's machine."""
+"""``/darts/v1/weights``: new weights for the model, pushed, pulled or read from a folder of the server's machine."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Annotated, Literal
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Literal, Self
 
-from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from darts_server.http.access import local_without
 from darts_server.http.body import chunks_of, parsed, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.types import UpdateRecord
-from darts_server.weights.updates import Rule, Updates, Wish
+from darts_server.weights.coordinator import Rule
+from darts_server.weights.updates import Updates, Wish
 
 LARGEST_REQUEST = 64 * 1024
 """Bytes of the JSON that names a path."""
@@ -22,14 +22,23 @@ PARTIAL = "Whether tensors may be missing; these stay as they are."
 
 
 class WeightsIn(BaseModel):
-    """Weights on the server's machine."""
+    """Weights on the server's machine, or where it can pull them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, json_schema_extra={"oneOf": [{"required": ["path"]}, {"required": ["url"]}]}
+    )
 
-    path: str = Field(description="Safetensors file, or a folder of these; under --weights-root.")
-    rule: Literal["finish", "keep"] | None = Field(None, description=RULE)
+    path: str = Field("", description="Safetensors file, or a folder of these; under --weights-root.")
+    url: str = Field("", description="Safetensors file to be pulled over HTTP, from one of --weights-hosts.")
+    rule: Literal["finish", "keep", "restart"] | None = Field(None, description=RULE)
     version: int | None = Field(None, ge=0, le=LARGEST_VERSION, description=VERSION)
     partial: bool = Field(False, description=PARTIAL)
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if len(self.model_fields_set & {"path", "url"}) != 1:
+            raise ValueError("must have either path or url")
+        return self
 
 
 class UpdateAnswer(BaseModel):
@@ -37,7 +46,7 @@ class UpdateAnswer(BaseModel):
 
     version: int = Field(description="Served after it.")
     outcome: Literal["completed", "refused", "failed", "lost"]
-    source: str = Field(description="`push`, `disk`, or `vllm` for its own routes.")
+    source: str = Field(description="`push`, `disk`, `http`, or `vllm` for its own routes.")
     rule: str | None
     partial: bool
     seconds: dict[str, float] = Field(
@@ -63,25 +72,25 @@ class WeightsAnswer(BaseModel):
 
     version: int
     state: str = Field(description="`serving`, or how far an update is.")
+    intact: bool = Field(description="Whether all that the model holds is of that version. If not, send a full set.")
     rule: str = Field(description="For updates that name none.")
     last: UpdateAnswer | None = Field(description="The last update that ended, whichever way.")
     last_error: str | None = Field(description="Of the last update that did not succeed.")
 
 
-def routes(updates: Callable[[], Updates], keys: Sequence[str]) -> APIRouter:
+def routes(updates: Callable[[], Updates]) -> APIRouter:
     """The routes. ``updates`` is asked when a request comes: the engine may start after the routes are made."""
     api = APIRouter()
-    guarded = [Depends(local_without(keys))]
 
     @api.get("/weights")
     async def read() -> WeightsAnswer:
         """Which version is served, and how updates went."""
         return _answer(updates())
 
-    @api.put("/weights", dependencies=guarded, openapi_extra=binary_body("A safetensors file."))
+    @api.put("/weights", openapi_extra=binary_body("A safetensors file."))
     async def push(
         request: Request,
-        rule: Annotated[Literal["finish", "keep"] | None, Query(description=RULE)] = None,
+        rule: Annotated[Literal["finish", "keep", "restart"] | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=LARGEST_VERSION, description=VERSION)] = None,
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
     ) -> WeightsAnswer:
@@ -89,11 +98,12 @@ def routes(updates: Callable[[], Updates], keys: Sequence[str]) -> APIRouter:
         await updates().push(_body(request), _wish(rule, version, partial))
         return _answer(updates())
 
-    @api.post("/weights", dependencies=guarded, openapi_extra=json_body(WeightsIn))
+    @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
-        """Gives the model weights from a file or folder there, or changes nothing. Answers when they are served."""
+        """Gives the model weights from there, or changes nothing. Answers when they are served."""
         body = parsed(WeightsIn, await read_body(request, LARGEST_REQUEST))
-        await updates().load(body.path, _wish(body.rule, body.version, body.partial))
+        wish = _wish(body.rule, body.version, body.partial)
+        await (updates().load(body.path, wish) if "path" in body.model_fields_set else updates().pull(body.url, wish))
         return _answer(updates())
 
     return api
@@ -111,6 +121,7 @@ def _answer(updates: Updates) -> WeightsAnswer:
     return WeightsAnswer(
         version=updates.version,
         state=updates.state.value,
+        intact=updates.intact,
         rule=updates.rule.value,
         last=None if updates.last is None else UpdateAnswer.of(updates.last),
         last_error=updates.last_error,

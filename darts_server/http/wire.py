@@ -20,6 +20,10 @@ class CandidateAnswer(BaseModel):
     reason: StopReason | None = Field(description="Why it was discarded; None if it was selected.")
     rank: int | None = Field(description="Place among the selected ones by length, 0 for the shortest.")
     cut: bool = Field(description="Whether it was cut at the group's token limit.")
+    quality: float | None = Field(description="Its chance to end correct by its latest score; None if it has none.")
+    survival: float = Field(
+        description="Probability with which it was to be kept; 1 if it was not scored or could not be spared."
+    )
     start: float | None = Field(description="Seconds from the group's beginning to its start on the engine.")
     stop: float | None = Field(description="Seconds from the group's beginning to its end.")
     weight_version_start: int | None
@@ -151,6 +155,8 @@ def _candidate(group: GroupRecord, record: CandidateRecord, rank: int | None, re
         reason=record.reason,
         rank=rank,
         cut=record.cut,
+        quality=record.quality,
+        survival=record.survival,
         start=None if record.started_at is None else record.started_at - began,
         stop=None if record.ended_at is None else record.ended_at - began,
         weight_version_start=record.weight_version_start,

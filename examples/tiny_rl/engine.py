@@ -35,6 +35,7 @@ class TinyEngine:
 
     def __init__(self) -> None:
         self.llm: ShapingLLM
+        self.port: VllmPort
         self.records: dict[str, GroupRecord] = {}
         self.batches: list[BatchRecord] = []
         self.store = Store()
@@ -54,6 +55,7 @@ class TinyEngine:
 
     def rollouts(self, port: VllmPort, policies: Mapping[str, Shaping]) -> VllmRollouts:
         """What the engine shapes with."""
+        self.port = port
         self.latency = Latency(self.store, port.capacity)
         return Rollouts(
             port, policies, OFF, Limits(1024), self.store, [self], peek_interval=0.005, latency=self.latency

@@ -23,6 +23,8 @@ from darts_server.rollout.provenance import Provenance
 from darts_server.rollout.rewards import Rewards
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.submission import Submissions
+from darts_server.rollout.sureness import Sureness
+from darts_server.rollout.votes import Votes
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import FinishReason, PromptSpec, Sample
@@ -137,7 +139,8 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
     control = Control(load({}, None))
     with Store() as store:
         prompts, rewards, provenance = Prompts(store), Rewards(store), Provenance()
-        feedback = Feedback(rewards, Mock(), Mock())
+        sureness = Sureness(store)
+        feedback = Feedback(rewards, Mock(), Mock(), on_reward=[sureness.rewarded])
         rollouts: Rollouts[str, list[int]] = Rollouts(
             engine,
             *control.configuration(),
@@ -149,6 +152,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
         )
         control.drive(rollouts)
         batches = Batches(Submissions(rollouts, Texts(), control.planner), interval=STEP_SECONDS)
+        votes = Votes(rollouts, Texts(), sureness, Mock())
 
         @asynccontextmanager
         async def stepping(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -163,6 +167,18 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
 
         app = FastAPI(lifespan=stepping)
         errors.install(app)
-        told = router(provenance, prompts, rewards, store, control, lambda: batches, lambda: feedback, Mock(), ())
+        told = router(
+            provenance,
+            prompts,
+            rewards,
+            store,
+            control,
+            batches=lambda: batches,
+            votes=lambda: votes,
+            feedback=lambda: feedback,
+            updates=Mock(),
+            viewed=Mock(),
+            guarded=False,
+        )
         app.include_router(told)
         yield app, engine

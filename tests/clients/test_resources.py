@@ -39,7 +39,10 @@ GROUP = {
     "explored": False,
     "members": [],
     "shadow": {"policy": "darts", "selection": [0], "generated": 3, "returned": 3, "steps": 3},
-    "candidates": [CANDIDATE, CANDIDATE | {"trajectory_id": "g:1", "reward": 1, "correct": True}],
+    "candidates": [
+        CANDIDATE,
+        CANDIDATE | {"trajectory_id": "g:1", "reward": 1, "correct": True, "quality": 0.5, "survival": 0.7},
+    ],
 }
 PROMPT = {
     "prompt_key": "key",
@@ -87,6 +90,7 @@ def test_groups_tell_every_candidates_fate() -> None:
         [group] = client.groups.get("cmpl-1")
     assert server.last == ("GET", "/darts/v1/groups/cmpl-1")
     assert (group.outcome, group.zero_variance, group.shadow and group.shadow.steps) == ("completed", None, 3)
+    assert [(c.quality, c.survival) for c in group.candidates] == [(None, 1.0), (0.5, 0.7)]
     assert [(c.trajectory_id, c.reward, c.correct) for c in group.candidates] == [
         (None, None, None),
         ("g:1", 1.0, True),

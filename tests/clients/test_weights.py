@@ -24,6 +24,7 @@ from darts_client import (
 from darts_client._weights import PIECE
 from darts_server.engine.gate import Gate
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
+from darts_server.weights.coordinator import Update
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 from tests.http.serving import client as routes
@@ -193,17 +194,20 @@ async def test_wishes_are_told_and_what_is_left_out_is_the_servers() -> None:
         client.weights.push(b"w", **wish)
         client.weights.load(Path("step 7"))
         client.weights.load("step 7", **wish)
+        client.weights.pull("http://trainer/w", **wish)
     async with AsyncClient(URL, transport=server) as asynchronous:
         await asynchronous.weights.push(b"w", **wish)
         await asynchronous.weights.load(Path("step 7"), **wish)
+        await asynchronous.weights.pull("http://trainer/w", **wish)
         assert (await asynchronous.weights.get()).version == 8
-    plain, wished, named, both, pushed, loaded, _ = server.requests
+    plain, wished, named, both, pulled, pushed, loaded, again, _ = server.requests
     assert dict(plain.url.params) == {"partial": "false"}
     assert dict(wished.url.params) == dict(pushed.url.params) == {"rule": "keep", "version": "0", "partial": "true"}
     assert (named.method, named.url.path) == ("POST", "/darts/v1/weights")
     assert json.loads(server.bodies[2][0]) == {"path": "step 7", "partial": False}
-    assert json.loads(server.bodies[3][0]) == json.loads(server.bodies[5][0]) == {"path": "step 7", **wish}
-    assert both.url == loaded.url == named.url
+    assert json.loads(server.bodies[3][0]) == json.loads(server.bodies[6][0]) == {"path": "step 7", **wish}
+    assert json.loads(server.bodies[4][0]) == json.loads(server.bodies[7][0]) == {"url": "http://trainer/w", **wish}
+    assert both.url == loaded.url == named.url == pulled.url == again.url
 
 
 @pytest.fixture
@@ -254,11 +258,12 @@ def test_refusals_are_told_though_much_was_still_to_be_sent(
     url: str, updates: Updates, model: FakeModel, large: Path
 ) -> None:
     with Client(url) as client:
-        updates.begin_elsewhere()
+        other = Update("vllm", None)
+        updates.coordinator.begin(other, 1)
         with pytest.raises(BadRequest, match="an update by vllm is under way") as busy:
             client.weights.push(large)
         assert busy.value.status_code == 409
-        updates.end_elsewhere(None, touched=False)
+        updates.coordinator.refuse(other, UpdateFailed("over"))
         with pytest.raises(BadRequest, match="not a whole safetensors file") as bad:
             client.weights.push(large)
         assert bad.value.param == "body"

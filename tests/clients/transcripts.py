@@ -42,6 +42,7 @@ def trajectory(number: int, index: int, length: int, tokens: bool = True, **chan
         "rank": index,
         "end": "short",
         "cut": False,
+        "quality": None,
         "weight_version_start": 3,
         "weight_version_end": 3,
         **changes,

@@ -4,15 +4,16 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from darts_server import metrics
+from darts_server import metrics, quality_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+MODULES = (metrics, quality_metrics)
 OF_TARGETS = frozenset({"job", "instance"})
 """Labels that Prometheus adds."""
 
@@ -35,12 +36,13 @@ class Metric:
 
 
 def ours() -> list[Metric]:
-    """All metrics that the classes of `darts_server.metrics` make, in the order of the code."""
-    registry, sources = _Registry(), [field.name for field in fields(metrics.Sources)]
+    """All metrics that the classes of `MODULES` make, in the order of the code."""
+    registry = _Registry()
     for maker in _makers():
         given: dict[str, Any] = {"model_name": "m", "registry": registry}
-        if "sources" in inspect.signature(maker).parameters:
-            given["sources"] = metrics.Sources(**dict.fromkeys(sources, _nothing))
+        if (sources := inspect.signature(maker).parameters.get("sources")) is not None:
+            kind = get_args(sources.annotation)[0]
+            given["sources"] = kind(**dict.fromkeys((field.name for field in fields(kind)), _nothing))
         maker(**given)
     return [metric for collector in registry.made for metric in _described(collector)]
 
@@ -60,9 +62,10 @@ def _nothing(*_: object) -> Any:
 
 
 def _makers() -> Iterator[Any]:
-    for _, value in inspect.getmembers(metrics, inspect.isclass):
-        if value.__module__ == metrics.__name__ and "registry" in inspect.signature(value).parameters:
-            yield value
+    for module in MODULES:
+        for _, value in inspect.getmembers(module, inspect.isclass):
+            if value.__module__ == module.__name__ and "registry" in inspect.signature(value).parameters:
+                yield value
 
 
 def _described(collector: Any) -> Iterator[Metric]:

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from darts_server import settings
+from darts_server.setting_texts import flag_of
 from tests.deploy.names import DEPLOY
 
 FOLDER = DEPLOY / "kubernetes"
@@ -108,6 +109,14 @@ def test_the_server_has_no_rights_that_it_does_not_need() -> None:
     }
 
 
+def test_a_server_that_others_reach_has_a_key() -> None:
+    """It would not start otherwise."""
+    [host] = [flag.partition("=")[2] for flag in server()["args"] if flag.startswith("--host=")]
+    assert host == "0.0.0.0"
+    [key] = [variable for variable in server()["env"] if variable["name"] == "VLLM_API_KEY"]
+    assert not key["valueFrom"]["secretKeyRef"].get("optional")
+
+
 def test_keys_come_from_the_secret() -> None:
     secret = one("Secret")
     for variable in server()["env"]:
@@ -118,6 +127,6 @@ def test_keys_come_from_the_secret() -> None:
 
 
 def test_the_flags_of_the_server_are_ours_or_vllms() -> None:
-    ours = {settings.flag_of(name) for name in settings.Settings.model_fields}
+    ours = {flag_of(name) for name in settings.Settings.model_fields}
     asked = {flag.partition("=")[0] for flag in server()["args"] if flag.startswith("--")}
     assert asked - ours == {"--host", "--port", "--max-model-len", "--shutdown-timeout"}

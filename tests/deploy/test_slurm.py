@@ -90,11 +90,13 @@ def cluster(tmp_path: Path) -> Cluster:
 
 
 def test_the_trainer_starts_when_all_servers_are_healthy_and_they_stop_when_it_ends(cluster: Cluster) -> None:
-    ended = cluster.run(TRAIN='echo "$ROLLOUT_URLS $VLLM_API_KEY" >"$NOTES/trained"', SERVE_FLAGS="--redundancy 2")
+    train = 'echo "$ROLLOUT_URLS $VLLM_API_KEY $DARTS_ADMIN_API_KEY" >"$NOTES/trained"'
+    ended = cluster.run(TRAIN=train, SERVE_FLAGS="--redundancy 2")
     assert ended.returncode == 0, ended.stderr
-    urls, key = cluster.notes("trained")[""].split()
+    urls, *keys = cluster.notes("trained")[""].split()
     assert urls == f"http://localhost:{cluster.port},http://127.0.0.2:{cluster.port}"
-    assert len(key) == 64
+    assert [len(key) for key in keys] == [64, 64]
+    assert len(set(keys)) == 2
     flags = f"serve some/model --host 0.0.0.0 --port {cluster.port} --state-dir /somewhere/state --redundancy 2"
     assert cluster.notes("flags-") == {"localhost": flags, "127.0.0.2": flags}
     assert set(cluster.notes("stopped-")) == {"localhost", "127.0.0.2"}
@@ -113,10 +115,11 @@ def test_a_server_that_does_not_start_ends_the_job_and_the_other_servers(cluster
     assert set(cluster.notes("stopped-")) == {"localhost"}
 
 
-def test_a_key_that_is_given_is_kept(cluster: Cluster) -> None:
-    ended = cluster.run(TRAIN='echo "$VLLM_API_KEY" >"$NOTES/trained"', VLLM_API_KEY="sesame")
+def test_keys_that_are_given_are_kept(cluster: Cluster) -> None:
+    keys = {"VLLM_API_KEY": "sesame", "DARTS_ADMIN_API_KEY": "simsalabim"}
+    ended = cluster.run(TRAIN='echo "$VLLM_API_KEY $DARTS_ADMIN_API_KEY" >"$NOTES/trained"', **keys)
     assert ended.returncode == 0
-    assert cluster.notes("trained")[""].strip() == "sesame"
+    assert cluster.notes("trained")[""].strip() == "sesame simsalabim"
 
 
 def test_what_is_missing_is_named(cluster: Cluster) -> None:

@@ -23,7 +23,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
 
 def test_it_holds_the_package_all_of_it_and_nothing_else(wheel: ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert held == {str(file.relative_to(ROOT)) for file in (ROOT / "darts_server").rglob("*.py")}
+    files = {file for file in (ROOT / "darts_server").rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    assert held == {str(file.relative_to(ROOT)) for file in files}
+    assert "darts_server/http/page/page.html" in held
 
 
 def test_it_has_the_command_and_what_vllm_loads_in_its_processes(wheel: ZipFile) -> None:

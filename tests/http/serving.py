@@ -1,6 +1,6 @@
 """Our routes on an app of their own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import Mock
@@ -10,8 +10,10 @@ from starlette.testclient import TestClient
 
 from darts_server.control import Control
 from darts_server.http import errors
+from darts_server.http.access import Access, Keys
 from darts_server.http.group_id import STATE_KEY, GroupIdHeader
 from darts_server.http.routes import router
+from darts_server.http.security import BodyLimits, Guard
 from darts_server.http.state import State
 from darts_server.rollout.feedback import Feedback
 from darts_server.rollout.prompts import Prompts
@@ -24,11 +26,17 @@ from darts_server.weights.updates import Updates
 from tests.rollout.test_prompts import FINISHED, record
 
 HERE = "127.0.0.1"
+LARGEST = 2**30
+"""Bytes of a body."""
 
 
 @contextmanager
 def client(
-    *keys: str, host: str | None = HERE, state: State | None = None, updates: Updates | None = None
+    *keys: str,
+    host: str | None = HERE,
+    state: State | None = None,
+    updates: Updates | None = None,
+    admin_keys: Sequence[str] = (),
 ) -> Iterator[TestClient]:
     """A caller at the address ``host``. The prompts ``p`` and ``gsm8k/7`` are known, and the groups ``cmpl-a-…``.
 
@@ -52,8 +60,22 @@ def client(
         app.add_middleware(GroupIdHeader)
         control, reports, weights = Control(load({}, None)), Mock(return_value=feedback), Mock(return_value=updates)
         app.include_router(
-            router(provenance, prompts, rewards, state or store, control, Mock(), reports, weights, keys)
+            router(
+                provenance,
+                prompts,
+                rewards,
+                state or store,
+                control,
+                batches=Mock(),
+                votes=Mock(),
+                feedback=reports,
+                updates=weights,
+                viewed=Mock(),
+                guarded=bool(keys),
+            )
         )
+        access, limits = Access(Keys(keys), Keys(admin_keys)), BodyLimits(LARGEST)
+        app.add_middleware(Guard, access=access, limits=limits, told=Mock())
 
         @app.get("/shaped")
         async def shaped(request: Request) -> None:

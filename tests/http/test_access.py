@@ -1,5 +1,7 @@
 import pytest
 
+from darts_server.exceptions import InvalidSetting
+from darts_server.http.access import Access, Keys, check_listening, is_loopback
 from tests.http.serving import client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
@@ -8,6 +10,11 @@ CHANGES = [("PUT", "state"), ("PATCH", "policy")]
 READS = ["state", "policy", "groups/cmpl-a", "prompts/p"]
 BODIES = {"state": b"", "policy": b"{}"}
 PASSED = {"state": 400, "policy": 200}  # an empty file is damaged
+ELSEWHERE = "192.168.1.7"
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
@@ -18,7 +25,7 @@ def test_without_a_key_this_machine_may_change_the_server(method: str, path: str
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
-@pytest.mark.parametrize("host", ["192.168.1.7", "2001:db8::1", "::ffff:10.0.0.1", "testclient", "", None])
+@pytest.mark.parametrize("host", [ELSEWHERE, "2001:db8::1", "::ffff:10.0.0.1", "testclient", "", None])
 def test_without_a_key_nobody_else_may_and_is_told_the_remedy(method: str, path: str, host: str | None) -> None:
     with client(host=host) as caller:
         answer = caller.request(method, f"/darts/v1/{path}", content=BODIES[path])
@@ -26,7 +33,7 @@ def test_without_a_key_nobody_else_may_and_is_told_the_remedy(method: str, path:
     error = answer.json()["error"]
     assert error["type"] == "PermissionDeniedError"
     assert f"{method} /darts/v1/{path}" in error["message"]
-    assert "--api-key" in error["message"]
+    assert "--admin-api-key-file" in error["message"]
 
 
 @pytest.mark.parametrize("origin", ["https://example.com", "null", "http://127.0.0.1.example.com", "http://[", ""])
@@ -43,17 +50,62 @@ def test_this_machines_web_page_may(origin: str) -> None:
 
 @pytest.mark.parametrize("path", READS)
 def test_without_a_key_everyone_may_read(path: str) -> None:
-    with client(host="192.168.1.7") as caller:
+    with client(host=ELSEWHERE) as caller:
         assert caller.get(f"/darts/v1/{path}").status_code == 200
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "192.168.1.7"])
+@pytest.mark.parametrize("host", ["127.0.0.1", ELSEWHERE])
 @pytest.mark.parametrize(("method", "path"), [*CHANGES, *(("GET", path) for path in READS)])
 def test_with_keys_every_route_asks_for_one_from_everywhere(method: str, path: str, host: str) -> None:
     with client("one", "two", host=host) as caller:
-        for header in ({}, {"Authorization": "Bearer three"}):
-            assert caller.request(method, f"/darts/v1/{path}", headers=header).status_code == 401
-        answer = caller.request(
-            method, f"/darts/v1/{path}", headers={"Authorization": "Bearer two"}, content=BODIES.get(path)
-        )
-    assert answer.status_code == (200 if method == "GET" else PASSED[path])
+        for key in (None, "three", ""):
+            answer = caller.request(method, f"/darts/v1/{path}", headers=bearer(key))
+            assert answer.status_code == 401
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", READS)
+def test_a_key_opens_what_does_not_change_the_server_from_everywhere(path: str) -> None:
+    with client("one", "two", host=ELSEWHERE) as caller:
+        assert caller.get(f"/darts/v1/{path}", headers=bearer("two")).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+def test_what_changes_it_takes_this_machine_too_if_there_is_no_admin_key(method: str, path: str) -> None:
+    for host, status in (("127.0.0.1", PASSED[path]), (ELSEWHERE, 403)):
+        with client("one", host=host) as caller:
+            answer = caller.request(method, f"/darts/v1/{path}", headers=bearer("one"), content=BODIES[path])
+            assert answer.status_code == status
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+@pytest.mark.parametrize("host", ["127.0.0.1", ELSEWHERE])
+@pytest.mark.parametrize("keys", [(), ("one",)])
+def test_an_admin_key_is_asked_for_by_what_changes_the_server_and_opens_all(
+    method: str, path: str, host: str, keys: tuple[str, ...]
+) -> None:
+    with client(*keys, admin_keys=["root"], host=host) as caller:
+
+        def status(key: str | None) -> int:
+            return caller.request(method, f"/darts/v1/{path}", headers=bearer(key), content=BODIES[path]).status_code
+
+        assert status(None) == 401
+        assert status("one") == 403
+        assert status("root") == PASSED[path]
+        assert caller.get("/darts/v1/policy", headers=bearer("root")).status_code == 200
+        assert caller.get("/darts/v1/policy").status_code == (401 if keys else 200)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_it_may_listen_to_this_machine_alone_without_a_key(host: str) -> None:
+    check_listening(host, Access(), allowed=False)
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "some-name", "localhost.example.com"])
+def test_it_listens_elsewhere_with_a_key_or_if_that_is_meant(host: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"--host {host} .* VLLM_API_KEY .*--allow-unauthenticated") as error:
+        check_listening(host, Access(admin_keys=Keys(["root"])), allowed=False)
+    assert "\n" not in str(error.value)
+    check_listening(host, Access(Keys(["one"])), allowed=False)
+    check_listening(host, Access(), allowed=True)

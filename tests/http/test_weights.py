@@ -7,6 +7,7 @@ from starlette.testclient import TestClient
 
 from darts_server.engine.gate import Gate
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
+from darts_server.weights.coordinator import Update
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 from tests.http.serving import client
@@ -57,6 +58,7 @@ def test_before_any_update_there_is_none_to_tell_of(here: TestClient) -> None:
     assert here.get(URL).json() == {
         "version": 0,
         "state": "serving",
+        "intact": True,
         "rule": "finish",
         "last": None,
         "last_error": None,
@@ -66,9 +68,11 @@ def test_before_any_update_there_is_none_to_tell_of(here: TestClient) -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({}, "path"),
+        ({}, "body"),
+        ({"path": "x", "url": "http://x/y"}, "body"),
+        ({"url": 1}, "url"),
         ({"path": 1}, "path"),
-        ({"path": "x", "rule": "restart"}, "rule"),
+        ({"path": "x", "rule": "hurry"}, "rule"),
         ({"path": "x", "version": -1}, "version"),
         ({"path": "x", "version": 0}, "version"),
         ({"path": "x", "partial": "perhaps"}, "partial"),
@@ -94,10 +98,10 @@ def test_a_bad_body_is_the_callers_mistake_and_told_of_later_too(here: TestClien
 def test_a_body_that_no_set_can_have_is_too_large(here: TestClient, tmp_path: Path) -> None:
     answer = here.put(URL, content=b"", headers={"content-length": str(10**12)})
     assert answer.status_code == 413
-    assert not list(tmp_path.glob("darts-weights-*/*"))
+    assert not list(tmp_path.glob("darts-weights-*/*.safetensors"))
 
 
-@pytest.mark.parametrize("query", ["rule=restart", "version=-1", "version=x", "partial=perhaps"])
+@pytest.mark.parametrize("query", ["rule=hurry", "version=-1", "version=x", "partial=perhaps"])
 def test_wrong_parameters_are_refused(here: TestClient, query: str) -> None:
     assert here.put(f"{URL}?{query}", content=save(tensors(5))).status_code == 422
     assert here.get(URL).json()["version"] == 0
@@ -109,9 +113,10 @@ def test_faults_have_statuses_of_their_own(here: TestClient, updates: Updates, m
 
     model.fail["original"] = [UpdateUnsupported("quantized")]
     assert status() == 501
-    updates.begin_elsewhere()
+    other = Update("vllm", None)
+    updates.coordinator.begin(other, 1)
     assert status() == 409
-    updates.end_elsewhere(None, touched=False)
+    updates.coordinator.refuse(other, UpdateFailed("over"))
     model.fail["load"] = [UpdateFailed("broken")]
     assert status() == 503
     assert status() == 200
@@ -125,8 +130,10 @@ def test_only_this_machine_or_who_has_the_key_may_change_weights(updates: Update
         assert stranger.get(URL).status_code == 200
         assert stranger.put(URL, content=save(tensors(5))).status_code == 403
         assert stranger.post(URL, json={"path": "checkpoint"}).status_code == 403
-    with client("key", updates=updates, host="10.0.0.1") as caller:
+    with client("key", admin_keys=("admin",), updates=updates, host="10.0.0.1") as caller:
         assert caller.put(URL, content=save(tensors(5))).status_code == 401
-        assert model.values == dict.fromkeys(SHAPES, 0)
         headers = {"Authorization": "Bearer key"}
+        assert caller.put(URL, content=save(tensors(5)), headers=headers).status_code == 403
+        assert model.values == dict.fromkeys(SHAPES, 0)
+        headers = {"Authorization": "Bearer admin"}
         assert caller.put(URL, content=save(tensors(5)), headers=headers).status_code == 200

@@ -51,11 +51,21 @@ ROLLOUTS: dict[str, Any] = {
 }
 POLICY: dict[str, Any] = {"policy": "darts", "redundancy": 1.25, "num_longest": 1}
 REWARDS: dict[str, Any] = {"rewards": [{"trajectory_id": "a:0", "reward": 1.0, "correct": True}]}
+VOTE: dict[str, Any] = {
+    "prompt": "7a-5b*4>",
+    "key": "a",
+    "n": 4,
+    "sampling": {"max_tokens": 20},
+    "pattern": "#([0-9])",
+    "weights": "rank",
+    "score": "logprob",
+}
 WEIGHTS: dict[str, Any] = {"path": "step-7.safetensors", "rule": "finish", "version": 7}
 VALID = [
     ("POST", "rollouts", ROLLOUTS),
     ("PATCH", "policy", POLICY),
     ("POST", "rewards", REWARDS),
+    ("POST", "vote", VOTE),
     ("POST", "weights", WEIGHTS),
 ]
 NEVER_RIGHT = [{"a": {"b": 1}}, [[1]], [None], "\x00", -1, 1e300, 10**30, True, ""]

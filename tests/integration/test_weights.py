@@ -1,26 +1,37 @@
 """New weights for a real engine, by each way, against the same weights in transformers."""
 
 import asyncio
+import os
+import socket
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
-from transformers import Qwen3ForCausalLM
+from safetensors.torch import save, save_file
 
 from examples.tiny_rl.server import DARTS, MODEL, Server, serving
 from tests.integration import waiting
+from tests.integration.weights import (
+    EMBEDDING,
+    HEAD,
+    ORIGINAL,
+    PROMPT,
+    difference,
+    other,
+    post,
+    put,
+    sampled,
+    served,
+    told,
+)
 
 pytestmark = pytest.mark.engine
-PROMPT = "7a-5b*4>"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
-ORIGINAL: dict[str, torch.Tensor] = load_file(MODEL / "model.safetensors")
-Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -29,63 +40,26 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[Server]:
+def trainers_port() -> int:
+    """Where a trainer may serve weights. Free when it was asked for."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server(root: Path, trainers_port: int) -> Iterator[Server]:
     """A server of its own: the others' model stays what it is."""
-    flags = ("--weights-root", str(root), "--worker-extension-cls", "tests.integration.extension.Users")
+    flags = (
+        "--weights-root",
+        str(root),
+        "--weights-hosts",
+        f"127.0.0.1:{trainers_port}",
+        "--worker-extension-cls",
+        "tests.integration.extension.Users",
+        "--allow-dangerous-routes",
+    )
     with serving(DARTS, root.parent / "weights.log", *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
-
-
-def other(seed: int) -> Weights:
-    """Weights that differ in every tensor."""
-    random = torch.Generator().manual_seed(seed)
-    return {name: t + 0.005 * torch.randn(t.shape, generator=random) for name, t in ORIGINAL.items()}
-
-
-def put(server: Server, weights: Weights | bytes, **query: Any) -> httpx.Response:
-    body = weights if isinstance(weights, bytes) else save(weights)
-    return httpx.put(f"{server.url}/darts/v1/weights", content=body, params=query, timeout=60)
-
-
-def post(server: Server, path: str, **more: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/darts/v1/weights", json={"path": path, **more}, timeout=60)
-
-
-def told(server: Server) -> dict[str, Any]:
-    answer: dict[str, Any] = httpx.get(f"{server.url}/darts/v1/weights").json()
-    return answer
-
-
-def sampled(server: Server) -> list[tuple[list[int], list[int], list[float]]]:
-    """Prompt, completion and its log-probs, of some completions."""
-    body = {"model": "tiny:raw", "prompt": [PROMPT, "3b+4a*2>"], "n": 2, "max_tokens": 60, "seed": 1}
-    more = {"logprobs": 0, "return_token_ids": True, "temperature": 1.0}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return [
-        (choice["prompt_token_ids"], choice["token_ids"], choice["logprobs"]["token_logprobs"])
-        for choice in answer.json()["choices"]
-    ]
-
-
-def difference(server: Server, weights: Weights) -> float:
-    """The largest difference between the server's log-probs and those of transformers."""
-    model = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    model.load_state_dict({HEAD: weights[EMBEDDING], **weights})
-    largest = 0.0
-    for prompt, completion, logprobs in sampled(server):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        right = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
-        largest = max(largest, (right - torch.tensor(logprobs)).abs().max().item())
-    return largest
-
-
-def served(server: Server, answer: httpx.Response, weights: Weights) -> dict[str, Any]:
-    assert answer.status_code == 200, answer.text
-    assert difference(server, weights) < 1e-5
-    last: dict[str, Any] = answer.json()["last"]
-    return last
 
 
 def test_pushed_weights_are_served_and_restored_ones_give_the_same_as_before(server: Server) -> None:
@@ -153,7 +127,7 @@ def test_bad_sets_change_nothing_and_are_told_of(server: Server, root: Path) -> 
         (post(server, "link.safetensors"), "is a symbolic link"),
         (post(server, str(MODEL / "model.safetensors")), "is outside"),
         (post(server, "../x"), "must not have '..'"),
-        (post(server, "x", rule="restart"), "rule"),
+        (post(server, "x", rule="hurry"), "rule"),
     ):
         assert answer.status_code == 400, answer.text
         assert words in answer.json()["error"]["message"]
@@ -280,3 +254,64 @@ def test_versions_only_rise_by_the_updates_that_were_made(server: Server) -> Non
     for seed in (1, 2, 3):
         versions.append(put(server, other(seed)).json()["version"])
     assert all(later == earlier + 1 for earlier, later in pairwise(versions))
+
+
+def test_a_disk_without_room_changes_nothing(server: Server) -> None:
+    """The server may write no file of more than a megabyte, as on a disk that is full by then."""
+    before, version = sampled(server), told(server)["version"]
+    process = psutil.Process(server.process.pid)
+    limits = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        answer = put(server, other(10))
+    finally:
+        process.rlimit(psutil.RLIMIT_FSIZE, limits)
+    assert answer.status_code == 507, answer.text
+    assert "--weights-staging" in answer.json()["error"]["message"]
+    assert told(server)["last_error"] == answer.json()["error"]["message"]
+    assert told(server)["version"] == version
+    assert sampled(server) == before
+    served(server, put(server, other(10)), other(10))
+
+
+@pytest.mark.anyio
+async def test_a_file_that_is_cut_off_before_it_is_loaded_changes_nothing(server: Server, root: Path) -> None:
+    before, version = sampled(server), told(server)["version"]
+    path = root / "short.safetensors"
+    save_file(other(11), path)
+    body = {"prompts": [{"text": PROMPT}], "group_size": 4, "sampling": {"max_tokens": 250, "ignore_eos": True}}
+    async with httpx.AsyncClient(timeout=60) as client:
+        started = server.metric("darts_candidates_started_total")
+        group = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=body))
+        await asyncio.to_thread(waiting.wait_started, server, started + 1)
+        update = asyncio.create_task(client.post(f"{server.url}/darts/v1/weights", json={"path": path.name}))
+        while told(server)["state"] == "serving":
+            await asyncio.sleep(0.01)
+        while told(server)["state"] == "staging":
+            await asyncio.sleep(0.01)
+        os.truncate(path, path.stat().st_size - 100)
+        answer = await update
+        assert (await group).status_code == 200
+    assert answer.status_code == 503, answer.text
+    assert told(server)["last_error"] == answer.json()["error"]["message"]
+    assert (told(server)["version"], told(server)["intact"], told(server)["state"]) == (version, True, "serving")
+    assert sampled(server) == before
+
+
+@pytest.mark.anyio
+async def test_weights_are_pulled_from_hosts_that_are_allowed(server: Server, trainers_port: int) -> None:
+    weights = save(other(12))
+
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(weights) + weights)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(send, "127.0.0.1", trainers_port), httpx.AsyncClient(timeout=60) as client:
+        url = f"http://127.0.0.1:{trainers_port}/weights"
+        answer = await client.post(f"{server.url}/darts/v1/weights", json={"url": url})
+        other_host = await client.post(f"{server.url}/darts/v1/weights", json={"url": "http://127.0.0.1:1/weights"})
+    assert served(server, answer, other(12))["source"] == "http"
+    assert other_host.status_code == 400
+    assert f"127.0.0.1:{trainers_port} alone" in other_host.json()["error"]["message"]

@@ -1,0 +1,1 @@
+"""Trainers of others, each a module and an extra of its own."""

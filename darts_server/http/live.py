@@ -1,0 +1,199 @@
+"""``/darts/v1/live``: what runs and what has just ended, as one answer or as events."""
+
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import anyio
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from darts_server.http.events import MEDIA_TYPE
+from darts_server.http.weights import UpdateAnswer
+from darts_server.rollout.live import GroupView, Live, View, Viewer
+from darts_server.rollout.rewards import Rewards, summary
+from darts_server.types import End, Outcome, StopReason
+from darts_server.weights.updates import Updates
+
+INTERVAL_SECONDS = 0.25
+LARGEST_SHARE = 0.05
+"""Of a core, for all viewers together: they look more seldom where looking takes longer."""
+QUIET_SECONDS = 2.0
+"""Then the time is told, though nothing is new. No viewer looks more seldom."""
+STALL_SECONDS = 60.0
+"""A viewer who takes nothing for so long has gone."""
+TIME = "Seconds on the clock of `now`."
+
+
+class LiveCandidate(BaseModel):
+    """A candidate. Fields that are not there are not known or do not apply; `update` events have those that changed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    index: int
+    state: Literal["waiting", "running", "finished", "selected", "discarded"] | None = Field(
+        None, description="`finished`: it ended by itself, and its fate is open."
+    )
+    tokens: int | None = Field(None, description="Generated so far.")
+    start: float | None = Field(None, description=TIME)
+    stop: float | None = Field(None, description=TIME)
+    end: End | None = Field(None, description="From which end of the length order it was selected.")
+    reason: StopReason | None = Field(None, description="Why it was discarded.")
+    cut: bool | None = Field(None, description="Whether it was cut at the group's token limit.")
+    quality: float | None = Field(None, description="Its chance to end correct, if that was estimated.")
+
+
+class LiveGroup(BaseModel):
+    """A group, with the fields that are known or, in an `update`, that changed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    group_id: str
+    began: float | None = Field(None, description=f"{TIME} A group that has it is told whole.")
+    prompt_key: str | None = None
+    policy: str | None = None
+    size: int | None = Field(None, description="Trajectories that it returns.")
+    started: int | None = Field(None, description="Candidates. Of a very large group only the first are told.")
+    ended: float | None = Field(None, description=TIME)
+    outcome: Outcome | None = None
+    deadline: int | None = Field(None, description="Tokens at which its tail was cut.")
+    error: str | None = None
+    candidates: list[LiveCandidate]
+
+
+class LiveWeights(BaseModel):
+    """The weights that are served."""
+
+    version: int
+    state: str
+    last: UpdateAnswer | None
+
+
+class LiveRewards(BaseModel):
+    """What rewards said so far."""
+
+    rewarded: int
+    pass_rate: float
+    rewarded_groups: int
+    zero_variance_groups: int
+
+
+class LiveHealth(BaseModel):
+    """How the server is."""
+
+    weights: LiveWeights
+    rewards: LiveRewards | None = Field(description="Null while no trajectory got a reward.")
+    store_fault: str | None = Field(description="Why what is learned cannot be written.")
+
+
+class LiveAnswer(BaseModel):
+    """The server at work."""
+
+    now: float = Field(description="Seconds on a clock of the server's.")
+    running: int = Field(description="Groups.")
+    candidates: int = Field(description="Candidates of running groups.")
+    groups: list[LiveGroup] = Field(description="The last that ended, then running ones, the newest of these first.")
+    left: list[str] = Field(
+        description="`update`: running groups of which no more is told; newer ones took their place."
+    )
+    health: LiveHealth
+
+
+@dataclass(frozen=True, slots=True)
+class Viewed:
+    """Where it is looked up. ``fault``: of the store. ``stopping``: whether viewers should leave."""
+
+    live: Callable[[], Live]
+    rewards: Rewards
+    updates: Callable[[], Updates]
+    fault: Callable[[], str | None]
+    stopping: Callable[[], bool] = lambda: False
+
+    def health(self) -> dict[str, Any]:
+        """As `LiveHealth`."""
+        updates, learned = self.updates(), summary(self.rewards.dataset)
+        last = None if updates.last is None else UpdateAnswer.of(updates.last)
+        rewards = None
+        if learned is not None:
+            rewards = LiveRewards(
+                rewarded=learned.rewarded,
+                pass_rate=learned.pass_rate,
+                rewarded_groups=learned.rewarded_groups,
+                zero_variance_groups=learned.zero_variance_groups,
+            )
+        weights = LiveWeights(version=updates.version, state=updates.state.value, last=last)
+        return LiveHealth(weights=weights, rewards=rewards, store_fault=self.fault()).model_dump(mode="json")
+
+
+def routes(viewed: Viewed) -> APIRouter:
+    """The routes."""
+    api = APIRouter()
+    stream: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
+
+    @api.get("/live", response_model=LiveAnswer, responses=stream)
+    async def live(request: Request) -> Response:
+        """What runs and what has just ended. To callers who accept server-sent events: again and again."""
+        viewer = Viewer(viewed.live())
+        if MEDIA_TYPE in request.headers.get("accept", ""):
+            return LiveStream(viewer, viewed)
+        return JSONResponse(_told(viewer.look(), viewed.health()))
+
+    return api
+
+
+class LiveStream(StreamingResponse):
+    """Events for one viewer, each made when the one before was taken: so a slow one misses some and delays nobody."""
+
+    def __init__(self, viewer: Viewer, viewed: Viewed, stall: float = STALL_SECONDS) -> None:
+        super().__init__(pieces(viewer, viewed), media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store"})
+        self._viewer = viewer
+        self._stall = stall
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            with anyio.fail_after(self._stall):
+                await send(message)
+
+        with self._viewer, suppress(TimeoutError, ClientDisconnect):
+            await super().__call__(scope, receive, sending)
+
+
+async def pieces(
+    viewer: Viewer, viewed: Viewed, interval: float = INTERVAL_SECONDS, quiet: float = QUIET_SECONDS
+) -> AsyncGenerator[bytes, None]:
+    """A ``snapshot``, then an ``update`` whenever something is new, every ``interval`` seconds at most.
+
+    ``quiet``: seconds after which there is an update in any case.
+    """
+    name, spoke, health = "snapshot", 0.0, None
+    while not viewed.stopping():
+        began, used, piece = time.monotonic(), time.thread_time(), b""
+        view, health_before, health = viewer.look(), health, viewed.health()
+        if view.groups or view.left or health != health_before or began - spoke >= quiet:
+            piece = f"event: {name}\ndata: {json.dumps(_told(view, health), separators=(',', ':'))}\n\n".encode()
+            name, spoke = "update", began
+        used = time.thread_time() - used
+        if piece:
+            yield piece
+        await anyio.sleep(max(interval, min(quiet, used * viewer.live.viewers / LARGEST_SHARE)))
+
+
+def _told(view: View, health: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "now": view.now,
+        "running": view.running,
+        "candidates": view.candidates,
+        "groups": [_group(group) for group in view.groups],
+        "left": list(view.left),
+        "health": health,
+    }
+
+
+def _group(view: GroupView) -> dict[str, Any]:
+    return {"group_id": view.group_id, **view.fields, "candidates": list(view.candidates)}

@@ -1,0 +1,59 @@
+"""``/darts/``: the built-in page, one document that asks for nothing from elsewhere."""
+
+import base64
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+from fastapi.responses import RedirectResponse
+
+PARTS = Path(__file__).parent
+MARK = re.compile(r"/\* (\w+\.(?:css|js)) \*/")
+"""Where in the document a part is put."""
+INLINE = re.compile(r"<(script|style)[^>]*>(.*?)</\1>", re.DOTALL)
+
+
+@cache
+def document() -> str:
+    """The page with all its parts in it."""
+    whole = (PARTS / "page.html").read_text("utf-8")
+    return MARK.sub(lambda mark: (PARTS / mark[1]).read_text("utf-8"), whole)
+
+
+@cache
+def content_policy() -> str:
+    """Lets a browser run what is in the document and nothing else, and talk with this server alone."""
+    digests: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, text in INLINE.findall(document()):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        digests[kind].append(f"'sha256-{digest}'")
+    return (
+        f"default-src 'none'; script-src {' '.join(digests['script'])}; style-src {' '.join(digests['style'])}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def routes() -> APIRouter:
+    """The routes. They ask for no key: the page itself does, and sends it with its requests."""
+    api = APIRouter()
+
+    @api.get("/darts/", include_in_schema=False)
+    async def page() -> Response:
+        """The built-in page."""
+        headers = {
+            "Content-Security-Policy": content_policy(),
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cache-Control": "no-cache",
+        }
+        return Response(document(), media_type="text/html", headers=headers)
+
+    @api.get("/darts", include_in_schema=False)
+    async def slashless() -> Response:
+        """To the page; relative, so that it holds behind a proxy that adds to the path."""
+        return RedirectResponse("darts/")
+
+    return api

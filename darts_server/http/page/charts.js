@@ -1,0 +1,148 @@
+// Lengths, tokens, ends and allocation of the groups that are kept.
+const BINS = 44;
+const LAST_GROUPS = 64;
+const FONT = "11px system-ui, 'DejaVu Sans', sans-serif";
+
+class Charts {
+  #model;
+  #version = -1;
+
+  constructor(model) {
+    this.#model = model;
+    byId("ends").append(
+      ...ENDS.map((kind) =>
+        element("li", { id: `end-${kind}` }, element("i", { class: kind }), KINDS[kind], element("b", {}, "0")),
+      ),
+    );
+    this.recolour();
+    new ResizeObserver(() => this.touch()).observe(byId("overview"));
+  }
+
+  touch() {
+    this.#version = -1;
+  }
+
+  recolour() {
+    for (const mark of document.querySelectorAll("#ends i, #legend i")) {
+      if (!mark.classList.contains("waiting")) mark.style.background = colours[mark.className];
+    }
+    this.touch();
+  }
+
+  frame() {
+    if (this.#version === this.#model.version || byId("overview").clientWidth === 0) return;
+    this.#version = this.#model.version;
+    const groups = this.#model.newest.filter((group) => group.ended !== undefined);
+    const sum = summed(groups);
+    document.querySelector(".of-shown").textContent = `of the last ${several(groups.length, "group")}`;
+    this.#lengths(sum);
+    this.#tokens(sum);
+    for (const kind of ENDS) {
+      const row = byId(`end-${kind}`);
+      row.lastChild.textContent = count(sum.ends[kind]);
+      row.classList.toggle("none", sum.ends[kind] === 0);
+    }
+    this.#allocation(groups.slice(0, LAST_GROUPS).reverse());
+  }
+
+  #lengths({ generated, returned, cut }) {
+    const canvas = byId("lengths");
+    const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+    const context = prepared(canvas, width, height);
+    const { step, found } = ticks(0, generated.reduce((most, each) => Math.max(most, each), BINS), BINS);
+    const bins = Math.max(found.length, 1);
+    const [all, kept] = [generated, returned].map((lengths) => {
+      const counts = new Array(bins).fill(0);
+      for (const length of lengths) counts[Math.min(Math.floor(length / step), bins - 1)] += 1;
+      return counts;
+    });
+    const [left, top, bottom] = [34, 16, height - 16];
+    const most = Math.max(...all, 1);
+    const wide = (width - left - 2) / bins;
+    context.font = FONT;
+    axis(context, { left, width, top, bottom, most });
+    for (let bin = 0; bin < bins; bin += 1) {
+      const x = left + bin * wide;
+      for (const [counts, colour] of [[all, colours.generated], [kept, colours.short]]) {
+        const high = (counts[bin] / most) * (bottom - top);
+        context.fillStyle = colour;
+        const inset = counts === kept ? wide * 0.22 : 0.5;
+        context.fillRect(x + inset, bottom - high, Math.max(1, wide - 2 * inset), high);
+      }
+    }
+    context.fillStyle = colours.muted;
+    context.textBaseline = "top";
+    for (const length of ticks(0, bins * step, 6).found) {
+      const x = left + (length / step) * wide;
+      context.textAlign = x > width - 20 ? "right" : "center";
+      context.fillText(count(length), Math.min(x, width - 1), bottom + 3);
+    }
+    key(context, width, [["generated", colours.generated], ["returned", colours.short]]);
+    const means = `${count(mean(generated))} generated, stopped ones too; ${count(mean(returned))} returned`;
+    say("lengths-said", generated.length ? `Mean ${means}. ${count(cut)} cut.` : "No group has ended yet.");
+  }
+
+  #tokens({ generated, returned }) {
+    const [all, kept] = [total(generated), total(returned)];
+    const edge = `${all ? (100 * kept) / all : 0}%`;
+    const bar = `linear-gradient(to right, ${colours.short} ${edge}, ${colours.longer_than_needed} ${edge})`;
+    byId("tokens").style.background = all ? bar : "";
+    const share = all ? ` (${percent((all - kept) / all)})` : "";
+    say("tokens-said", `${count(all)} generated, ${count(kept)} returned, ${count(all - kept)} wasted${share}.`);
+  }
+
+  #allocation(groups) {
+    const canvas = byId("allocation");
+    const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+    const context = prepared(canvas, width, height);
+    const [left, top, bottom] = [34, 16, height - 4];
+    const most = Math.max(...groups.map((group) => group.started), 1);
+    const wide = Math.min(16, (width - left - 2) / Math.max(groups.length, 1));
+    context.font = FONT;
+    axis(context, { left, width, top, bottom, most });
+    groups.forEach((group, place) => {
+      const x = width - (groups.length - place) * wide;
+      const { selected } = tally(group);
+      for (const [number, colour] of [[group.started, colours.longer_than_needed], [selected, colours.short]]) {
+        const high = (number / most) * (bottom - top);
+        context.fillStyle = colour;
+        context.fillRect(x + 0.5, bottom - high, Math.max(1, wide - 1), high);
+      }
+    });
+    key(context, width, [["discarded", colours.longer_than_needed], ["selected", colours.short]]);
+    const started = groups.map((group) => group.started);
+    const [least, greatest] = [Math.min(...started), Math.max(...started)];
+    const range = least === greatest ? `${least} candidates each` : `${least} to ${greatest} candidates, mean ${mean(started).toFixed(1)}`;
+    const said = `${several(groups.length, "group")}: ${range}.`;
+    say("allocation-said", groups.length ? said : "No group has ended yet.");
+  }
+}
+
+function axis(context, { left, width, top, bottom, most }) {
+  context.strokeStyle = colours.line;
+  context.fillStyle = colours.muted;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  context.beginPath();
+  for (const value of [0, most]) {
+    const y = Math.round(bottom - (value / most) * (bottom - top)) + 0.5;
+    context.moveTo(left, y);
+    context.lineTo(width, y);
+    context.fillText(count(value), left - 5, Math.min(y, bottom - 4));
+  }
+  context.stroke();
+}
+
+function key(context, width, entries) {
+  context.textBaseline = "middle";
+  context.textAlign = "right";
+  let x = width - 2;
+  for (const [name, colour] of [...entries].reverse()) {
+    context.fillStyle = colours.muted;
+    context.fillText(name, x, 6);
+    x -= context.measureText(name).width + 13;
+    context.fillStyle = colour;
+    context.fillRect(x, 2, 9, 8);
+    x -= 9;
+  }
+}

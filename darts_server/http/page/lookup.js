@@ -1,0 +1,116 @@
+// What is known of a prompt, and where a group came from.
+const MOST_LISTED = 400;
+
+class Lookup {
+  #model;
+  #awaited = null; // a group that was asked for while it runs
+
+  constructor(model) {
+    this.#model = model;
+    this.#on("find-prompt", "prompt-key", (key) => this.prompt(key));
+    this.#on("find-group", "group-id", (id) => this.group(id));
+  }
+
+  async prompt(key) {
+    this.#awaited = null;
+    byId("prompt-key").value = key;
+    await this.#show(`v1/prompts/${encodeURIComponent(key)}`, (known) => [this.#known(known)]);
+  }
+
+  async group(id) {
+    byId("group-id").value = id;
+    const group = this.#model.groups.get(id);
+    this.#awaited = group !== undefined && group.ended === undefined ? id : null;
+    if (this.#awaited) {
+      const text = `Group ${id} still runs. Where it came from is told here as soon as it has ended.`;
+      return byId("found").replaceChildren(element("p", { class: "muted" }, text));
+    }
+    await this.#show(`v1/groups/${encodeURIComponent(id)}`, ({ groups }) => groups.map((group) => this.#origin(group)));
+  }
+
+  // Looks up what was asked for too early.
+  frame() {
+    const ended = this.#awaited && this.#model.groups.get(this.#awaited)?.ended !== undefined;
+    if (ended) this.group(this.#awaited);
+  }
+
+  #on(form, field, look) {
+    byId(form).addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (byId(field).value.trim()) look(byId(field).value.trim());
+    });
+  }
+
+  async #show(path, drawn) {
+    const found = byId("found");
+    try {
+      found.replaceChildren(...drawn(await ask(path)));
+    } catch (error) {
+      found.replaceChildren(element("p", { class: "bad" }, error.message));
+    }
+  }
+
+  #known(known) {
+    const rewards = known.rewards;
+    const facts = [
+      ["Mean length", `${known.mean_ema.toFixed(1)} tokens`],
+      ["Standard deviation", known.std_ema == null ? "not known yet" : `${known.std_ema.toFixed(1)} tokens`],
+      ["Groups, candidates", `${count(known.groups)}, ${count(known.candidates)}`],
+      ["Weights of its last group", known.weight_version == null ? "–" : `version ${known.weight_version}`],
+      ["Rewards", rewards ? `${count(rewards.rewarded)}, of these right ${percent(rewards.pass_rate)}` : "none reported"],
+    ];
+    if (rewards) {
+      const groups = `${rewards.zero_variance_groups} of ${rewards.rewarded_groups}`;
+      facts.push(["Groups of equal rewards", groups], ["Length of right ones", measured(rewards.length_right)]);
+      facts.push(["Length of wrong ones", measured(rewards.length_wrong)], ["Pattern", rewards.pattern ?? "–"]);
+    }
+    return element("section", {}, element("h3", {}, `Prompt ${known.prompt_key}`), listed(facts));
+  }
+
+  #origin(group) {
+    const prompt = group.prompt_key
+      ? element("button", { type: "button", class: "link", onclick: () => this.prompt(group.prompt_key) }, short(group.prompt_key, 28))
+      : "without a key";
+    const facts = [
+      ["Prompt", prompt],
+      ["Policy", group.policy],
+      ["Outcome", group.error ? `${group.outcome}: ${group.error}` : group.outcome],
+      ["Selected of started", `${group.candidates.filter((each) => each.end).length} of ${group.candidates.length}`],
+      ["Took", seconds(group.duration)],
+      ["Waited for the tail", group.tail_wait == null ? "–" : seconds(group.tail_wait)],
+      ["Tokens generated, returned", `${count(group.generated)}, ${count(group.returned)}`],
+      ["Deadline", group.deadline == null ? "none" : `${count(group.deadline)} tokens${group.explored ? ", not kept" : ""}`],
+      ["Mixed weight versions", group.mixed_versions ? "yes" : "no"],
+    ];
+    if (group.zero_variance != null) facts.push(["All rewards equal", group.zero_variance ? "yes" : "no"]);
+    if (group.shadow) facts.push([`${group.shadow.policy} would have`, `generated ${count(group.shadow.generated)} tokens`]);
+    return element("section", {}, element("h3", {}, `Group ${group.group_id}`), listed(facts), this.#candidates(group));
+  }
+
+  #candidates({ candidates }) {
+    const heads = ["#", "Fate", "Tokens", "Rank", "From–to, s", "Weights", "Reward"];
+    const rows = candidates.slice(0, MOST_LISTED).map((each) => {
+      const fate = KINDS[each.end ?? each.reason] ?? "–";
+      const versions = [each.weight_version_start, each.weight_version_end].filter((version) => version != null);
+      const times = [each.start, each.stop].map((time) => (time == null ? "" : time.toFixed(2))).join("–");
+      const said = [each.length, each.rank ?? "–", times, [...new Set(versions)].join("–") || "–", each.reward ?? "–"];
+      const cells = said.map((value) => element("td", {}, String(value)));
+      const first = [element("td", {}, String(each.index)), element("td", { class: "left" }, each.cut ? `${fate}, cut` : fate)];
+      return element("tr", {}, ...first, ...cells);
+    });
+    const left = (name) => ({ scope: "col", class: name === "Fate" ? "left" : null });
+    const head = element("tr", {}, ...heads.map((name) => element("th", left(name), name)));
+    const table = element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows));
+    const more = `The first ${MOST_LISTED} of ${candidates.length}.`;
+    return element("div", { class: "wide" }, table, candidates.length > MOST_LISTED ? more : null);
+  }
+}
+
+function measured(length) {
+  if (!length) return "–";
+  return `${length.mean.toFixed(1)}${length.se == null ? "" : ` ± ${length.se.toFixed(1)}`} tokens (${count(length.count)})`;
+}
+
+function listed(facts) {
+  return element("dl", {}, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+}

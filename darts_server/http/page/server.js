@@ -1,0 +1,89 @@
+// Talks with the server. Keys are kept here, in memory, and nowhere else.
+const keys = { api: "", admin: "" };
+const RETRY_SECONDS = [0.5, 1, 2, 4, 8];
+const SILENT_SECONDS = 15; // the server says something every two, unless it is very busy
+
+class Refused extends Error {
+  constructor(status, error) {
+    super(error?.message ?? `status ${status}`);
+    this.status = status;
+    this.field = error?.param ?? null;
+  }
+}
+
+function authorised(key) {
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+async function checked(answer) {
+  if (answer.ok) return answer;
+  const body = await answer.json().catch(() => ({}));
+  throw new Refused(answer.status, typeof body.error === "object" ? body.error : { message: body.error });
+}
+
+async function ask(path, options = {}, key = keys.api) {
+  const answer = await fetch(path, { ...options, headers: { ...options.headers, ...authorised(key) } });
+  return (await checked(answer)).json();
+}
+
+// Follows the server's events for as long as the page is looked at, and comes back after a lost connection.
+class Following {
+  #tell;
+  #abort = null;
+  #failures = 0;
+  #timer = 0;
+
+  constructor(tell) {
+    this.#tell = tell;
+  }
+
+  start() {
+    if (this.#abort !== null) return;
+    clearTimeout(this.#timer);
+    this.#abort = new AbortController();
+    this.#follow(this.#abort);
+  }
+
+  stop() {
+    clearTimeout(this.#timer);
+    this.#abort?.abort();
+    this.#abort = null;
+  }
+
+  async #follow(abort) {
+    let refused = null;
+    try {
+      const headers = { Accept: "text/event-stream", ...authorised(keys.api) };
+      const answer = await checked(await fetch("v1/live", { headers, signal: abort.signal, cache: "no-store" }));
+      await this.#read(answer.body.pipeThrough(new TextDecoderStream()).getReader(), abort);
+    } catch (error) {
+      if (error instanceof Refused) refused = error;
+    }
+    if (abort !== this.#abort) return; // stopped, or begun anew
+    this.#abort = null;
+    this.#tell(refused?.status === 401 ? "locked" : "lost", refused?.message ?? "the server does not answer");
+    if (refused?.status === 401) return;
+    const wait = RETRY_SECONDS[Math.min(this.#failures++, RETRY_SECONDS.length - 1)];
+    this.#timer = setTimeout(() => this.start(), 1000 * wait);
+  }
+
+  async #read(reader, abort) {
+    let text = "";
+    for (;;) {
+      const silent = setTimeout(() => abort.abort(), 1000 * SILENT_SECONDS);
+      const { value, done } = await reader.read().finally(() => clearTimeout(silent));
+      if (done) return;
+      const frames = (text + value).split("\n\n");
+      text = frames.pop();
+      for (const frame of frames) this.#take(frame);
+    }
+  }
+
+  #take(frame) {
+    const name = /^event: (.*)$/m.exec(frame)?.[1];
+    const data = /^data: (.*)$/m.exec(frame)?.[1];
+    if (name === undefined || data === undefined) return;
+    this.#failures = 0;
+    this.#tell(name, JSON.parse(data));
+  }
+}

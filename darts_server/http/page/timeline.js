@@ -1,0 +1,262 @@
+// Every candidate as a bar over time, in blocks by group, the newest on top. Draws what is in sight alone.
+const LABELS = 148; // px on the left
+const AXIS = 20;
+const GAP = 7; // between groups
+const LOWEST = 32; // a block: two lines of text
+const FRAME_SECONDS = 1 / 15;
+
+class Timeline {
+  #model;
+  #open;
+  #blocks = [];
+  #version = -1;
+  #pitch = 0;
+  #height = 0;
+  #focus = null; // {id, index}: looked at, by mouse or keyboard
+  #drawn = 0;
+  #span = [0, 1];
+  #dirty = true;
+
+  constructor(model, open) {
+    this.#model = model;
+    this.#open = open;
+    this.canvas = byId("bars");
+    this.scroll = byId("scroll");
+    this.scroll.addEventListener("scroll", () => this.touch(), { passive: true });
+    new ResizeObserver(() => this.touch()).observe(this.scroll);
+    for (const id of ["span", "pitch"]) byId(id).addEventListener("change", () => this.touch());
+    this.canvas.addEventListener("mousemove", (event) => this.#hover(event));
+    this.canvas.addEventListener("mouseleave", () => this.#look(null));
+    this.canvas.addEventListener("click", () => this.#focus && this.#open(this.#focus.id));
+    this.canvas.addEventListener("keydown", (event) => this.#key(event));
+  }
+
+  touch() {
+    this.#dirty = true;
+  }
+
+  frame(time) {
+    const moves = this.#model.running && time - this.#drawn >= 1000 * FRAME_SECONDS;
+    if (!moves && !this.#dirty && this.#version === this.#model.version) return;
+    if (this.scroll.clientHeight === 0) return;
+    this.#drawn = time;
+    this.#dirty = false;
+    this.#place();
+    this.#draw();
+    if (this.#focus) this.#tell(false);
+  }
+
+  // --- where everything is -------------------------------------------------
+
+  #place() {
+    const pitch = Number(byId("pitch").value);
+    if (this.#version === this.#model.version && this.#pitch === pitch) return;
+    const [known, before] = [this.#blocks[0]?.group, this.#height];
+    [this.#version, this.#pitch] = [this.#model.version, pitch];
+    let top = AXIS + 4;
+    this.#blocks = this.#model.newest.map((group) => {
+      const height = Math.max(LOWEST, group.candidates.length * pitch);
+      const block = { group, top, height, inset: Math.max(0, (height - group.candidates.length * pitch) / 2) };
+      top += height + GAP;
+      return block;
+    });
+    this.#height = top;
+    byId("spacer").style.height = `${Math.max(top, this.scroll.clientHeight)}px`;
+    // Who reads further down is not pushed away by what is new on top.
+    if (this.scroll.scrollTop > AXIS && known !== this.#blocks[0]?.group && before) {
+      const moved = this.#blocks.find((block) => block.group === known)?.top ?? AXIS + 4;
+      this.scroll.scrollTop += moved - AXIS - 4;
+    }
+  }
+
+  #visible() {
+    const [from, to] = [this.scroll.scrollTop, this.scroll.scrollTop + this.scroll.clientHeight];
+    return this.#blocks.filter((block) => block.top + block.height > from && block.top < to);
+  }
+
+  #fit(blocks) {
+    const fixed = Number(byId("span").value);
+    const ends = blocks.map(({ group }) => group.ended ?? this.#model.time);
+    const last = Math.max(...ends, -Infinity);
+    const first = fixed ? last - fixed : Math.min(...blocks.map(({ group }) => group.began), Infinity);
+    if (blocks.length) this.#span = [first, first + Math.max(last - first, 0.01) * 1.02];
+  }
+
+  // --- drawing -------------------------------------------------------------
+
+  #draw() {
+    const [width, height] = [this.scroll.clientWidth, this.scroll.clientHeight];
+    this.canvas.style.height = `${height}px`;
+    const context = prepared(this.canvas, width, height);
+    const blocks = this.#visible();
+    this.#fit(blocks);
+    const [first, last] = this.#span;
+    const at = (time) => LABELS + ((Math.min(Math.max(time, first), last) - first) / (last - first)) * (width - LABELS - 8);
+    this.#grid(context, at, width, height);
+    for (const block of blocks) this.#block(context, block, at, width);
+    this.#axis(context, at, width);
+    const { running } = this.#model;
+    const candidates = this.#blocks.reduce((sum, { group }) => sum + group.candidates.length, 0);
+    const shown = `${several(candidates, "candidate")} in ${several(this.#blocks.length, "group")}`;
+    say("shown", shown);
+    say("bars", "", { "aria-label": `${shown}, ${several(running, "group")} running` });
+  }
+
+  #grid(context, at, width, height) {
+    context.strokeStyle = colours.line;
+    context.lineWidth = 1;
+    context.beginPath();
+    for (const tick of this.#ticks()) {
+      const x = Math.round(at(tick.time)) + 0.5;
+      context.moveTo(x, AXIS);
+      context.lineTo(x, height);
+    }
+    context.stroke();
+  }
+
+  #ticks() {
+    const [first, last] = this.#span;
+    const { step, found } = ticks(0, last - first, 7);
+    const digits = Math.max(0, -Math.floor(Math.log10(step)));
+    return found.map((each) => ({ time: first + each, text: `${each.toFixed(digits)} s` }));
+  }
+
+  #axis(context, at, width) {
+    context.fillStyle = colours.panel;
+    context.fillRect(0, 0, width, AXIS);
+    context.fillStyle = colours.muted;
+    context.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+    context.textBaseline = "middle";
+    for (const tick of this.#blocks.length ? this.#ticks() : []) {
+      const x = at(tick.time);
+      context.textAlign = x > width - 30 ? "right" : "center";
+      context.fillText(tick.text, Math.min(x, width - 4), AXIS / 2);
+    }
+    context.textAlign = "left";
+  }
+
+  #block(context, { group, top, height, inset }, at, width) {
+    const y = top - this.scroll.scrollTop;
+    context.strokeStyle = colours.line;
+    context.beginPath();
+    context.moveTo(0, Math.round(y + height + GAP / 2) + 0.5);
+    context.lineTo(width, Math.round(y + height + GAP / 2) + 0.5);
+    context.stroke();
+    const sight = Math.max(y, AXIS); // the label stays in sight while its block is
+    this.#label(context, group, Math.min(sight, y + height - LOWEST));
+    const [low, high] = [-y - inset, this.scroll.clientHeight - y - inset];
+    const from = Math.max(0, Math.floor(low / this.#pitch));
+    const to = Math.min(group.candidates.length, Math.ceil(high / this.#pitch));
+    for (let index = from; index < to; index += 1) {
+      const candidate = group.candidates[index];
+      if (candidate) this.#bar(context, group, candidate, y + inset + index * this.#pitch, at);
+    }
+  }
+
+  #label(context, group, y) {
+    const { selected, running } = tally(group);
+    const done = group.ended !== undefined;
+    context.textBaseline = "top";
+    context.fillStyle = colours.text;
+    context.font = "600 11px system-ui, 'DejaVu Sans', sans-serif";
+    context.fillText(short(group.prompt_key ?? group.group_id, 18), 10, y + 3);
+    context.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+    const whole = !done || group.outcome === "completed" || group.outcome === "decided";
+    context.fillStyle = whole ? colours.muted : colours.failed;
+    const ended = whole ? `${selected} of ${group.started}` : group.outcome;
+    const state = done ? `${ended} · ${seconds(group.ended - group.began)}` : `${running} of ${group.started} running`;
+    context.fillText(state, 10, y + 17);
+  }
+
+  #bar(context, group, candidate, y, at) {
+    const kind = kindOf(candidate);
+    const thick = Math.max(2, this.#pitch - (this.#pitch > 4 ? 2 : 1));
+    const end = candidate.stop ?? group.ended ?? this.#model.time;
+    const start = candidate.start ?? end;
+    const [began, from, to] = [at(group.began), at(start), at(end)];
+    context.fillStyle = colours.waiting; // until the engine had it
+    if (from - began > 1) for (let x = began; x < from; x += 4) context.fillRect(x, y + thick / 2, 2, 1);
+    context.fillStyle = colours[kind] ?? colours.waiting;
+    context.fillRect(from, y, Math.max(candidate.start === undefined ? 0 : 2, to - from), thick);
+    if (candidate.cut) {
+      context.fillStyle = colours.cut;
+      context.fillRect(to - 2, y - 1, 3, thick + 2);
+    }
+    if (this.#focus?.id === group.group_id && this.#focus.index === candidate.index) {
+      context.strokeStyle = colours.text;
+      context.lineWidth = 2;
+      context.strokeRect(from - 2, y - 2, Math.max(2, to - from) + 4, thick + 4);
+      context.lineWidth = 1;
+    }
+  }
+
+  // --- mouse and keyboard --------------------------------------------------
+
+  #hover(event) {
+    const y = event.clientY - this.canvas.getBoundingClientRect().top + this.scroll.scrollTop;
+    const block = this.#blocks.find((each) => y >= each.top - GAP / 2 && y < each.top + each.height + GAP / 2);
+    if (!block || y - this.scroll.scrollTop < AXIS) return this.#look(null);
+    const index = Math.floor((y - block.top - block.inset) / this.#pitch);
+    const most = block.group.candidates.length - 1;
+    return this.#look({ id: block.group.group_id, index: Math.min(Math.max(index, 0), most) });
+  }
+
+  #look(focus) {
+    if (focus?.id === this.#focus?.id && focus?.index === this.#focus?.index) return;
+    this.#focus = focus;
+    this.touch();
+    if (focus) this.#tell(false);
+  }
+
+  #key(event) {
+    const place = this.#blocks.findIndex(({ group }) => group.group_id === this.#focus?.id);
+    const index = this.#focus?.index ?? 0;
+    const moves = {
+      ArrowDown: () => this.#to(place, index + 1),
+      ArrowUp: () => this.#to(place, index - 1),
+      PageDown: () => this.#to(place + 1, 0),
+      PageUp: () => this.#to(Math.max(place - 1, 0), 0),
+      Home: () => this.#to(0, 0),
+      End: () => this.#to(this.#blocks.length - 1, 0),
+      Enter: () => this.#focus && this.#open(this.#focus.id),
+      Escape: () => this.#look(null),
+    };
+    if (!moves[event.key] || !this.#blocks.length) return;
+    event.preventDefault();
+    moves[event.key]();
+  }
+
+  #to(place, index) {
+    let [at, of] = place < 0 ? [0, 0] : [Math.min(place, this.#blocks.length - 1), index];
+    if (of < 0 && at > 0) [at, of] = [at - 1, this.#blocks[at - 1].group.candidates.length - 1];
+    if (of >= this.#blocks[at].group.candidates.length && at + 1 < this.#blocks.length) [at, of] = [at + 1, 0];
+    const block = this.#blocks[at];
+    of = Math.min(Math.max(of, 0), block.group.candidates.length - 1);
+    const y = block.top + block.inset + of * this.#pitch;
+    const [from, high] = [this.scroll.scrollTop, this.scroll.clientHeight];
+    if (y - LOWEST < from + AXIS) this.scroll.scrollTop = y - LOWEST - AXIS;
+    if (y + LOWEST > from + high) this.scroll.scrollTop = y + LOWEST - high;
+    this.#look({ id: block.group.group_id, index: of });
+    this.#tell(true);
+  }
+
+  #tell(aloud) {
+    const group = this.#model.groups.get(this.#focus.id);
+    const candidate = group?.candidates[this.#focus.index];
+    if (!candidate) return;
+    const [first, rest] = described(group, candidate, this.#model.time);
+    byId("detail").replaceChildren(element("b", {}, first), ` ${rest}`);
+    if (aloud) say("said", `${first} ${rest}`);
+  }
+}
+
+function described(group, candidate, now) {
+  const length = `${several(candidate.tokens, "token")}${candidate.cut ? ", cut there" : ""}`;
+  const facts = [`candidate ${candidate.index} of ${group.started}`, length];
+  if (candidate.start !== undefined) facts.push(`ran ${seconds((candidate.stop ?? group.ended ?? now) - candidate.start)}`);
+  if (candidate.start > group.began + 0.005) facts.push(`after ${seconds(candidate.start - group.began)}`);
+  if (candidate.quality !== undefined) facts.push(`quality ${candidate.quality.toFixed(2)}`);
+  facts.push(`group ${group.group_id}`, `prompt ${short(group.prompt_key ?? "without a key", 24)}`, `policy ${group.policy}`);
+  const kind = KINDS[kindOf(candidate)] ?? candidate.state;
+  return [`${kind[0].toUpperCase()}${kind.slice(1)}:`, `${facts.join(" · ")}`];
+}

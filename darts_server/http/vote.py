@@ -1,0 +1,43 @@
+"""``POST /darts/v1/vote``: the answer that most of several trajectories give."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from darts_server.http.body import parsed, read_body
+from darts_server.http.connection import while_connected
+from darts_server.http.openapi import json_body
+from darts_server.http.vote_wire import VoteIn, VoteOut
+from darts_server.rollout.votes import Question, Votes
+
+LARGEST_BODY = 16 * 1024 * 1024
+"""Bytes: a prompt of a million tokens has less."""
+EXAMPLES = (
+    {"prompt": "7a-5b*4>", "n": 8, "sampling": {"max_tokens": 200}, "pattern": "#([0-9])"},
+    {
+        "messages": [{"role": "user", "content": "Is 7 a prime number?"}],
+        "n": 8,
+        "pattern": {"choices": ["yes", "no"]},
+        "weights": "rank",
+        "score": "logprob",
+    },
+)
+
+
+def routes(votes: Callable[[], Votes[Any, Any]]) -> APIRouter:
+    """The route. ``votes`` is asked when a request comes: the engine may start after the routes are made."""
+    api = APIRouter()
+
+    @api.post("/vote", response_model=VoteOut, openapi_extra=json_body(VoteIn, *EXAMPLES))
+    async def vote(request: Request) -> Response:
+        """Samples one prompt until the answer of the vote is certain; stops what is left then."""
+        body = parsed(VoteIn, await read_body(request, LARGEST_BODY))
+        return await while_connected(request, _answer(votes(), body.asked))
+
+    return api
+
+
+async def _answer(votes: Votes[Any, Any], question: Question) -> Response:
+    return JSONResponse(VoteOut.of(await votes.hold(question)).model_dump(mode="json"))

@@ -1,0 +1,174 @@
+"""TRL's GRPOTrainer on the tiny task against darts-server; a few minutes on two CPU cores.
+
+    python -m examples.tiny_rl.train_trl --policy darts_cut
+
+Task, rewards, recipe and the evaluation at the end are those of `train.py`; loop, loss and optimizer are TRL's. Every
+line that TRL logs is a line in log.jsonl, those of its own evaluation (unshaped, as that at the end) with `eval_`
+before their names. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl.trainer.grpo_config import GRPOConfig
+
+from darts_client import Client, DartsError
+from darts_client.integrations.trl import DartsGRPOTrainer, RewardReport, report_rewards
+from examples.tiny_rl.grpo import BETAS, CLIP, LEARNING_RATE
+from examples.tiny_rl.remote import TIMEOUT_SECONDS
+from examples.tiny_rl.server import DARTS, MODEL, serving
+from examples.tiny_rl.task import MAX_RESPONSE_TOKENS, Problem, reward
+from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer
+from examples.tiny_rl.train import HELD_OUT_SEED, Recipe, evaluate, problems
+from examples.tiny_rl.train_log import HeldOut
+
+ENDS = 5  # steps at both ends of a run whose rewards are compared
+
+
+def make_trainer(
+    url: str, policy: str, recipe: Recipe, seed: int, out: Path, model: Path = MODEL, **changes: Any
+) -> DartsGRPOTrainer:
+    """TRL's trainer with the recipe of `train.py`; ``changes``: arguments of ``GRPOConfig`` that are to be others."""
+    held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts)
+    pool = problems(seed, recipe.pool, avoid=held_out)
+    settings: dict[str, Any] = {
+        "output_dir": str(out),
+        "max_steps": recipe.steps,
+        "per_device_train_batch_size": recipe.prompts * recipe.group_size,
+        "num_generations": recipe.group_size,
+        "per_device_eval_batch_size": recipe.held_out_prompts * recipe.held_out_samples,
+        "num_generations_eval": recipe.held_out_samples,
+        "eval_strategy": "steps",
+        "eval_steps": recipe.held_out_every,
+        "max_completion_length": MAX_RESPONSE_TOKENS,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "max_grad_norm": CLIP,
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": url,
+        "generation_kwargs": {"vllm_xargs": {"darts_policy": policy}},
+        "bf16": False,  # float32, as the server
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": "none",
+        "seed": seed,
+    }
+    return DartsGRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        reward_funcs=[report_rewards(verifier(pool + held_out))],
+        args=GRPOConfig(**settings | changes),
+        train_dataset=dataset(pool),
+        eval_dataset=dataset(held_out),
+        processing_class=build_tokenizer(),
+    )
+
+
+def dataset(of: Sequence[Problem]) -> Dataset:
+    return Dataset.from_list([{"prompt": problem.prompt} for problem in of])
+
+
+def verifier(of: Sequence[Problem]) -> Callable[..., list[float]]:
+    """The reward function for these problems' prompts."""
+    by_prompt = {problem.prompt: problem for problem in of}
+
+    def right(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        """0 for a truncated completion, as `score` in `train.py` has it and for the same reason."""
+        return [
+            reward(by_prompt[prompt], text) if ids[-1] == EOS_ID else 0.0
+            for prompt, text, ids in zip(prompts, completions, completion_ids, strict=True)
+        ]
+
+    return right
+
+
+def held_out_score(trainer: DartsGRPOTrainer, client: Client, recipe: Recipe) -> HeldOut:
+    """The evaluation of `train.py`, with the trainer's weights of this moment."""
+    trainer.vllm_generation.sync_weights()  # type: ignore[no-untyped-call, unused-ignore]
+    return evaluate(client, problems(HELD_OUT_SEED, recipe.held_out_prompts), recipe.held_out_samples)
+
+
+def summary(steps: Sequence[dict[str, Any]], before: HeldOut, after: HeldOut, report: RewardReport, took: float) -> str:
+    """What came of it, from the log's lines of training steps."""
+    first, last = ([step["reward"] for step in part] for part in (steps[:ENDS], steps[-ENDS:]))
+    return "\n".join(
+        [
+            f"held out, unshaped: {_told(before)} before, {_told(after)} after",
+            f"reward in training: {fmean(first):.3f} in the first {len(first)} steps, {fmean(last):.3f} in the last",
+            f"tokens: {sum(step['darts/tokens_generated'] for step in steps):.0f} generated, "
+            f"{sum(step['darts/tokens_returned'] for step in steps):.0f} trained on",
+            f"seconds a step: {fmean(step['step_time'] for step in steps):.2f}; in all, with evaluation: {took:.0f}",
+            f"log-probs of server and trainer differ by at most "
+            f"{max(step['sampling/sampling_logp_difference/max'] for step in steps):.1g}",
+            # Of equal completions the first one's is matched, and rewards all of them.
+            f"rewards: {report.matched + report.repeated} reached their trajectory, "
+            f"{report.unknown + report.unreported} did not",
+        ]
+    )
+
+
+def _told(score: HeldOut) -> str:
+    return f"{score.right:.3f} ± {score.standard_error:.3f} right, {score.length_mean:.1f} tokens"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train and sum up. Exits with a message if it fails."""
+    options = arguments(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
+    torch.set_num_threads(1)  # the server needs the other core
+    options.out.mkdir(parents=True, exist_ok=True)
+    recipe = Recipe(options.steps)
+    try:
+        with ExitStack() as stack:
+            url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
+            client = stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS))
+            trainer = make_trainer(url, options.policy, recipe, options.seed, options.out, options.model)
+            before = held_out_score(trainer, client, recipe)
+            began = time.perf_counter()
+            trainer.train()
+            took = time.perf_counter() - began
+            after = held_out_score(trainer, client, recipe)
+    except (DartsError, RuntimeError, OSError) as error:
+        sys.exit(f"train_trl: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train_trl: interrupted; a server of its own has been stopped")
+    log = options.out / "log.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in trainer.state.log_history))
+    steps = [line for line in trainer.state.log_history if "loss" in line]
+    print(summary(steps, before, after, trainer.reward_reports[0], took), f"Log: {log}", sep="\n")
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m examples.tiny_rl.train_trl", description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--policy", default="darts_cut", help="what training groups are shaped with (default: %(default)s)")
+    add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")
+    add("--seed", type=int, default=0, help="of the training prompts and their order (default: %(default)s)")
+    add("--model", type=Path, default=MODEL, metavar="FOLDER", help="the policy to start from (default: the committed)")
+    add("--url", help="a server that runs already and serves a model of the same shape (default: one of its own)")
+    add("--out", type=Path, default=Path("out/train_trl"), metavar="FOLDER", help="for the log (default: %(default)s)")
+    options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    main()

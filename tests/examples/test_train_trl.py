@@ -1,0 +1,47 @@
+"""The parts of TRL's example that need neither a server nor a trainer."""
+
+from dataclasses import replace
+
+import pytest
+
+from darts_client.integrations.trl import RewardReport
+from examples.tiny_rl.tokenizer import EOS_ID
+from examples.tiny_rl.train import problems
+from examples.tiny_rl.train_log import HeldOut
+from examples.tiny_rl.train_trl import arguments, summary, verifier
+
+pytestmark = pytest.mark.filterwarnings("default")  # of what TRL imports
+STEP = {
+    "step_time": 2.0,
+    "darts/tokens_generated": 30.0,
+    "darts/tokens_returned": 20.0,
+    "sampling/sampling_logp_difference/max": 2e-6,
+}
+
+
+def test_the_reward_is_the_verifiers_and_0_for_a_truncated_completion() -> None:
+    first, second = problems(0, 2)
+    texts = [f"#{first.answer}", f"#{first.answer}", f"#{(second.answer + 1) % 10}", ""]
+    ids = [[9, EOS_ID], [9, 9], [9, EOS_ID], [EOS_ID]]
+    prompts = [first.prompt, first.prompt, second.prompt, second.prompt]
+    right = verifier([first, second])
+    assert right(prompts=prompts, completions=texts, completion_ids=ids, trainer_state=None) == [1.0, 0.0, 0.0, 0.0]
+    assert right.__name__ == "right"  # TRL's log has the name
+
+
+def test_the_summary_tells_both_ends_of_the_run_and_what_became_of_the_rewards() -> None:
+    steps = [STEP | {"reward": reward} for reward in (0.1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9)]
+    before = HeldOut(8, 0.5, 0.01, 40.0, 100.0, 9.0, 0.0)
+    report = RewardReport(0.0, matched=60, repeated=15, unknown=2, unreported=3)
+    told = summary(steps, before, replace(before, right=0.75), report, 31.0)
+    assert "0.500 ± 0.010 right, 40.0 tokens before, 0.750" in told
+    assert "0.100 in the first 5 steps, 0.900 in the last" in told
+    assert "300 generated, 200 trained on" in told
+    assert "at most 2e-06" in told
+    assert "75 reached their trajectory, 5 did not" in told
+
+
+def test_there_is_at_least_one_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--steps", "0"])
+    assert "--steps must be at least 1" in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""A server at work for a browser: our routes and the page, over groups on the scripted engine, by real time."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from random import Random
+from unittest.mock import Mock
+
+import uvicorn
+from fastapi import FastAPI, Response
+
+from darts_server.control import Control
+from darts_server.engine.scripted import Script, ScriptedEngine
+from darts_server.http import errors, page
+from darts_server.http.access import Access, Keys
+from darts_server.http.live import Viewed
+from darts_server.http.routes import router
+from darts_server.http.security import BodyLimits, Guard
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.feedback import Feedback
+from darts_server.rollout.live import Live
+from darts_server.rollout.plan import Limits
+from darts_server.rollout.prompts import Prompts
+from darts_server.rollout.provenance import Provenance
+from darts_server.rollout.rewards import Rewards
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.settings import load
+from darts_server.store import Store
+from darts_server.types import RequestOptions, UpdateOutcome, UpdateRecord
+from darts_server.weights.states import State
+from darts_server.weights.updates import Updates
+from tests.rollout.helpers import collect
+
+STEP_SECONDS = 0.02
+STARTUP_SECONDS = 20.0
+
+
+class Work:
+    """Groups of 8 that are asked for by whoever drives the browser, from its own thread."""
+
+    def __init__(self, store: Store, lengths: Callable[[str, int], int]) -> None:
+        self.engine = ScriptedEngine(lambda request, index: Script(length=lengths(request, index)))
+        self.provenance, self.prompts, self.rewards = Provenance(), Prompts(store), Rewards(store)
+        self.feedback = Feedback(self.rewards, Mock(), Mock())
+        self.live = Live(lambda: self.rollouts)
+        self.rollouts: Rollouts[str, list[int]] = Rollouts(
+            self.engine,
+            {"uniform": Shaping(redundancy=1.5)},
+            "uniform",
+            Limits(1024),
+            store,
+            [self.provenance, self.feedback, self.live],
+            batch_window=0,
+            on_return=self.feedback.trajectory_returned,
+        )
+        self.stopping: Callable[[], bool] = lambda: False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._groups: set[asyncio.Task[object]] = set()
+
+    async def steps(self) -> None:
+        """The engine goes on for ever."""
+        self._loop = asyncio.get_running_loop()
+        while True:
+            await self.engine.step()
+            await asyncio.sleep(STEP_SECONDS)
+
+    def ask(self, *names: str, size: int = 8) -> None:
+        """Begin a group for each of these prompts."""
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self._begin(names, size), self._loop).result()
+
+    async def _begin(self, names: Sequence[str], size: int) -> None:
+        plan = self.rollouts.plan(size, RequestOptions("uniform"))
+        assert plan is not None
+        for name in names:
+            grant = await self.rollouts.allocate(plan, name)
+            group_id = f"group-{self.live.ended + self.rollouts.running}"
+            run = self.rollouts.run(name, plan, grant, group_id=group_id, prompt_key=name, lots=(1,))
+            task = asyncio.create_task(collect(run))
+            self._groups.add(task)
+            task.add_done_callback(self._groups.discard)
+
+
+def heavy_tail(request: str, index: int) -> int:
+    """Lengths as prompts have them: most are short, some very long."""
+    rng = Random(f"{request}/{index}")
+    return min(400, round(20 * rng.lognormvariate(0.4, 0.8)) + 5)
+
+
+@contextmanager
+def at_work(
+    *keys: str, admin_keys: Sequence[str] = (), lengths: Callable[[str, int], int] = heavy_tail
+) -> Iterator[tuple[str, Work]]:
+    """The address of the page, and what runs behind it."""
+    with Store() as store, socket.create_server(("127.0.0.1", 0)) as listener:
+        work = Work(store, lengths)
+        server = uvicorn.Server(uvicorn.Config(_app(work, store, keys, admin_keys), log_level="warning", lifespan="on"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        work.stopping = lambda: server.should_exit
+        thread.start()
+        try:
+            deadline = time.monotonic() + STARTUP_SECONDS
+            while not server.started:
+                assert time.monotonic() < deadline, "the server does not start"
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/darts/", work
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str]) -> FastAPI:
+    @asynccontextmanager
+    async def working(_: FastAPI) -> AsyncIterator[None]:
+        steps = asyncio.create_task(work.steps())
+        yield
+        steps.cancel()
+
+    app, access = FastAPI(lifespan=working), Access(Keys(keys), Keys(admin_keys))
+    app.add_middleware(Guard, access=access, limits=BodyLimits(2**20), told=Mock())
+    errors.install(app)
+    seconds = {"transfer": 0.2, "check": 0.1, "wait": 1.4, "load": 0.3}
+    updates = Mock(spec=Updates, version=7, state=State.SERVING)
+    updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, seconds)
+    viewed = Viewed(lambda: work.live, work.rewards, lambda: updates, lambda: store.fault, lambda: work.stopping())
+    control = Control(load({}, None))
+    app.include_router(
+        router(
+            provenance=work.provenance,
+            prompts=work.prompts,
+            learned=work.rewards,
+            store=store,
+            control=control,
+            batches=Mock(),
+            votes=Mock(),
+            feedback=lambda: work.feedback,
+            updates=lambda: updates,
+            viewed=viewed,
+            guarded=bool(keys),
+        )
+    )
+    app.include_router(page.routes())
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    return app

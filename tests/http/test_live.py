@@ -1,0 +1,157 @@
+"""The live view as it goes over the wire, on the scripted engine."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+from unittest.mock import Mock
+
+import anyio
+import pytest
+from fastapi import FastAPI
+from httpx import ASGITransport, AsyncClient
+from starlette.types import Message
+
+from darts_server.engine.scripted import settle
+from darts_server.http.events import MEDIA_TYPE
+from darts_server.http.live import LiveAnswer, LiveStream, Viewed, pieces, routes
+from darts_server.policy.patterns import RewardStats, one
+from darts_server.rollout.live import Viewer
+from darts_server.rollout.rewards import Rewards
+from darts_server.types import UpdateOutcome, UpdateRecord
+from darts_server.weights.states import State
+from darts_server.weights.updates import Updates
+from tests.rollout.helpers import Documents, House, lengths
+from tests.rollout.test_live import watched
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Server:
+    """What is viewed, and how it is."""
+
+    def __init__(self, house: House, **most: int) -> None:
+        self.live = watched(house, **most)
+        self.rewards = Rewards(Documents())
+        self.updates = Mock(spec=Updates, version=3, state=State.SERVING, last=None)
+        self.fault: str | None = None
+        self.stopping = False
+        self.viewed = Viewed(
+            lambda: self.live, self.rewards, lambda: self.updates, lambda: self.fault, lambda: self.stopping
+        )
+
+    def events(self, quiet: float = 60.0) -> AsyncGenerator[bytes, None]:
+        return pieces(Viewer(self.live), self.viewed, interval=0, quiet=quiet)
+
+
+def read(piece: bytes) -> tuple[str, dict[str, Any]]:
+    """The name of an event, and its data in its documented form."""
+    name, data = piece.decode().removesuffix("\n\n").split("\n")
+    told = json.loads(data.removeprefix("data: "))
+    LiveAnswer.model_validate(told)
+    return name.removeprefix("event: "), told
+
+
+async def test_first_all_there_is_then_what_is_new() -> None:
+    house = House(lengths(3, 5, 9))
+    server = Server(house)
+    house.run(2, group_id="g")
+    await settle()
+    async with aclosing(server.events()) as stream:
+        name, told = read(await anext(stream))
+        assert (name, told["running"], told["candidates"]) == ("snapshot", 1, 3)
+        assert [c["state"] for c in told["groups"][0]["candidates"]] == ["running"] * 3
+        await house.engine.step()
+        name, told = read(await anext(stream))
+        assert (name, told["now"]) == ("update", 1)
+        assert told["groups"] == [{"group_id": "g", "candidates": [{"index": i, "tokens": 1} for i in range(3)]}]
+
+
+async def test_nothing_is_sent_until_something_is_new_or_it_was_quiet_for_a_time() -> None:
+    house = House(lengths(3))
+    server = Server(house)
+    async with aclosing(server.events()) as stream:
+        await anext(stream)
+        waiting = asyncio.ensure_future(anext(stream))
+        await settle()
+        assert not waiting.done()
+        server.fault = "the disk is full"
+        assert read(await waiting)[1]["health"]["store_fault"] == "the disk is full"
+    async with aclosing(server.events(quiet=0.01)) as stream:
+        assert [read(await anext(stream))[0] for _ in range(3)] == ["snapshot", "update", "update"]
+
+
+async def test_health_tells_of_weights_and_rewards() -> None:
+    server = Server(House(lengths(1)))
+    server.updates.last = UpdateRecord(3, UpdateOutcome.FAILED, "push", "keep", False, {"load": 2.0}, "too large")
+    health = server.viewed.health()
+    assert health["weights"]["last"]["error"] == "too large"
+    assert health["rewards"] is None
+    server.rewards.learn({None: RewardStats(right=one(5), wrong=one(9), groups=4, zero_variance=1)})
+    rewards = {"rewarded": 2, "pass_rate": 0.5, "rewarded_groups": 4, "zero_variance_groups": 1}
+    assert server.viewed.health()["rewards"] == rewards
+
+
+async def test_a_slow_reader_gets_one_event_for_all_that_came_meanwhile_and_no_queue() -> None:
+    house = House(lengths(4))
+    server = Server(house, most_groups=10)
+    viewer = Viewer(server.live)
+    async with aclosing(pieces(viewer, server.viewed, interval=0)) as stream:
+        await anext(stream)
+        for number in range(60):
+            house.run(8, group_id=f"g{number}")
+            await settle()
+            await house.engine.run()
+        assert viewer._known == {}
+        _, told = read(await anext(stream))
+        assert [group["group_id"] for group in told["groups"]] == [f"g{number}" for number in range(50, 60)]
+        waiting = asyncio.ensure_future(anext(stream))
+        await settle()
+        assert not waiting.done()  # that was all
+        waiting.cancel()
+        await settle()
+
+
+async def test_who_takes_nothing_for_too_long_is_given_up() -> None:
+    server = Server(House(lengths(1)))
+    answer = LiveStream(Viewer(server.live), server.viewed, stall=0.01)
+
+    async def receive() -> Message:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        await anyio.sleep_forever()
+
+    with anyio.fail_after(10):
+        await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+    assert server.live.viewers == 0
+
+
+async def test_it_ends_when_the_server_stops() -> None:
+    server = Server(House(lengths(1)))
+    async with aclosing(server.events()) as stream:
+        await anext(stream)
+        server.stopping = True
+        assert await anext(stream, None) is None
+
+
+async def test_who_asks_for_no_events_gets_one_answer() -> None:
+    house = House(lengths(3))
+    server = Server(house)
+    house.run(2, group_id="g")
+    await settle()
+    app = FastAPI()
+    app.include_router(routes(server.viewed))
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://here") as client:
+        answer = await client.get("/live")
+        assert [group["group_id"] for group in LiveAnswer.model_validate(answer.json()).model_dump()["groups"]] == ["g"]
+        server.stopping = True
+        events = await client.get("/live", headers={"Accept": MEDIA_TYPE})
+        assert events.headers["content-type"].startswith(MEDIA_TYPE)

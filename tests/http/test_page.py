@@ -1,0 +1,61 @@
+"""The page as it is served."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from darts_server.http import page
+from darts_server.types import End, StopReason
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
+
+
+class Served(NamedTuple):
+    text: str
+    headers: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def served() -> Served:
+    app = FastAPI()
+    app.include_router(page.routes())
+    answer = TestClient(app).get("/darts/")
+    return Served(answer.text, dict(answer.headers))
+
+
+def test_it_is_one_document_with_all_its_parts(served: Served) -> None:
+    assert served.headers["content-type"].startswith("text/html")
+    for part in page.PARTS.glob("*.*"):
+        if part.suffix in (".js", ".css"):
+            assert part.read_text("utf-8") in served.text, part.name
+    assert len(re.findall(r"<script|<style", served.text)) == 2
+
+
+def test_its_address_may_lack_the_slash() -> None:
+    app = FastAPI()
+    app.include_router(page.routes())
+    answer = TestClient(app).get("/darts", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (307, "darts/")
+
+
+def test_it_names_nothing_that_a_browser_would_fetch(served: Served) -> None:
+    assert not re.search(r"\b(src|srcset|action|poster)=|@import|url\(|<iframe|<object", served.text)
+    assert re.findall(r'href="([^"]{5})', served.text) == ["data:"]
+
+
+def test_its_security_policy_lets_in_its_own_parts_alone(served: Served) -> None:
+    policy = dict(part.split(" ", 1) for part in served.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for kind in ("script-src", "style-src"):
+        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/=]{44}'", policy[kind])
+    assert not re.search(r"\sstyle=|\son\w+=", served.text)  # these would be refused
+
+
+@pytest.mark.parametrize("kind", [*End, *StopReason])
+def test_it_knows_whatever_becomes_of_a_candidate(kind: str) -> None:
+    assert f"\n  {kind}: " in (page.PARTS / "kinds.js").read_text("utf-8")
+    assert (page.PARTS / "style.css").read_text("utf-8").count(f"--{kind}: #") == 2, "in light and in dark"

@@ -1,0 +1,61 @@
+"""The vote's wire: what is refused and by which name, and that its description is whole."""
+
+import json
+from typing import Any
+
+import pytest
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.http.body import parsed
+from darts_server.http.openapi import json_body
+from darts_server.http.vote import EXAMPLES
+from darts_server.http.vote_wire import VoteIn
+
+ASKED: dict[str, Any] = {"prompt": "7a-5b*4>", "n": 8, "pattern": "#([0-9])"}
+
+
+def read(body: dict[str, Any]) -> VoteIn:
+    return parsed(VoteIn, json.dumps(body).encode())
+
+
+def test_a_prompt_is_text_token_ids_or_a_chat() -> None:
+    assert read(ASKED).asked.prompt.text == "7a-5b*4>"
+    assert read(ASKED | {"prompt": [5, 6], "key": "k"}).asked.prompt.token_ids == [5, 6]
+    chat = [{"role": "user", "content": "7"}]
+    asked = read({"messages": chat, "n": 1, "pattern": {"choices": ["7", "8"]}}).asked
+    assert (asked.prompt.messages, asked.pattern) == (chat, ["7", "8"])
+    assert (asked.weights, asked.score) == ("majority", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"prompt": None}, "body"),
+        ({"messages": [{}]}, "body"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": [5, -1]}, "prompt[1]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"n": 0}, "n"),
+        ({"n": "8"}, "n"),
+        ({"pattern": None}, "pattern"),
+        ({"pattern": ["7"]}, "pattern"),
+        ({"pattern": {}}, "pattern.choices"),
+        ({"pattern": {"choices": []}}, "pattern.choices"),
+        ({"pattern": {"choices": [7]}}, "pattern.choices[0]"),
+        ({"weights": "most"}, "weights"),
+        ({"score": "luck"}, "score"),
+        ({"smapling": {}}, "smapling"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read(ASKED | change)
+    assert refused.value.field == field
+
+
+def test_the_description_is_whole_and_its_examples_are_right() -> None:
+    assert "$ref" not in json.dumps(json_body(VoteIn, *EXAMPLES))
+    for example in EXAMPLES:
+        read(example)

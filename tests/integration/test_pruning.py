@@ -1,0 +1,114 @@
+"""Candidates that real vLLM generates are pruned by what their hidden states tell, and exactly n come back."""
+
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from examples.tiny_rl.server import DARTS, Server, serving
+from examples.tiny_rl.task import Problem, reward, sample_problem
+
+pytestmark = pytest.mark.engine
+SIZE = 8
+GROUPS = 32
+FLAGS = ("--policy", "arrol", "--detect-at", "10", "--cold-steps", "0", "--cold-labels", "128")
+PATIENCE = 60.0
+
+
+def rollouts(server: Server, problems: list[Problem], **policy: object) -> list[dict[str, Any]]:
+    body = {
+        "prompts": [{"text": problem.prompt} for problem in problems],
+        "group_size": SIZE,
+        "sampling": {"max_tokens": 200},
+        "policy": policy,
+    }
+    answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=240)
+    assert answer.status_code == 200, answer.text
+    groups: list[dict[str, Any]] = answer.json()["groups"]
+    assert [len(group["trajectories"]) for group in groups] == [SIZE] * len(problems)
+    return groups
+
+
+def a_step(server: Server, rng: Random, **policy: object) -> list[dict[str, Any]]:
+    """Groups, all of whose trajectories are rewarded."""
+    problems = [sample_problem(rng) for _ in range(GROUPS)]
+    groups = rollouts(server, problems, **policy)
+    rewards = [
+        {"trajectory_id": trajectory["trajectory_id"], "reward": reward(problem, trajectory["text"])}
+        for problem, group in zip(problems, groups, strict=True)
+        for trajectory in group["trajectories"]
+    ]
+    report = httpx.post(f"{server.url}/darts/v1/rewards", json={"rewards": rewards}, timeout=60).json()
+    assert report["matched"] == len(rewards)
+    return groups
+
+
+def pruned(groups: list[dict[str, Any]]) -> int:
+    return sum(each["reason"] == "pruned" for group in groups for each in group["discarded"])
+
+
+def until(server: Server, status: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while server.metric("darts_quality_status", status=status) != 1:
+        assert time.monotonic() < end, f"the status is not {status}:\n{server.last_words()}"
+        time.sleep(0.2)
+
+
+def test_groups_are_pruned_once_rewards_have_taught_and_a_restart_goes_on_with_it(tmp_path: Path) -> None:
+    rng, flags = Random(7), (*FLAGS, "--state-dir", str(tmp_path / "state"))
+    with serving(DARTS, tmp_path / "first.log", *flags) as server:
+        assert server.metric("darts_quality_status", status="no_labels") == 1
+        blank = httpx.get(f"{server.url}/darts/v1/state").content
+        assert not pruned(a_step(server, rng)), "at first all are kept"
+        until(server, "few_labels")
+        learned = server.metric("darts_quality_labels_total")
+        assert learned > GROUPS * SIZE / 2, "most go past their tenth token"
+        assert not pruned(a_step(server, rng))
+        until(server, "ready")
+
+        groups = a_step(server, rng)
+        assert pruned(groups) > GROUPS
+        assert all(0 <= t["quality"] <= 1 for group in groups for t in group["trajectories"] if t["length"] > 80)
+        drawn = {fate: server.metric("darts_pruning_draws_total", fate=fate) for fate in ("kept", "pruned")}
+        assert drawn["pruned"] == pruned(groups)
+        assert 0.3 < drawn["kept"] / sum(drawn.values()) < 0.8
+        assert server.metric("darts_probe_states_total", told="true") > 3 * GROUPS * SIZE / 2
+        assert server.metric("darts_probe_states_total", told="false") == 0
+        for name in ("auc", "brier"):
+            assert 0 < server.metric(f"darts_quality_{name}", of="score") < 1
+        assert server.metric("darts_quality_loss") > 0
+        assert server.metric("darts_quality_training_steps_total") > 0
+        assert not pruned(rollouts(server, [sample_problem(rng)], name="uniform"))
+        saved = httpx.get(f"{server.url}/darts/v1/state").content
+
+    with serving(DARTS, tmp_path / "second.log", *flags) as server:
+        assert server.metric("darts_quality_status", status="ready") == 1, server.last_words()
+        assert pruned(a_step(server, rng)) > GROUPS
+
+        for state, status in ((blank, "no_labels"), (saved, "ready")):
+            httpx.put(f"{server.url}/darts/v1/state", content=state, timeout=60).raise_for_status()
+            time.sleep(1.1)  # what is in the store is looked at once a second, when something is scored
+            rollouts(server, [sample_problem(rng)])
+            until(server, status)
+        assert pruned(a_step(server, rng, name="darts+arrol")) > 0
+
+
+def test_who_never_prunes_pays_nothing_and_log_probs_need_no_head(tmp_path: Path) -> None:
+    with serving(DARTS, tmp_path / "log", *FLAGS[2:], "--quality", "logprob", "--cold-labels", "64") as server:
+        assert server.metric("darts_quality_status", status="unused") == 1
+        a_step(server, Random(3))
+        assert server.metric("darts_quality_scores_total") == 0
+        a_step(server, Random(3), name="arrol")
+        until(server, "ready")
+        assert pruned(a_step(server, Random(4), name="arrol")) > 0
+        assert server.metric("darts_probe_states_total") == 0
+        assert "quality.trainer" not in commands(server)
+
+
+def commands(server: Server) -> str:
+    """Of the server's processes."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    return "\n".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split())

@@ -1,0 +1,100 @@
+"""Every route of the app that we serve, with all that vLLM can add to it, is in the table of the guard."""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import Mock
+
+import pytest
+import vllm.entrypoints
+from fastapi import FastAPI
+from starlette.routing import Mount, WebSocketRoute
+from vllm.tasks import SupportedTask
+
+from darts_server import app as wired
+from darts_server import settings
+from darts_server.engine.scripted import Script, ScriptedEngine
+from darts_server.http.access import Access
+from darts_server.http.security_routes import kind_of_route
+from darts_server.store import Store
+from darts_server.vllm import server
+from darts_server.vllm.compat.entrypoints import build_app
+from darts_server.weights.staging import Staging
+from examples.tiny_rl.server import MODEL
+
+ENTRYPOINTS = Path(vllm.entrypoints.__path__[0])
+OTHER_APPS = {"launchers/dp_supervisor.py", "cli/preload.py"}
+"""Of processes that we do not start."""
+DECLARED = re.compile(r"@(?:router|app)\.(get|post|put|patch|delete|head|websocket)\(\s*\"(/[^\"]*)\"")
+REMEDY = "put it in darts_server/http/security_routes.py: may everyone call it, who has a key, an admin, nobody?"
+EVERYTHING = (
+    *("--enable-scale-out", "--enable-tokenizer-info-endpoint", "--enable-offline-docs", "--enable-lora"),
+    *("--profiler-config", '{"profiler": "torch", "torch_profiler_dir": "/tmp/profiles"}'),
+)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[FastAPI]:
+    """The app, as it is when the server serves with every flag that adds routes."""
+    with pytest.MonkeyPatch.context() as patch, Store() as store, Staging() as staging, ExitStack() as closing:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        args = server.parse([str(MODEL), *EVERYTHING])
+        args.enable_fault_tolerance = True
+        built = build_app(args, tuple(tasks(SupportedTask)))
+        wiring = wired.wiring(settings.load({}, None), Access(), store, staging, closing)
+        engine: Any = ScriptedEngine(lambda *_: Script(1))
+        wiring.rollouts(engine, Mock(), "routes")
+        built.middleware_stack = None
+        wiring.extend(built)
+        yield built
+
+
+def tasks(kind: Any) -> list[Any]:
+    return [kind] if isinstance(kind, str) else [task for part in get_args(kind) for task in tasks(part)]
+
+
+def routes(app: FastAPI) -> set[tuple[str, str]]:
+    """(method, path) of each."""
+    found = set()
+    for route in app.routes:
+        path = getattr(route, "path", None)
+        assert path is not None, f"{route!r} has no path: the guard's table cannot name it"
+        if isinstance(route, Mount):
+            found.add(("GET", path + "{rest:path}"))
+        else:
+            methods = {"WEBSOCKET"} if isinstance(route, WebSocketRoute) else getattr(route, "methods", None) or set()
+            assert methods
+            found |= {(method, path) for method in methods - {"HEAD"}}
+    return found
+
+
+def test_every_route_of_the_app_is_in_the_table(whole: FastAPI) -> None:
+    found = routes(whole)
+    assert {("POST", "/collective_rpc"), ("POST", "/v1/completions"), ("GET", "/darts/v1/policy")} <= found
+    unclassified = [each for each in sorted(found) if kind_of_route(*each) is None]
+    assert not unclassified, REMEDY
+
+
+def test_no_route_acts_on_options_which_the_guard_lets_through(whole: FastAPI) -> None:
+    assert not [path for method, path in routes(whole) if method == "OPTIONS"]
+
+
+def test_the_guard_is_the_first_to_see_a_request(whole: FastAPI) -> None:
+    assert whole.user_middleware[0].cls.__name__ == "Guard"  # type: ignore[attr-defined]
+    assert not [each for each in whole.user_middleware if "Authentication" in each.cls.__name__]  # type: ignore[attr-defined]
+
+
+def test_every_route_in_vllms_source_is_in_the_table() -> None:
+    """Also those that only other models, tasks and flags bring."""
+    declared = {
+        (method.upper(), path)
+        for file in ENTRYPOINTS.rglob("*.py")
+        if str(file.relative_to(ENTRYPOINTS)) not in OTHER_APPS
+        for method, path in DECLARED.findall(file.read_text())
+    }
+    assert len(declared) > 60
+    unclassified = [each for each in sorted(declared) if kind_of_route(*each) is None]
+    assert not unclassified, REMEDY

@@ -1,0 +1,110 @@
+"""TRL's GRPOTrainer trains against the server, on a CPU and without NCCL."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+
+from darts_client import Client
+from examples.tiny_rl.server import DARTS, Server, serving
+from examples.tiny_rl.train import Recipe
+from examples.tiny_rl.train_trl import make_trainer
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+ROOT = Path(__file__).parents[2]
+# As many prompts in the pool as in a step: the rewards of two steps are of the same prompts, and differ by learning.
+RECIPE = Recipe(steps=6, pool=16, held_out_prompts=8, held_out_samples=2, held_out_every=6)
+ENDS = 2
+EVALUATIONS = 1
+CANDIDATES = 1.5  # for each trajectory
+STARTED = "darts_candidates_started_total"
+GROUPS, REWARDED = "darts_groups_total", "darts_rewarded_groups_total"
+MATCHED, UNKNOWN = 'darts_rewards_total{matched="true"}', 'darts_rewards_total{matched="false"}'
+UPDATES = "darts_weight_updates_total"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of this module's: the others' must keep the committed weights."""
+    with serving(DARTS, tmp_path_factory.mktemp("trl") / "log", "--logprobs-mode", "processed_logprobs") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The server needs the other core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def counted(server: Server) -> dict[str, float]:
+    return {
+        STARTED: server.metric(STARTED),
+        GROUPS: server.metric(GROUPS, outcome="completed"),
+        REWARDED: server.metric(REWARDED),
+        MATCHED: server.metric("darts_rewards_total", matched="true"),
+        UNKNOWN: server.metric("darts_rewards_total", matched="false"),
+        UPDATES: server.metric(UPDATES, outcome="completed"),
+    }
+
+
+def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rewards(
+    own: Server, tmp_path: Path
+) -> None:
+    before = counted(own)
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": RECIPE.steps}
+    trainer = make_trainer(own.url, "darts_cut", RECIPE, seed=0, out=tmp_path, **saving)
+    trainer.train()
+    grew = {name: value - before[name] for name, value in counted(own).items()}
+
+    history: list[dict[str, Any]] = trainer.state.log_history
+    steps = [line for line in history if "loss" in line]
+    evaluations = [line for line in history if "eval_loss" in line]
+    assert (len(steps), len(evaluations)) == (RECIPE.steps, EVALUATIONS)
+    first, last = (fmean(step["reward"] for step in part) for part in (steps[:ENDS], steps[-ENDS:]))
+    print(f"reward {first:.3f} to {last:.3f}")
+    assert last > first + 0.1
+
+    gap = "sampling/sampling_logp_difference/max"
+    assert max(step[gap] for step in steps) < 1e-3
+    assert max(line[f"eval_{gap}"] for line in evaluations) < 1e-3
+    # Once before each step, and once for the evaluation after the last.
+    assert grew[UPDATES] == RECIPE.steps + EVALUATIONS
+
+    # Candidates are counted where groups are shaped: all of training's are, none of the evaluation's.
+    groups, completions = RECIPE.steps * RECIPE.prompts, RECIPE.steps * RECIPE.prompts * RECIPE.group_size
+    assert grew[STARTED] == completions * CANDIDATES
+    assert grew[GROUPS] == groups
+
+    # A reward is for all trajectories with the same tokens, so those of equal completions come as repeated ones.
+    (report,) = trainer.reward_reports
+    assert report.matched + report.repeated == completions
+    assert (report.unknown, report.unreported, grew[UNKNOWN]) == (0, 0, 0)
+    assert grew[MATCHED] == report.matched
+    assert grew[REWARDED] == groups
+
+    returned = sum(step["completions/mean_length"] for step in steps) * RECIPE.prompts * RECIPE.group_size
+    assert sum(step["darts/tokens_returned"] for step in steps) == round(returned)
+    with Client(own.url) as client:
+        assert client.state.load(tmp_path / f"checkpoint-{RECIPE.steps}" / "darts-state") >= RECIPE.pool
+
+
+def test_the_pages_snippets_run(
+    own: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = counted(own)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # they read and write where they are run
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trl.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    for snippet in snippets:
+        exec(snippet.replace("http://localhost:8000", own.url), names)
+    assert "RewardReport(" in capsys.readouterr().out
+    assert (tmp_path / "out" / "trl" / "checkpoint-2" / "darts-state").is_file()
+    assert counted(own)[STARTED] - before[STARTED] == 2 * 2 * 8 * CANDIDATES

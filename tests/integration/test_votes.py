@@ -1,0 +1,74 @@
+"""Votes on real vLLM."""
+
+import httpx
+import pytest
+
+from darts_client import Client
+from examples.tiny_rl.server import Server
+from examples.tiny_rl.task import MAX_RESPONSE_TOKENS
+from tests.integration.waiting import wait_idle
+
+pytestmark = pytest.mark.engine
+EASY = "7a-5b*4>"
+ANSWER = "#([0-9])$"
+
+
+def test_a_vote_stops_what_cannot_change_it_and_leaves_nothing_behind(server: Server) -> None:
+    with Client(server.url) as client:
+        votes = [
+            client.vote(EASY, n=16, max_tokens=MAX_RESPONSE_TOKENS, pattern=ANSWER, seed=seed, key="votes/easy")
+            for seed in range(4)
+        ]
+        [group] = client.groups.get(votes[0].id)
+    assert [vote.answer for vote in votes] == ["8"] * 4
+    assert any(vote.decided_early for vote in votes)
+    for vote in votes:
+        assert len(vote.trajectories) + len(vote.discarded) == 16
+        assert sum(vote.votes.values()) <= len(vote.trajectories)
+        assert vote.decided_early == any(d.reason == "decided" for d in vote.discarded)
+    assert (group.policy, group.group_size) == ("vote", 16)
+    wait_idle(server, 10.0)
+
+
+def test_a_vote_that_ends_early_has_the_answer_of_the_whole_one(server: Server) -> None:
+    """The same seeds give the same trajectories, of which an unshaped batch returns all."""
+    whole = {
+        "prompts": [{"text": EASY}],
+        "group_size": 8,
+        "sampling": {"max_tokens": 100, "seed": 11, "logprobs": True},
+        "policy": {"name": "off"},
+    }
+    [group] = httpx.post(f"{server.url}/darts/v1/rollouts", json=whole, timeout=60).json()["groups"]
+    texts = {t["trajectory_id"].rpartition(":")[2]: t["text"] for t in group["trajectories"]}
+    with Client(server.url) as client:
+        for weights, score in (("majority", None), ("rank", "logprob"), ("log_odds", "lowest_logprob")):
+            vote = client.vote(
+                EASY,
+                n=8,
+                max_tokens=100,
+                pattern=ANSWER,
+                weights=weights,  # type: ignore[arg-type]
+                score=score,  # type: ignore[arg-type]
+                seed=11,
+            )
+            assert {v.trajectory_id.rpartition(":")[2]: v.text for v in vote.trajectories}.items() <= texts.items()
+            assert all(v.logprobs is None and (v.score is None) == (score is None) for v in vote.trajectories)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": "7" * 1000}, "prompt"),
+        ({"prompt": [5, 10**6]}, "prompt"),
+        ({"sampling": {"temprature": 1}}, "sampling.temprature"),
+        ({"n": 10**6}, "n"),
+        ({"pattern": "(?=a)(b)"}, "pattern"),
+        ({"weights": "rank"}, "score"),
+    ],
+)
+def test_bad_input_is_named_and_starts_nothing(server: Server, change: dict[str, object], param: str) -> None:
+    started = server.metric("darts_candidates_started_total")
+    body = {"prompt": EASY, "n": 4, "pattern": ANSWER} | change
+    answer = httpx.post(f"{server.url}/darts/v1/vote", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert server.metric("darts_candidates_started_total") == started

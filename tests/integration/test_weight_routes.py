@@ -1,0 +1,271 @@
+"""vLLM's own routes of pauses and weights, as trainers use them, while groups run."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import save_file
+
+from examples.tiny_rl.server import DARTS, Server, serving
+from tests.integration import backend, waiting
+from tests.integration.events import Told, put_together, told_by
+from tests.integration.weights import ORIGINAL, PROMPT, difference, other, put, sampled, served, told
+
+pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+PATIENCE = 12.0
+"""Seconds after which a trainer that does not call counts as dead: many times what a step takes."""
+GROUP: dict[str, Any] = {
+    "prompts": [{"text": PROMPT}],
+    "group_size": 4,
+    "sampling": {"max_tokens": 250, "ignore_eos": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    flags = {
+        "--worker-extension-cls": "tests.integration.backend.Extension",
+        "--weight-transfer-config": json.dumps({"backend": backend.NAME}),
+        "--weights-timeout": str(PATIENCE),
+    }
+    arguments = [word for pair in flags.items() for word in pair]
+    with serving(DARTS, folder / "routes.log", *arguments, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
+        yield running
+
+
+class Trainer:
+    """Calls the routes in the order of SkyRL's and TRL's clients, and expects what vLLM answers."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self._url = server.url
+        self._folder = folder
+
+    def post(self, route: str, body: Any = None) -> httpx.Response:
+        return httpx.post(f"{self._url}{route}", json={} if body is None else body, timeout=60)
+
+    def pause(self, mode: str) -> None:
+        answer = self.post(f"/pause?mode={mode}")
+        assert (answer.status_code, answer.json()) == (200, {"status": "paused"})
+
+    def resume(self) -> None:
+        answer = self.post("/resume")
+        assert (answer.status_code, answer.json()) == (200, {"status": "resumed"})
+
+    def start(self) -> None:
+        answer = self.post("/start_weight_update")
+        assert (answer.status_code, answer.json()) == (200, {"message": "Weight update started"})
+
+    def write(self, seed: int, *names: str) -> None:
+        path = self._folder / f"{seed}.safetensors"
+        save_file(other(seed), path)
+        info = {"path": str(path), "names": list(names) or sorted(ORIGINAL)}
+        answer = self.post("/update_weights", {"update_info": info})
+        assert (answer.status_code, answer.json()) == (200, {"message": "Weights updated"})
+
+    def finish(self) -> None:
+        answer = self.post("/finish_weight_update")
+        assert (answer.status_code, answer.json()) == (200, {"message": "Weight update finished"})
+
+    def update(self, seed: int) -> None:
+        names = sorted(ORIGINAL)
+        self.start()
+        self.write(seed, *names[::2])
+        self.write(seed, *names[1::2])
+        self.finish()
+
+
+@pytest.fixture
+def trainer(server: Server, folder: Path) -> Trainer:
+    return Trainer(server, folder)
+
+
+def ended(server: Server, seconds: float = 30.0) -> dict[str, Any]:
+    """What is told once the update under way has ended."""
+    deadline = time.monotonic() + seconds
+    while (now := told(server))["state"] != "serving":
+        assert time.monotonic() < deadline, now
+        time.sleep(0.05)
+    return now
+
+
+async def while_one_runs(server: Server, do: Any) -> httpx.Response:
+    """The answer to a request for a group that ran when ``do`` was done."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        before = server.metric("darts_candidates_started_total")
+        asking = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP))
+        await asyncio.to_thread(waiting.wait_started, server, before + 1)
+        await asyncio.to_thread(do)
+        return await asking
+
+
+def versions(answer: httpx.Response) -> set[int]:
+    assert answer.status_code == 200, answer.text
+    (group,) = answer.json()["groups"]
+    return {t[f"weight_version_{end}"] for t in group["trajectories"] for end in ("start", "end")}
+
+
+def test_a_trainer_that_dies_leaves_the_old_weights(server: Server, trainer: Trainer) -> None:
+    """First of all: as long as the old ones are in files."""
+    before = sampled(server)
+    trainer.start()
+    trainer.write(1, *sorted(ORIGINAL)[:9])
+    now = ended(server)
+    assert (now["version"], now["intact"], now["last"]["outcome"]) == (0, True, "failed")
+    assert "not called for 12 s" in now["last_error"]
+    assert "the old weights were put back" in now["last_error"]
+    assert now["last_error"] in server.log.read_text()
+    assert sampled(server) == before
+    assert difference(server, ORIGINAL) < 1e-5
+
+
+def test_what_fails_gets_vllms_answer_and_ends_the_update(server: Server, trainer: Trainer, folder: Path) -> None:
+    trainer.start()
+    info = {"path": str(folder / "nothing.safetensors"), "names": sorted(ORIGINAL)}
+    assert trainer.post("/update_weights", {"update_info": info}).status_code == 500
+    assert "the old weights were put back" in told(server)["last_error"]
+    assert difference(server, ORIGINAL) < 1e-5
+    assert trainer.post("/finish_weight_update").status_code == 500
+    assert len(sampled(server)) == 4
+
+
+async def test_an_update_waits_for_groups_and_says_how_it_went(server: Server, trainer: Trainer) -> None:
+    version = told(server)["version"]
+    answer = await while_one_runs(server, lambda: trainer.update(2))
+    assert versions(answer) == {version}
+    now = told(server)
+    assert (now["version"], now["intact"], now["last_error"] is None) == (version + 1, True, False)
+    last = now["last"]
+    assert (last["source"], last["rule"], last["outcome"]) == ("vllm", "finish", "completed")
+    assert last["seconds"].keys() == {"wait", "pause", "load", "transfer", "resume"}
+    assert server.metric("darts_weight_version") == version + 1
+    assert difference(server, other(2)) < 1e-5
+    assert trainer.post("/reset_prefix_cache").json() == {"success": True}
+
+
+async def test_a_trainers_pause_with_keep_marks_what_it_mixes(server: Server, trainer: Trainer) -> None:
+    version = told(server)["version"]
+
+    def update() -> None:
+        trainer.pause("keep")
+        trainer.update(3)
+        assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": True}
+        trainer.resume()
+
+    assert versions(await while_one_runs(server, update)) == {version, version + 1}
+    assert told(server)["last"]["rule"] is None
+    assert difference(server, other(3)) < 1e-5
+
+
+async def test_a_trainers_pause_with_wait_waits_for_groups(server: Server, trainer: Trainer) -> None:
+    version = told(server)["version"]
+
+    def update() -> None:
+        trainer.pause("wait")
+        assert server.busy() == 0
+        trainer.update(4)
+        trainer.resume()
+
+    assert versions(await while_one_runs(server, update)) == {version}
+    assert difference(server, other(4)) < 1e-5
+
+
+async def test_a_trainers_pause_with_abort_ends_groups_with_an_error(server: Server, trainer: Trainer) -> None:
+    """And unshaped requests as vLLM ends them. What is sent again runs under the new weights."""
+    version = told(server)["version"]
+    body = {"model": "tiny:raw", "prompt": PROMPT, "max_tokens": 250, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=60) as client:
+        answers: list[httpx.Response] = []
+        again: list[asyncio.Task[httpx.Response]] = []
+
+        async def raw() -> None:
+            answers.append(await client.post(f"{server.url}/v1/completions", json=body))
+
+        unshaped = asyncio.create_task(raw())
+        while server.busy() == 0:
+            await asyncio.sleep(0.02)
+        loop = asyncio.get_running_loop()
+
+        def send_again() -> None:
+            again.append(loop.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP)))
+
+        def update() -> None:
+            trainer.pause("abort")
+            loop.call_soon_threadsafe(send_again)
+            trainer.update(5)
+            trainer.resume()
+
+        answer = await while_one_runs(server, update)
+        assert answer.status_code == 503
+        assert "mode=abort" in answer.json()["error"]["message"]
+        await unshaped
+        assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
+        assert versions(await again[0]) == {version + 1}
+
+
+def test_a_trainer_that_dies_when_no_file_has_the_old_weights(server: Server, trainer: Trainer) -> None:
+    version = told(server)["version"]
+    trainer.start()
+    trainer.write(6, *sorted(ORIGINAL)[:9])
+    now = ended(server)
+    assert (now["version"], now["intact"], now["last"]["outcome"]) == (version, False, "failed")
+    assert "the model may hold a part of the new weights" in now["last_error"]
+    assert f"1 call of /update_weights, with {', '.join(sorted(ORIGINAL)[:3])} and 6 more" in now["last_error"]
+    assert len(sampled(server)) == 4
+    served(server, put(server, ORIGINAL), ORIGINAL)
+    assert told(server)["intact"] is True
+    trainer.update(7)
+    assert difference(server, other(7)) < 1e-5
+
+
+def stream(server: Server, began: threading.Event) -> Told:
+    """All that a stream of tokens tells; ``began``: when it has told some."""
+    body = {**GROUP, "stream": "tokens", "chunk_tokens": 10}
+    told: Told = []
+    with httpx.stream("POST", f"{server.url}/darts/v1/rollouts", json=body, timeout=60) as answer:
+        for event in told_by(answer):
+            told.append(event)
+            if event[1] == "delta":
+                began.set()
+    return told
+
+
+async def test_under_restart_each_group_is_whole_and_of_the_new_version(server: Server) -> None:
+    """Groups of a batch, one put together from single requests, and a stream of tokens, which tells what is void."""
+    version = told(server)["version"]
+    options = {"darts_group_id": "one by one", "darts_group_size": 4}
+    single = {"model": "tiny", "prompt": PROMPT, "max_tokens": 250, "ignore_eos": True, "vllm_xargs": options}
+    began = threading.Event()
+    async with httpx.AsyncClient(timeout=60) as client:
+        before = server.metric("darts_candidates_started_total")
+        telling = asyncio.create_task(asyncio.to_thread(stream, server, began))
+        batch = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP))
+        singles = [asyncio.create_task(client.post(f"{server.url}/v1/completions", json=single)) for _ in range(4)]
+        await asyncio.to_thread(waiting.wait_started, server, before + 18)
+        await asyncio.to_thread(began.wait, 30)
+        answer = await asyncio.to_thread(put, server, other(8), rule="restart")
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["last"]["rule"] == "restart"
+        assert versions(await batch) == {version + 1}
+        answers = await asyncio.gather(*singles)
+    assert [answer.json()["choices"][0]["finish_reason"] for answer in answers] == ["length"] * 4
+    kept = httpx.get(f"{server.url}/darts/v1/groups/{answers[0].headers['x-darts-group-id']}").json()["groups"][0]
+    assert {c["weight_version_start"] for c in kept["candidates"] if c["reason"] is None} == {version + 1}
+    assert any(c["reason"] == "restarted" for c in kept["candidates"])
+    events = await telling
+    (group,) = put_together(events)
+    assert {t["weight_version_start"] for t in group["trajectories"]} == {version + 1}
+    void = {data["trajectory_id"] for _, name, data in events if name == "discard" and data["reason"] == "restarted"}
+    assert void & {data["trajectory_id"] for _, name, data in events if name == "delta"}
+    assert not void & {t["trajectory_id"] for t in group["trajectories"]}
+    assert difference(server, other(8)) < 1e-5

@@ -1,0 +1,67 @@
+"""Weights for a running server, and what it makes of them."""
+
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import load_file, save
+from transformers import Qwen3ForCausalLM
+
+from examples.tiny_rl.server import MODEL, Server
+
+PROMPT = "7a-5b*4>"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ORIGINAL: dict[str, torch.Tensor] = load_file(MODEL / "model.safetensors")
+Weights = dict[str, torch.Tensor]
+
+
+def other(seed: int) -> Weights:
+    """Weights that differ in every tensor."""
+    random = torch.Generator().manual_seed(seed)
+    return {name: t + 0.005 * torch.randn(t.shape, generator=random) for name, t in ORIGINAL.items()}
+
+
+def put(server: Server, weights: Weights | bytes, **query: Any) -> httpx.Response:
+    body = weights if isinstance(weights, bytes) else save(weights)
+    return httpx.put(f"{server.url}/darts/v1/weights", content=body, params=query, timeout=60)
+
+
+def post(server: Server, path: str, **more: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/darts/v1/weights", json={"path": path, **more}, timeout=60)
+
+
+def told(server: Server) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{server.url}/darts/v1/weights").json()
+    return answer
+
+
+def sampled(server: Server, model: str = "tiny:raw") -> list[tuple[list[int], list[int], list[float]]]:
+    """Prompt, completion and its log-probs, of some completions."""
+    body = {"model": model, "prompt": [PROMPT, "3b+4a*2>"], "n": 2, "max_tokens": 60, "seed": 1}
+    more = {"logprobs": 0, "return_token_ids": True, "temperature": 1.0}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return [
+        (choice["prompt_token_ids"], choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        for choice in answer.json()["choices"]
+    ]
+
+
+def difference(server: Server, weights: Weights, model: str = "tiny:raw") -> float:
+    """The largest difference between the server's log-probs and those of transformers."""
+    right_model = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    right_model.load_state_dict({HEAD: weights[EMBEDDING], **weights})
+    largest = 0.0
+    for prompt, completion, logprobs in sampled(server, model):
+        with torch.no_grad():
+            logits = right_model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        right = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        largest = max(largest, (right - torch.tensor(logprobs)).abs().max().item())
+    return largest
+
+
+def served(server: Server, answer: httpx.Response, weights: Weights) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    assert difference(server, weights) < 1e-5
+    last: dict[str, Any] = answer.json()["last"]
+    return last
