@@ -8,7 +8,8 @@ from fastapi import FastAPI
 from darts_server.control import Control
 from darts_server.engine.admission import Admission, Bounds, most_queued
 from darts_server.engine.gate import Gate
-from darts_server.exceptions import InvalidSetting
+from darts_server.engine.life import Life
+from darts_server.exceptions import DartsError, InvalidSetting
 from darts_server.http import errors, page
 from darts_server.http.access import Access, Keys, check_listening
 from darts_server.http.group_id import GroupIdHeader
@@ -41,6 +42,7 @@ from darts_server.store import Store
 from darts_server.types import GroupRecord
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmPrompts, VllmRollouts, VllmVotes
+from darts_server.vllm.life import Living
 from darts_server.weights.coordinator import Limits, Rule
 from darts_server.weights.port import Groups, Model
 from darts_server.weights.pull import Hosts
@@ -83,7 +85,7 @@ def wiring(settings: Settings, access: Access, store: Store, staging: Staging, c
     weights: Updates | None = None
     watched: Live | None = None
     refusals: AccessMetrics | None = None
-    gate = Gate()
+    gate, life = Gate(), Life()
 
     def native() -> VllmBatches:
         assert batches is not None, "the server answers only when its engine runs"
@@ -173,7 +175,10 @@ def wiring(settings: Settings, access: Access, store: Store, staging: Staging, c
         )
         app.include_router(page.routes())
         limits = BodyLimits(settings.max_body_bytes)
-        app.add_middleware(Guard, access=access, limits=limits, told=refusals.refused)  # outermost, as the last
+        app.add_middleware(Guard, access=access, limits=limits, told=refusals.refused, life=life)  # outermost
+
+    def fail(error: DartsError) -> None:
+        native().fail(error)
 
     return server.Wiring(
         rollouts=rollouts,
@@ -182,6 +187,9 @@ def wiring(settings: Settings, access: Access, store: Store, staging: Staging, c
         updates=updates,
         gate=gate,
         read_keys_again=access.read_again if settings.api_key_file or settings.admin_api_key_file else None,
+        living=Living(
+            settings.grace_seconds, settings.engine_watchdog, life, hurry=lambda: native().hurry(), fail=fail
+        ),
     )
 
 

@@ -32,7 +32,7 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
 BOOLEANS = ("true", "false")
-REASONS = ("key", "rights", "body", "queue", "quota")
+REASONS = ("key", "rights", "body", "queue", "quota", "ending")
 ENDS = ("selected", *StopReason)
 
 Values = dict[tuple[str, ...], Callable[[], float | None]]
@@ -296,7 +296,7 @@ class AccessMetrics:
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         text = (
             "Requests that were refused, by reason: key (none, or a wrong one), rights, body (too large or not whole), "
-            "queue (too much waits), quota (of a key)."
+            "queue (too much waits), quota (of a key), ending (the server stops, or its engine failed)."
         )
         self._model = model_name
         self._refused = Counter("darts_requests_refused", text, ("model_name", "reason"), registry=registry)

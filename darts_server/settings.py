@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
-    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -19,47 +18,14 @@ from pydantic_settings import (
 )
 
 from darts_server.exceptions import InvalidRequest, InvalidSetting
+from darts_server.setting_kinds import HOSTS, DetectAt, LogFormat, LogLevel, Policy
 from darts_server.setting_texts import explained, flag_of, help_of, metavar_of, refusal
 
 ENV_PREFIX = "DARTS_"
-HOSTS = r"^$|^[^\s,/@]+(,[^\s,/@]+)*$"
-"""Of names without scheme, path or password."""
-
 _LIVE = object()
 T = TypeVar("T")
 Live = Annotated[T, _LIVE]
 """Marks a setting that can change while the server runs."""
-
-
-Policy = Literal[
-    "uniform",
-    "darts",
-    "darts_deadline",
-    "darts_cut",
-    "first_finish",
-    "arrol",
-    "darts+arrol",
-    "off",
-    "shadow:uniform",
-    "shadow:darts",
-    "shadow:darts_deadline",
-    "shadow:darts_cut",
-    "shadow:first_finish",
-]
-
-
-def _detection_points(value: object) -> object:
-    """Ascending whole numbers from ``128,512``, or from a list of them."""
-    try:
-        points = [int(part) for part in (value.split(",") if isinstance(value, str) else value)]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        points = []
-    if not points or min(points) < 1:
-        raise ValueError("must be whole numbers from 1 on, with commas between")
-    return tuple(sorted(set(points)))
-
-
-DetectAt = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_detection_points)]
 
 
 class Settings(BaseSettings):
@@ -254,6 +220,26 @@ class Settings(BaseSettings):
         None, description="arrol: rewards from it on count as right. Left out, what is reported as correct does."
     )
     soft_rewards: bool = Field(False, description="arrol: learn from the reward itself, held to 0 to 1.")
+
+    grace_seconds: float | None = Field(
+        None,
+        ge=0,
+        le=86400,
+        description="Seconds that what runs may take when the server is told to stop; then it is answered with status "
+        "503. Left out, vLLM's --shutdown-timeout, or 30.",
+    )
+    engine_watchdog: float = Field(
+        300.0,
+        ge=0,
+        le=86400,
+        description="Seconds that an engine with requests may say nothing; then the server ends with an error. 0: any "
+        "time.",
+    )
+    log_format: LogFormat = Field("console", description="How the log looks, vLLM's lines and ours.")
+    log_level: LogLevel = Field(
+        "INFO",
+        description="What is logged, by vLLM and here. DEBUG has a line for every group, INFO one for every batch.",
+    )
 
     brownout: float = Field(
         0.5,

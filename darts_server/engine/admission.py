@@ -88,6 +88,8 @@ class Admission:
         self._capacity = capacity
         self._bounds = bounds or Bounds()
         self._held: Counter[str] = Counter()
+        self.requests = 0
+        """Requests that are let in and not answered."""
         self.ahead = 0
         """Candidates that are let in and have not come to the engine."""
 
@@ -119,9 +121,11 @@ class Admission:
         """The place of a request for so many candidates, until the block ends."""
         ticket = Ticket(self, caller.get().name)
         ticket.grow(candidates)
+        self.requests += 1
         try:
             yield ticket
         finally:
+            self.requests -= 1
             ticket.end()
 
     def count(self, name: str | None, candidates: int) -> None:

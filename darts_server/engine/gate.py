@@ -22,6 +22,10 @@ class Gate:
         """Pieces of work that have passed and not left."""
         return self._inside
 
+    @property
+    def closed(self) -> bool:
+        return bool(self._closed)
+
     @asynccontextmanager
     async def held(self, *, at_once: bool = False, alone: bool = False) -> AsyncIterator[None]:
         """Pass, waiting while the gate is closed; leave with the block.

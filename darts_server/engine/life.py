@@ -83,7 +83,9 @@ class Ending:
 
     def stop(self) -> None:
         """The server is told to stop."""
-        self._life.end(ServerStopping("the server is stopping; send this to another one, or again later", RETRY_SECONDS))
+        self._life.end(
+            ServerStopping("the server is stopping; send this to another one, or again later", RETRY_SECONDS)
+        )
         self._work.hurry()
 
     async def run(self) -> None:

@@ -2,14 +2,26 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from starlette.responses import JSONResponse
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from darts_server.engine.admission import Caller, caller
-from darts_server.exceptions import DartsError, Forbidden, InvalidRequest, QuotaReached, TooLarge, Unauthorized
+from darts_server.engine.life import Life
+from darts_server.exceptions import (
+    DartsError,
+    EngineDead,
+    Forbidden,
+    InvalidRequest,
+    QuotaReached,
+    ServerStopping,
+    TooLarge,
+    Unauthorized,
+)
 from darts_server.http.access import Access, Kind
 from darts_server.http.body import STALL_SECONDS
 from darts_server.http.errors import body_of, headers_of, status_of
@@ -17,6 +29,10 @@ from darts_server.http.security_routes import OWN_LIMITS, kind_of
 
 REFUSED_BELOW = 400
 """Answers with such a status and above are replaced where the guard knows the cause."""
+SAFE = ("GET", "HEAD", "DELETE")
+"""Methods that ask for no work."""
+HEALTH = ("/health", "/ping")
+REWARDS = "/darts/v1/rewards"
 CLOSED = 1008
 """A websocket's code for a violated policy."""
 
@@ -34,11 +50,15 @@ class Guard:
 
     Args:
         limits: of bodies, but for routes that have their own.
+        life: of the server; at its end it takes no work.
         told: hears of every refusal, by its reason.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, limits: BodyLimits, told: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, access: Access, limits: BodyLimits, told: Callable[[str], None], life: Life | None = None
+    ) -> None:
         self._app = app
+        self._life = life or Life()
         self._access = access
         self._limits = limits
         self._told = told
@@ -50,13 +70,16 @@ class Guard:
             return
         try:
             name = self._let_through(scope)
+            if self._life.over is not None and _needs_life(scope):
+                raise self._life.over
         except DartsError as error:
             await self._refuse(error, scope, receive, send)
             return
         who = Caller(name)
         token = caller.set(who)
         try:
-            await self._app(scope, self._limited(scope, receive, who), self._telling(scope, receive, send, who))
+            with self._life.inside() if scope.get("method") not in SAFE else nullcontext():
+                await self._app(scope, self._limited(scope, receive, who), self._telling(scope, receive, send, who))
         finally:
             caller.reset(token)
 
@@ -84,13 +107,19 @@ class Guard:
 
         async def sending(message: Message) -> None:
             nonlocal replaced
-            if message["type"] == "http.response.start" and who.refused and message["status"] >= REFUSED_BELOW:
+            if message["type"] == "http.response.start" and (error := self._cause(message["status"], who)) is not None:
                 replaced = True
-                await self._refuse(who.refused, scope, receive, send)
+                await self._refuse(error, scope, receive, send)
             elif not replaced:
                 await send(message)
 
         return sending
+
+    def _cause(self, status: int, who: Caller) -> DartsError | None:
+        """Of an answer with that status, if it is known here."""
+        if who.refused is not None and status >= REFUSED_BELOW:
+            return who.refused
+        return self._life.over if status == HTTPStatus.INTERNAL_SERVER_ERROR else None
 
     async def _refuse(self, error: DartsError, scope: Scope, receive: Receive, send: Send) -> None:
         self._told(_reason(error))
@@ -156,6 +185,12 @@ def _path(scope: Scope) -> str:
     return below if root and path.startswith(root) and below.startswith("/") else path
 
 
+def _needs_life(scope: Scope) -> bool:
+    """Whether a server that takes no work refuses it. What has been done can still be asked for, and rewarded."""
+    path = _path(scope)
+    return path in HEALTH or (scope.get("method") not in SAFE and path != REWARDS)
+
+
 def _is_route(scope: Scope) -> bool:
     """Whether the app would do something with the request, other than to say that there is no such route."""
     return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
@@ -172,6 +207,8 @@ def _reason(error: DartsError) -> str:
         return "key"
     if isinstance(error, Forbidden):
         return "rights"
+    if isinstance(error, ServerStopping | EngineDead):
+        return "ending"
     if isinstance(error, InvalidRequest):
         return "body" if error.field == "body" else "quota"
     return "quota" if isinstance(error, QuotaReached) else "queue"

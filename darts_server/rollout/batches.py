@@ -140,7 +140,7 @@ class Batches(Generic[RequestT, OutputT]):
                 batch.cancel("the server is stopping, and nobody listened to the batch; send it to another one")
 
     def fail(self, error: DartsError) -> None:
-        """End those that are told as they run, with that error. The others are answered when their groups have ended."""
+        """End those that are told as they run, with that error. Others are answered when their groups have ended."""
         for batch in list(self._running.values()):
             if batch.form.stream is not Stream.NOTHING:
                 batch.fail(error)

@@ -40,31 +40,45 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-class Memory:
-    """A backend that forgets everything with its process."""
+MOST_IN_MEMORY = 2**18
+"""Documents of each kind. Of prompts they are some hundred bytes each, and data sets seldom have more of these."""
 
-    def __init__(self) -> None:
-        self._texts: dict[Name, str] = {}
+
+class Memory:
+    """A backend that forgets everything with its process, and of each kind all but the ``most`` written last."""
+
+    def __init__(self, most: int = MOST_IN_MEMORY) -> None:
+        self._most = most
+        self._texts: dict[str, dict[str, str]] = {}
 
     def read(self, name: Name) -> str | None:
-        return self._texts.get(name)
+        kind, key = name
+        return self._texts.get(kind, {}).get(key)
 
     def count(self, kind: str, others: list[str]) -> int:
-        here = sum(name[0] == kind for name in list(self._texts))
-        return here + sum((kind, key) not in self._texts for key in others)
+        here = self._texts.get(kind, {})
+        return len(here) + sum(key not in here for key in others)
 
     def snapshot(self, kind: str | None) -> AbstractContextManager[Iterable[Row]]:
-        return nullcontext(sorted((*name, text) for name, text in list(self._texts.items()) if kind in (None, name[0])))
+        kinds = [name for name in list(self._texts) if kind in (None, name)]
+        return nullcontext(sorted((name, key, text) for name in kinds for key, text in list(self._texts[name].items())))
 
     def generation(self) -> int:
         return 0  # no other process can replace anything
 
     def write(self, texts: Mapping[Name, str], generation: int | None) -> bool:
-        self._texts.update(texts)
+        for (kind, key), text in texts.items():
+            here = self._texts.setdefault(kind, {})
+            here.pop(key, None)
+            here[key] = text
+            if len(here) > self._most:
+                del here[next(iter(here))]
         return True
 
     def replace(self, rows: Iterable[Row]) -> None:
-        self._texts = {(kind, key): text for kind, key, text in rows}
+        new = Memory(self._most)
+        new.write({(kind, key): text for kind, key, text in rows}, None)
+        self._texts = new._texts
 
     def close(self) -> None:
         self._texts = {}

@@ -13,6 +13,8 @@ class ControlledLLM(AsyncLLM):
 
     updates: Updates | None = None
     weight_version: int = 0
+    asleep: bool = False
+    """Whether it was sent to sleep and not woken."""
 
     async def pause_generation(
         self, *, mode: Any = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
@@ -30,6 +32,16 @@ class ControlledLLM(AsyncLLM):
         """As vLLM's; during an update, the engine goes on when that has ended."""
         resume = super().resume_generation
         await (resume() if self.updates is None else self.updates.coordinator.release(resume))
+
+    async def sleep(self, *args: Any, **more: Any) -> None:
+        """As vLLM's."""
+        await super().sleep(*args, **more)
+        self.asleep = True
+
+    async def wake_up(self, *args: Any, **more: Any) -> None:
+        """As vLLM's."""
+        await super().wake_up(*args, **more)
+        self.asleep = False
 
     async def start_weight_update(self) -> None:
         """As vLLM's; but the engine is paused by the server's rule, unless the trainer has paused it.

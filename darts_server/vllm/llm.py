@@ -1,9 +1,8 @@
 """The engine that shapes: vLLM's ``AsyncLLM`` whose ``generate()`` turns n > 1 into a group."""
 
-import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +13,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from darts_server.engine.admission import Admission
 from darts_server.engine.gate import Gate
+from darts_server.exceptions import DartsError
 from darts_server.rollout.assembly import Joining
 from darts_server.rollout.plan import Plan
 from darts_server.types import RequestOptions
@@ -22,25 +22,10 @@ from darts_server.vllm.engine import PromptRequest, VllmRollouts, in_vllms_words
 from darts_server.vllm.outputs import as_choice, as_one
 from darts_server.vllm.platform import refuse_what_would_crash
 from darts_server.vllm.requests import current_options, demanded, merged, note_named_prompt, note_shaped
+from darts_server.vllm.watchdog import Pulse, listen
 
 # Those of generate()'s options that vLLM may refuse.
 CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
-
-
-def take_turns(engine_core: Any) -> None:
-    """Have everyone else on the event loop go on between two of the engine's outputs.
-
-    A queue that is not empty does not make its reader wait. So an API process slower than its engine works through all
-    that has piled up in one turn, while more piles up: each turn is longer than the one before, and nothing is stopped,
-    started or answered meanwhile.
-    """
-    get_output = engine_core.get_output_async
-
-    async def get_output_after_the_others() -> Any:
-        await asyncio.sleep(0)
-        return await get_output()
-
-    engine_core.get_output_async = get_output_after_the_others
 
 
 class ShapingLLM(ControlledLLM):
@@ -54,6 +39,16 @@ class ShapingLLM(ControlledLLM):
     def gate(self) -> Gate:
         """What every request passes."""
         return Gate()
+
+    @cached_property
+    def pulse(self) -> Pulse:
+        """What the engine is heard by."""
+        return Pulse()
+
+    @property
+    def works(self) -> bool:
+        """Whether the engine should say something: it has requests, and nobody has it stand still."""
+        return bool(self.output_processor.request_states) and not (self.gate.closed or self.asleep)
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **more: Any
@@ -119,8 +114,9 @@ class ShapingLLM(ControlledLLM):
             outputs = super().generate(prompt, params, request_id, **more)
             async with self.gate.held(alone=True), aclosing(outputs):
                 ticket.begun()
-                async for output in outputs:
-                    yield output
+                with _unwrapped():
+                    async for output in outputs:
+                        yield output
 
     async def _shaped(self, plan: Plan, request: PromptRequest, key: str) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
@@ -180,7 +176,7 @@ class ShapingLLM(ControlledLLM):
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
-            take_turns(self.engine_core)
+            listen(self.engine_core, self.pulse)
         super()._run_output_handler()  # type: ignore[no-untyped-call]
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
@@ -191,7 +187,25 @@ class ShapingLLM(ControlledLLM):
                 self.rollouts.abort(group_id)
         await super().abort(ids, internal=internal)
 
+    def fail(self, error: DartsError) -> None:
+        """End all that runs, and refuse what comes, with this error for its callers."""
+        self.gate.condemn(error)
+        if self.rollouts is not None:
+            self.rollouts.fail_all(error)
+        self.output_processor.propagate_error(error)
+
     def shutdown(self, timeout: float | None = None) -> None:
         if self.died is None and hasattr(self, "engine_core"):
             self.died = self.errored
         super().shutdown(timeout=timeout)
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """vLLM wraps errors that it does not know. The error of `ShapingLLM.fail` is for the caller."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error.__cause__, DartsError):
+            raise error.__cause__ from None
+        raise

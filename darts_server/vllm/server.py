@@ -2,12 +2,11 @@
 
 import asyncio
 import logging
-import multiprocessing
 import os
 import signal
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,17 @@ from darts_server.vllm.compat.entrypoints import (
     validate_parsed_serve_args,
 )
 from darts_server.vllm.engine import VllmEngine, VllmPort, VllmPrompts, VllmRollouts
+from darts_server.vllm.life import (
+    CHILD_GRACE_SECONDS,
+    CONNECTION_SECONDS,
+    SIGNALS,
+    Living,
+    exit_code,
+    leave_at_once,
+    settle_grace,
+    take_signals,
+    watched,
+)
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare
 from darts_server.vllm.probe.receiver import probing
@@ -48,7 +58,6 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 KEY_VARIABLE = "VLLM_API_KEY"
-CHILD_GRACE_SECONDS = 5.0  # an engine that has not begun to serve has nothing to finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class Wiring:
     ``rollouts``: from the engine, what makes its requests, and the served model name. ``extend``: adds to vLLM's app
     before it serves. ``updates``: from the model, the
     groups that run and its served name, what gives it new weights. ``gate``: what requests pass.
-    ``read_keys_again``: done on SIGHUP.
+    ``read_keys_again``: done on SIGHUP. ``living``: how the server ends.
     """
 
     rollouts: Callable[[VllmPort, VllmPrompts, str], VllmRollouts]
@@ -67,6 +76,7 @@ class Wiring:
     updates: Callable[[Model, Groups, str], Updates] | None = None
     gate: Gate = field(default_factory=Gate)
     read_keys_again: Callable[[], None] | None = None
+    living: Living = field(default_factory=Living)
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -108,19 +118,20 @@ def serve(args: Namespace, wiring: Wiring) -> int:
 
 
 async def _serve(args: Namespace, wiring: Wiring) -> int:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)  # until vLLM's HTTP server has handlers of its own
-    address, sock = setup_server(args, reuse_port=False)
+    for number in SIGNALS:
+        signal.signal(number, leave_at_once)  # until the server answers
+    grace = settle_grace(args, wiring.living.grace)
+    _, sock = setup_server(args, reuse_port=False)
     try:
         async with engine(args, wiring) as llm:
             if wiring.read_keys_again is not None:
                 # Not before: the engine's processes then go on ignoring the signal under nohup.
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, wiring.read_keys_again)
-            shutdown = await _serve_http(llm, args, wiring, address, sock)
-        await shutdown
+            shutdown = await _serve_http(llm, args, wiring, grace, sock)
+            await shutdown
     finally:
         sock.close()
-    return 1 if llm.died else 0
+    return exit_code(llm, wiring.living.life)
 
 
 @asynccontextmanager
@@ -154,7 +165,7 @@ async def engine(args: Namespace, wiring: Wiring) -> AsyncIterator[ShapingLLM]:
     finally:
         if llm.rollouts is not None:
             llm.rollouts.flush()
-        llm.shutdown(timeout=config.shutdown_timeout)
+        llm.shutdown(timeout=CHILD_GRACE_SECONDS)
 
 
 async def app(llm: ShapingLLM, args: Namespace, wiring: Wiring) -> FastAPI:
@@ -175,11 +186,26 @@ def stopping(application: FastAPI) -> bool:
     return http_server is not None and bool(http_server.should_exit)
 
 
-async def _serve_http(llm: ShapingLLM, args: Namespace, wiring: Wiring, address: str, sock: socket.socket) -> Any:
+async def _serve_http(llm: ShapingLLM, args: Namespace, wiring: Wiring, grace: float, sock: socket.socket) -> Any:
+    application = await app(llm, args, wiring)
+    async with watched(llm, application, wiring.living, grace) as ending:
+
+        async def serving() -> None:
+            take_signals(ending, wiring.living.life)
+
+        return await _http_server(application, args, sock, serving)
+
+
+async def _http_server(
+    application: FastAPI, args: Namespace, sock: socket.socket, serving: Callable[[], Awaitable[None]]
+) -> Any:
+    """``serving`` is called when it answers, and now and then afterwards."""
     log_config = get_uvicorn_log_config(args)
     return await serve_http(
-        await app(llm, args, wiring),
+        application,
         sock=sock,
+        callback_notify=serving,
+        timeout_graceful_shutdown=CONNECTION_SECONDS,
         enable_ssl_refresh=args.enable_ssl_refresh,
         host=args.host,
         port=args.port,
@@ -205,17 +231,3 @@ def _refuse_other_modes(args: Namespace) -> None:
             f"--api-server-count = {args.api_server_count}: API processes share no groups; only 1 is supported"
         )
     args.api_server_count = None
-
-
-def _leave(number: int, _: object) -> None:
-    """Told to stop while the engine starts.
-
-    vLLM then waits in a call that swallows what a signal handler raises, so nothing short of leaving works.
-    """
-    children = multiprocessing.active_children()
-    for child in children:
-        child.terminate()
-    for child in children:
-        child.join(CHILD_GRACE_SECONDS)
-        child.kill()
-    os._exit(128 + number)

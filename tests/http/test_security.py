@@ -10,6 +10,8 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from darts_server.engine.admission import Admission, Bounds, caller
+from darts_server.engine.life import Life
+from darts_server.exceptions import EngineDead, ServerStopping
 from darts_server.http import errors
 from darts_server.http.access import Access, Keys
 from darts_server.http.security import BodyLimits, Guard
@@ -36,10 +38,14 @@ class Guarded:
         self.app = FastAPI()
         errors.install(self.app)
         limits = BodyLimits(LIMIT, stall)
-        self.app.add_middleware(Guard, access=access or Access(), limits=limits, told=self.refused.append)
+        self.life = Life()
+        self.app.add_middleware(
+            Guard, access=access or Access(), limits=limits, told=self.refused.append, life=self.life
+        )
         admission = Admission(unfinished, 10, Bounds(most_waiting=20, most_per_caller=8))
         for path in ("/pause", "/collective_rpc"):
             self.app.add_api_route(path, self.note, methods=["POST"])
+        self.app.add_api_route("/darts/v1/rewards", self.note, methods=["POST"])
         for path in ("/health", "/brand_new"):
             self.app.add_api_route(path, self.note, methods=["GET"])
 
@@ -271,3 +277,42 @@ def test_a_key_may_not_ask_for_more_at_once_than_its_share() -> None:
     assert answer.json()["error"]["param"] == "n"
     assert app.refused == ["quota"]
     assert app.client().post("/v1/completions", json={"n": 8}, headers=KEY).status_code == 200
+
+
+# --- the end ----------------------------------------------------------------
+
+
+def test_a_server_that_stops_takes_no_work_and_says_when_to_come_back() -> None:
+    app = Guarded()
+    app.life.end(ServerStopping("the server is stopping", 30))
+    for answer in (app.client().post("/v1/completions", json={"n": 1}), app.client().get("/health")):
+        assert answer.status_code == 503
+        assert answer.headers["Retry-After"] == "30"
+        error = answer.json()["error"]
+        assert (error["code"], error["message"]) == (503, "the server is stopping")
+    with pytest.raises(WebSocketDisconnect), app.client().websocket_connect("/v1/realtime"):
+        pass
+    assert app.refused == ["ending"] * 3
+
+
+def test_what_it_has_done_can_still_be_asked_for_and_rewarded() -> None:
+    app = Guarded()
+    app.life.end(ServerStopping("the server is stopping", 30))
+    assert app.client().get("/brand_new").status_code == 200
+    assert app.client().post("/darts/v1/rewards").status_code == 200
+
+
+def test_what_an_engine_that_died_leaves_behind_is_answered_with_its_death() -> None:
+    """A request that was inside before: vLLM would answer it with 500."""
+    app = Guarded()
+
+    @app.app.post("/v1/chat/completions/batch")
+    async def dies() -> None:
+        assert app.life.requests == 1
+        app.life.end(EngineDead("the engine died: it was killed"))
+        raise HTTPException(500, "EngineCore encountered an issue")
+
+    answer = app.client().post("/v1/chat/completions/batch")
+    assert answer.status_code == 503
+    assert "it was killed" in answer.json()["error"]["message"]
+    assert app.life.requests == 0

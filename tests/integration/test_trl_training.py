@@ -20,10 +20,9 @@ ROOT = Path(__file__).parents[2]
 RECIPE = Recipe(steps=6, pool=16, held_out_prompts=8, held_out_samples=2, held_out_every=6)
 ENDS = 2
 EVALUATIONS = 1
-CANDIDATES = 1.5  # for each trajectory
 STARTED = "darts_candidates_started_total"
 GROUPS, REWARDED = "darts_groups_total", "darts_rewarded_groups_total"
-MATCHED, UNKNOWN = 'darts_rewards_total{matched="true"}', 'darts_rewards_total{matched="false"}'
+MATCHED, UNKNOWN = "darts_rewards_total matched", "darts_rewards_total unknown"
 UPDATES = "darts_weight_updates_total"
 
 
@@ -68,7 +67,6 @@ def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rew
     evaluations = [line for line in history if "eval_loss" in line]
     assert (len(steps), len(evaluations)) == (RECIPE.steps, EVALUATIONS)
     first, last = (fmean(step["reward"] for step in part) for part in (steps[:ENDS], steps[-ENDS:]))
-    print(f"reward {first:.3f} to {last:.3f}")
     assert last > first + 0.1
 
     gap = "sampling/sampling_logp_difference/max"
@@ -77,10 +75,11 @@ def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rew
     # Once before each step, and once for the evaluation after the last.
     assert grew[UPDATES] == RECIPE.steps + EVALUATIONS
 
-    # Candidates are counted where groups are shaped: all of training's are, none of the evaluation's.
+    # Groups and candidates are counted where there is shaping: all of training's are, none of the evaluation's, which
+    # came after the last log.
     groups, completions = RECIPE.steps * RECIPE.prompts, RECIPE.steps * RECIPE.prompts * RECIPE.group_size
-    assert grew[STARTED] == completions * CANDIDATES
     assert grew[GROUPS] == groups
+    assert grew[STARTED] == sum(step["darts/candidates_started"] for step in steps) > completions
 
     # A reward is for all trajectories with the same tokens, so those of equal completions come as repeated ones.
     (report,) = trainer.reward_reports
@@ -107,4 +106,4 @@ def test_the_pages_snippets_run(
         exec(snippet.replace("http://localhost:8000", own.url), names)
     assert "RewardReport(" in capsys.readouterr().out
     assert (tmp_path / "out" / "trl" / "checkpoint-2" / "darts-state").is_file()
-    assert counted(own)[STARTED] - before[STARTED] == 2 * 2 * 8 * CANDIDATES
+    assert counted(own)[GROUPS] - before[GROUPS] == 2 * 2  # steps and prompts; the evaluation's are not shaped

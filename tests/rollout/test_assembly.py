@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import CandidateFailed
+from darts_server.exceptions import CandidateFailed, ServerStopping
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.provenance import Provenance
@@ -372,3 +372,29 @@ async def test_groups_that_are_sealed_together_are_allocated_together() -> None:
     [batch] = hall.recorder.batches
     assert isinstance(batch, BatchRecord)
     assert (batch.groups, batch.mean_candidates) == (9, 6)
+
+
+# --- the server stops --------------------------------------------------------
+
+
+async def test_when_no_other_request_will_come_groups_are_made_of_those_who_are_there() -> None:
+    hall = Hall(lengths(9), SHORTEST)
+    there = [hall.come("c0"), hall.come("c1")]
+    await settle()
+    hall.rollouts.hurry()
+    late = hall.come("c2")
+    await settle()
+    await hall.quiet(0)
+    await finish(hall, [*there, late])
+    assert all(caller.served for caller in (*there, late))
+    assert same_group(there)
+    assert late.group_id != there[0].group_id
+
+
+async def test_an_end_from_outside_reaches_every_caller_with_its_own_error() -> None:
+    hall = Hall(lengths(9), SHORTEST)
+    callers = [*await hall.all_come(), hall.come("alone")]
+    await settle()
+    error = ServerStopping("the server is stopping", 30)
+    hall.rollouts.fail_all(error)
+    assert await finish(hall, callers) == [error] * 5

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from darts_server.engine.scripted import settle
-from darts_server.exceptions import Conflict, GroupAborted, InvalidRequest, NotFound
+from darts_server.engine.scripted import Script, settle
+from darts_server.exceptions import Conflict, GroupAborted, InvalidRequest, NotFound, ServerStopping
 from darts_server.rollout.batch_run import Form
 from darts_server.rollout.batches import Keeping
-from darts_server.rollout.stream import Done
+from darts_server.rollout.stream import Broken, Done
 from darts_server.rollout.submission import Asked
 from darts_server.types import Outcome, PromptSpec
 from tests.rollout.assembling import SteppedLoop
@@ -173,5 +173,41 @@ def test_a_batch_that_ends_without_a_listener_tells_everything_later() -> None:
         told = await play(house, asyncio.ensure_future(hear(ours.find(batch.batch_id))))
         assert isinstance(told[-1][1], Done)
         assert [number for number, _ in told] == list(range(1, len(told) + 1))
+
+    on_stepped_time(scenario())
+
+
+def test_when_the_server_stops_batches_that_nobody_listens_to_are_ended() -> None:
+    async def scenario() -> None:
+        house = House(lengths(5))
+        ours = batches(house, "shortest", KEEPING)
+        alone, heard = [await ours.open(ask(2), WHOLE, claim(key)) for key in ("a", "b")]
+        with heard.listen():
+            ours.hurry()
+            with pytest.raises(GroupAborted, match="stopping"):
+                await alone.answer()
+            await house.engine.run()
+            assert len((await heard.answer()).results) == 2
+
+    on_stepped_time(scenario())
+
+
+def test_at_the_end_streams_get_the_error_and_others_what_there_is() -> None:
+    async def scenario() -> None:
+        house = House(lambda prompt, _: Script(5 if prompt == "0" else 5000))
+        ours, error = batches(house, "shortest", KEEPING), ServerStopping("the server is stopping", 30)
+        stream, whole = await ours.open(ask(2), tokens(), None), await ours.open(ask(2), WHOLE, None)
+        with whole.listen():
+            hearing = asyncio.ensure_future(hear(stream))
+            for _ in range(10):
+                await house.engine.step()
+            ours.fail(error)
+            house.rollouts.fail_all(error)
+            told = await hearing
+            assert told[-1][1] == Broken(error)
+            done = await whole.answer()
+            assert [result.error for result in sorted(done.results, key=lambda r: r.number)] == [None, error]
+        await settle()
+        assert not house.engine.running
 
     on_stepped_time(scenario())

@@ -136,3 +136,26 @@ def test_a_hundred_thousand_keys(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         assert store.count("prompt") == sum(1 for _ in store.items("prompt")) == 100_000
         assert store.get("prompt", f"{99_999:064x}") == {"mean": 99_999 / 7, "std": 1.5, "count": 99_999}
+
+
+def test_memory_forgets_of_each_kind_what_was_written_longest_ago() -> None:
+    with Store(most_in_memory=3) as store:
+        store.put("other", "a", {"n": 0})
+        for number in range(3):
+            store.put("prompt", str(number), {"n": number})
+        store.flush()
+        store.put("prompt", "0", {"n": 10})  # the newest now
+        store.put("prompt", "3", {"n": 3})
+        store.flush()
+        assert dict(store.items("prompt")) == {"0": {"n": 10}, "2": {"n": 2}, "3": {"n": 3}}
+        assert (store.count("prompt"), store.count("other")) == (3, 1)
+        store.restore(store.export())
+        assert store.count("prompt") == 3
+
+
+def test_a_file_has_all(tmp_path: Path) -> None:
+    with Store(tmp_path, most_in_memory=3) as store:
+        for number in range(5):
+            store.put("prompt", str(number), {"n": number})
+        store.flush()
+        assert store.count("prompt") == 5

@@ -1,0 +1,41 @@
+"""Kinds of values that settings have."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+from pydantic_settings import NoDecode
+
+HOSTS = r"^$|^[^\s,/@]+(,[^\s,/@]+)*$"
+"""Of names without scheme, path or password."""
+
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+Policy = Literal[
+    "uniform",
+    "darts",
+    "darts_deadline",
+    "darts_cut",
+    "first_finish",
+    "arrol",
+    "darts+arrol",
+    "off",
+    "shadow:uniform",
+    "shadow:darts",
+    "shadow:darts_deadline",
+    "shadow:darts_cut",
+    "shadow:first_finish",
+]
+
+
+def _detection_points(value: object) -> object:
+    """Ascending whole numbers from ``128,512``, or from a list of them."""
+    try:
+        points = [int(part) for part in (value.split(",") if isinstance(value, str) else value)]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        points = []
+    if not points or min(points) < 1:
+        raise ValueError("must be whole numbers from 1 on, with commas between")
+    return tuple(sorted(set(points)))
+
+
+DetectAt = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_detection_points)]

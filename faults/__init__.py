@@ -1,0 +1,1 @@
+"""What is broken on purpose, to see what becomes of everything else."""

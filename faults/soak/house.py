@@ -1,0 +1,116 @@
+"""The rooms above the engine, wired as the server wires them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from darts_server.control import Control
+from darts_server.engine.admission import Admission, Bounds
+from darts_server.engine.gate import Gate
+from darts_server.metrics import Metrics
+from darts_server.policy.brownout import Brownout
+from darts_server.policy.calibration import Calibration
+from darts_server.quality_metrics import QualityMetrics
+from darts_server.rollout.batches import Batches, Keeping
+from darts_server.rollout.bias import LengthBias
+from darts_server.rollout.feedback import Feedback
+from darts_server.rollout.judging import Judging
+from darts_server.rollout.latency import Latency
+from darts_server.rollout.live import Live
+from darts_server.rollout.provenance import DEFAULT_KEPT, Provenance
+from darts_server.rollout.pruner import Pruner
+from darts_server.rollout.rewards import Rewards
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.submission import Submissions
+from darts_server.rollout.sureness import Sureness
+from darts_server.rollout.votes import Votes
+from darts_server.settings import Settings
+from darts_server.store import Store
+from darts_server.store.backend import MOST_IN_MEMORY
+from darts_server.types import GroupRecord
+from faults.soak.world import WIDTH, Engine, LocalHead, Texts, VirtualLoop, script
+
+MODEL = "scripted"
+CAPACITY, MOST_WAITING = 256, 1024
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the rooms remember at most. A soak sees growth only once these are full.
+
+    ``groups``: that ended, and votes. ``documents``: of each kind, without a state folder. ``flight_bytes``: of hidden
+    states that wait for rewards; the server's 256 MiB take long to fill.
+    """
+
+    groups: int = DEFAULT_KEPT
+    documents: int = MOST_IN_MEMORY
+    flight_bytes: int = 4 * 1024 * 1024
+
+
+class House:
+    """All of it, on one loop."""
+
+    def __init__(self, loop: VirtualLoop, kept: Kept, state_dir: Path | None = None, seed: int = 0) -> None:
+        self.engine = Engine(script(seed))
+        self.engine.capacity, self.engine.probe_width = CAPACITY, WIDTH
+        self.store = store = Store(state_dir, most_in_memory=kept.documents)
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(MODEL, registry=self.registry)
+        self.gate = Gate()
+        self.control = control = Control(Settings(detect_at=(4, 8), max_queued_candidates=MOST_WAITING))
+        rewards, sureness = Rewards(store), Sureness(store, kept.groups)
+        self.pruner = Pruner(
+            Judging((4, 8), calibration=Calibration(cold_steps=1, cold_labels=64), most_bytes=kept.flight_bytes),
+            lambda: WIDTH,
+            LocalHead,
+            store,
+            lambda: self.engine.weight_version,
+            QualityMetrics(MODEL, registry=self.registry),
+            control.prunes,
+            loop.time,
+        )
+        self.feedback = Feedback(
+            rewards, self._rewarded, self.metrics, kept.groups, [sureness.rewarded, self.pruner.rewarded]
+        )
+        self.live = Live(lambda: self.rollouts, loop.time)
+        observers = (self.metrics, Provenance(kept.groups), LengthBias(), self.feedback, self.live, self.pruner)
+        admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(MOST_WAITING))
+        self.rollouts: Rollouts[str, list[int]] = Rollouts(
+            self.engine,
+            *control.configuration(),
+            documents=store,
+            observers=observers,
+            group_wait=0.5,
+            latency=Latency(store, CAPACITY),
+            clock=loop.time,
+            on_return=self.feedback.trajectory_returned,
+            gate=self.gate,
+            admission=admission,
+            brownout=Brownout.before(MOST_WAITING, CAPACITY, 0.5),
+            judge=self.pruner,
+        )
+        control.drive(self.rollouts)
+        submissions = Submissions(self.rollouts, Texts(), control.planner)
+        self.batches = Batches(submissions, Keeping(), clock=loop.time)
+        self.votes = Votes(self.rollouts, Texts(), sureness, self.metrics, loop.time)
+
+    def count(self, name: str) -> float:
+        """Sum of a counter over its labels."""
+        samples = (sample for metric in self.registry.collect() for sample in metric.samples)
+        return sum(sample.value for sample in samples if sample.name == name)
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """A counter's values by one of its labels."""
+        samples = (sample for metric in self.registry.collect() for sample in metric.samples)
+        return {sample.labels[label]: sample.value for sample in samples if sample.name == name}
+
+    def close(self) -> None:
+        self.pruner.close()
+        self.rollouts.flush()
+        self.store.close()
+
+    def _rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
+        self.rollouts.rewarded(record, right)
+        self.pruner.group_rewarded()

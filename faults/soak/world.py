@@ -1,0 +1,123 @@
+"""What the scripted engine makes of requests: lengths, failures and hidden states, all by lot."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.engine.scripted import Script, ScriptedEngine, generated
+from darts_server.exceptions import CandidateFailed, EngineRefused, InvalidRequest
+from darts_server.quality.head import Head
+from darts_server.quality.report import Report
+from darts_server.quality.values import HeadSettings
+from darts_server.types import FinishReason, PromptSpec, Sample
+
+STEP_SECONDS = 0.02
+"""Of a decode step, on the loop's own clock."""
+WIDTH = 16
+LIMIT = 40
+"""Tokens at which a candidate is truncated."""
+BROKEN, REFUSED, LOST = 0.03, 0.004, 0.01
+"""Shares of candidates that fail, that the engine refuses (which ends their group), and that it aborts."""
+DOOMED = "doomed"
+"""In a prompt: all its candidates fail."""
+INVALID = "invalid"
+"""In a prompt: it is refused before anything starts."""
+TRAIN_EVERY, TRAIN_STEPS = 256, 4
+QUICK = HeadSettings(hidden=16, batch=32, capacity=512, half_life=256.0, fewest=64, learning_rate=1e-2)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its timers go by the engine's steps, so that a day passes in minutes."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class Engine(ScriptedEngine):
+    """The scripted engine without a memory of what has ended."""
+
+    async def step(self) -> None:
+        await super().step()
+        self.started = self.running
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.now += STEP_SECONDS
+
+
+def script(seed: int) -> Callable[[str, int], Script]:
+    """How candidates go, by their request and index."""
+
+    def of(request: str, index: int) -> Script:
+        lots = Random(f"{seed} {request} {index}")
+        length = 1 + min(int(lots.lognormvariate(1.8, 0.8)), LIMIT - 1)
+        fate = lots.random()
+        if DOOMED in request or fate < BROKEN:
+            return Script(length, error=CandidateFailed("broken by lot"))
+        if fate < BROKEN + REFUSED:
+            return Script(length, error=EngineRefused("refused by lot"))
+        if fate < BROKEN + REFUSED + LOST:
+            return Script(length, lost=True)
+        reason = FinishReason.LENGTH if length == LIMIT else FinishReason.STOP
+        return Script(length, lots.choice((0, 0, 0, 2)), reason=reason, hidden=hidden(lots.random() < 0.5, lots))
+
+    return of
+
+
+def hidden(right: bool, lots: Random) -> Callable[[int], Sequence[float]]:
+    """States of a trajectory, which tell a little of what becomes of it."""
+    seed = lots.randrange(2**32)
+
+    def at(_: int) -> list[float]:
+        state: NDArray[np.float64] = np.random.default_rng(seed).normal(1.0 if right else -1.0, 2.0, WIDTH)
+        return list(map(float, state))
+
+    return at
+
+
+class Texts:
+    """Makes requests of the prompts' texts."""
+
+    async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
+        if INVALID in (prompt.text or INVALID):
+            raise InvalidRequest("text", "is invalid by lot")
+        return prompt.text or ""
+
+    def key(self, request: str) -> str:
+        return request.partition("#")[0]
+
+    def lots(self, request: str) -> Sequence[int] | None:
+        return None
+
+    def sample(self, output: list[int]) -> Sample:
+        return Sample(output, generated(output, 0).logprobs, f"#{len(output) % 3}", FinishReason.STOP)
+
+
+class LocalHead(Head):
+    """The quality head, trained in the event loop now and then."""
+
+    def __init__(self, width: int, trained: Callable[[bytes], None]) -> None:
+        super().__init__(width, QUICK)
+        self._learned = 0
+        self._trained = trained
+
+    @property
+    def report(self) -> Report:
+        return Report(self.status, self.prior, self.figures(), self._learned, self.steps)
+
+    def start(self) -> None:
+        """There is no process to start."""
+
+    def close(self) -> None:
+        """Nor one to end."""
+
+    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
+        learned = super().learn(hidden, position, target, survival)
+        self._learned += learned
+        if self._learned % TRAIN_EVERY == 0 and self.train(TRAIN_STEPS).steps:
+            self._trained(self.state())
+        return learned

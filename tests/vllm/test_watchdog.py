@@ -1,0 +1,75 @@
+"""The watchdog, with an engine that the test plays."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from darts_server.vllm.watchdog import Pulse, cause_of_death, hung, listen
+
+pytestmark = pytest.mark.anyio
+LIMIT = 0.05
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def test_an_engine_that_works_and_says_nothing_is_hung() -> None:
+    async with asyncio.timeout(30):
+        await hung(Pulse(), lambda: True, LIMIT)
+
+
+async def test_one_that_speaks_or_has_nothing_to_do_is_not() -> None:
+    """Until the moment when it neither speaks nor rests."""
+    pulse, looks = Pulse(), 0
+
+    def works() -> bool:
+        nonlocal looks
+        looks += 1
+        pulse.heard = looks <= 40
+        return looks > 20
+
+    async with asyncio.timeout(30):
+        await hung(pulse, works, LIMIT)
+    assert looks >= 50
+
+
+async def test_its_outputs_are_heard_and_so_is_its_death() -> None:
+    said: list[Any] = ["tokens", EngineDeadError()]
+
+    async def get_output() -> Any:
+        if isinstance(output := said.pop(0), Exception):
+            raise output
+        return output
+
+    engine_core, pulse, deaths = SimpleNamespace(get_output_async=get_output), Pulse(), []
+    pulse.died = lambda: deaths.append(1)
+    listen(engine_core, pulse)
+    assert await engine_core.get_output_async() == "tokens"
+    assert pulse.heard
+    assert not deaths
+    with pytest.raises(EngineDeadError):
+        await engine_core.get_output_async()
+    assert deaths == [1]
+
+
+@pytest.mark.parametrize(
+    ("codes", "says"),
+    [
+        ({"EngineCore": -9}, "EngineCore was killed (SIGKILL), most often because the machine has no memory left"),
+        ({"EngineCore_DP0": 0, "EngineCore_DP1": -11}, "EngineCore_DP1 was ended by SIGSEGV"),
+        ({"EngineCore": 1}, "EngineCore ended with exit code 1"),
+        ({}, "further up in the log"),
+    ],
+)
+def test_the_cause_of_death_is_read_from_the_processes_that_ended(codes: dict[str, int], says: str) -> None:
+    manager = SimpleNamespace(finished_procs=lambda: codes)
+    assert says in cause_of_death(SimpleNamespace(resources=SimpleNamespace(engine_manager=manager)))
+
+
+def test_an_engine_elsewhere_has_no_processes_here() -> None:
+    assert "log" in cause_of_death(SimpleNamespace(resources=SimpleNamespace(engine_manager=None)))
