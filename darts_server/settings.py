@@ -201,10 +201,11 @@ class Settings(BaseSettings):
         "those that are too many for --target-positive-ratio.",
     )
     refill: Live[bool] = Field(False, description="arrol: start a new candidate for each pruned one, up to M_up.")
-    quality: Literal["head", "logprob", "lowest_logprob"] = Field(
-        "head",
+    quality: Literal["head", "head+logprob", "logprob", "lowest_logprob"] = Field(
+        "head+logprob",
         description="arrol: what candidates are scored by. head: hidden states, as learned from rewards. logprob: how "
-        "sure the model was of its tokens. lowest_logprob: of the 64 in a row that it was least sure of.",
+        "sure the model was of its tokens. lowest_logprob: of the 64 in a row that it was least sure of. head+logprob: "
+        "learned from both.",
     )
     quality_fallback: Literal["refuse", "logprob"] = Field(
         "refuse",

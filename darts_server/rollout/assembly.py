@@ -86,10 +86,11 @@ class Assembly(Generic[RequestT, OutputT]):
         self._host = host
         self._quiet = quiet
         self._groups: dict[str, list[_Assembled[RequestT, OutputT]]] = {}
+        self._hurrying = False
 
     def hurry(self) -> None:
         """Seal all groups with those who are there, and from now on every group with its first caller."""
-        self._quiet = 0.0
+        self._hurrying = True
         for groups in self._groups.values():
             for group in groups:
                 group.seal()
@@ -134,7 +135,10 @@ class Assembly(Generic[RequestT, OutputT]):
                 return group, vacant
         group = _Assembled(self._host, joining, self._quiet, lambda: self._forget(joining.same, group))
         groups.append(group)
-        return group, group.add(joining)
+        seat = group.add(joining)
+        if self._hurrying:
+            group.seal()
+        return group, seat
 
     def _forget(self, same: str, group: "_Assembled[RequestT, OutputT]") -> None:
         self._groups[same].remove(group)
@@ -156,6 +160,7 @@ class _Assembled(Generic[RequestT, OutputT]):
         self._on_end = on_end
         self._seats: list[_Seat[OutputT]] = []
         self._ended = False
+        self._extras = True
         self._sealing = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._lottery = random.Random()
@@ -190,7 +195,8 @@ class _Assembled(Generic[RequestT, OutputT]):
         return seat
 
     def seal(self) -> None:
-        """Wait for no other caller. Harmless if none is waited for."""
+        """Wait for no other caller, and start nothing more. Harmless if no caller is waited for."""
+        self._extras = self.sealed
         self._sealing.set()
 
     def vacant(self, request_id: str) -> _Seat[OutputT] | None:
@@ -241,8 +247,9 @@ class _Assembled(Generic[RequestT, OutputT]):
 
     async def _open(self) -> None:
         plan = self._sealed_plan()
-        grant = await self._host.allocate(plan, self._prompt_key)
-        self._run.open(plan.shaping.rule(plan.size, grant.candidates), grant, plan.shaping.most(plan.size))
+        grant = await self._host.allocate(plan, self._prompt_key) if self._extras else Grant(plan.size)
+        most = plan.shaping.most(plan.size) if self._extras else 0
+        self._run.open(plan.shaping.rule(plan.size, grant.candidates), grant, most)
 
     def _end(self) -> None:
         """From now on nobody is seated here. Synchronous: the task may be cancelled before its first turn."""

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Protocol
 
 from darts_server.policy.deadline import Deadline
-from darts_server.types import BatchRecord
+from darts_server.types import BatchRecord, GroupRecord
 
 
 class Member(Protocol):
@@ -58,6 +58,7 @@ class Batch:
         self._expected = terms.groups  # that may still tell what they need
         self._members: set[Member] = set()
         self._needs: dict[Member, int] = {}
+        self._generated, self._returned = 0, 0
 
     def join(self, member: Member) -> None:
         """A group of the batch began."""
@@ -70,8 +71,11 @@ class Batch:
         self._needs[member] = tokens
         self._look()
 
-    def ended(self, member: Member) -> None:
+    def ended(self, member: Member, record: GroupRecord | None = None) -> None:
         """A group ended, whichever way."""
+        if record is not None:
+            self._generated += record.generated_tokens
+            self._returned += record.returned_tokens
         self._members.discard(member)
         self._leave(told=member in self._needs)
 
@@ -109,6 +113,8 @@ class Batch:
             explored=self.terms.explored,
             predicted_seconds=self.terms.predicted_seconds,
             measured_seconds=self._clock() - self._began_at,
+            generated_tokens=self._generated,
+            returned_tokens=self._returned,
         )
 
 

@@ -58,6 +58,7 @@ class BatchRun:
     ) -> None:
         self.batch_id = submission.batch_id
         self.policy = submission.plan.policy
+        self._size = submission.size
         self.form = form
         self.feed = Feed(
             BatchBegan(self.batch_id, self.policy, submission.size),
@@ -130,7 +131,18 @@ class BatchRun:
             self.end = end
             self.feed.ended(end)
             self._ended.set()
+            self._log(end)
             self._on_end(self)
+
+    def _log(self, end: EndOfBatch) -> None:
+        decided = len(end.results) if isinstance(end, Done) else 0
+        about = {"batch_id": self.batch_id, "prompts": self._size, "decided": decided, "policy": self.policy}
+        seconds = round(self._clock() - self._began_at, 3)
+        logger.info(
+            "rollouts %s: %d of %d prompts decided in %.3f s",
+            *(self.batch_id, decided, self._size, seconds),
+            extra={**about, "seconds": seconds},
+        )
 
 
 class Listener:

@@ -34,8 +34,15 @@ class Judge(Protocol):
         """Whether it goes by log-probs instead of hidden states."""
         ...
 
-    def by_state(self, group_id: str, index: int, probed: Probed, pruning: Pruning) -> Judgement:
-        """Score a trajectory by its hidden state."""
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether it goes by hidden states and by log-probs together."""
+        ...
+
+    def by_state(
+        self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
+    ) -> Judgement:
+        """Score a trajectory by its hidden state, and by the log-probs of its tokens so far if it goes by both."""
         ...
 
     def by_tokens(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Judgement:

@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from darts_server.policy.calibration import Calibration, target_of
 from darts_server.policy.confidence import as_score, lowest_window, mean_logprob
 from darts_server.rollout.flights import MOST_BYTES
@@ -24,18 +27,24 @@ WHY = {
 
 
 class Kind(StrEnum):
-    """What scores are made from: hidden states, or log-probs, of all tokens or of those it was least sure of."""
+    """What scores are made from: hidden states, log-probs, or both; of all tokens, or of those it was least sure of."""
 
     HEAD = "head"
+    HEAD_LOGPROB = "head+logprob"
     LOGPROB = "logprob"
     LOWEST_LOGPROB = "lowest_logprob"
+
+    @property
+    def trained(self) -> bool:
+        """Whether a head makes them, which has to be trained and is told hidden states."""
+        return self in (Kind.HEAD, Kind.HEAD_LOGPROB)
 
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """``detect_at``: numbers of tokens, ascending. ``kind``: of score. ``fallback``: what is used where ``kind`` is the
-    head, and the engine cannot tell hidden states; ``None`` scores nothing then. ``reward_threshold``: rewards from it
-    on are right; without one, ``soft`` takes the reward itself for the target, and else the trainer's word counts.
+    """``detect_at``: numbers of tokens, ascending. ``kind``: of score. ``fallback``: what is used where ``kind`` needs
+    the head, and the engine cannot tell hidden states; ``None`` scores nothing then. ``reward_threshold``: rewards from
+    it on are right; without one, ``soft`` takes the reward itself for the target, and else the trainer's word counts.
     ``most_bytes``: of hidden states that wait for a reward.
     """
 
@@ -53,9 +62,31 @@ class Judging:
         return target_of(reward, self.reward_threshold)
 
 
+def features(kind: Kind, state: NDArray[np.float32], logprobs: tuple[float, ...]) -> NDArray[np.float32]:
+    """What the head sees: the hidden state and, if scores are made from both, the mean and the least log-prob, in nats.
+
+    Where log-probs are no finite numbers, or there is none, these are not finite either.
+    """
+    if kind is not Kind.HEAD_LOGPROB:
+        return state
+    rounded = _rounded(logprobs)
+    both = (math.nan, math.nan) if rounded is None else (mean_logprob(rounded), min(rounded))
+    return np.append(state, np.asarray(both, dtype=np.float32))
+
+
+def width_of(kind: Kind, width: int) -> int:
+    """Of what the head sees, for hidden states of that width."""
+    return width + 2 if kind is Kind.HEAD_LOGPROB else width
+
+
 def sureness(kind: Kind, logprobs: tuple[float, ...]) -> float | None:
     """A score of that kind, in [0, 1]; ``None`` if the log-probs are no finite numbers, or there is none."""
-    rounded = [min(x, 0.0) for x in logprobs]  # a log-softmax may round to just above 0
-    if not rounded or not all(map(math.isfinite, rounded)):
+    rounded = _rounded(logprobs)
+    if rounded is None:
         return None
     return as_score(lowest_window(rounded) if kind is Kind.LOWEST_LOGPROB else mean_logprob(rounded))
+
+
+def _rounded(logprobs: tuple[float, ...]) -> list[float] | None:
+    rounded = [min(x, 0.0) for x in logprobs]  # a log-softmax may round to just above 0
+    return rounded if rounded and all(map(math.isfinite, rounded)) else None

@@ -22,7 +22,7 @@ from darts_server.rollout.documents import Documents
 from darts_server.rollout.flights import Flights, Scored, compact
 from darts_server.rollout.head_state import HeadState
 from darts_server.rollout.judge import Judgement
-from darts_server.rollout.judging import WHY, Judging, Kind, sureness
+from darts_server.rollout.judging import WHY, Judging, Kind, features, sureness, width_of
 from darts_server.rollout.observer import PruningObserver
 from darts_server.rollout.soon import Soon
 from darts_server.types import BatchRecord, GroupRecord, PruningStatus
@@ -118,8 +118,8 @@ class Pruner:
         """Take what was learned before, and have the head trained. Done once."""
         self._begun = True
         kind, width = self._kind, self._width()
-        if kind is not Kind.HEAD or width is not None:
-            self._known(kind, width or 0)
+        if not kind.trained or width is not None:
+            self._known(kind, width_of(kind, width or 0))
         self._say()
 
     def close(self) -> None:
@@ -137,18 +137,26 @@ class Pruner:
 
     @property
     def by_logprobs(self) -> bool:
-        return self._kind is not Kind.HEAD
+        return not self._kind.trained
 
-    def by_state(self, group_id: str, index: int, probed: Probed, pruning: Pruning) -> Judgement:
-        known = self._known(Kind.HEAD, probed.state.size)
+    @property
+    def with_logprobs(self) -> bool:
+        return self._kind is Kind.HEAD_LOGPROB
+
+    def by_state(
+        self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
+    ) -> Judgement:
+        kind = self._judging.kind
+        seen = features(kind, probed.state, logprobs)
+        known = self._known(kind, seen.size)
         assert self._head is not None
         self._observer.trajectory_probed(told=True)
-        score = self._head.score(probed.state, probed.tokens)
-        scored = Scored(reached(known, probed.tokens), probed.tokens, compact(probed.state))
+        score = self._head.score(seen, probed.tokens)
+        scored = Scored(reached(known, probed.tokens), probed.tokens, compact(seen))
         return self._judge(group_id, index, scored, score, pruning)
 
     def by_tokens(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Judgement:
-        kind = Kind.LOGPROB if self._kind is Kind.HEAD else self._kind
+        kind = Kind.LOGPROB if self._kind.trained else self._kind
         known = self._known(kind, 0)
         value = sureness(kind, logprobs)
         score = Score(0.5, Status.BAD_FEATURE) if value is None else Score(value, Status.READY)
@@ -257,7 +265,7 @@ class Pruner:
         kind = self._kind
         if not self._begun:
             return PruningStatus.UNUSED
-        if kind is Kind.HEAD and self._width() is None:
+        if kind.trained and self._width() is None:
             return PruningStatus.PROBE_LOST
         statuses = [self._status_of(kind, point) for point in self._points.get(kind, {}).values()]
         if not statuses:
@@ -279,7 +287,7 @@ class Pruner:
 
     def _status_of(self, kind: Kind, point: Point) -> PruningStatus:
         status = PruningStatus(point.calibrator.status.value)
-        if kind is Kind.HEAD and self._head is not None:
+        if kind.trained and self._head is not None:
             if self._head.status is not Status.READY:
                 return PruningStatus(self._head.status.value)
             if status is PruningStatus.NO_LABELS and self._head.report.learned:  # of before it was trained
@@ -300,7 +308,7 @@ class Pruner:
     @property
     def _kind(self) -> Kind:
         judging = self._judging
-        if judging.kind is Kind.HEAD and judging.fallback is not None and self._width() is None:
+        if judging.kind.trained and judging.fallback is not None and self._width() is None:
             return judging.fallback
         return judging.kind
 
@@ -310,7 +318,7 @@ class Pruner:
         if known is None:
             known = points(self._blobs, kind, self.detect_at, self._judging.calibration, width)
             self._points[kind] = known
-            if kind is Kind.HEAD:
+            if kind.trained:
                 self._head = self._new_head(width, self._head_state.trained)
             self._refreshed_at = -REFRESH_SECONDS
             self._refresh()

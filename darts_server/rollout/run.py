@@ -81,10 +81,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._observer = observer
         self._on_end = on_end
         self._on_return = on_return
+        self._running: dict[int, Running[OutputT]] = {}
         self._scoring: Scoring | None = None
         if judge is not None and pruning is not None:
-            self._scoring = Scoring(judge, ledger.group_id, pruning, self._feed)
-        self._running: dict[int, Running[OutputT]] = {}
+            self._scoring = Scoring(judge, ledger.group_id, pruning, self._running, self._feed)
         self._outputs: dict[int, asyncio.Future[OutputT]] = {}
         self._cuts: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -206,7 +206,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             and (tokens := running.tokens()) is not None
             and tokens >= alarm
         ]
-        scores = [] if self._scoring is None else self._scoring.look(self._running)
+        scores = [] if self._scoring is None else self._scoring.look()
         if events or scores:
             self._feed(*events, *scores)
 
@@ -392,4 +392,4 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self._scoring.close(self._group.candidates)
             self._on_end()
             if self._batch is not None:
-                self._batch.ended(self)
+                self._batch.ended(self, self.record)

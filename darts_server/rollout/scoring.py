@@ -14,20 +14,30 @@ from darts_server.rollout.judge import Judge, Judgement
 class Scoring:
     """Has the judge score each candidate of a group at its detection points, once at each.
 
-    By log-probs these are of exactly the first so many tokens, however late they are looked at: the same tokens have
-    the same score.
+    By log-probs, alone or beside hidden states, these are of exactly the first so many tokens, however late they are
+    looked at: the same tokens have the same score.
 
-    ``heard``: is told of scores from hidden states, in the event loop; also of candidates that have ended since, but
-    never of those that were dropped.
+    ``running``: the candidates that run, by index, at any time. ``heard``: is told of scores from hidden states, in the
+    event loop; also of candidates that have ended since, but never of those that were dropped.
     """
 
-    def __init__(self, judge: Judge, group_id: str, pruning: Pruning, heard: Callable[[Scored], None]) -> None:
+    def __init__(
+        self,
+        judge: Judge,
+        group_id: str,
+        pruning: Pruning,
+        running: Mapping[int, Running[Any]],
+        heard: Callable[[Scored], None],
+    ) -> None:
         self._judge = judge
         self._group_id = group_id
         self._pruning = pruning
+        self._running = running
         self._heard = heard
         self._detect_at = judge.detect_at
         self._by_logprobs = judge.by_logprobs
+        self._with_logprobs = judge.with_logprobs
+        self._waiting: dict[int, list[Probed]] = {}  # hidden states whose log-probs are to be looked up
         self._started: set[int] = set()
         self._early: dict[int, list[Scored]] = {}  # of candidates that nobody has said to have started yet
         self._passed: dict[int, int] = {}  # detection points at which a candidate's log-probs were looked at
@@ -36,20 +46,22 @@ class Scoring:
     def probe(self, index: int) -> Probe:
         """What the engine is to tell of a candidate."""
         points = () if self._by_logprobs else self._detect_at
-        return Probe(points, partial(self._told, index), logprobs=self._by_logprobs)
+        return Probe(points, partial(self._told, index), logprobs=self._by_logprobs or self._with_logprobs)
 
     def started(self, index: int) -> list[Scored]:
         """The engine says that a candidate has started; its scores that came before that."""
         self._started.add(index)
         return self._early.pop(index, [])
 
-    def look(self, running: Mapping[int, Running[Any]]) -> list[Scored]:
-        """The scores by log-probs that are due, of all candidates that run."""
+    def look(self) -> list[Scored]:
+        """The scores that need log-probs and are due, of all candidates that run."""
+        if self._with_logprobs:
+            return [scored for index in list(self._waiting) for scored in self._by_both(index)]
         if not self._by_logprobs:
             return []
         return [
             scored
-            for index, candidate in running.items()
+            for index, candidate in self._running.items()
             if index not in self._dropped and self._due(index, candidate.tokens())
             for scored in self._by_tokens(index, candidate.generated(0))
         ]
@@ -71,12 +83,35 @@ class Scoring:
                 self.drop(candidate.index)
 
     def _told(self, index: int, probed: Probed) -> None:
-        if index not in self._dropped:
-            scored = _scored(index, self._judge.by_state(self._group_id, index, probed, self._pruning))
+        if index in self._dropped:
+            return
+        if self._with_logprobs:
+            self._waiting.setdefault(index, []).append(probed)
+            scores = list(self._by_both(index))
+        else:
+            scores = [_scored(index, self._judge.by_state(self._group_id, index, probed, (), self._pruning))]
+        for scored in scores:
             if index in self._started:
                 self._heard(scored)
             else:
                 self._early.setdefault(index, []).append(scored)
+
+    def _by_both(self, index: int) -> Iterator[Scored]:
+        """A state may be here before the engine told its tokens, and waits for these. One that has ended has none."""
+        states, running = self._waiting.pop(index), self._running.get(index)
+        if running is None and index not in self._started:
+            self._waiting[index] = states
+            return
+        generated = None if index in self._dropped or running is None else running.generated(0)
+        logprobs = None if generated is None else generated.logprobs
+        if logprobs is None:
+            return
+        for probed in states:
+            if probed.tokens > len(logprobs):
+                self._waiting.setdefault(index, []).append(probed)
+                continue
+            so_far = tuple(logprobs[: probed.tokens])
+            yield _scored(index, self._judge.by_state(self._group_id, index, probed, so_far, self._pruning))
 
     def _due(self, index: int, tokens: int | None) -> bool:
         passed = self._passed.get(index, 0)

@@ -4,19 +4,25 @@ The scores are the mean and the lowest mean log-prob (`policy.confidence`). They
 before rewards came for trajectories that had voted.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from darts_server.policy.calibration import Calibration, CalibrationState, Calibrator, Label, Status
-from darts_server.rollout.documents import Documents, Notes
+from darts_server.exceptions import StateError
+from darts_server.policy.calibration import Calibration, Label, Status
+from darts_server.rollout.blobs import Blobs
+from darts_server.rollout.detection import Point
+from darts_server.rollout.documents import Documents
 from darts_server.rollout.judging import Kind, sureness
 from darts_server.rollout.provenance import DEFAULT_KEPT
 from darts_server.rollout.soon import Soon
 from darts_server.types import Sample
 
+logger = logging.getLogger(__name__)
+
 KINDS = (Kind.LOGPROB, Kind.LOWEST_LOGPROB)
 KEEP_SECONDS = 2.0
-"""Between two writes of what was learned: up to some 300 KB for each kind."""
+"""Between two writes of what was learned: up to some 100 KB for each kind."""
 
 
 class Sureness:
@@ -24,21 +30,20 @@ class Sureness:
 
     def __init__(self, documents: Documents, kept: int = DEFAULT_KEPT) -> None:
         self._kept = kept
-        self._notes = Notes(documents, "vote", lambda value: CalibrationState(**value))
+        blobs = Blobs(documents, "vote")
         calibration = Calibration(cold_steps=0)  # there are no steps at test time
-        self._calibrators: dict[str, Calibrator] = {
-            kind: Calibrator(calibration, self._notes.load(kind)) for kind in KINDS
-        }
+        self._points: dict[str, Point] = {kind: Point(blobs, kind, calibration, width=0) for kind in KINDS}
         self._scores: OrderedDict[str, Mapping[int, Mapping[str, float]]] = OrderedDict()
         self._keep = Soon(KEEP_SECONDS, self._write)
+        self._read()
 
     def status(self, kind: str) -> Status:
         """Whether `chance` knows anything, or why not."""
-        return self._calibrators[kind].status
+        return self._points[kind].calibrator.status
 
     def chance(self, kind: str, score: float) -> float:
         """The chance that a trajectory with this score is right."""
-        return self._calibrators[kind].probability(score)
+        return self._points[kind].calibrator.probability(score)
 
     def remember(self, group_id: str, scores: Mapping[int, Mapping[str, float]]) -> None:
         """The trajectories of a vote, by candidate index, with their `scores_of`."""
@@ -49,13 +54,24 @@ class Sureness:
     def rewarded(self, group_id: str, index: int, _: float, right: bool) -> None:
         """A trajectory got its first reward, of which only counts whether it is right."""
         for kind, score in self._scores.get(group_id, {}).get(index, {}).items():
-            self._calibrators[kind].add(Label(score, float(right)))
+            self._points[kind].calibrator.add(Label(score, float(right)))
+            self._points[kind].changed = True
             self._keep.ask()
 
+    def _read(self) -> None:
+        try:
+            for kind, point in self._points.items():
+                if (wrong := point.refresh()) is not None:
+                    logger.warning("what was learned of votes by %s %s; it is learned anew", kind, wrong)
+        except StateError as error:
+            logger.warning("what was learned of votes cannot be read: %s", error)
+
     def _write(self) -> None:
-        for kind, calibrator in self._calibrators.items():
-            state = calibrator.state
-            self._notes.save(kind, {"labels": state.labels, "steps": state.steps})
+        try:
+            for point in self._points.values():
+                point.keep()
+        except StateError as error:
+            logger.warning("what was learned of votes was not kept: %s", error)
 
 
 def scores_of(sample: Sample) -> dict[str, float]:

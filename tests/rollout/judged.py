@@ -13,9 +13,12 @@ from darts_server.rollout.judge import Judgement
 class Oracle:
     """A hidden state is quality and survival; by log-probs they are ``quality`` and ``survival`` of the last token."""
 
-    def __init__(self, *detect_at: int, by_logprobs: bool = False, survival: float = 0.0) -> None:
+    def __init__(
+        self, *detect_at: int, by_logprobs: bool = False, with_logprobs: bool = False, survival: float = 0.0
+    ) -> None:
         self.detect_at = detect_at or (4,)
         self.by_logprobs = by_logprobs
+        self.with_logprobs = with_logprobs
         self.survival = survival
         self.states: list[tuple[int, int]] = []
         """Candidate and its tokens, as it was scored by hidden states."""
@@ -24,8 +27,11 @@ class Oracle:
         self.draws: list[tuple[int, float]] = []
         self.drops: list[int] = []
 
-    def by_state(self, group_id: str, index: int, probed: Probed, pruning: Pruning) -> Judgement:
+    def by_state(
+        self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
+    ) -> Judgement:
         self.states.append((index, probed.tokens))
+        assert logprobs == (tuple(-token / 8 for token in range(probed.tokens)) if self.with_logprobs else ())
         return Judgement(*map(float, probed.state))
 
     def by_tokens(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Judgement:

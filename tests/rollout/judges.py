@@ -126,7 +126,7 @@ class Bench:
         return self.heads[-1]
 
     def scored(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Judgement:
-        return self.pruner.by_state(group_id, index, Probed(tokens, hidden.astype(np.float32)), self.pruning)
+        return self.pruner.by_state(group_id, index, Probed(tokens, hidden.astype(np.float32)), (), self.pruning)
 
     def group(self, size: int = 8) -> tuple[list[Judgement], int]:
         """A group whose survivors are all rewarded: its judgements, and how many survived."""

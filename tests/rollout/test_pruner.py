@@ -295,7 +295,7 @@ async def test_a_restart_goes_on_where_it_was() -> None:
     again.pruner.begin()
     assert again.pruner.status is PruningStatus.READY
     probed = Probed(10, np.full(WIDTH, 101.0, np.float32))
-    one, other = (b.pruner.by_state("x", 0, probed, Pruning()) for b in (bench, again))
+    one, other = (b.pruner.by_state("x", 0, probed, (), Pruning()) for b in (bench, again))
     assert one.quality == other.quality
     assert other.survival < 1
 
@@ -347,7 +347,7 @@ async def test_what_was_learned_of_another_model_is_not_taken(caplog: pytest.Log
     assert other.pruner.status is PruningStatus.NO_LABELS
     assert f"is of hidden states of width {WIDTH}, not {WIDTH + 1}" in caplog.text
     assert "the kept quality head is not taken" in caplog.text
-    assert other.pruner.by_state("g", 0, Probed(10, np.ones(WIDTH + 1, np.float32)), Pruning()).survival == 1.0
+    assert other.pruner.by_state("g", 0, Probed(10, np.ones(WIDTH + 1, np.float32)), (), Pruning()).survival == 1.0
 
 
 # --- survival at one point --------------------------------------------------------

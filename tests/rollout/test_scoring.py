@@ -4,17 +4,21 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from darts_server.engine.scripted import Script, settle
+from darts_server.engine.port import Probed, Running
+from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
+from darts_server.policy.events import Scored
 from darts_server.policy.named import named
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.survival import Pruning
 from darts_server.rollout.assembly import Joining
 from darts_server.rollout.batch import Grant
 from darts_server.rollout.plan import Limits, Planner
+from darts_server.rollout.scoring import Scoring
 from darts_server.rollout.submission import Asked, Submissions
 from darts_server.types import CandidateRecord, End, PromptSpec, RequestOptions, StopReason
 from tests.rollout.helpers import House, lengths
@@ -182,6 +186,45 @@ async def test_the_lots_of_the_tail_are_those_without_pruning_and_decisions_can_
         house = a_house(Oracle(4), [20], dict.fromkeys(range(16), (0.5, 0.5)))
         fates.append([c.reason for c in await played(house, size=8)])
     assert fates[0] == fates[1]
+
+
+# --- by both ----------------------------------------------------------------
+
+
+async def test_by_both_a_state_is_scored_with_the_log_probs_of_its_tokens() -> None:
+    judge = Oracle(4, 8, with_logprobs=True)
+    house = a_house(judge, [20], {0: (0.9, NEVER), 2: (0.25, SURELY)})
+    candidates = await played(house)
+    assert [c.reason for c in candidates] == [StopReason.PRUNED, None, StopReason.MIDDLE, None]
+    assert sorted(judge.states) == [(0, 4), *((i, tokens) for i in (1, 2, 3) for tokens in (4, 8))]
+
+
+async def test_by_both_a_state_that_comes_after_the_end_has_no_log_probs_and_no_score() -> None:
+    judge = Oracle(4, with_logprobs=True)
+    candidates = await played(a_house(judge, [5, 20], dict.fromkeys(range(4), (0.5, SURELY)), lag=3))
+    assert [c.quality is None for c in candidates] == [True, False, False, False]
+    assert sorted(index for index, _ in judge.states) == [1, 2, 3]
+
+
+async def test_by_both_a_state_waits_until_its_candidate_is_said_to_run() -> None:
+    judge = Oracle(4, with_logprobs=True)
+    script = states([20], dict.fromkeys(range(4), (0.5, SURELY)))
+    running: dict[int, Running[list[int]]] = {}
+    heard: list[Scored] = []
+    scoring = Scoring(judge, "g", Pruning(), running, heard.append)
+    probe = scoring.probe(0)
+    assert (probe.detect_at, probe.logprobs) == ((4,), True)
+    probe.tell(Probed(4, np.asarray([0.5, 1.0], dtype=np.float32)))
+    assert (scoring.look(), heard) == ([], [])
+    engine = ScriptedEngine(script)
+    running[0] = await engine.start("g", 0)
+    scoring.started(0)
+    await engine.step()
+    assert scoring.look() == [], "the engine has told fewer tokens"
+    for _ in range(4):
+        await engine.step()
+    assert [scored.index for scored in scoring.look()] == [0]
+    assert scoring.look() == []
 
 
 # --- by log-probs -----------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,14 +16,15 @@ from darts_server.engine.admission import Admission, Bounds
 from darts_server.engine.port import Probed
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
-from darts_server.policy.calibration import Status
+from darts_server.policy.calibration import BUFFER, Status
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.documents import Notes
+from darts_server.rollout.blobs import Blobs
 from darts_server.rollout.judge import Judgement
 from darts_server.rollout.poll import SHORT_TEXT, Poll, extractor_of, weighting_of
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.sureness import KINDS, Sureness
 from darts_server.rollout.votes import Question, Voted, Votes
+from darts_server.store import Store
 from darts_server.types import FinishReason, Outcome, PromptSpec, Sample, StopReason, VoteOutcome
 from tests.rollout.helpers import Documents, House
 
@@ -45,12 +47,15 @@ class Opinion:
 
     detect_at = (5,)
     by_logprobs = False
+    with_logprobs = False
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, float]] = []
         self.gone: list[int] = []
 
-    def by_state(self, group_id: str, index: int, probed: Probed, pruning: Pruning) -> Judgement:
+    def by_state(
+        self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
+    ) -> Judgement:
         return Judgement(float(probed.state[0]), 0.1)
 
     def by_tokens(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Judgement:
@@ -237,7 +242,8 @@ def trained() -> Sureness:
     rng, documents = Random(0), Documents()
     labels = [(score, float(rng.random() < score), 1.0) for score in (rng.random() for _ in range(LABELS))]
     for kind in KINDS:
-        Notes(documents, "vote").save(kind, {"labels": labels, "steps": 0})
+        data = np.asarray(labels, dtype="<f8").tobytes()
+        Blobs(documents, "vote").save(kind, data, {"steps": 0, "width": 0})
     return Sureness(documents)
 
 
@@ -262,8 +268,31 @@ async def test_rewards_of_votes_are_what_scores_are_worth_and_outlive_a_restart(
     booth.sureness.rewarded("unknown", 0, 1.0, True)
     assert [booth.sureness.status(kind) for kind in KINDS] == [Status.FEW_LABELS] * 2
     booth.sureness._keep.now()
-    [label] = Sureness(documents)._calibrators["logprob"].state.labels
+    [label] = Sureness(documents)._points["logprob"].calibrator.state.labels
     assert label == pytest.approx((math.exp(-1.0), 1.0, 1.0))
+
+
+async def test_as_many_labels_as_are_remembered_outlive_a_restart() -> None:
+    with Store() as store:
+        sureness, rng = Sureness(store), Random(0)
+        for number in range(BUFFER):
+            sureness.remember("vote", {number: {kind: rng.random() for kind in KINDS}})
+            sureness.rewarded("vote", number, 1.0, True)
+        sureness._keep.now()
+        for kind in KINDS:
+            assert len(Sureness(store)._points[kind].calibrator.state.labels) == BUFFER
+
+
+async def test_votes_that_cannot_be_kept_or_read_are_counted_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    store = Store()
+    sureness = Sureness(store)
+    sureness.remember("vote", {0: {"logprob": 0.5}})
+    sureness.rewarded("vote", 0, 1.0, True)
+    store.close()
+    sureness._keep.now()
+    assert "was not kept" in caplog.text
+    assert Sureness(store).status("logprob") is Status.NO_LABELS
+    assert "cannot be read" in caplog.text
 
 
 async def test_only_the_newest_votes_are_remembered() -> None:
@@ -272,7 +301,7 @@ async def test_only_the_newest_votes_are_remembered() -> None:
         sureness.remember(name, {0: {"logprob": 0.5}})
         sureness.rewarded(name, 0, 1.0, True)
     sureness.rewarded("old", 0, 1.0, True)
-    assert len(sureness._calibrators["logprob"].state.labels) == 2
+    assert len(sureness._points["logprob"].calibrator.state.labels) == 2
 
 
 def scored(length: int, answer: str | None, quality: float, lag: int = 0, delay: int = 0) -> Voter:
