@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from darts_server.engine.admission import Caller as From
+from darts_server.engine.admission import caller as caller_of
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, ServerStopping
 from darts_server.policy.deadline import Deadline
@@ -398,3 +400,19 @@ async def test_an_end_from_outside_reaches_every_caller_with_its_own_error() -> 
     error = ServerStopping("the server is stopping", 30)
     hall.rollouts.fail_all(error)
     assert await finish(hall, callers) == [error] * 5
+
+
+# --- its caller's trace --------------------------------------------------------
+
+
+async def test_a_group_belongs_to_the_trace_of_the_caller_that_began_it() -> None:
+    """Wherever its end comes from."""
+    hall = Hall(lengths(9), SHORTEST)
+    callers = []
+    for number in range(4):
+        token = caller_of.set(From(trace={"traceparent": str(number)}))
+        callers.append(hall.come(f"c{number}"))
+        caller_of.reset(token)
+        await settle()
+    await finish(hall, callers)
+    assert hall.record("group-c0").trace == {"traceparent": "0"}

@@ -219,6 +219,28 @@ async def test_log_probs_that_are_no_finite_numbers_are_counted(logprobs: tuple[
 # --- targets, steps, memory -----------------------------------------------------
 
 
+async def test_hidden_states_and_log_probs_are_learned_from_together() -> None:
+    bench = Bench(replace(QUICKLY, kind=Kind.HEAD_LOGPROB))
+    assert (bench.pruner.by_logprobs, bench.pruner.with_logprobs) == (False, True)
+    rng, blank = np.random.default_rng(0), Probed(10, np.zeros(WIDTH, np.float32))
+    for index in range(600):  # the states say nothing, an unlikely token all
+        right = bool(rng.random() < 0.5)
+        logprobs = (*[-0.1] * 9, -0.2 if right else -2.5)
+        bench.pruner.by_state("g", index, blank, logprobs, Pruning())
+        bench.pruner.rewarded("g", index, float(right), right)
+    scores = bench.pruner.of_scores()
+    assert bench.head.width == WIDTH + 2
+    assert scores.auc is not None
+    assert scores.auc > 0.95
+
+
+async def test_states_without_log_probs_are_no_scores_where_both_are_wanted() -> None:
+    bench = Bench(replace(QUICKLY, kind=Kind.HEAD_LOGPROB)).warm(4)
+    assert bench.counter.counts["unusable"] > 0
+    assert "usable" not in bench.counter.counts
+    assert bench.pruner.status is PruningStatus.NO_LABELS
+
+
 @pytest.mark.parametrize(
     ("judging", "target"),
     [(Judging(), 1.0), (Judging(reward_threshold=0.8), 0.0), (Judging(soft=True), 0.75)],

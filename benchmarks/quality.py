@@ -1,0 +1,185 @@
+"""What scores tell on the tiny task, and what pruning by them does to groups.
+
+    python -m benchmarks.quality
+    python -m benchmarks.quality --quick
+
+For each kind of score a server of its own learns from rewards while nothing is pruned. Then the weights stay as they
+are: on other problems it is measured how well the scores tell right trajectories from wrong ones (AUC; 1/2 is a guess),
+and then how groups come out that are pruned by them, in turns with groups that are pruned at random, and with none.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import fmean, median, pvariance
+from typing import Any
+
+import numpy as np
+from tqdm import trange
+
+from darts_client import Client, Group
+from darts_server.policy.diagnostics import auc
+from examples.tiny_rl.remote import TIMEOUT_SECONDS
+from examples.tiny_rl.server import DARTS, serving
+from examples.tiny_rl.task import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
+from examples.tiny_rl.train import score
+
+KINDS = ("head", "logprob", "head+logprob")
+DETECT_AT = 10
+SIZE = 8
+BATCH = 32
+"""Prompts of a batch."""
+UNPRUNED = {"name": "arrol", "keep_ratio": 1.0, "max_survival": 1.0}
+"""Scored, and all kept."""
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "none": {"name": "off"},
+    "at random": {"name": "arrol", "balance_strength": 0.0},
+    "paper": {"name": "arrol"},
+    "aimed": {"name": "arrol", "survival": "aimed"},
+    "darts+arrol": {"name": "darts+arrol", "survival": "aimed", "redundancy": 3.0, "max_redundancy": 4.0},
+}
+RESAMPLES = 400
+
+
+@dataclass
+class Told:
+    """Trajectories with a score: what it was, and whether they ended right; by difficulty and problem."""
+
+    qualities: list[float] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)
+    kinds: list[Difficulty] = field(default_factory=list)
+    problems: list[int] = field(default_factory=list)
+
+    def auc(self, difficulty: Difficulty | None) -> str:
+        """With its standard error, from problems drawn anew."""
+        chosen = np.asarray([difficulty in (None, kind) for kind in self.kinds])
+        q, y, of = (np.asarray(each)[chosen] for each in (self.qualities, self.right, self.problems))
+        rng, rows = np.random.default_rng(0), {problem: np.flatnonzero(of == problem) for problem in np.unique(of)}
+        drawn = []
+        for _ in range(RESAMPLES):
+            picked = np.concatenate([rows[p] for p in rng.choice(list(rows), len(rows))])
+            drawn.append(auc(q[picked], y[picked]))
+        return f"{auc(q, y):.3f} ({np.std([a for a in drawn if a is not None]):.3f})"
+
+
+@dataclass
+class Groups:
+    """How groups came out under one way to prune, batch by batch."""
+
+    variance: list[float] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)
+    length: list[float] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.quality", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--learned", type=int, default=16, help=f"batches of {BATCH} problems to learn from (default: %(default)s)")
+    add("--tested", type=int, default=12, help="batches that are measured, of each kind (default: %(default)s)")
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="NAME", help="of scores (default: all)")
+    add("--quick", action="store_true", help="6 and 3 batches: too few to conclude anything")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.learned, options.tested = 6, 3
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
+    told: dict[str, Told] = {}
+    groups: dict[str, dict[str, Groups]] = {}
+    for kind in options.kinds:
+        flags = ("--detect-at", str(DETECT_AT), "--cold-steps", "0", "--quality", kind)
+        with (
+            serving(DARTS, Path(f"out/quality/{kind}.log"), *flags) as server,
+            Client(server.url, timeout=TIMEOUT_SECONDS) as client,
+        ):
+            learn(client, options.learned, kind)
+            if server.metric("darts_quality_status", status="ready") != 1:
+                sys.exit(f"{kind}: not ready after {options.learned} batches; see out/quality/{kind}.log")
+            told[kind] = test(client, options.tested, kind)
+            groups[kind] = prune(client, options.tested, kind)
+    print(report(told, groups))
+    return 0
+
+
+def batches(count: int, seed: int) -> Iterator[list[Problem]]:
+    rng = Random(seed)
+    return ([sample_problem(rng) for _ in range(BATCH)] for _ in range(count))
+
+
+def rollouts(client: Client, problems: Sequence[Problem], way: Mapping[str, Any], seed: int) -> tuple[list[Group], Any]:
+    batch = client.rollouts(
+        [problem.prompt for problem in problems],
+        group_size=SIZE,
+        max_tokens=MAX_RESPONSE_TOKENS,
+        policy=way,
+        seed=seed,
+    )
+    return sorted(batch, key=lambda group: group.number), batch.usage
+
+
+def learn(client: Client, count: int, kind: str) -> None:
+    """Have the server score and hear what came of it."""
+    for number, problems in zip(trange(count, desc=f"{kind}: learning"), batches(count, seed=1), strict=True):
+        groups, _ = rollouts(client, problems, UNPRUNED, seed=1_000_000 + number * 10_000)
+        client.rewards(groups, [rewards(problem, group) for problem, group in zip(problems, groups, strict=True)])
+
+
+def test(client: Client, count: int, kind: str) -> Told:
+    """Scores of other problems' trajectories, and what came of these; nothing is learned."""
+    told = Told()
+    for number, problems in zip(trange(count, desc=f"{kind}: testing"), batches(count, seed=2), strict=True):
+        groups, _ = rollouts(client, problems, UNPRUNED, seed=2_000_000 + number * 10_000)
+        for problem, group in zip(problems, groups, strict=True):
+            for trajectory, right in zip(group.trajectories, rewards(problem, group), strict=True):
+                if trajectory.quality is not None:
+                    told.qualities.append(trajectory.quality)
+                    told.right.append(right)
+                    told.kinds.append(problem.difficulty)
+                    told.problems.append(number * BATCH + group.number)
+    return told
+
+
+def prune(client: Client, count: int, kind: str) -> dict[str, Groups]:
+    """Groups of the same problems under each way to prune, in turns."""
+    found = {way: Groups() for way in WAYS}
+    for number, problems in zip(trange(count, desc=f"{kind}: pruning"), batches(count, seed=3), strict=True):
+        for way, asked in WAYS.items():
+            groups, usage = rollouts(client, problems, asked, seed=3_000_000 + number * 10_000)
+            earned = [rewards(problem, group) for problem, group in zip(problems, groups, strict=True)]
+            found[way].variance.append(fmean(map(pvariance, earned)))
+            found[way].right.append(fmean(map(fmean, earned)))
+            found[way].length.append(fmean(length for group in groups for length in group.lengths))
+            found[way].generated.append(usage.generated)
+            found[way].seconds.append(usage.seconds)
+    return found
+
+
+def rewards(problem: Problem, group: Group) -> list[float]:
+    return [score(problem, trajectory) for trajectory in group.trajectories]
+
+
+def report(told: Mapping[str, Told], groups: Mapping[str, Mapping[str, Groups]]) -> str:
+    lines = ["| score | AUC | easy | hard | trajectories |", "|---|---|---|---|---|"]
+    for kind, each in told.items():
+        aucs = " | ".join(each.auc(difficulty) for difficulty in (None, "easy", "hard"))
+        lines.append(f"| {kind} | {aucs} | {len(each.right)} |")
+    lines += ["", "| score | pruned | reward variance | right | length mean | generated / none | time / none |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for kind, ways in groups.items():
+        base = ways["none"]
+        for way, made in ways.items():
+            error = np.std(made.variance, ddof=1) / np.sqrt(len(made.variance))
+            pace = median(a / b for a, b in zip(made.seconds, base.seconds, strict=True))
+            lines.append(
+                f"| {kind} | {way} | {fmean(made.variance):.3f} ({error:.3f}) | {fmean(made.right):.3f} | "
+                f"{fmean(made.length):.1f} | {sum(made.generated) / sum(base.generated):.2f} | {pace:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
