@@ -1,11 +1,14 @@
 """The only wiring: builds the rooms from settings and joins them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 from fastapi import FastAPI
 
 from darts_server.control import Control
+from darts_server.doctor import findings
+from darts_server.doctor.findings import Finding
+from darts_server.doctor.serving import address, before_the_start, of_vllm
 from darts_server.engine.admission import Admission, Bounds, most_queued
 from darts_server.engine.gate import Gate
 from darts_server.engine.life import Life
@@ -17,6 +20,7 @@ from darts_server.http.headers import read_options
 from darts_server.http.live import Viewed
 from darts_server.http.routes import router
 from darts_server.http.security import BodyLimits, Guard
+from darts_server.journal import Journal
 from darts_server.metrics import AccessMetrics, Metrics, Sources, WeightMetrics
 from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import Calibration
@@ -29,6 +33,7 @@ from darts_server.rollout.feedback import Feedback
 from darts_server.rollout.judging import Judging, Kind
 from darts_server.rollout.latency import Latency
 from darts_server.rollout.live import Live
+from darts_server.rollout.observer import GroupObserver
 from darts_server.rollout.prompts import KIND, Prompts
 from darts_server.rollout.provenance import Provenance
 from darts_server.rollout.pruner import Pruner
@@ -57,11 +62,24 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         StateError: what was learned before cannot be read; it was not touched.
     """
     args = server.parse(vllm_argv)
+    if failing := findings.failing(before_the_start(settings, args)):
+        raise InvalidSetting("\n".join(map(str, failing)))
     access = _access(settings, server.taken_keys(args))
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
     with Store(settings.state_dir) as store, Staging(settings.weights_staging) as staging, ExitStack() as closing:
-        return server.serve(args, wiring(settings, access, store, staging, closing))
+        return server.serve(args, wiring(settings, access, store, staging, closing, server.traces(args)))
+
+
+def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
+    """Say of everything that a server needs whether it is there. Nothing is started."""
+    args = server.parse(vllm_argv)
+    yield from before_the_start(settings, args)
+    try:
+        yield address(args, _access(settings, server.taken_keys(args)), settings.allow_unauthenticated)
+    except InvalidSetting as error:
+        yield findings.fail("keys", str(error))
+    yield from of_vllm(args, named=bool(args.model_tag) or "--model" in vllm_argv)
 
 
 def _access(settings: Settings, keys: Sequence[str]) -> Access:
@@ -76,7 +94,14 @@ def _access(settings: Settings, keys: Sequence[str]) -> Access:
     return access
 
 
-def wiring(settings: Settings, access: Access, store: Store, staging: Staging, closing: ExitStack) -> server.Wiring:
+def wiring(
+    settings: Settings,
+    access: Access,
+    store: Store,
+    staging: Staging,
+    closing: ExitStack,
+    traces: Sequence[GroupObserver] = (),
+) -> server.Wiring:
     """How the server's parts are made from the settings; those that have to be closed are put on ``closing``."""
     prompts, rewards, provenance, control = Prompts(store), Rewards(store), Provenance(), Control(settings)
     batches: VllmBatches | None = None
@@ -85,7 +110,7 @@ def wiring(settings: Settings, access: Access, store: Store, staging: Staging, c
     weights: Updates | None = None
     watched: Live | None = None
     refusals: AccessMetrics | None = None
-    gate, life = Gate(), Life()
+    gate, life, journal = Gate(), Life(), Journal()
 
     def native() -> VllmBatches:
         assert batches is not None, "the server answers only when its engine runs"
@@ -132,7 +157,7 @@ def wiring(settings: Settings, access: Access, store: Store, staging: Staging, c
             engine,
             *control.configuration(),
             documents=store,
-            observers=(metrics, provenance, bias, feedback, watched, pruner),
+            observers=(metrics, provenance, bias, feedback, watched, pruner, journal, *traces),
             peek_interval=settings.peek_interval,
             batch_window=settings.batch_window,
             group_wait=settings.group_wait,
@@ -152,7 +177,7 @@ def wiring(settings: Settings, access: Access, store: Store, staging: Staging, c
     def updates(model: Model, groups: Groups, model_name: str) -> Updates:
         nonlocal weights
         limits = Limits(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
-        observers = [WeightMetrics(model_name)]
+        observers = (WeightMetrics(model_name), journal)
         hosts = Hosts(frozenset(filter(None, settings.weights_hosts.split(","))))
         weights = Updates(model, gate, staging, settings.weights_root, limits, observers, groups, hosts)
         return weights

@@ -2,13 +2,20 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from itertools import chain
 
-from darts_server import settings
+from darts_server import logs, settings
+from darts_server.doctor import findings
 from darts_server.exceptions import InvalidSetting, StateError
 
 USAGE_ERROR = 2
+
+EXAMINE = """\
+Look whether a server could be started with these settings and flags, the same as serve takes: a line for each thing
+that it needs, with the remedy where something is wrong. Nothing is started. The exit code is 1 if anything failed.
+"""
 
 SERVE = """\
 Serve MODEL as vLLM does, with all its routes and flags, and give requests with n > 1 shaped groups: more candidates
@@ -31,47 +38,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="darts-server", description="Rollout server for LLM reinforcement learning.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("serve", help="serve a model with shaped groups", add_help=False)
+    commands.add_parser("doctor", help="say what would keep a server from starting", add_help=False)
     commands.add_parser("version", help="print the version of darts-server and of vLLM")
     parser.add_argument("--version", action="store_true", help="the same as the command")
     if arguments[:1] == ["--version"]:  # argparse would ask for a command
         return _version()
-    # What follows "serve" is read by parsers of its own: ours first, then vLLM's.
+    # What follows is read by parsers of its own: ours first, then vLLM's.
     command = parser.parse_args(arguments[:1]).command
     try:
-        return _serve(arguments[1:]) if command == "serve" else _version()
+        return COMMANDS[command](arguments[1:])
     except (InvalidSetting, StateError) as error:
         print(f"darts-server: {error}", file=sys.stderr)
         return USAGE_ERROR
 
 
 def _serve(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="darts-server serve",
-        usage="%(prog)s MODEL [options] [any vLLM flag]",
-        description=SERVE,
-        epilog=SERVE_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    settings.add_flags(parser)
+    parser = _parser("serve", SERVE, SERVE_MORE)
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         return 0
-    ours, for_vllm = parser.parse_known_args(argv)
-    flags = vars(ours)
-    loaded = settings.load(flags, flags.pop("darts_config"))
+    loaded, for_vllm = _loaded(parser, argv)
+    logs.set_up(loaded.log_format, loaded.log_level)
 
     from darts_server import app  # imports vLLM, which takes seconds
 
     return app.serve(loaded, for_vllm)
 
 
-def _version() -> int:
+def _doctor(argv: list[str]) -> int:
+    parser = _parser("doctor", EXAMINE, "")
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        return 0
+    try:
+        loaded, for_vllm = _loaded(parser, argv)
+    except InvalidSetting as error:
+        return _told([findings.fail("settings", str(error)), findings.warn("all else", "not looked at")])
+    logs.set_up("console", "ERROR")  # what vLLM says beside its flags is for a server
+
+    from darts_server import app  # imports vLLM, which takes seconds
+
+    return _told(chain([findings.ok("settings", "valid")], app.examine(loaded, for_vllm)))
+
+
+def _told(said: Iterable[findings.Finding]) -> int:
+    failed = False
+    for finding in said:
+        print(finding, flush=True)
+        failed |= finding.verdict is findings.Verdict.FAIL
+    return int(failed)
+
+
+def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"darts-server {command}",
+        usage="%(prog)s MODEL [options] [any vLLM flag]",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    settings.add_flags(parser)
+    return parser
+
+
+def _loaded(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[settings.Settings, list[str]]:
+    """Our settings, and what is left for vLLM."""
+    ours, for_vllm = parser.parse_known_args(argv)
+    flags = vars(ours)
+    return settings.load(flags, flags.pop("darts_config")), for_vllm
+
+
+def _version(_: Sequence[str] = ()) -> int:
     from darts_server.vllm.compat import vllm_version
 
     print(f"darts-server {version('darts-server')}, vLLM {vllm_version() or 'not installed'}")
     return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"serve": _serve, "doctor": _doctor, "version": _version}
 
 
 if __name__ == "__main__":

@@ -237,9 +237,10 @@ class Settings(BaseSettings):
         "time.",
     )
     log_format: LogFormat = Field("console", description="How the log looks, vLLM's lines and ours.")
-    log_level: LogLevel = Field(
-        "INFO",
-        description="What is logged, by vLLM and here. DEBUG has a line for every group, INFO one for every batch.",
+    log_level: LogLevel | None = Field(
+        None,
+        description="What is logged, by vLLM and here. DEBUG has a line for each group, INFO one for each batch. Left "
+        "out, VLLM_LOGGING_LEVEL, or INFO.",
     )
 
     brownout: float = Field(

@@ -4,7 +4,7 @@ Nothing here imports another room.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -146,6 +146,8 @@ class GroupRecord:
     shadow: "ShadowRecord | None" = None
     anew_from: int = 0
     """Index of the first candidate since it was started anew, or at all: those before were of other weights."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """Where it belongs in the trace of the caller that began it: ``traceparent`` and ``tracestate``."""
 
     @property
     def selected(self) -> list[CandidateRecord]:
@@ -188,6 +190,7 @@ class BatchRecord:
 
     ``mean_candidates``: M' that was decided on. ``deadline``: in tokens, ``None`` if none was known in time. Seconds
     are from the allocation to the end of the last group; ``predicted_seconds`` is ``None`` where nothing was predicted.
+    Tokens are those of its candidates, and of those that were returned.
     """
 
     policy: str
@@ -197,6 +200,8 @@ class BatchRecord:
     explored: bool
     predicted_seconds: float | None
     measured_seconds: float
+    generated_tokens: int = 0
+    returned_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +237,7 @@ class UpdateRecord:
 
     ``version``: what is served after it. ``source``: by which way the weights came. ``seconds``: by phase, of those
     that were begun: ``transfer``, ``check``, ``wait`` for groups, ``pause``, ``load``, ``restore``, ``resume``.
+    ``adapter``: the name of the one that was updated; ``None`` for the model itself.
     """
 
     version: int
@@ -241,6 +247,7 @@ class UpdateRecord:
     partial: bool
     seconds: Mapping[str, float]
     error: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from ._errors import (
 )
 from ._events import Delta, Discard, Done, Event, GroupEvent, TrajectoryEvent
 from ._knowledge import (
+    AdapterRecord,
     CandidateRecord,
     GroupRecord,
     LengthEstimate,
@@ -43,6 +44,7 @@ from ._sync import Client
 from ._votes import Vote, Voter
 
 __all__ = [
+    "AdapterRecord",
     "AsyncClient",
     "AsyncRollouts",
     "BadRequest",

@@ -112,6 +112,29 @@ def push_weights(
     return Call("PUT", f"{API}/weights", _weights, False, options)
 
 
+def push_adapter(
+    name: str,
+    config: str,
+    content: Iterable[bytes] | AsyncIterable[bytes],
+    size: int,
+    rule: Rule | None,
+    version: int | None,
+) -> Call[WeightsRecord]:
+    headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+    params = {"config": config} | _update(rule, version)
+    options = {"content": content, "headers": headers, "params": params}
+    return Call("PUT", _adapter_path(name), _weights, False, options)
+
+
+def load_adapter(name: str, path: str, rule: Rule | None, version: int | None) -> Call[WeightsRecord]:
+    options = {"json": {"path": path} | _update(rule, version)}
+    return Call("POST", _adapter_path(name), _weights, False, options)
+
+
+def remove_adapter(name: str) -> Call[WeightsRecord]:
+    return Call("DELETE", _adapter_path(name), _weights, False)
+
+
 def load_weights(
     where: Literal["path", "url"], name: str, rule: Rule | None, version: int | None, partial: bool
 ) -> Call[WeightsRecord]:
@@ -123,6 +146,10 @@ def batch_path(batch_id: str) -> str:
     return f"{ROLLOUTS}/{_escaped(batch_id)}"
 
 
+def _adapter_path(name: str) -> str:
+    return f"{API}/weights/lora/{_escaped(name)}"
+
+
 def _settings(answer: httpx.Response) -> dict[str, Any]:
     return _read(_Object, answer).root
 
@@ -131,7 +158,7 @@ def _weights(answer: httpx.Response) -> WeightsRecord:
     return _read(WeightsRecord, answer)
 
 
-def _update(rule: Rule | None, version: int | None, partial: bool) -> dict[str, Any]:
+def _update(rule: Rule | None, version: int | None, partial: bool | None = None) -> dict[str, Any]:
     wish = {"rule": rule, "version": version, "partial": partial}
     return {name: value for name, value in wish.items() if value is not None}
 

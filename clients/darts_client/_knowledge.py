@@ -1,5 +1,7 @@
 """What the server tells of groups, prompts and weights afterwards."""
 
+from collections.abc import Sequence
+
 from ._wire import Wire
 
 
@@ -106,7 +108,8 @@ class UpdateRecord(Wire):
     """How an update of the weights ended. `version` is served after it.
 
     `outcome`: "completed"; "refused" before the engine was touched; "failed", and the old weights are served; "lost".
-    `source`: "push", "disk", or "vllm" for its own routes. `seconds` by phase, such as "transfer", "wait", "load".
+    `source`: "push", "disk", "http", "delete", or "vllm" for its own routes. `adapter`: the name of the one that was
+    updated, None for the model itself. `seconds` by phase, such as "transfer", "wait", "load".
     """
 
     version: int
@@ -116,6 +119,16 @@ class UpdateRecord(Wire):
     partial: bool
     seconds: dict[str, float]
     error: str | None
+    adapter: str | None = None
+
+
+class AdapterRecord(Wire):
+    """An adapter that was pushed, in the update that brought `version`. `scale`: of the product of its matrices."""
+
+    name: str
+    version: int
+    rank: int
+    scale: float
 
 
 class WeightsRecord(Wire):
@@ -123,12 +136,13 @@ class WeightsRecord(Wire):
 
     `rule` is for updates that name none. `last` is the last update that ended, `last_error` of the last that failed.
     `intact`: whether all that the model holds is of that version; if not, a trainer died while it wrote, and a full set
-    puts it right.
+    puts it right. `adapters`: those that were pushed.
     """
 
     version: int
     state: str
     intact: bool = True
     rule: str
+    adapters: Sequence[AdapterRecord] = ()
     last: UpdateRecord | None
     last_error: str | None

@@ -1,11 +1,13 @@
 """New weights for the server, as `client.weights`. Their bytes are sent as they are: neither torch nor safetensors."""
 
 import asyncio
+import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from io import BytesIO
 from os import PathLike
-from typing import BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
 from anyio.to_thread import run_sync
 
@@ -53,6 +55,9 @@ class AsyncPieces(_Sized):
                 yield piece
 
 
+SizedT = TypeVar("SizedT", bound=_Sized)
+
+
 class AsyncWeightsApi:
     """The weights that the server samples with."""
 
@@ -82,6 +87,36 @@ class AsyncWeightsApi:
         pieces = await asyncio.to_thread(AsyncPieces, source)
         call = _calls.push_weights(pieces, pieces.size, rule, version, partial)
         return await self._connection.answer(call)
+
+    async def push_lora(
+        self,
+        name: str,
+        source: Source,
+        *,
+        config: Mapping[str, Any] | None = None,
+        rule: Rule | None = None,
+        version: int | None = None,
+    ) -> WeightsRecord:
+        """Send a low-rank adapter, or change nothing; returns when it is served under `name`, in place of one before.
+
+        `source` is a folder as PEFT saves it, or the bytes of its `adapter_model.safetensors`. These need a `config`,
+        PEFT's `adapter_config.json`, of which `r` and `lora_alpha` are enough, and `use_rslora` where it is set.
+
+        The rest is as in `push`. Unauthorized if the server was started without `--enable-lora`.
+        """
+        adapter = await asyncio.to_thread(_adapter_of, source, config, AsyncPieces)
+        call = _calls.push_adapter(name, *adapter, rule, version)
+        return await self._connection.answer(call)
+
+    async def load_lora(
+        self, name: str, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None
+    ) -> WeightsRecord:
+        """Like `push_lora`, of a folder on the server's machine, under its `--weights-root`. It takes a copy."""
+        return await self._connection.answer(_calls.load_adapter(name, os.fspath(path), rule, version))
+
+    async def remove_lora(self, name: str) -> WeightsRecord:
+        """Have an adapter served no more, when all that runs has ended. BadRequest if there is none of that name."""
+        return await self._connection.answer(_calls.remove_adapter(name))
 
     async def load(
         self, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None, partial: bool = False
@@ -119,6 +154,29 @@ class WeightsApi:
         pieces = Pieces(source)
         return self._connection.answer(_calls.push_weights(pieces, pieces.size, rule, version, partial))
 
+    def push_lora(
+        self,
+        name: str,
+        source: Source,
+        *,
+        config: Mapping[str, Any] | None = None,
+        rule: Rule | None = None,
+        version: int | None = None,
+    ) -> WeightsRecord:
+        """See `AsyncWeightsApi.push_lora`."""
+        adapter = _adapter_of(source, config, Pieces)
+        return self._connection.answer(_calls.push_adapter(name, *adapter, rule, version))
+
+    def load_lora(
+        self, name: str, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None
+    ) -> WeightsRecord:
+        """See `AsyncWeightsApi.load_lora`."""
+        return self._connection.answer(_calls.load_adapter(name, os.fspath(path), rule, version))
+
+    def remove_lora(self, name: str) -> WeightsRecord:
+        """See `AsyncWeightsApi.remove_lora`."""
+        return self._connection.answer(_calls.remove_adapter(name))
+
     def load(
         self, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None, partial: bool = False
     ) -> WeightsRecord:
@@ -130,3 +188,21 @@ class WeightsApi:
     ) -> WeightsRecord:
         """See `AsyncWeightsApi.pull`."""
         return self._connection.answer(_calls.load_weights("url", url, rule, version, partial))
+
+
+def _adapter_of(source: Source, config: Mapping[str, Any] | None, pieces: type[SizedT]) -> tuple[str, SizedT, int]:
+    """Configuration, tensors and their size.
+
+    Raises:
+        ValueError: bytes without a configuration, or one that is none.
+        OSError: the folder or a file cannot be read.
+    """
+    tensors: Source = source if isinstance(source, bytes) else Path(source) / "adapter_model.safetensors"
+    if config is None:
+        if isinstance(source, bytes):
+            raise ValueError("config: an adapter's bytes need one, such as {'r': 8, 'lora_alpha': 16}")
+        config = json.loads((Path(source) / "adapter_config.json").read_text())
+    # The tensors' names say which layers they are of, and the list may be too long for a URL.
+    told = {key: value for key, value in config.items() if key != "target_modules"}
+    sized = pieces(tensors)
+    return json.dumps(told), sized, sized.size

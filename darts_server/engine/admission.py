@@ -1,10 +1,10 @@
 """Who is let in while much waits for the engine: by candidates, not by requests."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
 
@@ -22,11 +22,15 @@ step's prompts all together, often as single requests, and none of these should 
 class Caller:
     """Who sent the request that is being handled.
 
-    ``name``: equal for requests with the same key; ``None`` without one. ``refused``: why its request is not served.
+    ``name``: equal for requests with the same key; ``None`` without one. ``request_id``: by which the caller knows the
+    request, if it said so. ``trace``: where the request belongs in the caller's trace, by header. ``refused``: why its
+    request is not served.
     """
 
     name: str | None = None
     refused: DartsError | None = None
+    request_id: str | None = None
+    trace: Mapping[str, str] = field(default_factory=dict)
 
 
 NOBODY = Caller()

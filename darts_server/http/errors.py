@@ -4,6 +4,7 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from darts_server.exceptions import (
     Conflict,
@@ -85,9 +86,16 @@ def headers_of(error: DartsError) -> dict[str, str]:
 
 
 def install(app: FastAPI) -> None:
-    """Answer our exceptions in this form."""
+    """Answer our exceptions in this form, and those of the framework that vLLM leaves in another."""
 
     @app.exception_handler(DartsError)
     async def answer(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, DartsError)
         return JSONResponse(body_of(error), status_code=status_of(error).value, headers=headers_of(error))
+
+    @app.exception_handler(HTTPException)
+    async def answer_frameworks(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        status = HTTPStatus(error.status_code)
+        told = {"message": error.detail, "type": TYPES.get(status, status.phrase), "param": None, "code": status.value}
+        return JSONResponse({"error": told}, status_code=status.value, headers=error.headers)

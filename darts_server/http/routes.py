@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Depends
 
 from darts_server.exceptions import NotFound
-from darts_server.http import live, policy, rewards, rollouts, state, vote, weights
+from darts_server.http import adapters, live, policy, rewards, rollouts, state, vote, weights
 from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.wire import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
 from darts_server.rollout.batches import Batches
@@ -60,5 +60,6 @@ def router(
     api.include_router(state.routes(store))
     api.include_router(policy.routes(control))
     api.include_router(weights.routes(updates))
+    api.include_router(adapters.routes(updates))
     api.include_router(live.routes(viewed))
     return api

@@ -25,12 +25,14 @@ from darts_server.exceptions import (
 from darts_server.http.access import Access, Kind
 from darts_server.http.body import STALL_SECONDS
 from darts_server.http.errors import body_of, headers_of, status_of
-from darts_server.http.security_routes import OWN_LIMITS, kind_of
+from darts_server.http.security_routes import has_own_limits, kind_of
 
 REFUSED_BELOW = 400
 """Answers with such a status and above are replaced where the guard knows the cause."""
 SAFE = ("GET", "HEAD", "DELETE")
 """Methods that ask for no work."""
+REQUEST_ID, LONGEST_REQUEST_ID = b"x-request-id", 200
+TRACE = (b"traceparent", b"tracestate")
 HEALTH = ("/health", "/ping")
 REWARDS = "/darts/v1/rewards"
 CLOSED = 1008
@@ -75,7 +77,7 @@ class Guard:
         except DartsError as error:
             await self._refuse(error, scope, receive, send)
             return
-        who = Caller(name)
+        who = Caller(name, request_id=_request_id(scope), trace=_trace(scope))
         token = caller.set(who)
         try:
             with self._life.inside() if scope.get("method") not in SAFE else nullcontext():
@@ -97,7 +99,7 @@ class Guard:
         )
 
     def _limited(self, scope: Scope, receive: Receive, who: Caller) -> Receive:
-        if scope["type"] != "http" or (scope["method"], _path(scope)) in OWN_LIMITS:
+        if scope["type"] != "http" or has_own_limits(scope["method"], _path(scope)):
             return receive
         return _Body(receive, scope, self._limits, who).receive
 
@@ -183,6 +185,15 @@ def _path(scope: Scope) -> str:
     root = scope.get("root_path", "")
     below = path.removeprefix(root)
     return below if root and path.startswith(root) and below.startswith("/") else path
+
+
+def _request_id(scope: Scope) -> str | None:
+    given: bytes | None = next((value for name, value in scope["headers"] if name == REQUEST_ID), None)
+    return None if given is None else given.decode("latin-1")[:LONGEST_REQUEST_ID]
+
+
+def _trace(scope: Scope) -> dict[str, str]:
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in TRACE}
 
 
 def _needs_life(scope: Scope) -> bool:

@@ -85,6 +85,7 @@ ADMIN = {
     "/darts/v1/state": "PUT",
     "/darts/v1/policy": "PATCH",
     "/darts/v1/weights": "PUT POST",
+    "/darts/v1/weights/lora/{name}": "PUT POST DELETE",
     "/pause": "POST",
     "/resume": "POST",
     "/abort_requests": "POST",  # without ids it aborts everyone's
@@ -116,7 +117,11 @@ DANGEROUS = {
 }
 TABLE = {Kind.PUBLIC: PUBLIC, Kind.USE: USE, Kind.ADMIN: ADMIN, Kind.DANGEROUS: DANGEROUS}
 
-OWN_LIMITS = {("PUT", "/darts/v1/weights"), ("PUT", "/darts/v1/state")}
+OWN_LIMITS = {
+    ("PUT", "/darts/v1/weights"),
+    ("PUT", "/darts/v1/weights/lora/{name}"),
+    ("PUT", "/darts/v1/state"),
+}
 """Routes that hold large bodies to limits of their own: the model's size, the largest state."""
 
 
@@ -130,6 +135,11 @@ def kind_of(method: str, path: str) -> Kind | None:
         if (method in methods or ANY in methods) and expression.fullmatch(path):
             return kind
     return None
+
+
+def has_own_limits(method: str, path: str) -> bool:
+    """Whether the route of a request holds its body to a limit itself."""
+    return any(method == each and expression.fullmatch(path) for each, expression in _own_limits())
 
 
 def kind_of_route(method: str, template: str) -> Kind | None:
@@ -147,6 +157,11 @@ def _exact() -> dict[str, list[tuple[frozenset[str], Kind]]]:
         for template, methods in routes.items():
             found.setdefault(template, []).append((frozenset(methods.split()), kind))
     return found
+
+
+@cache
+def _own_limits() -> list[tuple[str, re.Pattern[str]]]:
+    return [(method, re.compile(_expression(template), re.DOTALL)) for method, template in sorted(OWN_LIMITS)]
 
 
 @cache

@@ -46,7 +46,8 @@ class UpdateAnswer(BaseModel):
 
     version: int = Field(description="Served after it.")
     outcome: Literal["completed", "refused", "failed", "lost"]
-    source: str = Field(description="`push`, `disk`, `http`, or `vllm` for its own routes.")
+    source: str = Field(description="`push`, `disk`, `http`, `delete`, or `vllm` for its own routes.")
+    adapter: str | None = Field(description="Its name, if not the model itself was updated.")
     rule: str | None
     partial: bool
     seconds: dict[str, float] = Field(
@@ -60,11 +61,21 @@ class UpdateAnswer(BaseModel):
             version=record.version,
             outcome=record.outcome.value,
             source=record.source,
+            adapter=record.adapter,
             rule=record.rule,
             partial=record.partial,
             seconds=dict(record.seconds),
             error=record.error,
         )
+
+
+class AdapterAnswer(BaseModel):
+    """An adapter that was pushed."""
+
+    name: str = Field(description="That of the model in requests.")
+    version: int = Field(description="Of the update that it came with.")
+    rank: int
+    scale: float = Field(description="What the product of its matrices is multiplied by.")
 
 
 class WeightsAnswer(BaseModel):
@@ -74,6 +85,7 @@ class WeightsAnswer(BaseModel):
     state: str = Field(description="`serving`, or how far an update is.")
     intact: bool = Field(description="Whether all that the model holds is of that version. If not, send a full set.")
     rule: str = Field(description="For updates that name none.")
+    adapters: list[AdapterAnswer]
     last: UpdateAnswer | None = Field(description="The last update that ended, whichever way.")
     last_error: str | None = Field(description="Of the last update that did not succeed.")
 
@@ -85,7 +97,7 @@ def routes(updates: Callable[[], Updates]) -> APIRouter:
     @api.get("/weights")
     async def read() -> WeightsAnswer:
         """Which version is served, and how updates went."""
-        return _answer(updates())
+        return answer(updates())
 
     @api.put("/weights", openapi_extra=binary_body("A safetensors file."))
     async def push(
@@ -95,8 +107,8 @@ def routes(updates: Callable[[], Updates]) -> APIRouter:
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
     ) -> WeightsAnswer:
         """Gives the model these weights, or changes nothing. Answers when they are served."""
-        await updates().push(_body(request), _wish(rule, version, partial))
-        return _answer(updates())
+        await updates().push(body_of(request), _wish(rule, version, partial))
+        return answer(updates())
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
@@ -104,12 +116,13 @@ def routes(updates: Callable[[], Updates]) -> APIRouter:
         body = parsed(WeightsIn, await read_body(request, LARGEST_REQUEST))
         wish = _wish(body.rule, body.version, body.partial)
         await (updates().load(body.path, wish) if "path" in body.model_fields_set else updates().pull(body.url, wish))
-        return _answer(updates())
+        return answer(updates())
 
     return api
 
 
-def _body(request: Request) -> Callable[[int], AsyncIterator[bytes]]:
+def body_of(request: Request) -> Callable[[int], AsyncIterator[bytes]]:
+    """From how many bytes may come, the body as it comes."""
     return lambda limit: chunks_of(request, limit)
 
 
@@ -117,12 +130,17 @@ def _wish(rule: str | None, version: int | None, partial: bool) -> Wish:
     return Wish(None if rule is None else Rule(rule), version, partial)
 
 
-def _answer(updates: Updates) -> WeightsAnswer:
+def answer(updates: Updates) -> WeightsAnswer:
+    """What is served now."""
     return WeightsAnswer(
         version=updates.version,
         state=updates.state.value,
         intact=updates.intact,
         rule=updates.rule.value,
+        adapters=[
+            AdapterAnswer(name=name, version=one.version, rank=one.config.rank, scale=one.config.scale)
+            for name, one in updates.adapters.served.items()
+        ],
         last=None if updates.last is None else UpdateAnswer.of(updates.last),
         last_error=updates.last_error,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from darts_server.engine.admission import caller
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
 from darts_server.policy.replay import replay
@@ -29,6 +30,7 @@ class Ledger:
         self.members: tuple[str, ...] = ()
         self.policy = policy
         self._clock = clock
+        self._trace = caller.get().trace  # its end may come in another's context
         self.opened_at = clock()
         self._entries: list[_Entry] = []
         self._finish_times: list[float] = []
@@ -92,6 +94,7 @@ class Ledger:
             members=self.members,
             shadow=shadow_of(group, self.policy),
             anew_from=group.anew_from,
+            trace=self._trace,
         )
 
     def _tail_wait(self, group: Group, now: float) -> float | None:

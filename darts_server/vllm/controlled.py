@@ -5,16 +5,38 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from darts_server.vllm.adapters import VllmAdapters
 from darts_server.weights.updates import Updates
 
 
 class ControlledLLM(AsyncLLM):
-    """Answers and errors are vLLM's own. ``updates`` is set once, after construction."""
+    """Answers and errors are vLLM's own. ``updates`` and ``adapters`` are set once, after construction."""
 
     updates: Updates | None = None
+    adapters: VllmAdapters | None = None
     weight_version: int = 0
     asleep: bool = False
     """Whether it was sent to sleep and not woken."""
+
+    async def add_request(self, *args: Any, **more: Any) -> Any:
+        """As vLLM's; with the adapter as it is now.
+
+        Raises:
+            NotFound: the adapter was removed while the request waited.
+        """
+        if self.adapters is not None and more.get("lora_request") is not None:
+            more["lora_request"] = self.adapters.current(more["lora_request"])
+        return await super().add_request(*args, **more)
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        """As vLLM's, whose routes may not change an adapter that was pushed.
+
+        Raises:
+            Conflict
+        """
+        if self.adapters is not None:
+            self.adapters.check_foreign(lora_request)
+        return await super().add_lora(lora_request)
 
     async def pause_generation(
         self, *, mode: Any = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True

@@ -8,10 +8,11 @@ import os
 import signal
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+import psutil
 from fastapi import FastAPI
 
 from darts_server.engine.life import Ending, Life
@@ -87,11 +88,15 @@ def leave_at_once(number: int, _: object = None) -> None:
     vLLM waits for its engine in a call that swallows what a signal handler raises, so nothing short of leaving works.
     """
     children = multiprocessing.active_children()
+    workers = [worker for child in children for worker in _descendants(child.pid)]
     for child in children:
         child.terminate()
     for child in children:
         child.join(CHILD_GRACE_SECONDS)
         child.kill()
+    for worker in workers:  # an engine that was killed leaves them behind, and they may take minutes to notice
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
     os._exit(128 + number)
 
 
@@ -122,6 +127,13 @@ class _EngineWork:
     def fail(self, error: DartsError) -> None:
         self._living.fail(error)
         self._llm.fail(error)
+
+
+def _descendants(pid: int | None) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
 
 
 async def _watch(llm: ShapingLLM, living: Living) -> None:

@@ -1,6 +1,6 @@
 """Carries what a request asks of shaping from vLLM's HTTP handlers to ``generate()``."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -85,7 +85,7 @@ def with_raw_names(served: list[str]) -> list[str]:
     return [*served, *(name + RAW_SUFFIX for name in served)]
 
 
-def attach(state: State, read_options: ReadOptions, raw_names: frozenset[str]) -> None:
+def attach(state: State, read_options: ReadOptions, raw_names: Set[str]) -> None:
     """Have every generation handler note headers and model name before it calls ``generate()``."""
     for attribute, method in GENERATION_HANDLERS:
         if (serving := getattr(state, attribute, None)) is not None:
@@ -113,7 +113,7 @@ def merged(options: RequestOptions, extra_args: Mapping[str, Any]) -> RequestOpt
     return replace(options, **asked)
 
 
-def _noting(handler: Handler, read_options: ReadOptions, raw_names: frozenset[str]) -> Handler:
+def _noting(handler: Handler, read_options: ReadOptions, raw_names: Set[str]) -> Handler:
     @wraps(handler)
     async def noting(request: Any, raw_request: Any = None) -> Any:
         options = read_options({} if raw_request is None else raw_request.headers)

@@ -50,6 +50,7 @@ from darts_server.vllm.probe.receiver import probing
 from darts_server.vllm.prompter import VllmPrompter
 from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
 from darts_server.vllm.steps import Steps
+from darts_server.vllm.traces import Traces
 from darts_server.vllm.weights import VllmModel
 from darts_server.weights.port import Groups, Model
 from darts_server.weights.updates import Updates
@@ -109,6 +110,11 @@ def taken_keys(args: Namespace) -> list[str]:
     return [key for key in given if key]
 
 
+def traces(args: Namespace) -> list[Traces]:
+    """What has a span made of each group, if vLLM's flag says where spans go. Without OpenTelemetry it says so."""
+    return [] if args.otlp_traces_endpoint is None else [Traces()]
+
+
 def serve(args: Namespace, wiring: Wiring) -> int:
     """Serve until told to stop; the process's exit code: 1 if the engine died."""
     configure_logging(args)
@@ -160,7 +166,9 @@ async def engine(args: Namespace, wiring: Wiring) -> AsyncIterator[ShapingLLM]:
             )
             steps.listener = llm.rollouts.step
             if wiring.updates is not None:
-                llm.updates = wiring.updates(VllmModel(llm), llm.rollouts, args.served_model_name[0])
+                model = VllmModel(llm)
+                llm.adapters = model.adapted
+                llm.updates = wiring.updates(model, llm.rollouts, args.served_model_name[0])
             yield llm
     finally:
         if llm.rollouts is not None:
@@ -174,7 +182,10 @@ async def app(llm: ShapingLLM, args: Namespace, wiring: Wiring) -> FastAPI:
     application = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
-    attach(application.state, wiring.read_options, frozenset(names[len(names) // 2 :]))
+    raw_names = set(names[len(names) // 2 :])
+    attach(application.state, wiring.read_options, raw_names)
+    if llm.adapters is not None:
+        llm.adapters.serve(application.state.openai_serving_models, raw_names)
     application.middleware_stack = None  # vLLM has built it already; now it is built anew, with what is added
     wiring.extend(application)
     return application

@@ -10,6 +10,7 @@ from vllm.transformers_utils.repo_utils import get_model_path
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateUnsupported
+from darts_server.vllm.adapters import VllmAdapters
 from darts_server.vllm.compat.engine import tell_version
 from darts_server.weights.tensors import Expected, TensorSet, read
 
@@ -35,6 +36,7 @@ class VllmModel:
     def __init__(self, llm: "ShapingLLM") -> None:
         self._llm = llm
         self._original: TensorSet | None = None
+        self.adapted = None if llm.vllm_config.lora_config is None else VllmAdapters(llm, self)
 
     @property
     def weight_version(self) -> int:
@@ -47,6 +49,19 @@ class VllmModel:
         return Expected(tensors, {HEAD: embeddings[0]} if tied else {})
 
     async def original(self) -> TensorSet:
+        if self.adapted is not None:
+            raise UpdateUnsupported(
+                "weights of a model that takes adapters cannot be replaced here; push adapters alone, or start the "
+                "server without --enable-lora"
+            )
+        return await self.checkpoint()
+
+    async def checkpoint(self) -> TensorSet:
+        """Where the model was loaded from.
+
+        Raises:
+            UpdateUnsupported: it is a model for which no new weights are taken.
+        """
         if self._original is None:
             self._refuse()
             self._original = await run_sync(self._checkpoint)
@@ -102,7 +117,6 @@ class VllmModel:
                 raise UpdateUnsupported(f"weights of a model with {what} parallelism = {value} cannot be replaced here")
         for what, thing in (
             ("quantized weights", self._llm.model_config.quantization),
-            ("LoRA adapters", config.lora_config),
             ("speculative decoding", config.speculative_config),
         ):
             if thing is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 from vllm.platforms import current_platform
@@ -56,6 +57,18 @@ class WorkerExtension:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
+
+    def darts_adapted_layers(self) -> list[str]:
+        """Names of the linear layers that adapters can change, as checkpoints have them."""
+        worker: Any = self
+        manager = worker.model_runner.lora_manager._adapter_manager
+        return [
+            name.removesuffix(last) + part
+            for name, module in manager.modules.items()
+            if isinstance(module, BaseLinearLayerWithLoRA)
+            for last in [name.rpartition(".")[2]]
+            for part in manager.packed_modules_mapping.get(last, [last])
+        ]
 
     def darts_install_probe(self, address: str) -> str | None:
         """Tell the hidden states that requests ask for to this address; why that cannot be, if so."""

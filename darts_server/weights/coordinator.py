@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from darts_server.engine.gate import Gate
-from darts_server.exceptions import UpdateFailed, UpdateRunning, WeightsLost
+from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.types import UpdateOutcome, UpdateRecord
 from darts_server.weights.port import Groups, Model, UpdateObserver
 from darts_server.weights.states import Machine, Move, State
@@ -48,11 +48,13 @@ class Limits:
 
 @dataclass(slots=True)
 class Update:
-    """The one under way. ``rule``: ``None`` where a trainer has paused the engine by itself."""
+    """The one under way. ``rule``: ``None`` where a trainer has paused the engine by itself. ``adapter``: its name,
+    where not the model itself is updated."""
 
     source: str
     rule: Rule | None
     partial: bool = False
+    adapter: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -103,17 +105,21 @@ class Coordinator:
 
     # --- an update, from its beginning to its end ---------------------------
 
-    def begin(self, update: Update, version: int) -> None:
-        """
+    def begin(self, update: Update, version: int | None) -> None:
+        """``version``: of the new weights; ``None`` for the next one.
+
         Raises:
+            InvalidRequest: it is served already.
             UpdateRunning, WeightsLost
         """
+        if version == self.version:
+            raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
         if self.state is State.LOST:
             raise WeightsLost(self.last_error or "")
         if self._by is not None:
             raise self._busy()
         self._by = update.source
-        self._machine.stage(version)
+        self._machine.stage(self.version + 1 if version is None else version)
 
     def refuse(self, update: Update, error: BaseException) -> None:
         """It ends before anyone was told of it."""
@@ -276,6 +282,7 @@ class Coordinator:
             source=update.source,
             rule=update.rule,
             partial=update.partial,
+            adapter=update.adapter,
             seconds=update.seconds,
             error=None if error is None else str(error) or type(error).__name__,
         )

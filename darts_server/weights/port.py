@@ -5,11 +5,52 @@ from pathlib import Path
 from typing import Protocol
 
 from darts_server.types import UpdateRecord
+from darts_server.weights.adapter import Layers
 from darts_server.weights.tensors import Expected, TensorSet
+
+
+class Adapted(Protocol):
+    """What of a model low-rank adapters change, and those that it has."""
+
+    async def layers(self) -> Layers:
+        """
+        Raises:
+            UpdateUnsupported: adapters cannot be pushed here; the message says why.
+        """
+        ...
+
+    def check_name(self, name: str) -> None:
+        """
+        Raises:
+            InvalidRequest: another model is served under it.
+        """
+        ...
+
+    async def put(self, name: str, folder: Path) -> None:
+        """Serve the adapter in this folder under ``name``, in place of the one that was. Called while the model is
+        paused. The folder is read again whenever the engine likes.
+
+        Raises:
+            UpdateFailed
+        """
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Serve it no more. Called while nothing uses it. Harmless if it is not served.
+
+        Raises:
+            UpdateFailed
+        """
+        ...
 
 
 class Model(Protocol):
     """A model in an engine."""
+
+    @property
+    def adapted(self) -> Adapted | None:
+        """``None``: it was started without adapters."""
+        ...
 
     @property
     def weight_version(self) -> int:

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import DiskFull
+from darts_server.weights.tensors import SUFFIX
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +73,20 @@ class Staging:
         return path
 
     def keep_only(self, files: set[Path]) -> None:
-        """Remove what is staged and not among these."""
+        """Remove the files that are staged and not among these."""
         if self._folder is not None:
-            for path in set(self._folder.iterdir()) - files - {self._folder / LOCK}:
+            for path in set(self._folder.glob(f"*{SUFFIX}")) - files:
                 path.unlink(missing_ok=True)
+
+    def others(self, pattern: str) -> list[Path]:
+        """What else its users have put beside the files, by pattern of the names."""
+        return [] if self._folder is None else list(self._folder.glob(pattern))
 
     def _new(self) -> Path:
         if self._folder is None:
             self._folder, self._lock = _made(self._parent)
         self._count += 1
-        return self._folder / f"{self._count}.safetensors"
+        return self._folder / f"{self._count}{SUFFIX}"
 
 
 def _made(parent: Path) -> tuple[Path, int]:

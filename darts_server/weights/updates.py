@@ -1,16 +1,18 @@
 """Updates of a running engine's weights, one at a time: fetched and checked whole, then applied, or not at all."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 
 from anyio.to_thread import run_sync
 
 from darts_server.engine.gate import Gate
-from darts_server.exceptions import InvalidRequest, UpdateFailed
+from darts_server.exceptions import UpdateFailed
 from darts_server.types import UpdateRecord
+from darts_server.weights.adapters import Adapters
+from darts_server.weights.change import Changes
 from darts_server.weights.coordinator import Coordinator, Limits, Rule, Update
 from darts_server.weights.elsewhere import Elsewhere
 from darts_server.weights.held import Held
@@ -58,10 +60,12 @@ class Updates:
         self._root = root
         self._hosts = hosts or Hosts()
         self._held = Held(model)
-        self._task: asyncio.Task[UpdateRecord] | None = None
         self.coordinator = Coordinator(model, gate, limits or Limits(), observers, groups)
         self.elsewhere = Elsewhere(self.coordinator, self._held, model)
         """Updates that do not come this way."""
+        self._changes = Changes(self.coordinator, model)
+        self.adapters = Adapters(self.coordinator, self._changes, model.adapted, staging, root)
+        """Of the model that is served."""
 
     @property
     def state(self) -> State:
@@ -142,76 +146,46 @@ class Updates:
     async def _update(
         self, source: str, fetch: Callable[[], Awaitable[TensorSet]], wish: Wish, field: str
     ) -> UpdateRecord:
-        version = self._wanted(wish)
         update = Update(source, wish.rule or self.rule, wish.partial)
-        self.coordinator.begin(update, version)
-        try:
-            tensors = await self._staged(update, fetch, field)
-        except BaseException as error:
-            self._tidy()
-            self.coordinator.refuse(update, error)
-            raise
-        # A caller that goes away now leaves an update that comes to its end.
-        self._task = asyncio.create_task(self._applied(update, tensors))
-        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._task)
+        change = _Set(self._model, self._held, self._staging, self.coordinator, fetch, field)
+        return await self._changes.make(update, wish.version, change)
 
-    def _wanted(self, wish: Wish) -> int:
-        if wish.version == self.version:
-            raise InvalidRequest("version", f"is {wish.version}, which is served already; give the new weights another")
-        return self.version + 1 if wish.version is None else wish.version
 
-    async def _staged(self, update: Update, fetch: Callable[[], Awaitable[TensorSet]], field: str) -> TensorSet:
-        """All that the model will hold, if the new tensors fit."""
-        given = await self.coordinator.step(update, "transfer", fetch)
+@dataclass(slots=True)
+class _Set:
+    """Implements :class:`darts_server.weights.change.Change`: all that the model will hold, once it is staged."""
+
+    _model: Model
+    _held: Held
+    _staging: Staging
+    _coordinator: Coordinator
+    _fetch: Callable[[], Awaitable[TensorSet]]
+    _field: str
+    _tensors: TensorSet = dataclass_field(default_factory=dict)
+
+    async def stage(self, update: Update) -> None:
+        given = await self._coordinator.step(update, "transfer", self._fetch)
 
         async def checked() -> TensorSet:
             expected = await self._model.expected()
-            taken = await run_sync(lambda: check(expected, given, partial=update.partial, field=field))
+            taken = await run_sync(lambda: check(expected, given, partial=update.partial, field=self._field))
             if taken.keys() == expected.tensors.keys():
                 return taken
-            return {**await self._held.rest(field), **taken}
+            return {**await self._held.rest(self._field), **taken}
 
-        return await self.coordinator.step(update, "check", checked)
+        self._tensors = await self._coordinator.step(update, "check", checked)
 
-    async def _applied(self, update: Update, tensors: TensorSet) -> UpdateRecord:
-        try:
-            await self.coordinator.stop(update)
-            try:
-                await self._written(update, tensors)
-            except Exception as error:
-                await self.coordinator.go_on(update, error)
-                raise
-            self._held.became(tensors)
-            return await self.coordinator.go_on(update)
-        finally:
-            self._tidy()
+    async def write(self, update: Update) -> None:
+        await self._coordinator.step(update, "load", lambda: self._model.load(by_file(self._tensors)))
+        if gone := await run_sync(changed, self._tensors):
+            raise UpdateFailed(f"{gone[0]} changed while it was loaded; write weights under a name of their own")
 
-    async def _written(self, update: Update, tensors: TensorSet) -> None:
-        self.coordinator.writes()
-        try:
-            await self.coordinator.step(update, "load", lambda: self._model.load(by_file(tensors)))
-            if gone := await run_sync(changed, tensors):
-                raise UpdateFailed(f"{gone[0]} changed while it was loaded; write weights under a name of their own")
-            await self._model.became(self.coordinator.target)
-        except Exception as error:
-            self.coordinator.fails()
-            await self._restored(update, error)
-            raise
+    async def put_back(self, update: Update) -> None:
+        await self._held.put_back(self._coordinator, update)
 
-    async def _restored(self, update: Update, error: Exception) -> None:
-        """Give the model what it had before."""
-        try:
-            await self._held.put_back(self.coordinator, update)
-        except Exception as second:
-            lost = self.coordinator.lose(
-                f"an update failed ({error}), and so did putting back the old weights ({second})"
-            )
-            try:
-                await self.coordinator.step(update, "stop", self._model.stop)
-            finally:  # whether it stops or not
-                raise lost from error
+    def took(self) -> None:
+        self._held.became(self._tensors)
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
         with suppress(OSError):
             self._staging.keep_only(self._held.files)

@@ -1,10 +1,11 @@
 """Runs groups by the hundred thousand on the scripted engine, and looks whether anything grows or is lost.
 
-    python -m faults.soak --groups 1000000
+python -m faults.soak --groups 1000000
 """
 
 import argparse
 import logging
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from faults.soak.house import Kept
-from faults.soak.memory import UNITS, Growth
+from faults.soak.memory import NAMES, Growth
 from faults.soak.run import Soaked, soak
 
 ROUNDS = 50
@@ -28,19 +29,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--groups", type=int, default=1_000_000, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all lots (default: %(default)s)")
     parser.add_argument("--state-dir", type=Path, help="keep what is learned in a file there, not in memory")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="end earlier, after the round in which they end"
+    )
     options = parser.parse_args(argv)
     if options.groups < ROUNDS:
         parser.error(f"--groups must be at least {ROUNDS}, got {options.groups}")
     logging.disable(logging.WARNING)  # candidates fail on purpose
     began = time.monotonic()
     with tqdm(total=options.groups, unit="group") as bar:
+
+        def told(done: int) -> bool:
+            bar.update(done - bar.n)
+            seconds: float = 60 * options.minutes
+            return time.monotonic() - began < seconds
+
         soaked = soak(
             options.groups,
             ROUNDS,
             kept(options.groups),
             options.state_dir,
             options.seed,
-            told=lambda done: bar.update(done - bar.n),
+            told,
         )
     report(Console(), soaked, time.monotonic() - began)
     return 0 if soaked.survived else 1
@@ -49,7 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def kept(groups: int) -> Kept:
     """What a server remembers, or less where so few groups would not fill that."""
     most, full = Kept(), groups // FULL
-    return Kept(min(most.groups, full), min(most.documents, full), min(most.flight_bytes, full * 1000))
+    return Kept(
+        groups=min(most.groups, full),
+        documents=min(most.documents, full),
+        flight_bytes=min(most.flight_bytes, full * 1000),
+        labels=min(most.labels, full),
+        batches=min(most.batches, max(1, full // 50)),
+    )
 
 
 def report(console: Console, soaked: Soaked, seconds: float) -> None:
@@ -78,7 +94,7 @@ def report(console: Console, soaked: Soaked, seconds: float) -> None:
 
 def _row(growth: Growth) -> tuple[str, ...]:
     slope = f"{growth.slope:+.3g} ± {growth.error:.2g}"
-    name = UNITS.get(growth.what, growth.what)
+    name = NAMES.get(growth.what, growth.what)
     return name, f"{growth.first:.0f}", f"{growth.last:.0f}", slope, "yes" if growth.flat else "NO"
 
 

@@ -11,7 +11,7 @@ from darts_server.engine.admission import Admission, Bounds
 from darts_server.engine.gate import Gate
 from darts_server.metrics import Metrics
 from darts_server.policy.brownout import Brownout
-from darts_server.policy.calibration import Calibration
+from darts_server.policy.calibration import BUFFER, Calibration
 from darts_server.quality_metrics import QualityMetrics
 from darts_server.rollout.batches import Batches, Keeping
 from darts_server.rollout.bias import LengthBias
@@ -41,12 +41,15 @@ class Kept:
     """What the rooms remember at most. A soak sees growth only once these are full.
 
     ``groups``: that ended, and votes. ``documents``: of each kind, without a state folder. ``flight_bytes``: of hidden
-    states that wait for rewards; the server's 256 MiB take long to fill.
+    states that wait for rewards; the server's 256 MiB take long to fill. ``labels``: of a kind of score. ``batches``:
+    durable ones that have ended.
     """
 
     groups: int = DEFAULT_KEPT
     documents: int = MOST_IN_MEMORY
     flight_bytes: int = 4 * 1024 * 1024
+    labels: int = BUFFER
+    batches: int = 64
 
 
 class House:
@@ -59,10 +62,10 @@ class House:
         self.registry = CollectorRegistry()
         self.metrics = Metrics(MODEL, registry=self.registry)
         self.gate = Gate()
-        self.control = control = Control(Settings(detect_at=(4, 8), max_queued_candidates=MOST_WAITING))
+        self.control = control = Control(Settings.model_validate({}))
         rewards, sureness = Rewards(store), Sureness(store, kept.groups)
         self.pruner = Pruner(
-            Judging((4, 8), calibration=Calibration(cold_steps=1, cold_labels=64), most_bytes=kept.flight_bytes),
+            Judging((4, 8), calibration=_calibration(kept.labels), most_bytes=kept.flight_bytes),
             lambda: WIDTH,
             LocalHead,
             store,
@@ -93,7 +96,7 @@ class House:
         )
         control.drive(self.rollouts)
         submissions = Submissions(self.rollouts, Texts(), control.planner)
-        self.batches = Batches(submissions, Keeping(), clock=loop.time)
+        self.batches = Batches(submissions, Keeping(kept_batches=kept.batches), clock=loop.time)
         self.votes = Votes(self.rollouts, Texts(), sureness, self.metrics, loop.time)
 
     def count(self, name: str) -> float:
@@ -114,3 +117,7 @@ class House:
     def _rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
         self.rollouts.rewarded(record, right)
         self.pruner.group_rewarded()
+
+
+def _calibration(labels: int) -> Calibration:
+    return Calibration(buffer=labels, cold_steps=1, cold_labels=min(64, labels))

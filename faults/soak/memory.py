@@ -16,7 +16,8 @@ MEGABYTE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """After ``groups``, with nothing under way. ``blocks``: of Python's allocator. ``objects``: that it tracks.
+    """After ``groups``, with nothing under way. ``blocks``: of Python's allocator. ``objects``: that it tracks,
+    but for those from before the soak.
 
     ``rss``: megabytes. ``files``: open descriptors.
     """
@@ -41,9 +42,14 @@ class Growth:
     flat: bool
 
 
-LIMITS = {"blocks": 0.02, "objects": 0.02, "rss": 0.05, "files": 0.0, "tasks": 0.0}
+LIMITS = {"blocks": 0.01, "objects": 0.1, "rss": 0.02, "files": 0.0, "tasks": 0.0}
 """Share of the level that a process may grow by over all that was looked at, for growth that is no chance to count."""
-UNITS = {"rss": "resident memory, MB", "blocks": "allocated blocks", "objects": "tracked objects", "files": "open files"}
+NAMES = {
+    "rss": "resident memory, MB",
+    "blocks": "allocated blocks",
+    "objects": "tracked objects",
+    "files": "open files",
+}
 
 
 def sample(groups: int) -> Sample:

@@ -1,11 +1,13 @@
 """The soak: rounds of groups, and a look at everything when each is over."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from faults.soak.callers import Callers
 from faults.soak.house import House, Kept
@@ -13,7 +15,9 @@ from faults.soak.memory import Growth, Sample, growths, sample
 from faults.soak.world import STEP_SECONDS, VirtualLoop
 
 CALLERS = 96
-UPDATE_SECONDS = 0.5
+LEAST_ROUNDS = 6
+"""For a line through the second half of them."""
+UPDATE_SECONDS = 0.3
 """Between two versions of the weights."""
 MOST_IDLE_SECONDS = 600.0
 """After a round, until nothing runs, on the loop's clock."""
@@ -49,12 +53,19 @@ def soak(
     kept: Kept,
     state_dir: Path | None = None,
     seed: int = 0,
-    told: Callable[[int], None] = lambda _: None,
+    told: Callable[[int], bool] = lambda _: True,
     spoil: Callable[[House], None] = lambda _: None,
 ) -> Soaked:
-    """Run so many groups. ``told`` hears how many are done; ``spoil`` may break what is wired, to see it found out."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(_soak(groups, rounds, kept, state_dir, seed, told, spoil))
+    """Run so many groups.
+
+    ``told``: hears how many are done, and says whether to go on. ``spoil``: may break what is wired.
+    """
+    gc.freeze()  # what is there already is none of our business, and takes long to look through
+    try:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(_soak(groups, rounds, kept, state_dir, seed, told, spoil))
+    finally:
+        gc.unfreeze()
 
 
 async def _soak(
@@ -63,12 +74,13 @@ async def _soak(
     kept: Kept,
     state_dir: Path | None,
     seed: int,
-    told: Callable[[int], None],
+    told: Callable[[int], bool],
     spoil: Callable[[House], None],
 ) -> Soaked:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
-    house, soaked = House(loop, kept, state_dir, seed), Soaked(asked=groups)
+    house, soaked = House(loop, kept, state_dir, seed), Soaked()
+    loop.set_exception_handler(lambda _, context: soaked.wrong.append(_told(context)))
     spoil(house)
     callers = Callers(house, seed)
     engine = asyncio.create_task(_drive(house))
@@ -78,7 +90,9 @@ async def _soak(
             await _round(house, callers, iter(range(first, last)))
             soaked.wrong += [f"after {last} groups: {what}" for what in _at_rest(house)]
             soaked.samples.append(sample(last))
-            told(last)
+            soaked.asked = last
+            if not told(last):
+                break
     finally:
         engine.cancel()
         house.close()
@@ -86,8 +100,13 @@ async def _soak(
     soaked.updates = house.engine.weight_version
     soaked.outcomes = house.by("darts_groups_total", "outcome")
     soaked.reasons = house.by("darts_candidates_ended_total", "reason")
-    soaked.growths = growths(soaked.samples[rounds // 2 :])
+    if len(soaked.samples) >= LEAST_ROUNDS:
+        soaked.growths = growths(soaked.samples[len(soaked.samples) // 2 :])
     return soaked
+
+
+def _told(context: dict[str, Any]) -> str:
+    return f"nobody caught {context.get('exception') or context['message']!r}"
 
 
 async def _round(house: House, callers: Callers, numbers: Iterator[int]) -> None:
@@ -107,7 +126,7 @@ async def _round(house: House, callers: Callers, numbers: Iterator[int]) -> None
 
 async def _train(house: House) -> None:
     """New weights now and then, under each rule in turn."""
-    for rule in cycle(("keep", "finish", "restart")):
+    for rule in cycle(("restart", "finish", "keep")):
         await asyncio.sleep(UPDATE_SECONDS)
         if rule != "keep":
             house.gate.close("weights")

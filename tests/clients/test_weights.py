@@ -289,3 +289,17 @@ def test_a_server_without_a_folder_for_weights_loads_none(model: FakeModel, tmp_
             pytest.raises(Unauthorized, match="--weights-root"),
         ):
             client.weights.load("checkpoint")
+
+
+def test_an_adapter_is_sent_with_what_the_server_needs_of_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(LARGE)
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}')
+    taking = Taking()
+    with Client(URL, transport=taking) as client:
+        client.weights.push_lora("a", tmp_path, rule="keep")
+        client.weights.push_lora("a", LARGE, config={"r": 8, "lora_alpha": 16})
+        with pytest.raises(ValueError, match="config: an adapter's bytes need one"):
+            client.weights.push_lora("a", LARGE)
+    assert taking.took(LARGE)
+    assert [json.loads(request.url.params["config"]) for request in taking.requests] == [{"r": 8, "lora_alpha": 16}] * 2
+    assert {(request.method, request.url.path) for request in taking.requests} == {("PUT", "/darts/v1/weights/lora/a")}

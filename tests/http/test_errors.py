@@ -58,3 +58,23 @@ def test_an_app_answers_in_that_form() -> None:
     answer = TestClient(app).get("/")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "n"
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.filterwarnings("ignore:Using `httpx`")
+def test_so_are_the_frameworks_own_refusals() -> None:
+    app = FastAPI()
+    install(app)
+
+    @app.post("/")
+    async def take(body: dict[str, str]) -> None: ...
+
+    client = TestClient(app)
+    answers = [client.post("/", content=b'{"a": "\xff"}', headers=JSON), client.get("/nowhere"), client.get("/")]
+    assert [answer.status_code for answer in answers] == [400, 404, 405]
+    for answer in answers:
+        assert answer.json()["error"]["code"] == answer.status_code
+        assert answer.json()["error"]["message"]
+    assert answers[2].headers["Allow"] == "POST"

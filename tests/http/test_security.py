@@ -316,3 +316,16 @@ def test_what_an_engine_that_died_leaves_behind_is_answered_with_its_death() -> 
     assert answer.status_code == 503
     assert "it was killed" in answer.json()["error"]["message"]
     assert app.life.requests == 0
+
+
+def test_a_caller_is_known_by_its_own_ids() -> None:
+    app = Guarded()
+
+    @app.app.post("/v1/embeddings")
+    async def tell() -> list[Any]:
+        return [caller.get().request_id, caller.get().trace]
+
+    headers = {"X-Request-Id": "mine", "traceparent": "00-1-2-01", "tracestate": "a=b"}
+    told = app.client().post("/v1/embeddings", headers=headers).json()
+    assert told == ["mine", {"traceparent": "00-1-2-01", "tracestate": "a=b"}]
+    assert app.client().post("/v1/embeddings").json() == [None, {}]

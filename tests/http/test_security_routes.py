@@ -1,7 +1,7 @@
 import pytest
 
 from darts_server.http.access import Kind
-from darts_server.http.security_routes import OWN_LIMITS, TABLE, kind_of, kind_of_route
+from darts_server.http.security_routes import OWN_LIMITS, TABLE, has_own_limits, kind_of, kind_of_route
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,7 @@ def test_patterns_do_not_reach_routes_of_other_kinds() -> None:
 
 
 def test_routes_with_limits_of_their_own_are_in_the_table() -> None:
-    assert all(kind_of(*each) for each in OWN_LIMITS)
+    assert all(kind_of_route(*each) for each in OWN_LIMITS)
+    assert has_own_limits("PUT", "/darts/v1/weights/lora/name")
+    assert not has_own_limits("POST", "/darts/v1/weights/lora/name")
+    assert not has_own_limits("PUT", "/darts/v1/weights/lora/a/b")

@@ -47,9 +47,9 @@ def sampled(server: Server, model: str = "tiny:raw") -> list[tuple[list[int], li
     ]
 
 
-def difference(server: Server, weights: Weights, model: str = "tiny:raw") -> float:
-    """The largest difference between the server's log-probs and those of transformers."""
-    right_model = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+def difference(server: Server, weights: Weights, model: str = "tiny:raw", dtype: torch.dtype = torch.float32) -> float:
+    """The largest difference between the server's log-probs and those of transformers, computed in that precision."""
+    right_model = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=dtype)
     right_model.load_state_dict({HEAD: weights[EMBEDDING], **weights})
     largest = 0.0
     for prompt, completion, logprobs in sampled(server, model):

@@ -1,13 +1,16 @@
 """A model that is a dictionary, and safetensors files to update it with."""
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from darts_server.exceptions import InvalidRequest
 from darts_server.types import UpdateRecord
+from darts_server.weights.adapter import Layers
 from darts_server.weights.tensors import Expected, TensorSet, read
 
 SHAPES = {"embed_tokens.weight": (4, 2), "layers.0.weight": (2, 2), "layers.1.weight": (2, 2)}
@@ -42,6 +45,7 @@ class FakeModel:
         self.during: dict[str, Callable[[], object]] = {}
         self.running = False
         self.stands = False
+        self.adapted: FakeAdapted | None = FakeAdapted(self)
         self._checkpoint = write(folder / "checkpoint" / "model.safetensors", 0.0)
 
     async def expected(self) -> Expected:
@@ -91,6 +95,34 @@ class FakeModel:
         await asyncio.sleep(0)
         if self.fail.get(step) and (error := self.fail[step].pop(0)) is not None:
             raise error
+
+
+class FakeAdapted:
+    """Implements :class:`darts_server.weights.port.Adapted`. ``served``: the scale of what is read there, by name."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.served: dict[str, float] = {}
+        self._model = model
+
+    async def layers(self) -> Layers:
+        await self._model.step("layers", told=False)
+        return Layers({"layers.0": (3, 2), "layers.1": (2, 2)}, 4)
+
+    def check_name(self, name: str) -> None:
+        if name == "model":
+            raise InvalidRequest("name", "is the model itself")
+
+    async def put(self, name: str, folder: Path) -> None:
+        assert not self._model.running, "groups run while an adapter is written"
+        self.served[name] = -1.0
+        await self._model.step("put")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        first = next(iter(load_file(folder / "adapter_model.safetensors").values()))
+        self.served[name] = float(first.flat[0]) * config["lora_alpha"] / config["r"]
+
+    async def remove(self, name: str) -> None:
+        await self._model.step("remove")
+        self.served.pop(name, None)
 
 
 class FakeGroups:

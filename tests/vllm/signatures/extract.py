@@ -40,6 +40,7 @@ LEANED_ON = {
         "revision word_embeddings_untied_by_checkpoint"
     },
     "vllm.config.load": {"LoadConfig": "load_format"},
+    "vllm.config.lora": {"LoRAConfig": "max_lora_rank"},
     "vllm.config.parallel": {"ParallelConfig": "data_parallel_size pipeline_parallel_size tensor_parallel_size"},
     "vllm.config.scheduler": {"SchedulerConfig": "enable_chunked_prefill max_num_batched_tokens max_num_seqs"},
     "vllm.config.vllm": {
@@ -54,7 +55,8 @@ LEANED_ON = {
     },
     "vllm.engine.arg_utils": {
         "AsyncEngineArgs": "aggregate_engine_logging create_engine_config disable_log_stats enable_chunked_prefill "
-        "enable_log_requests from_cli_args max_num_batched_tokens model served_model_name worker_extension_cls"
+        "enable_log_requests from_cli_args max_num_batched_tokens model otlp_traces_endpoint revision "
+        "served_model_name shutdown_timeout worker_extension_cls"
     },
     "vllm.entrypoints.chat_utils": {"load_chat_template": ""},
     "vllm.entrypoints.generate.api_router": {
@@ -73,6 +75,7 @@ LEANED_ON = {
     "vllm.entrypoints.openai.chat_completion.serving": {"OpenAIServingChat": "create_chat_completion"},
     "vllm.entrypoints.openai.cli_args": FLAGS,
     "vllm.entrypoints.openai.completion.serving": {"OpenAIServingCompletion": "create_completion"},
+    "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels": "is_base_model lora_id_counter lora_requests"},
     "vllm.entrypoints.scale_out.factories": {"init_scale_out_state": "[state.serving_tokens]"},
     "vllm.entrypoints.scale_out.token_in_token_out.serving": {"ServingTokens": "serve_tokens"},
     "vllm.entrypoints.serve.utils.api_utils": {"cli_env_setup": ""},
@@ -89,6 +92,10 @@ LEANED_ON = {
     },
     "vllm.logger": {"": "", "configure_logging_from_args": ""},
     "vllm.logprobs": {"Logprob": "logprob", "SampleLogprobs": ""},
+    "vllm.lora.layers.base_linear": {"BaseLinearLayerWithLoRA": ""},
+    "vllm.lora.model_manager": {"LoRAModelManager": "modules packed_modules_mapping"},
+    "vllm.lora.request": {"LoRARequest": "load_inplace lora_int_id lora_name lora_path"},
+    "vllm.lora.worker_manager": {"WorkerLoRAManager": "_adapter_manager"},
     "vllm.model_executor.layers.vocab_parallel_embedding": {"VocabParallelEmbedding": "quant_method"},
     "vllm.model_executor.model_loader.reload.layerwise": {"finalize_layerwise_reload": "", "get_layerwise_info": ""},
     "vllm.outputs": {
@@ -107,6 +114,7 @@ LEANED_ON = {
     },
     "vllm.tokenizers": {"TokenizerLike": ""},
     "vllm.transformers_utils.repo_utils": {"get_model_path": ""},
+    "vllm.tracing": {"extract_trace_context": "", "instrument_manual": ""},
     "vllm.usage.usage_lib": {"UsageContext": "OPENAI_API_SERVER"},
     "vllm.utils.argparse_utils": {"FlexibleArgumentParser": ""},
     "vllm.v1.core.sched.output": {
@@ -115,13 +123,17 @@ LEANED_ON = {
     },
     "vllm.v1.engine": {"EngineCoreRequest": ""},
     "vllm.v1.engine.async_llm": {
-        "AsyncLLM": "_run_output_handler _supported_tasks abort add_request collective_rpc engine_core errored "
-        "finish_weight_update from_vllm_config generate get_supported_tasks input_processor is_paused model_config "
-        "output_handler output_processor pause_generation renderer reset_mm_cache reset_prefix_cache resume_generation "
-        "shutdown start_draft_weight_update start_weight_update tokenizer update_weight_version update_weights "
-        "vllm_config"
+        "AsyncLLM": "_run_output_handler _supported_tasks abort add_lora add_request collective_rpc engine_core "
+        "errored finish_weight_update from_vllm_config generate get_supported_tasks input_processor is_paused "
+        "model_config output_handler output_processor pause_generation remove_lora renderer reset_mm_cache "
+        "reset_prefix_cache resume_generation shutdown sleep start_draft_weight_update start_weight_update "
+        "tokenizer update_weight_version update_weights vllm_config wake_up"
     },
-    "vllm.v1.engine.core_client": {"AsyncMPClient": "core_engines get_output_async"},
+    "vllm.v1.engine.core_client": {
+        "AsyncMPClient": "core_engines get_output_async",
+        "BackgroundResources": "engine_manager",
+        "MPClient": "resources",
+    },
     "vllm.v1.engine.detokenizer": {
         "IncrementalDetokenizer": "from_new_request get_next_output_text num_output_tokens output_token_ids update"
     },
@@ -129,10 +141,11 @@ LEANED_ON = {
     "vllm.v1.engine.input_processor": {"InputProcessor": "process_inputs"},
     "vllm.v1.engine.logprobs": {"LogprobsProcessor": "logprobs"},
     "vllm.v1.engine.output_processor": {
-        "OutputProcessor": "get_num_unfinished_requests request_states",
+        "OutputProcessor": "get_num_unfinished_requests propagate_error request_states",
         "RequestOutputCollector": "get output request_id",
         "RequestState": "detokenizer logprobs_processor",
     },
+    "vllm.v1.engine.utils": {"CoreEngineProcManager": "finished_procs"},
     "vllm.v1.metrics.loggers": {"StatLoggerBase": "__init__ log_engine_initialized record"},
     "vllm.v1.worker.gpu.input_batch": {
         "InputBatch": "cu_num_logits logits_indices num_computed_tokens_np req_ids seq_lens"
@@ -149,6 +162,7 @@ LEANED_ON = {
         "GPUModelRunner": "device execute_model execute_model_state get_model input_batch is_pooling_model "
         "model_config reload_weights vllm_config",
     },
+    "vllm.v1.worker.lora_model_runner_mixin": {"LoRAModelRunnerMixin": "lora_manager"},
     "vllm.v1.worker.gpu_worker": {"Worker": "reload_weights"},
     "vllm.v1.metrics.stats": {
         "IterationStats": "inter_token_latencies_iter num_generation_tokens time_to_first_tokens_iter"

@@ -1,0 +1,79 @@
+"""``/darts/v1/weights/lora``: low-rank adapters for the model, pushed or read from a folder of the server's machine."""
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from darts_server.http.body import parsed, read_body
+from darts_server.http.openapi import binary_body, json_body
+from darts_server.http.weights import (
+    LARGEST_REQUEST,
+    LARGEST_VERSION,
+    RULE,
+    VERSION,
+    WeightsAnswer,
+    answer,
+    body_of,
+)
+from darts_server.weights.coordinator import Rule
+from darts_server.weights.updates import Updates
+
+LARGEST_CONFIG = 16 * 1024
+"""Characters in a query."""
+Name = Annotated[
+    str,
+    Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Under which requests name it as their model."),
+]
+
+
+class AdapterIn(BaseModel):
+    """An adapter on the server's machine."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
+    rule: Literal["finish", "keep", "restart"] | None = Field(None, description=RULE)
+    version: int | None = Field(None, ge=0, le=LARGEST_VERSION, description=VERSION)
+
+
+def routes(updates: Callable[[], Updates]) -> APIRouter:
+    """The routes. ``updates`` is asked when a request comes: the engine may start after the routes are made."""
+    api = APIRouter()
+
+    @api.put("/weights/lora/{name}", openapi_extra=binary_body("PEFT's adapter_model.safetensors."))
+    async def push(
+        name: Name,
+        request: Request,
+        config: Annotated[
+            str,
+            Query(
+                max_length=LARGEST_CONFIG, description="PEFT's adapter_config.json; `r` and `lora_alpha` are enough."
+            ),
+        ],
+        rule: Annotated[Literal["finish", "keep", "restart"] | None, Query(description=RULE)] = None,
+        version: Annotated[int | None, Query(ge=0, le=LARGEST_VERSION, description=VERSION)] = None,
+    ) -> WeightsAnswer:
+        """Serves this adapter under that name, in place of the one before, or changes nothing."""
+        await updates().adapters.push(name, config, body_of(request), _rule(rule), version)
+        return answer(updates())
+
+    @api.post("/weights/lora/{name}", openapi_extra=json_body(AdapterIn))
+    async def load(name: Name, request: Request) -> WeightsAnswer:
+        """Serves the adapter in that folder under that name, or changes nothing."""
+        body = parsed(AdapterIn, await read_body(request, LARGEST_REQUEST))
+        await updates().adapters.load(name, body.path, _rule(body.rule), body.version)
+        return answer(updates())
+
+    @api.delete("/weights/lora/{name}")
+    async def remove(name: Name) -> WeightsAnswer:
+        """Serves the adapter no more, when all that runs has ended."""
+        await updates().adapters.remove(name)
+        return answer(updates())
+
+    return api
+
+
+def _rule(rule: str | None) -> Rule | None:
+    return None if rule is None else Rule(rule)

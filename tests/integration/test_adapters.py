@@ -1,0 +1,273 @@
+"""Low-rank adapters for a real engine, against transformers with their products added to the weights."""
+
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from darts_client import BadRequest, Client
+from examples.tiny_rl.server import DARTS, Server, serving
+from tests.integration import waiting
+from tests.integration.weights import ORIGINAL, PROMPT, Weights, difference, other, put, sampled, told
+
+pytestmark = pytest.mark.engine
+LAYERS = sorted(name.removesuffix(".weight") for name in ORIGINAL if name.endswith("_proj.weight"))
+RANK, ALPHA = 4, 8
+BASE = "base_model.model."
+SIZE = 0.035
+"""Of the numbers in the matrices: their product then changes weights as much as other tests' sets do."""
+CONFIG = {"r": RANK, "lora_alpha": ALPHA}
+FULL_CONFIG = {
+    **CONFIG,
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": "tiny",
+    "target_modules": ["q_proj", "v_proj"],
+    "bias": "none",
+    "use_dora": False,
+    "rank_pattern": {},
+    "init_lora_weights": True,
+    "lora_dropout": 0.05,
+    "peft_version": "0.18.0",
+}
+
+
+def adapter(seed: int, *kinds: str, rank: int = RANK) -> Weights:
+    """Random matrices for all layers, or for those of some kinds."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in LAYERS:
+        outputs, inputs = ORIGINAL[f"{layer}.weight"].shape
+        if not kinds or layer.endswith(kinds):
+            tensors[f"{BASE}{layer}.lora_A.weight"] = SIZE * torch.randn(rank, inputs, generator=random)
+            tensors[f"{BASE}{layer}.lora_B.weight"] = SIZE * torch.randn(outputs, rank, generator=random)
+    return tensors
+
+
+def merged(tensors: Weights, scale: float = ALPHA / RANK) -> Weights:
+    """The weights that the model has with the adapter, W + scale * B A, in float64."""
+    weights = {name: tensor.double() for name, tensor in ORIGINAL.items()}
+    for name, up in tensors.items():
+        if name.endswith(".lora_B.weight"):
+            down = tensors[name.replace("lora_B", "lora_A")].double()
+            weights[name.removeprefix(BASE).replace(".lora_B", "")] += scale * up.double() @ down
+    return weights
+
+
+def apart(server: Server, weights: Weights, model: str) -> float:
+    """The largest difference of log-probs from the merged model in float64.
+
+    In float32 merging alone may move them by as much: measured, 1.6e-5 with matrices of 0.05.
+    """
+    return difference(server, weights, model, torch.float64)
+
+
+def push(server: Server, tensors: Weights | bytes, name: str = "ad", config: Any = CONFIG, **more: Any) -> Any:
+    body = tensors if isinstance(tensors, bytes) else save(tensors)
+    params = {"config": config if isinstance(config, str) else json.dumps(config), **more}
+    return httpx.put(f"{server.url}/darts/v1/weights/lora/{name}", content=body, params=params, timeout=60)
+
+
+def post(server: Server, path: str, name: str = "ad", **more: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/darts/v1/weights/lora/{name}", json={"path": path, **more}, timeout=60)
+
+
+def delete(server: Server, name: str) -> httpx.Response:
+    return httpx.delete(f"{server.url}/darts/v1/weights/lora/{name}", timeout=60)
+
+
+def right(server: Server, answer: httpx.Response, weights: Weights, name: str = "ad") -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    assert apart(server, weights, f"{name}:raw") < 1e-5
+    last: dict[str, Any] = answer.json()["last"]
+    return last
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("root")
+
+
+@pytest.fixture(scope="module")
+def staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("staging")
+
+
+@pytest.fixture(scope="module")
+def server(root: Path, staging: Path) -> Iterator[Server]:
+    flags = ("--enable-lora", "--max-lora-rank", "8", "--weights-root", str(root), "--weights-staging", str(staging))
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with serving(DARTS, root.parent / "adapters.log", *flags, env=env) as running:
+        yield running
+
+
+def test_a_pushed_adapter_is_a_model_of_its_own_and_the_next_takes_its_place(server: Server) -> None:
+    base = sampled(server)
+    version = told(server)["version"]
+    last = right(server, push(server, adapter(1)), merged(adapter(1)))
+    assert (last["adapter"], last["source"], last["version"]) == ("ad", "push", version + 1)
+    assert last["seconds"].keys() == {"transfer", "check", "wait", "pause", "load", "resume"}
+    first = sampled(server, "ad:raw")
+    assert first != base
+    assert told(server)["adapters"] == [{"name": "ad", "version": version + 1, "rank": 4, "scale": 2.0}]
+    right(server, push(server, adapter(2), version=50), merged(adapter(2)))
+    assert sampled(server, "ad:raw") != first
+    right(server, push(server, adapter(1), rule="keep"), merged(adapter(1)))
+    assert sampled(server, "ad:raw") == first
+    assert sampled(server) == base
+    assert server.metric("darts_weight_version") == 51
+    models = [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]]
+    assert models == ["tiny", "tiny:raw", "ad", "ad:raw"]
+
+
+def test_layers_ranks_scales_and_precisions_may_differ(server: Server) -> None:
+    """Of fused layers an adapter may have a part alone."""
+    some = adapter(3, "q_proj", "v_proj", "down_proj")
+    right(server, push(server, some, config=FULL_CONFIG), merged(some))
+    wide = adapter(4, "o_proj", "up_proj", rank=8)
+    config = {"r": 8, "lora_alpha": 4, "use_rslora": True}
+    right(server, push(server, wide, config=config), merged(wide, 4 / math.sqrt(8)))
+    half = {name: tensor.bfloat16() for name, tensor in adapter(5).items()}
+    right(server, push(server, half), merged(half))
+
+
+def test_adapters_are_served_beside_each_other(server: Server) -> None:
+    """One slot in the engine, by default: each is read from its files again when its turn comes."""
+    right(server, push(server, adapter(6), "one"), merged(adapter(6)), "one")
+    right(server, push(server, adapter(7), "two"), merged(adapter(7)), "two")
+    for _ in range(2):
+        assert apart(server, merged(adapter(6)), "one:raw") < 1e-5
+        assert apart(server, merged(adapter(7)), "two:raw") < 1e-5
+    for name in ("one", "two"):
+        assert delete(server, name).status_code == 200
+    answer = httpx.post(f"{server.url}/v1/completions", json={"model": "one", "prompt": PROMPT})
+    assert answer.status_code == 404
+    assert delete(server, "one").status_code == 404
+    right(server, push(server, adapter(8), "one"), merged(adapter(8)), "one")
+    assert delete(server, "one").json()["last"]["source"] == "delete"
+
+
+def test_a_folder_is_taken_as_peft_writes_it(server: Server, root: Path) -> None:
+    folder = root / "step-1"
+    folder.mkdir()
+    save_file(adapter(9), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
+    assert right(server, post(server, "step-1"), merged(adapter(9)))["source"] == "disk"
+    (folder / "adapter_model.safetensors").unlink()
+    assert apart(server, merged(adapter(9)), "ad:raw") < 1e-5
+    answer = post(server, "step-1")
+    assert answer.status_code == 400
+    assert "must be a folder with adapter_config.json and adapter_model.safetensors" in answer.text
+
+
+def test_the_client_pushes_folders_and_bytes(server: Server, tmp_path: Path) -> None:
+    save_file(adapter(10), tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
+    with Client(server.url) as client:
+        record = client.weights.push_lora("mine", tmp_path)
+        assert apart(server, merged(adapter(10)), "mine:raw") < 1e-5
+        assert record.last is not None
+        assert record.last.adapter == "mine"
+        assert {one.name for one in record.adapters} == {"ad", "mine"}
+        client.weights.push_lora("mine", save(adapter(11)), config=CONFIG, rule="restart")
+        assert apart(server, merged(adapter(11)), "mine:raw") < 1e-5
+        with pytest.raises(BadRequest, match="r is 16, and the server takes 8"):
+            client.weights.push_lora("mine", save(adapter(11)), config={"r": 16, "lora_alpha": 1})
+        assert [one.name for one in client.weights.remove_lora("mine").adapters] == ["ad"]
+
+
+def test_bad_adapters_change_nothing_and_are_told_of(server: Server, root: Path, staging: Path) -> None:
+    right(server, push(server, adapter(12)), merged(adapter(12)))
+    before, known = sampled(server, "ad:raw"), told(server)
+    name = f"{BASE}{LAYERS[0]}.lora_A.weight"
+    whole = adapter(13)
+    without = {each: tensor for each, tensor in whole.items() if each != name}
+    (root / "link").symlink_to(root)
+    for answer, words in (
+        (push(server, save(whole)[:-100]), "not a whole safetensors file"),
+        (push(server, {}), "has no tensor"),
+        (push(server, without), f"tensor {name} is missing"),
+        (push(server, whole | {name: torch.zeros(RANK, 3)}), f"tensor {name} is F32 of shape [4, 3]"),
+        (
+            push(server, whole | {"model.norm.lora_A.weight": torch.zeros(4, 4)}),
+            "tensor model.norm.lora_A.weight is not",
+        ),
+        (push(server, other(1)), "is not one of an adapter's"),
+        (push(server, adapter(13, rank=16), config={"r": 16, "lora_alpha": 1}), "r is 16, and the server takes 8"),
+        (push(server, whole, config="{"), "config: is no JSON"),
+        (push(server, whole, config=CONFIG | {"use_dora": True}), "'use_dora' is set"),
+        (push(server, whole, "tiny"), "is the model itself"),
+        (post(server, "../x"), "must not have '..'"),
+        (post(server, "link"), "is a symbolic link"),
+        (post(server, "/etc"), "is outside"),
+    ):
+        assert answer.status_code == 400, answer.text
+        assert words in answer.json()["error"]["message"]
+    assert push(server, whole, "..%2Fx").status_code in (404, 422)
+    assert push(server, whole, "a%00b").status_code == 400
+    assert sampled(server, "ad:raw") == before
+    after = told(server)
+    assert (after["version"], after["adapters"]) == (known["version"], known["adapters"])
+    (ours,) = staging.iterdir()
+    assert sorted(path.suffix for path in ours.iterdir()) == ["", "", ".adapter"]
+
+
+def test_weights_and_foreign_adapters_are_refused_with_reasons(server: Server, tmp_path: Path) -> None:
+    answer = put(server, other(1))
+    assert answer.status_code == 501
+    assert "--enable-lora" in answer.json()["error"]["message"]
+    save_file(adapter(14), tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
+    body = {"lora_name": "ad", "lora_path": str(tmp_path), "load_inplace": True}
+    before = sampled(server, "ad:raw")
+    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60)
+    assert "was pushed; push it again" in answer.text
+    assert sampled(server, "ad:raw") == before
+    body = {"lora_name": "theirs", "lora_path": str(tmp_path)}
+    assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+    assert push(server, adapter(14), "theirs").status_code == 409
+    assert apart(server, merged(adapter(14)), "theirs") < 1e-5
+
+
+def test_groups_that_run_come_through_and_one_that_waits_for_a_removed_adapter_is_told(server: Server) -> None:
+    """Groups, pushes by each rule, and a removal, all at once: each caller gets a whole group, or a reason."""
+    assert push(server, adapter(15), "busy").status_code == 200
+    body = {"model": "busy", "prompt": PROMPT, "n": 4, "max_tokens": 200, "temperature": 1.0, "ignore_eos": True}
+
+    def group(_: int) -> httpx.Response:
+        headers = {"X-Darts-Policy": "uniform"}
+        return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+
+    started = server.metric("darts_candidates_started_total")
+
+    def until_announced() -> httpx.Response:
+        while not removal.done() and told(server)["state"] != "announced":
+            pass
+        return group(1)
+
+    with ThreadPoolExecutor(8) as callers:
+        answers = [callers.submit(group, index) for index in range(6)]
+        waiting.wait_started(server, started + 4)
+        for seed, rule in ((16, "restart"), (17, "keep"), (18, "finish")):
+            assert push(server, adapter(seed), "busy", rule=rule).status_code == 200
+        for each in answers:
+            answer = each.result()
+            assert answer.status_code == 200, answer.text
+            assert len(answer.json()["choices"]) == 4
+        assert apart(server, merged(adapter(18)), "busy:raw") < 1e-5
+        started = server.metric("darts_candidates_started_total")
+        first = callers.submit(group, 0)
+        waiting.wait_started(server, started + 4)
+        removal = callers.submit(delete, server, "busy")
+        late = callers.submit(until_announced)
+        assert first.result().status_code == 200
+        assert removal.result().status_code == 200
+        assert late.result().status_code == 404
+    assert difference(server, ORIGINAL) < 1e-5

@@ -1,0 +1,110 @@
+"""The end of a server, on real engines: told to stop under load, and one whose engine hangs."""
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from darts_server.store import Store
+from examples.tiny_rl.server import DARTS, serving
+from tests.integration.waiting import engine_processes, wait_started
+
+pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+PROMPT = "7a-5b*4>"
+LONG = {"model": "tiny", "prompt": PROMPT, "n": 8, "max_tokens": 300, "ignore_eos": True}
+RAW = {"model": "tiny:raw", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
+SINGLE = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5}
+BATCH = {"prompts": [{"text": PROMPT}] * 4, "group_size": 8, "sampling": {"max_tokens": 300, "ignore_eos": True}}
+Answers = list[httpx.Response]
+
+
+def sent(client: httpx.AsyncClient, path: str, body: dict[str, Any], count: int = 1, header: str = "") -> list[Any]:
+    headers = dict([header.split(": ")] if header else [])
+    return [asyncio.create_task(client.post(path, json=body, headers=headers)) for _ in range(count)]
+
+
+def told_503(answer: httpx.Response) -> bool:
+    """Whether it is a refusal of a server that has come to its end, in OpenAI's words."""
+    return answer.status_code == 503 and answer.json()["error"]["code"] == 503
+
+
+async def test_told_to_stop_under_load_it_finishes_what_it_can_and_hands_back_the_rest(tmp_path: Path) -> None:
+    flags = ("--max-num-seqs", "16", "--grace-seconds", "3", "--group-wait", "600", "--state-dir", str(tmp_path / "s"))
+    with serving(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            assert (await client.post("/v1/completions", json=LONG)).status_code == 200
+            singles = sent(client, "/v1/completions", SINGLE, 3, "X-Darts-Group: id=g;size=8")
+            await asyncio.to_thread(wait_started, server, 12 + 3)
+            whole = sent(client, "/v1/completions", LONG, 30)
+            streams = sent(client, "/v1/completions", LONG | {"stream": True}, 10)
+            raw = sent(client, "/v1/completions", RAW, 20)
+            tokens = sent(client, "/darts/v1/rollouts", BATCH | {"stream": "tokens"})
+            durable = sent(client, "/darts/v1/rollouts", BATCH, 1, "Idempotency-Key: k")
+            await asyncio.to_thread(wait_started, server, 12 + 3 + 12 * 40 + 96)
+            engines = [psutil.Process(pid) for pid in engine_processes(server)]
+
+            server.process.send_signal(signal.SIGTERM)
+            await refuses(client)
+            assert [answer.status_code for answer in await asyncio.gather(*singles)] == [200] * 3
+            plain: Answers = await asyncio.gather(*whole, *raw, *durable)
+            streamed: Answers = await asyncio.gather(*streams, *tokens)
+        assert await asyncio.to_thread(server.process.wait, 60) == 0, server.last_words()
+    assert all(answer.status_code == 200 or told_503(answer) for answer in plain)
+    assert any(map(told_503, plain)), "more was asked for than can be done in the grace time"
+    assert all("[DONE]" in answer.text for answer in streamed[:-1])
+    assert any("error" in answer.text for answer in streamed[:-1])
+    assert streamed[-1].text.rsplit("event: ", 1)[1].startswith("error")
+    assert psutil.wait_procs(engines, timeout=30)[1] == []
+    with Store(tmp_path / "s") as store:
+        [(_, stats)] = store.items("prompt")
+    assert stats["groups"] > 1  # type: ignore[operator]
+    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+    assert {"darts_server", "vllm", "uvicorn"} <= {line["logger"].partition(".")[0] for line in lines}
+    assert PROMPT not in server.log.read_text()
+
+
+async def refuses(client: httpx.AsyncClient) -> None:
+    """It is seen to stop: nothing more is taken, and what was done can be asked for."""
+    async with asyncio.timeout(3):
+        while (health := await client.get("/health")).status_code == 200:
+            await asyncio.sleep(0.01)
+    refused = await client.post("/v1/completions", json=SINGLE)
+    for answer in (health, refused):
+        assert told_503(answer)
+        assert "stopping" in answer.json()["error"]["message"]
+        assert int(answer.headers["Retry-After"]) > 0
+    assert (await client.get("/darts/v1/policy")).status_code == 200
+
+
+async def test_a_hung_engine_is_given_up_and_told_of(tmp_path: Path) -> None:
+    with serving(DARTS, tmp_path / "log", "--engine-watchdog", "4", "--max-num-seqs", "16") as server:
+        engines = engine_processes(server)
+        try:
+            async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+                requests = sent(client, "/v1/completions", LONG, 8) + sent(client, "/v1/completions", RAW, 4)
+                streams = sent(client, "/v1/completions", LONG | {"stream": True}, 2)
+                await asyncio.to_thread(wait_started, server, 12 * 10)
+                for engine in engines:
+                    os.kill(engine, signal.SIGSTOP)
+                answers: Answers = await asyncio.gather(*requests)
+                streamed: Answers = await asyncio.gather(*streams)
+            assert await asyncio.to_thread(server.process.wait, 60) == 1, server.last_words()
+        finally:
+            for engine in engines:
+                with suppress(ProcessLookupError):
+                    os.kill(engine, signal.SIGKILL)
+    failed = [answer for answer in answers if answer.status_code != 200]
+    assert failed, "16 at a time: not all can have been done before"
+    assert all(told_503(answer) and "hung" in answer.json()["error"]["message"] for answer in failed)
+    assert any("hung" in answer.text for answer in streamed)
+    assert not [engine for engine in engines if psutil.pid_exists(engine)]
+    logged = [line for line in server.log.read_text().splitlines() if "(darts-server" in line or "(APIServer" in line]
+    assert "CRITICAL" in logged[-1]
+    assert "the engine is hung" in logged[-1]

@@ -1,0 +1,59 @@
+"""The end of a server, without an engine."""
+
+import logging
+import signal
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from darts_server.engine.life import Ending, Life
+from darts_server.exceptions import EngineHung, ServerStopping
+from darts_server.vllm import life as ends
+
+
+@pytest.mark.parametrize(
+    ("ours", "vllms", "seconds"), [(None, 0, 30.0), (None, 45, 45.0), (2.5, 45, 2.5), (0.0, 0, 0.0)]
+)
+def test_both_grace_times_are_the_same_and_ours_goes_first(ours: float | None, vllms: int, seconds: float) -> None:
+    args = Namespace(shutdown_timeout=vllms)
+    assert ends.settle_grace(args, ours) == seconds
+    assert seconds <= args.shutdown_timeout < seconds + 1
+
+
+def test_the_first_signal_stops_in_order_and_the_second_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(ends, "leave_at_once", left.append)
+    life = Life()
+    ending = Ending(life, Mock(), 30.0, Mock())
+    ends._signalled(signal.SIGTERM, ending, life)
+    assert isinstance(life.over, ServerStopping)
+    assert not left
+    ends._signalled(signal.SIGTERM, ending, life)
+    assert left == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("over", "died", "code", "says"),
+    [
+        (None, False, 0, None),
+        (ServerStopping("stopping", 30), True, 0, None),
+        (EngineHung("the engine is hung"), False, 1, "the engine is hung"),
+        (None, True, 1, "EngineCore was killed"),
+    ],
+)
+def test_the_exit_code_and_the_last_line_tell_why(
+    over: Any, died: bool, code: int, says: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = SimpleNamespace(finished_procs=lambda: {"EngineCore": -signal.SIGKILL})
+    llm: Any = SimpleNamespace(
+        died=died, engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
+    )
+    life = Life()
+    if over is not None:
+        life.end(over)
+    assert ends.exit_code(llm, life) == code
+    assert [record.levelno for record in caplog.records] == [logging.CRITICAL] * code
+    assert says is None or says in caplog.text
