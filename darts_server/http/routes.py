@@ -15,7 +15,7 @@ from darts_server.rollout.feedback import Feedback
 from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.provenance import Provenance
 from darts_server.rollout.rewards import Rewards, summary
-from darts_server.rollout.votes import Votes
+from darts_server.rollout.voting.votes import Votes
 from darts_server.weights.updates import Updates
 
 

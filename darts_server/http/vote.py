@@ -10,7 +10,7 @@ from darts_server.http.body import parsed, read_body
 from darts_server.http.connection import while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.vote_wire import VoteIn, VoteOut
-from darts_server.rollout.votes import Question, Votes
+from darts_server.rollout.voting.votes import Question, Votes
 
 LARGEST_BODY = 16 * 1024 * 1024
 """Bytes: a prompt of a million tokens has less."""

@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag
 
 from darts_server.http.rollouts_wire import DiscardedOut
 from darts_server.options import NAME_CHARS
-from darts_server.rollout.poll import Ballot
-from darts_server.rollout.votes import Question, Voted
+from darts_server.rollout.voting.poll import Ballot
+from darts_server.rollout.voting.votes import Question, Voted
 from darts_server.types import CandidateRecord, FinishReason, PromptSpec
 
 TokenIds = list[Annotated[StrictInt, Field(ge=0)]]

@@ -22,12 +22,12 @@ from darts_server.rollout.batch import Grant
 from darts_server.rollout.budgets import Budgets
 from darts_server.rollout.dataset import Dataset
 from darts_server.rollout.documents import Documents
-from darts_server.rollout.judge import Judge
 from darts_server.rollout.latency import Latency
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observer import GroupObserver
 from darts_server.rollout.plan import Limits, Plan, Planner
 from darts_server.rollout.prompts import Prompts
+from darts_server.rollout.pruning.judge import Judge
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.watch import Watch
 from darts_server.types import BatchRecord, GroupRecord, RequestOptions, Returned

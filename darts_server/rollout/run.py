@@ -32,10 +32,10 @@ from darts_server.policy.selection import SelectionRule
 from darts_server.policy.survival import Pruning
 from darts_server.rollout.asked import AskedFor
 from darts_server.rollout.batch import Batch, Grant
-from darts_server.rollout.judge import Judge
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observer import GroupObserver
-from darts_server.rollout.scoring import Scoring
+from darts_server.rollout.pruning.judge import Judge
+from darts_server.rollout.pruning.scoring import Scoring
 from darts_server.types import CandidateRecord, GroupRecord, Returned
 
 logger = logging.getLogger(__name__)

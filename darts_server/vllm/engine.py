@@ -27,7 +27,7 @@ from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, En
 from darts_server.rollout.batches import Batches
 from darts_server.rollout.prompts import key_of
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.votes import Votes
+from darts_server.rollout.voting.votes import Votes
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.outputs import first_tokens, logprobs_of, without_logprobs

@@ -15,7 +15,7 @@ from darts_server.rollout.batches import Claim
 from darts_server.rollout.feedback import Reward
 from darts_server.rollout.plan import OFF, Plan
 from darts_server.rollout.submission import Asked
-from darts_server.rollout.votes import Question
+from darts_server.rollout.voting.votes import Question
 from darts_server.types import PromptSpec, RequestOptions
 from faults.soak.house import House
 from faults.soak.world import DOOMED, INVALID

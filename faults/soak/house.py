@@ -16,16 +16,16 @@ from darts_server.quality_metrics import QualityMetrics
 from darts_server.rollout.batches import Batches, Keeping
 from darts_server.rollout.bias import LengthBias
 from darts_server.rollout.feedback import Feedback
-from darts_server.rollout.judging import Judging
 from darts_server.rollout.latency import Latency
 from darts_server.rollout.live import Live
 from darts_server.rollout.provenance import DEFAULT_KEPT, Provenance
-from darts_server.rollout.pruner import Pruner
+from darts_server.rollout.pruning.judging import Judging
+from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.rewards import Rewards
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.submission import Submissions
-from darts_server.rollout.sureness import Sureness
-from darts_server.rollout.votes import Votes
+from darts_server.rollout.voting.sureness import Sureness
+from darts_server.rollout.voting.votes import Votes
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.store.backend import MOST_IN_MEMORY

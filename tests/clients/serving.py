@@ -23,8 +23,8 @@ from darts_server.rollout.provenance import Provenance
 from darts_server.rollout.rewards import Rewards
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.submission import Submissions
-from darts_server.rollout.sureness import Sureness
-from darts_server.rollout.votes import Votes
+from darts_server.rollout.voting.sureness import Sureness
+from darts_server.rollout.voting.votes import Votes
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import FinishReason, PromptSpec, Sample

@@ -12,10 +12,10 @@ from darts_server.rollout.batch import Grant
 from darts_server.rollout.budgets import Budgets
 from darts_server.rollout.dataset import Dataset
 from darts_server.rollout.documents import Scalar
-from darts_server.rollout.judge import Judge
 from darts_server.rollout.latency import Latency
 from darts_server.rollout.plan import Limits, Plan
 from darts_server.rollout.prompts import Prompts
+from darts_server.rollout.pruning.judge import Judge
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.types import BatchRecord, GroupRecord, RequestOptions

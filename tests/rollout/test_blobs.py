@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from darts_server.exceptions import StateError
 from darts_server.policy.calibration import Calibration
 from darts_server.rollout.blobs import PART_BYTES, Blob, Blobs
-from darts_server.rollout.detection import Point
 from darts_server.rollout.documents import Scalar
-from darts_server.rollout.flights import Flights, Scored, compact
-from darts_server.rollout.head_state import KEY, SECONDS, HeadState
+from darts_server.rollout.pruning.detection import Point
+from darts_server.rollout.pruning.flights import Flights, Scored, compact
+from darts_server.rollout.pruning.head_state import KEY, SECONDS, HeadState
 from darts_server.store import Store
 from tests.rollout.helpers import Documents
 

@@ -19,11 +19,11 @@ from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
 from darts_server.policy.calibration import BUFFER, Status
 from darts_server.policy.survival import Pruning
 from darts_server.rollout.blobs import Blobs
-from darts_server.rollout.judge import Judgement
-from darts_server.rollout.poll import SHORT_TEXT, Poll, extractor_of, weighting_of
+from darts_server.rollout.pruning.judge import Judgement
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.sureness import KINDS, Sureness
-from darts_server.rollout.votes import Question, Voted, Votes
+from darts_server.rollout.voting.poll import SHORT_TEXT, Poll, extractor_of, weighting_of
+from darts_server.rollout.voting.sureness import KINDS, Sureness
+from darts_server.rollout.voting.votes import Question, Voted, Votes
 from darts_server.store import Store
 from darts_server.types import FinishReason, Outcome, PromptSpec, Sample, StopReason, VoteOutcome
 from tests.rollout.helpers import Documents, House

@@ -15,7 +15,9 @@ from darts_server.policy.survival import Pruning
 from darts_server.rollout.batch import Grant
 from darts_server.rollout.observer import VoteObserver
 from darts_server.rollout.plan import OFF
-from darts_server.rollout.poll import (
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.run import GroupRun
+from darts_server.rollout.voting.poll import (
     LOG_ODDS,
     MAJORITY,
     UNKNOWN,
@@ -27,9 +29,7 @@ from darts_server.rollout.poll import (
     extractor_of,
     weighting_of,
 )
-from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.run import GroupRun
-from darts_server.rollout.sureness import KINDS, Sureness, scores_of
+from darts_server.rollout.voting.sureness import KINDS, Sureness, scores_of
 from darts_server.types import GroupRecord, PromptSpec, RequestOptions, Sample, StopReason, VoteOutcome
 
 POLICY = "vote"

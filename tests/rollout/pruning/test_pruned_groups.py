@@ -16,7 +16,7 @@ from darts_server.rollout.rewards import Rewards
 from darts_server.types import StopReason
 from tests.quality.worlds import WIDTH, World
 from tests.rollout.helpers import Documents, House
-from tests.rollout.judges import QUICKLY, Bench
+from tests.rollout.pruning.judges import QUICKLY, Bench
 
 pytestmark = pytest.mark.anyio
 POINT = 4

@@ -11,14 +11,14 @@ from darts_server.policy.calibration import Calibration
 from darts_server.policy.calibration import Status as Calibrated
 from darts_server.policy.survival import Pruning
 from darts_server.quality.values import Status
-from darts_server.rollout.detection import AIM_EVERY, MOST_RULES, Survival
-from darts_server.rollout.judge import Judgement
-from darts_server.rollout.judging import WHY, Judging, Kind
-from darts_server.rollout.pruner import STEP_GROUPS, UNPROBED_TOKENS
+from darts_server.rollout.pruning.detection import AIM_EVERY, MOST_RULES, Survival
+from darts_server.rollout.pruning.judge import Judgement
+from darts_server.rollout.pruning.judging import WHY, Judging, Kind
+from darts_server.rollout.pruning.pruner import STEP_GROUPS, UNPROBED_TOKENS
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, PruningStatus, StopReason
 from tests.quality.worlds import QUICK, WIDTH, World
 from tests.rollout.helpers import Documents
-from tests.rollout.judges import QUICKLY, Bench
+from tests.rollout.pruning.judges import QUICKLY, Bench
 
 pytestmark = pytest.mark.anyio
 

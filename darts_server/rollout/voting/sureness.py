@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from darts_server.exceptions import StateError
 from darts_server.policy.calibration import Calibration, Label, Status
 from darts_server.rollout.blobs import Blobs
-from darts_server.rollout.detection import Point
 from darts_server.rollout.documents import Documents
-from darts_server.rollout.judging import Kind, sureness
 from darts_server.rollout.provenance import DEFAULT_KEPT
+from darts_server.rollout.pruning.detection import Point
+from darts_server.rollout.pruning.judging import Kind, sureness
 from darts_server.rollout.soon import Soon
 from darts_server.types import Sample
 

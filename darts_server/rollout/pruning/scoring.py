@@ -8,7 +8,7 @@ from darts_server.engine.port import Generated, Probe, Probed, Running
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Scored
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.judge import Judge, Judgement
+from darts_server.rollout.pruning.judge import Judge, Judgement
 
 
 class Scoring:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.rollout.detection import Point
+from darts_server.rollout.pruning.detection import Point
 
 MOST_BYTES = 256 * 1024 * 1024
 """At a width of 4096 some 30,000 trajectories: the groups of several steps."""

@@ -14,9 +14,9 @@ from darts_server.quality.head import Head
 from darts_server.quality.report import Report
 from darts_server.quality.values import HeadSettings, Status
 from darts_server.rollout.documents import Documents as Store
-from darts_server.rollout.judge import Judgement
-from darts_server.rollout.judging import Judging
-from darts_server.rollout.pruner import Pruner
+from darts_server.rollout.pruning.judge import Judgement
+from darts_server.rollout.pruning.judging import Judging
+from darts_server.rollout.pruning.pruner import Pruner
 from tests.quality.worlds import QUICK, WIDTH, World
 from tests.rollout.helpers import Documents
 
