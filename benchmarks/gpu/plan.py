@@ -12,6 +12,8 @@ MARGIN, EXTRA_SECONDS = 1.2, 0.5
 """What a rollout may take beyond what is foretold: contexts grow, and there are prompts to read."""
 PATIENCE = 3.0
 """A rollout that takes this many times what it may is stopped, so that others have a chance."""
+LEAST_SECONDS = 10.0
+"""But not before: of a rollout of a second, what else the machine does is the most."""
 FEWEST_PROMPTS = 64
 """With fewer a batch says little of large ones; it is halved no further."""
 
@@ -29,7 +31,7 @@ class Plan:
 
     def limit(self, policy: str, left: float) -> float:
         """Seconds after which it is stopped."""
-        return min(PATIENCE * self.needs(policy), left)
+        return min(max(PATIENCE * self.needs(policy), LEAST_SECONDS), left)
 
 
 def ordered(policies: Sequence[str]) -> tuple[list[str], list[str]]:

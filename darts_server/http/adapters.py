@@ -20,7 +20,7 @@ from darts_server.http.weights import (
 from darts_server.weights.coordinator import Rule
 from darts_server.weights.updates import Updates
 
-LARGEST_CONFIG = 16 * 1024
+LARGEST_CONFIG = 4096
 """Characters in a query."""
 Name = Annotated[
     str,
