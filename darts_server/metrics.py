@@ -3,14 +3,14 @@
 Every metric has the one label ``model_name``, beside its own.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from math import nan
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from darts_server.collectors import Collectors, or_nan
 from darts_server.types import (
     BatchRecord,
     End,
@@ -66,12 +66,11 @@ class Sources:
     redundancy_scale: Callable[[], float] = lambda: 1.0
 
 
-class Metrics:
+class Metrics(Collectors):
     """Implements the observer protocols of the rollout room."""
 
     def __init__(self, model_name: str, sources: Sources | None = None, registry: CollectorRegistry = REGISTRY) -> None:
-        self._model = model_name
-        self._registry = registry
+        super().__init__(model_name, registry)
         self._make_group_metrics()
         self._make_batch_metrics()
         self._make_reward_metrics()
@@ -269,25 +268,11 @@ class Metrics:
             {(): sources.pattern_error},
         )
 
-    def _counter(self, name: str, text: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
-        """It is there from the start, at 0: a rate over its first step from nothing would miss that."""
-        labels = () if label is None else (label,)
-        counter = Counter(name, text, ("model_name", *labels), registry=self._registry)
-        for value in [()] if label is None else [(value,) for value in values]:
-            counter.labels(self._model, *value)
-        return counter
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, ("model_name", *labels), registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)
-
     def _set(self, name: str, text: str, values: Values, *labels: str) -> None:
         """A gauge that asks for its values when it is scraped."""
         gauge = self._gauge(name, text, *labels)
         for labelled, value in values.items():
-            gauge.labels(self._model, *labelled).set_function(_or_nan(value))
+            gauge.labels(self._model, *labelled).set_function(or_nan(value))
 
 
 class AccessMetrics:
@@ -336,11 +321,3 @@ class WeightMetrics:
         self._version.labels(self._model).set(record.version)
         for phase, seconds in record.seconds.items():
             self._seconds.labels(self._model, phase).observe(seconds)
-
-
-def _or_nan(value: Callable[[], float | None]) -> Callable[[], float]:
-    def ask() -> float:
-        known = value()
-        return nan if known is None else known
-
-    return ask

@@ -1,12 +1,12 @@
 """Prometheus collectors of pruning by quality, beside those of `metrics`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import nan
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry
 
+from darts_server.collectors import Collectors, or_nan
 from darts_server.types import PruningStatus
 
 OF = ("score", "chance")
@@ -29,14 +29,13 @@ class QualitySources:
     loss: Callable[[], float | None]
 
 
-class QualityMetrics:
+class QualityMetrics(Collectors):
     """Implements the observer of pruning."""
 
     def __init__(
         self, model_name: str, sources: QualitySources | None = None, registry: CollectorRegistry = REGISTRY
     ) -> None:
-        self._model = model_name
-        self._registry = registry
+        super().__init__(model_name, registry)
         self._trained = (0, 0.0, 0)
         self._make()
         if sources is not None:
@@ -100,33 +99,15 @@ class QualityMetrics:
             what = "of scores, and of the chances they are calibrated to, by labels that came later"
             gauge = self._gauge(f"darts_quality_{name}", f"{text} {what}.", "of")
             for of in OF:
-                gauge.labels(self._model, of).set_function(_or_nan(partial(sources.figure, of, name)))
+                gauge.labels(self._model, of).set_function(or_nan(partial(sources.figure, of, name)))
         gauge = self._gauge("darts_quality_loss", "Mean loss of the quality head's last good training, in nats.")
-        gauge.labels(self._model).set_function(_or_nan(sources.loss))
+        gauge.labels(self._model).set_function(or_nan(sources.loss))
         gauge = self._gauge(
             "darts_quality_status", "1 at the present status of pruning; it prunes while that is 'ready'.", "status"
         )
         for status in PruningStatus:
             gauge.labels(self._model, status).set_function(partial(_is, sources.status, status))
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, ("model_name", *labels), registry=self._registry)
-
-    def _counter(self, name: str, text: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
-        labels = () if label is None else (label,)
-        counter = Counter(name, text, ("model_name", *labels), registry=self._registry)
-        for value in [()] if label is None else [(value,) for value in values]:
-            counter.labels(self._model, *value)
-        return counter
-
 
 def _is(asked: Callable[[], PruningStatus], status: PruningStatus) -> float:
     return float(asked() is status)
-
-
-def _or_nan(asked: Callable[[], float | None]) -> Callable[[], float]:
-    def value() -> float:
-        known = asked()
-        return nan if known is None else known
-
-    return value

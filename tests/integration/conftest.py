@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from examples.tiny_rl.server import DARTS, PLAIN, Server, serving
+from examples.tiny_rl.server import DARTS, ENVIRONMENT, PLAIN, Server, serving
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +17,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """vLLM's own server."""
     with serving(PLAIN, tmp_path_factory.mktemp("plain") / "log") as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    """What vLLM is told where its engine is started from this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module")

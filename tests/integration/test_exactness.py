@@ -5,7 +5,7 @@ does, so an unshaped request for all candidates tells the lengths that stopped o
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from random import Random
 
 import numpy as np
@@ -19,7 +19,6 @@ from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import GroupRecord, Outcome
 from darts_server.vllm.engine import PromptRequest, VllmEngine, lots_of
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
-from examples.tiny_rl.server import ENVIRONMENT
 from examples.tiny_rl.task import sample_problem
 from tests.integration.oracle import expected, hopeless_when_stopped
 
@@ -39,14 +38,6 @@ POLICIES = {
     "shadow": Shaping(redundancy=1.5, shadow=True),
 }
 FIXED = ("sampled", "longest", "shortest")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture(scope="module")

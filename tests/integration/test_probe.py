@@ -5,7 +5,7 @@ aside and computed anew.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -21,7 +21,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import PromptRequest, VllmEngine
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
-from examples.tiny_rl.server import ENVIRONMENT, MODEL
+from examples.tiny_rl.server import MODEL
 from examples.tiny_rl.task import sample_problem
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -40,14 +40,6 @@ class Trajectory:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     told: list[Probed] = field(default_factory=list)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture(scope="module")

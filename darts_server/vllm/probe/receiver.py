@@ -91,8 +91,8 @@ class Probes:
 
     def cannot(self, why: str) -> None:
         """Nothing is told from now on."""
-        if self.fault is None:
-            logger.warning("hidden states of candidates are no longer told: %s", why)
+        if why != self.fault:
+            logger.warning("hidden states of candidates are not told: %s", why)
         self.fault = why
 
     def _tell(self, number: int, probed: Probed) -> None:
