@@ -32,6 +32,7 @@ from examples.tiny_rl.server import ENVIRONMENT
 from examples.tiny_rl.task import sample_problem
 
 DETECT_AT = (8, 24, 48)
+RESAMPLES = 400
 WITHOUT, IDLE, ASKED = "without", "nobody asks", "everybody asks"
 FLAGS = ("--worker-extension-cls", "benchmarks.probe.Switch", "--max-num-seqs", "64")
 
@@ -118,7 +119,7 @@ def cpu_of(process: psutil.Process) -> float:
 
 
 def report(made: dict[str, list[Round]]) -> str:
-    """The table: medians, with the middle half of the rounds in brackets."""
+    """The table: medians with their standard errors, and the middle half of the rounds in brackets."""
     lines = [
         f"| against the same engine {WITHOUT} it | throughput | fastest rounds | engine's CPU | API process's CPU |",
         "|---|---|---|---|---|",
@@ -138,7 +139,9 @@ def report(made: dict[str, list[Round]]) -> str:
 
 def spread(values: list[float]) -> str:
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+    rng = Random(0)
+    drawn = [statistics.median(rng.choices(values, k=len(values))) for _ in range(RESAMPLES)]
+    return f"{middle:.3f} ± {statistics.pstdev(drawn):.3f} [{low:.3f}, {high:.3f}]"
 
 
 if __name__ == "__main__":

@@ -2,21 +2,28 @@
 
     python -m benchmarks.pruning
 
-The first table: errors of prior and chances where the survivors' labels are taken as they are, and with inverse
-propensity weights. The second: the mean variance of rewards within a group, for each way to prune.
+The first table: what chances are worth that were calibrated by few labels, as published and made monotone. The second:
+errors of prior and chances where the survivors' labels are taken as they are, and with inverse propensity weights. The
+third: the mean variance of rewards within a group, for each way to prune.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.calibration import Calibration, Calibrator, Label
-from darts_server.policy.diagnostics import calibration_error
+from darts_server.policy.diagnostics import auc, calibration_error
 from darts_server.policy.survival import Aim, Pruning
 
 Floats = NDArray[np.float64]
 
+OURS = Calibration(cold_steps=0)
+SEPARATIONS = {"weak": 0.4, "strong": 1.5}
+"""How far apart the scores of right and wrong ones are, as log-odds, in standard deviations of either."""
+WORLDS = 20
 TRAJECTORIES = 30_000
 PROMPTS = 4_000
 CANDIDATES = 16
@@ -29,6 +36,14 @@ DIFFICULTY, WITHIN = 1.2, 2.5
 
 
 def main() -> None:
+    print(
+        "| score | labels | AUC of the score | of q, published | monotone | calibration error, published | monotone |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name, separation in SEPARATIONS.items():
+        for labels in (256, 1024, 4096):
+            print(f"| {name} | {labels:,} | " + " | ".join(f"{x:.3f}" for x in calibrated(separation, labels)) + " |")
+    print()
     print("| lambda | error of the prior, plain | corrected | calibration error, plain | corrected |")
     print("|---|---|---|---|---|")
     for strength in (0.5, 1.0, 2.0):
@@ -41,6 +56,24 @@ def main() -> None:
         print("| " + " | ".join(rewards(middle)) + " |")
 
 
+def calibrated(separation: float, labels: int) -> list[float]:
+    """AUC of the score, AUC of q for both ways to calibrate, calibration error of both; means over synthetic worlds."""
+    found = []
+    for seed in range(WORLDS):
+        rng = np.random.default_rng(seed)
+        right = (rng.random(labels + TRAJECTORIES // 10) < sigmoid(MOST_RIGHT)).astype(np.float64)
+        scores = sigmoid(rng.normal(size=right.size) + separation * right)
+        told = [scores[labels:]]
+        for calibration in (OURS.as_published, OURS):
+            calibrator = Calibrator(calibration)
+            for score, target in zip(scores[:labels], right[:labels], strict=True):
+                calibrator.add(Label(score, target))
+            told.append(np.asarray([calibrator.probability(s) for s in scores[labels:]]))
+        unseen = right[labels:]
+        found.append([*(auc(q, unseen) or 0.0 for q in told), *(calibration_error(q, unseen) or 0.0 for q in told[1:])])
+    return [fmean(each) for each in zip(*found, strict=True)]
+
+
 def labelled(strength: float, corrected: bool) -> tuple[float, float]:
     """Errors of prior and chances over all trajectories, pruned at one detection point and calibrated at the next."""
     rng = np.random.default_rng(0)
@@ -50,7 +83,7 @@ def labelled(strength: float, corrected: bool) -> tuple[float, float]:
     aim = Pruning(balance_strength=strength).aim(early)
     survivals = [aim.survival(q) for q in early]
     kept = rng.random(TRAJECTORIES) < survivals
-    calibrator = Calibrator(Calibration(buffer=TRAJECTORIES, cold_steps=0, corrected=corrected))
+    calibrator = Calibrator(replace(OURS.as_published, buffer=TRAJECTORIES, corrected=corrected))
     for i in np.flatnonzero(kept):
         calibrator.add(Label(late[i], right[i], survivals[i]))
     error = calibration_error([calibrator.probability(s) for s in late], right)
@@ -85,7 +118,7 @@ def variance(way: Callable[[Floats], Aim], q: Floats, right: NDArray[np.bool_], 
     return float((shares * (1 - shares)).mean())
 
 
-def sigmoid(x: Floats) -> Floats:
+def sigmoid(x: Floats | float) -> Floats:
     return np.asarray(1 / (1 + np.exp(-x)), dtype=np.float64)
 
 

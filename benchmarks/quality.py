@@ -6,6 +6,7 @@
 For each kind of score a server of its own learns from rewards while nothing is pruned. Then the weights stay as they
 are: on other problems it is measured how well the scores tell right trajectories from wrong ones (AUC; 1/2 is a guess),
 and then how groups come out that are pruned by them, in turns with groups that are pruned at random, and with none.
+Reliability diagrams of the chances are drawn as well.
 """
 
 import argparse
@@ -21,8 +22,9 @@ from typing import Any
 import numpy as np
 from tqdm import trange
 
+from benchmarks.quality_picture import picture
 from darts_client import Client, Group
-from darts_server.policy.diagnostics import auc
+from darts_server.policy.diagnostics import auc, brier_score, calibration_error
 from examples.tiny_rl.remote import TIMEOUT_SECONDS
 from examples.tiny_rl.server import DARTS, serving
 from examples.tiny_rl.task import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
@@ -83,6 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--learned", type=int, default=16, help=f"batches of {BATCH} problems to learn from (default: %(default)s)")
     add("--tested", type=int, default=12, help="batches that are measured, of each kind (default: %(default)s)")
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="NAME", help="of scores (default: all)")
+    add("--calibration", choices=("monotone", "paper"), default="monotone", help="of scores (default: %(default)s)")
+    add(
+        "--picture",
+        type=Path,
+        default=Path("out/quality/reliability.png"),
+        metavar="FILE",
+        help="(default: %(default)s)",
+    )
     add("--quick", action="store_true", help="6 and 3 batches: too few to conclude anything")
     options = parser.parse_args(argv)
     if options.quick:
@@ -91,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     told: dict[str, Told] = {}
     groups: dict[str, dict[str, Groups]] = {}
     for kind in options.kinds:
-        flags = ("--detect-at", str(DETECT_AT), "--cold-steps", "0", "--quality", kind)
+        flags = ("--detect-at", str(DETECT_AT), "--cold-steps", "0", "--calibration", options.calibration)
         with (
-            serving(DARTS, Path(f"out/quality/{kind}.log"), *flags) as server,
+            serving(DARTS, Path(f"out/quality/{kind}.log"), *flags, "--quality", kind) as server,
             Client(server.url, timeout=TIMEOUT_SECONDS) as client,
         ):
             learn(client, options.learned, kind)
@@ -101,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.exit(f"{kind}: not ready after {options.learned} batches; see out/quality/{kind}.log")
             told[kind] = test(client, options.tested, kind)
             groups[kind] = prune(client, options.tested, kind)
+    picture({kind: (each.qualities, each.right) for kind, each in told.items()}, options.picture)
+    print(f"Reliability: {options.picture}\n")
     print(report(told, groups))
     return 0
 
@@ -163,10 +175,12 @@ def rewards(problem: Problem, group: Group) -> list[float]:
 
 
 def report(told: Mapping[str, Told], groups: Mapping[str, Mapping[str, Groups]]) -> str:
-    lines = ["| score | AUC | easy | hard | trajectories |", "|---|---|---|---|---|"]
+    lines = ["| score | AUC | easy | hard | Brier score | calibration error | trajectories |"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for kind, each in told.items():
         aucs = " | ".join(each.auc(difficulty) for difficulty in (None, "easy", "hard"))
-        lines.append(f"| {kind} | {aucs} | {len(each.right)} |")
+        brier, error = brier_score(each.qualities, each.right), calibration_error(each.qualities, each.right)
+        lines.append(f"| {kind} | {aucs} | {brier:.3f} | {error:.3f} | {len(each.right)} |")
     lines += ["", "| score | pruned | reward variance | right | length mean | generated / none | time / none |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for kind, ways in groups.items():

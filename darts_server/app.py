@@ -224,11 +224,12 @@ def _pruner(settings: Settings, control: Control, engine: VllmPort, store: Store
     Raises:
         InvalidSetting: the default policy prunes, and nothing can be scored.
     """
+    calibration = Calibration(cold_steps=settings.cold_steps, cold_labels=settings.cold_labels)
     judging = Judging(
         detect_at=settings.detect_at,
         kind=Kind(settings.quality),
         fallback=Kind.LOGPROB if settings.quality_fallback == "logprob" else None,
-        calibration=Calibration(cold_steps=settings.cold_steps, cold_labels=settings.cold_labels),
+        calibration=calibration.as_published if settings.calibration == "paper" else calibration,
         reward_threshold=settings.reward_threshold,
         soft=settings.soft_rewards,
     )

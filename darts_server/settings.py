@@ -207,6 +207,11 @@ class Settings(BaseSettings):
         "sure the model was of its tokens. lowest_logprob: of the 64 in a row that it was least sure of. head+logprob: "
         "learned from both.",
     )
+    calibration: Literal["monotone", "paper"] = Field(
+        "monotone",
+        description="arrol: how scores become chances to end correct. paper: counted in bins, as the ARRoL paper does. "
+        "monotone: made never to fall as scores rise, and corrected for labels that pruning hides.",
+    )
     quality_fallback: Literal["refuse", "logprob"] = Field(
         "refuse",
         description="Where the engine cannot tell hidden states. refuse: nothing is pruned, and requests that ask for "

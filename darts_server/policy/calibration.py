@@ -6,6 +6,12 @@ smoothing alpha and the prior pi, the share of right ones,
     P(b | right) = (right_b + alpha) / (sum right + alpha B),        the same for wrong,
     q = pi P(b | right) / (pi P(b | right) + (1 - pi) P(b | wrong)).
 
+Of a few hundred labels a bin holds two or three. So this q jumps from bin to bin, and tells less than the score that it
+is made from. A score rises with the chance to end correct, or it is none; so q is made monotone (an addition of ours):
+where it falls from one bin to the next these are pooled, each by what was counted in it, until it falls nowhere
+(isotonic regression, by pooling adjacent violators). That alone tells noise from what was seen, so less smoothing is
+needed; and a score that tells nothing, or the wrong way round, ends as the prior everywhere.
+
 A pruned trajectory never gets a reward. So labels are missing, and not at random: pruning spares wrong ones where most
 are right. The prior of the survivors is off, and so is q wherever survival was decided by more than the score at hand:
 by an earlier detection point, or by the head as it was then. Each label knows the probability with which its trajectory
@@ -17,8 +23,9 @@ as much against them as it would against as many plain labels.
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +33,12 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 BINS = 128
-SMOOTHING = 1.0
 COLD_STEPS = 20
 """The paper's values."""
+SMOOTHING = 0.25
+"""The paper's is 1. Of 1/64 to 1 this gave monotone q of the least error, over synthetic scores of four kinds."""
 COLD_LABELS = 256
-"""With fewer, 2 alpha B imagined labels outweigh the real ones, and q says little but the prior."""
+"""With fewer, the paper's 2 alpha B imagined labels outweigh the real ones, and its q says little but the prior."""
 BUFFER = 4096
 """Labels: some steps of a usual batch, so that an old policy's are soon forgotten."""
 MOST_WEIGHT = 10.0
@@ -74,14 +82,15 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """``bins``: B. ``smoothing``: alpha. ``buffer``: labels that are remembered. ``corrected``: inverse propensity
-    weights of at most ``most_weight``; the paper's form is without. ``cold_steps``, ``cold_labels``: scores are not
-    calibrated before so many steps were made and so many labels are known.
+    """``bins``: B. ``smoothing``: alpha. ``buffer``: labels that are remembered. ``monotone``: q never falls as the
+    score rises. ``corrected``: inverse propensity weights of at most ``most_weight``. ``cold_steps``, ``cold_labels``:
+    scores are not calibrated before so many steps were made and so many labels are known.
     """
 
     bins: int = BINS
     smoothing: float = SMOOTHING
     buffer: int = BUFFER
+    monotone: bool = True
     corrected: bool = True
     most_weight: float = MOST_WEIGHT
     cold_steps: int = COLD_STEPS
@@ -98,6 +107,11 @@ class Calibration:
             raise ValueError(f"cold_steps must be at least 0, got {self.cold_steps}")
         if not 0 <= self.cold_labels <= self.buffer:
             raise ValueError(f"cold_labels must be in [0, buffer = {self.buffer}], got {self.cold_labels}")
+
+    @property
+    def as_published(self) -> Self:
+        """The same without what was added here."""
+        return replace(self, smoothing=1.0, monotone=False, corrected=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +227,27 @@ def inverse_propensity(survivals: Sequence[float] | Floats, most: float = MOST_W
     return weights / weights.mean() if p.size else weights
 
 
+def pooled(values: Floats, weights: Floats) -> Floats:
+    """The nearest sequence that never falls: it has the least weighted sum of squared differences to ``values``.
+
+    Weights are above 0.
+    """
+    means: list[float] = []
+    masses: list[float] = []
+    sizes: list[int] = []
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        size = 1
+        while means and means[-1] >= value:
+            mass = masses.pop()
+            value = (means.pop() * mass + value * weight) / (mass + weight)
+            weight += mass
+            size += sizes.pop()
+        means.append(value)
+        masses.append(weight)
+        sizes.append(size)
+    return np.repeat(means, sizes)
+
+
 def _table(labels: Sequence[Label] | deque[Label], calibration: Calibration) -> _Table:
     bins, alpha = calibration.bins, calibration.smoothing
     places = np.asarray([place(x.score, bins) for x in labels])
@@ -225,4 +260,7 @@ def _table(labels: Sequence[Label] | deque[Label], calibration: Calibration) -> 
     prior = float(right.sum() / (right.sum() + wrong.sum()))
     if_right = prior * (right + alpha) / (right.sum() + alpha * bins)
     if_wrong = (1 - prior) * (wrong + alpha) / (wrong.sum() + alpha * bins)
-    return _Table(prior, not right.any() or not wrong.any(), if_right / (if_right + if_wrong))
+    chances = if_right / (if_right + if_wrong)
+    if calibration.monotone:
+        chances = pooled(chances, np.asarray(right + wrong + 2 * alpha, dtype=np.float64))
+    return _Table(prior, not right.any() or not wrong.any(), chances)
