@@ -109,8 +109,8 @@ class Shaping:
         return (SampledTail if self.tail is Tail.SAMPLED else LongestTail)(shortest, self.num_longest)
 
     def _check_room(self, size: int) -> None:
-        """Pruning needs more candidates than the group returns."""
-        if self.pruning is None:
+        """Pruning needs more candidates than the group returns. A keep ratio of 1 scores without pruning."""
+        if self.pruning is None or self.pruning.keep_ratio == 1:
             return
         if self.adaptive and self.bounds(size)[1] == size:
             raise InvalidRequest(

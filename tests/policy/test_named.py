@@ -77,6 +77,12 @@ def test_refill_goes_up_to_the_greatest_redundancy(refill: bool, most: int) -> N
     assert policies["darts"].most(8) == 0
 
 
+def test_a_keep_ratio_of_one_scores_and_prunes_nobody() -> None:
+    kept = named(BASE, Deadline(), Pruning(keep_ratio=1.0, max_survival=1.0))["arrol"]
+    assert kept.rule(8) == Balanced(8, 0.5)
+    assert kept.candidates(8) == 8
+
+
 def test_a_group_that_has_nobody_to_prune_is_refused() -> None:
     sparing = Pruning(keep_ratio=0.9)
     policies = named(replace(BASE, max_redundancy=1.0), Deadline(), sparing)
