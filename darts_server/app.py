@@ -21,12 +21,11 @@ from darts_server.http.live import Viewed
 from darts_server.http.routes import router
 from darts_server.http.security import BodyLimits, Guard
 from darts_server.journal import Journal
-from darts_server.metrics import AccessMetrics, Metrics, Sources, WeightMetrics
+from darts_server.metrics import AccessMetrics, Metrics, QualityMetrics, QualitySources, Sources, WeightMetrics
 from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.report import Report
-from darts_server.quality_metrics import QualityMetrics, QualitySources
 from darts_server.rollout.batches import Batches, Keeping
 from darts_server.rollout.bias import LengthBias
 from darts_server.rollout.feedback import Feedback

@@ -9,10 +9,9 @@ from prometheus_client import CollectorRegistry
 from darts_server.control import Control
 from darts_server.engine.admission import Admission, Bounds
 from darts_server.engine.gate import Gate
-from darts_server.metrics import Metrics
+from darts_server.metrics import Metrics, QualityMetrics
 from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import BUFFER, Calibration
-from darts_server.quality_metrics import QualityMetrics
 from darts_server.rollout.batches import Batches, Keeping
 from darts_server.rollout.bias import LengthBias
 from darts_server.rollout.feedback import Feedback

@@ -9,11 +9,10 @@ from typing import Any, get_args
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from darts_server import metrics, quality_metrics
+from darts_server import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-MODULES = (metrics, quality_metrics)
 OF_TARGETS = frozenset({"job", "instance"})
 """Labels that Prometheus adds."""
 
@@ -36,7 +35,7 @@ class Metric:
 
 
 def ours() -> list[Metric]:
-    """All metrics that the classes of `MODULES` make, in the order of the code."""
+    """All metrics that our collectors make."""
     registry = _Registry()
     for maker in _makers():
         given: dict[str, Any] = {"model_name": "m", "registry": registry}
@@ -62,10 +61,9 @@ def _nothing(*_: object) -> Any:
 
 
 def _makers() -> Iterator[Any]:
-    for module in MODULES:
-        for _, value in inspect.getmembers(module, inspect.isclass):
-            if value.__module__ == module.__name__ and "registry" in inspect.signature(value).parameters:
-                yield value
+    for name in metrics.__all__:
+        if "registry" in inspect.signature(getattr(metrics, name)).parameters:
+            yield getattr(metrics, name)
 
 
 def _described(collector: Any) -> Iterator[Metric]:

@@ -1,30 +1,20 @@
-"""Settings: flags before ``DARTS_*`` environment variables before a TOML file before defaults.
+"""Every setting: its kind, its default, what it means, and what fits together."""
 
-Every setting is checked here, once, at start. The rooms get plain values.
-"""
-
-import argparse
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import (
     BaseSettings,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
-    TomlConfigSettingsSource,
 )
 
-from darts_server.exceptions import InvalidRequest, InvalidSetting
-from darts_server.setting_kinds import HOSTS, DetectAt, LogFormat, LogLevel, Policy
-from darts_server.setting_texts import explained, flag_of, help_of, metavar_of, refusal
+from darts_server.settings.kinds import HOSTS, DetectAt, LogFormat, LogLevel, Policy
 
 ENV_PREFIX = "DARTS_"
-_LIVE = object()
+LIVE = object()
 T = TypeVar("T")
-Live = Annotated[T, _LIVE]
+Live = Annotated[T, LIVE]
 """Marks a setting that can change while the server runs."""
 
 
@@ -287,101 +277,3 @@ class Settings(BaseSettings):
         if size is not None and size > self.max_group_size:
             raise ValueError(f"group_size must be at most max_group_size = {self.max_group_size}, got {size}")
         return self
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Our flags, in a group of their own. Values are checked later, by :func:`load`."""
-    group = parser.add_argument_group(
-        "shaped groups",
-        f"Each can also be set as {ENV_PREFIX}NAME in the environment, or as a key in the file of --darts-config.",
-    )
-    group.add_argument("--darts-config", metavar="FILE", help="TOML file with these settings.")
-    for name, field in Settings.model_fields.items():
-        if field.annotation is bool:
-            group.add_argument(flag_of(name), dest=name, action="store_const", const="true", help=field.description)
-        else:
-            group.add_argument(flag_of(name), dest=name, metavar=metavar_of(name, field), help=help_of(field))
-
-
-def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
-    """Settings from the flags that were given, the environment and the file.
-
-    Raises:
-        InvalidSetting: names the key, the value and what is allowed.
-    """
-    given = {name: value for name, value in flags.items() if value is not None}
-    try:
-        return _with_file(config)(**given)  # type: ignore[arg-type]  # pydantic turns the strings into values
-    except ValidationError as error:
-        raise InvalidSetting(
-            "\n".join(explained(e, given, Settings.model_fields, ENV_PREFIX) for e in error.errors())
-        ) from error
-    except (SettingsError, ValueError, OSError) as error:
-        raise InvalidSetting(f"--darts-config {config}: {error}") from error
-
-
-def live(settings: Settings) -> dict[str, Any]:
-    """The settings that can change while the server runs, as JSON values."""
-    return settings.model_dump(mode="json", include=set(_live_names()))
-
-
-def live_schema() -> dict[str, Any]:
-    """JSON schema of an object with some of the settings that can change while the server runs."""
-    properties = Settings.model_json_schema()["properties"]
-    return {
-        "type": "object",
-        "properties": {name: properties[name] for name in _live_names()},
-        "additionalProperties": False,
-    }
-
-
-def changed(settings: Settings, patch: Mapping[str, object]) -> Settings:
-    """The settings with other values for some that can change while the server runs.
-
-    All is checked as at start; but values have their JSON types, so a string is not taken for a number.
-
-    Raises:
-        InvalidRequest: names the key, the value and what is allowed.
-    """
-    for name in patch:
-        if name not in _live_names():
-            what = "is fixed while the server runs" if name in Settings.model_fields else "unknown setting"
-            raise InvalidRequest(name, f"{what}; those that can be changed are {', '.join(_live_names())}")
-    try:
-        return _Changed(**settings.model_dump() | dict(patch))
-    except ValidationError as error:
-        raise refusal(error.errors()[0], patch, Settings.model_fields) from error
-
-
-class _Changed(Settings):
-    model_config = SettingsConfigDict(strict=True)
-
-    @classmethod
-    def settings_customise_sources(  # type: ignore[override]  # the other sources were read at start
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
-
-
-def _live_names() -> list[str]:
-    return [name for name, field in Settings.model_fields.items() if _LIVE in field.metadata]
-
-
-def _with_file(config: str | None) -> type[Settings]:
-    if config is not None and not Path(config).is_file():
-        raise InvalidSetting(f"--darts-config: {config} is not a file")
-
-    class WithFile(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            file = () if config is None else (TomlConfigSettingsSource(settings_cls, config),)
-            return (init_settings, env_settings, *file)
-
-    return WithFile

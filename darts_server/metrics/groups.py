@@ -1,38 +1,31 @@
-"""Prometheus collectors. They live on the default registry, so that vLLM's ``/metrics`` shows them too.
-
-Every metric has the one label ``model_name``, beside its own.
-"""
+"""Prometheus collectors of groups: candidates, tokens, lengths, deadlines, budgets, rewards and votes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
-from darts_server.collectors import Collectors, or_nan
+from darts_server.metrics.collectors import Collectors, or_nan
 from darts_server.types import (
     BatchRecord,
     End,
     GroupRecord,
     Outcome,
     StopReason,
-    UpdateOutcome,
-    UpdateRecord,
     VoteOutcome,
 )
 
 LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CANDIDATE_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
 SECONDS_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
-PHASE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 BATCH_SIZES = (1, 4, 16, 64, 256, 1024)
 """Where the latency curve is shown."""
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
 BOOLEANS = ("true", "false")
-REASONS = ("key", "rights", "body", "queue", "quota", "ending")
 ENDS = ("selected", *StopReason)
 
 Values = dict[tuple[str, ...], Callable[[], float | None]]
@@ -273,51 +266,3 @@ class Metrics(Collectors):
         gauge = self._gauge(name, text, *labels)
         for labelled, value in values.items():
             gauge.labels(self._model, *labelled).set_function(or_nan(value))
-
-
-class AccessMetrics:
-    """Counts requests that were not let in."""
-
-    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
-        text = (
-            "Requests that were refused, by reason: key (none, or a wrong one), rights, body (too large or not whole), "
-            "queue (too much waits), quota (of a key), ending (the server stops, or its engine failed)."
-        )
-        self._model = model_name
-        self._refused = Counter("darts_requests_refused", text, ("model_name", "reason"), registry=registry)
-        for reason in REASONS:
-            self._refused.labels(model_name, reason)
-
-    def refused(self, reason: str) -> None:
-        self._refused.labels(self._model, reason).inc()
-
-
-class WeightMetrics:
-    """Implements the observer protocol of the weights room."""
-
-    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
-        names = ("model_name",)
-        self._model = model_name
-        self._updates = Counter(
-            "darts_weight_updates", "Updates of the weights, by outcome.", (*names, "outcome"), registry=registry
-        )
-        for outcome in UpdateOutcome:
-            self._updates.labels(model_name, outcome)
-        self._seconds = Histogram(
-            "darts_weight_update_seconds",
-            "Seconds of an update's phases.",
-            (*names, "phase"),
-            buckets=PHASE_BUCKETS,
-            registry=registry,
-        )
-        self._version = Gauge("darts_weight_version", "The version of the weights.", names, registry=registry)
-        self._version.labels(model_name).set(0)
-
-    def update_announced(self, version: int) -> None:
-        """Nothing is counted before the end."""
-
-    def update_ended(self, record: UpdateRecord) -> None:
-        self._updates.labels(self._model, record.outcome).inc()
-        self._version.labels(self._model).set(record.version)
-        for phase, seconds in record.seconds.items():
-            self._seconds.labels(self._model, phase).observe(seconds)

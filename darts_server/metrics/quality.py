@@ -6,7 +6,7 @@ from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.collectors import Collectors, or_nan
+from darts_server.metrics.collectors import Collectors, or_nan
 from darts_server.types import PruningStatus
 
 OF = ("score", "chance")

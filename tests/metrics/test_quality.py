@@ -2,7 +2,7 @@ import math
 
 from prometheus_client import CollectorRegistry
 
-from darts_server.quality_metrics import FIGURES, OF, QualityMetrics, QualitySources
+from darts_server.metrics.quality import FIGURES, OF, QualityMetrics, QualitySources
 from darts_server.types import PruningStatus
 
 
