@@ -25,7 +25,7 @@ def picture(told: Mapping[str, Pairs], path: Path) -> None:
         error = [np.sqrt(bar.observed * (1 - bar.observed) / bar.weight) for bar in bars]
         above.plot((0, 1), (0, 1), color=GREY, linewidth=1, label="as promised")
         above.errorbar(promised, observed, error, color=BLUE, marker="o", markersize=4, capsize=2, label="measured")
-        above.set(title=kind, xlim=(0, 1), ylim=(0, 1), aspect="equal")
+        above.set(title=kind, xlim=(0, 1), ylim=(0, 1))
         below.hist(chances, bins=np.linspace(0, 1, 31).tolist(), color=ORANGE)
         for each in (above, below):
             each.spines[["top", "right"]].set_visible(False)
