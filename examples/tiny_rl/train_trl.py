@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl.trainer.grpo_config import GRPOConfig
 
@@ -33,13 +34,25 @@ from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer
 from examples.tiny_rl.train import HELD_OUT_SEED, Recipe, evaluate, problems
 from examples.tiny_rl.train_log import HeldOut
 
+LORA_LEARNING_RATE = 10 * LEARNING_RATE  # an adapter's matrices start at 0, and are few
 ENDS = 5  # steps at both ends of a run whose rewards are compared
 
 
 def make_trainer(
-    url: str, policy: str, recipe: Recipe, seed: int, out: Path, model: Path = MODEL, **changes: Any
+    url: str,
+    policy: str,
+    recipe: Recipe,
+    seed: int,
+    out: Path,
+    model: Path = MODEL,
+    lora: int | None = None,
+    **changes: Any,
 ) -> DartsGRPOTrainer:
-    """TRL's trainer with the recipe of `train.py`; ``changes``: arguments of ``GRPOConfig`` that are to be others."""
+    """TRL's trainer with the recipe of `train.py`.
+
+    ``lora``: the rank of an adapter, which alone is trained then. ``changes``: arguments of ``GRPOConfig`` that are to
+    be others.
+    """
     held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts)
     pool = problems(seed, recipe.pool, avoid=held_out)
     settings: dict[str, Any] = {
@@ -52,7 +65,7 @@ def make_trainer(
         "eval_strategy": "steps",
         "eval_steps": recipe.held_out_every,
         "max_completion_length": MAX_RESPONSE_TOKENS,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": LEARNING_RATE if lora is None else LORA_LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "adam_beta1": BETAS[0],
         "adam_beta2": BETAS[1],
@@ -77,6 +90,7 @@ def make_trainer(
         train_dataset=dataset(pool),
         eval_dataset=dataset(held_out),
         processing_class=build_tokenizer(),
+        peft_config=None if lora is None else LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"),
     )
 
 
@@ -138,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with ExitStack() as stack:
             url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
             client = stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS))
-            trainer = make_trainer(url, options.policy, recipe, options.seed, options.out, options.model)
+            trainer = make_trainer(url, options.policy, recipe, options.seed, options.out, options.model, options.lora)
             before = held_out_score(trainer, client, recipe)
             began = time.perf_counter()
             trainer.train()
@@ -162,11 +176,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=0, help="of the training prompts and their order (default: %(default)s)")
     add("--model", type=Path, default=MODEL, metavar="FOLDER", help="the policy to start from (default: the committed)")
+    add("--lora", type=int, metavar="RANK", help="train an adapter of that rank only (default: all weights)")
     add("--url", help="a server that runs already and serves a model of the same shape (default: one of its own)")
     add("--out", type=Path, default=Path("out/train_trl"), metavar="FOLDER", help="for the log (default: %(default)s)")
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error("--steps must be at least 1")
+    if options.lora is not None and options.lora < 1:
+        parser.error("--lora must be at least 1")
     return options
 
 

@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer trains against the server, on a CPU and without NCCL."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from darts_client import Client
 from examples.tiny_rl.server import DARTS, Server, serving
+from examples.tiny_rl.tokenizer import build_tokenizer
 from examples.tiny_rl.train import Recipe
 from examples.tiny_rl.train_trl import make_trainer
 
@@ -18,6 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 ROOT = Path(__file__).parents[2]
 # As many prompts in the pool as in a step: the rewards of two steps are of the same prompts, and differ by learning.
 RECIPE = Recipe(steps=6, pool=16, held_out_prompts=8, held_out_samples=2, held_out_every=6)
+PROMPT = "7a-5b*4>"
 ENDS = 2
 EVALUATIONS = 1
 STARTED = "darts_candidates_started_total"
@@ -92,6 +95,37 @@ def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rew
     assert sum(step["darts/tokens_returned"] for step in steps) == round(returned)
     with Client(own.url) as client:
         assert client.state.load(tmp_path / f"checkpoint-{RECIPE.steps}" / "darts-state") >= RECIPE.pool
+
+
+def test_an_adapter_is_served_merged_and_alone_is_trained(own: Server, tmp_path: Path) -> None:
+    trainer = make_trainer(own.url, "uniform", replace(RECIPE, steps=3), seed=1, out=tmp_path, lora=8)
+    base = {name: tensor.clone() for name, tensor in trainer.model.named_parameters() if "lora" not in name}
+    trainer.train()
+    steps = [line for line in trainer.state.log_history if "loss" in line]
+    gaps = [step["sampling/sampling_logp_difference/max"] for step in steps]
+    assert len(gaps) == 3
+    assert max(gaps) < 1e-3
+
+    for name, tensor in trainer.model.named_parameters():  # merged for each push, and taken out again: that rounds
+        assert "lora" in name or torch.allclose(tensor, base[name], rtol=0, atol=1e-6), name
+    # The server has the trained adapter's policy, and not the base's alone.
+    with Client(own.url) as client:
+        trainer.vllm_generation.sync_weights()  # type: ignore[no-untyped-call, unused-ignore]
+        (group,) = client.rollouts([PROMPT], group_size=2, max_tokens=40, policy="off", sampling={"logprobs": 1})
+    (trajectory, *_) = group.trajectories
+    with_adapter = scored(trainer.model, trajectory.token_ids)
+    with trainer.model.disable_adapter():
+        without = scored(trainer.model, trajectory.token_ids)
+    told = torch.tensor(trajectory.logprobs)
+    assert (told - with_adapter).abs().max() < 1e-4 < (told - without).abs().max()
+
+
+def scored(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probs of these tokens after `PROMPT`."""
+    prompt = build_tokenizer()(PROMPT)["input_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def test_the_pages_snippets_run(
