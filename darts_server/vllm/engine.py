@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isnan
 from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
@@ -164,6 +165,11 @@ class VllmCandidate:
         completion = output.outputs[0]
         if completion.finish_reason == "error":
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
+        if completion.cumulative_logprob is not None and isnan(completion.cumulative_logprob):
+            raise CandidateFailed(
+                f"the log-probs of request {self._collector.request_id} are no numbers: the model's weights are broken, or "
+                "its arithmetic overflows in this precision"
+            )
         reason = REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value

@@ -31,6 +31,7 @@ from tests.integration.weights import (
 )
 
 pytestmark = pytest.mark.engine
+NORM = "model.norm.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -105,6 +106,25 @@ def test_a_tied_head_and_another_precision_are_taken(server: Server) -> None:
     weights = {name: tensor.bfloat16() for name, tensor in other(7).items()}
     answer = put(server, weights | {HEAD: weights[EMBEDDING].clone()})
     served(server, answer, {name: tensor.float() for name, tensor in weights.items()})
+
+
+def test_weights_that_make_no_numbers_are_said_to_be_broken(server: Server) -> None:
+    """Nothing of the set's names and shapes is wrong, so it is served; a trainer must not train on what comes of it."""
+    broken = ORIGINAL | {NORM: torch.full_like(ORIGINAL[NORM], torch.nan)}
+    assert put(server, broken).status_code == 200
+    asked: dict[str, Any] = {
+        "prompts": [{"text": PROMPT}],
+        "group_size": 2,
+        "sampling": {"max_tokens": 8, "logprobs": 0},
+    }
+    answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=asked, timeout=60)
+    assert "are no numbers: the model's weights are broken" in answer.text
+    body = {"model": "tiny", "prompt": PROMPT, "n": 2, "max_tokens": 8, "logprobs": 0}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 500
+    assert "are no numbers: the model's weights are broken" in answer.text
+    assert put(server, ORIGINAL).status_code == 200
+    assert difference(server, ORIGINAL) < 1e-5
 
 
 def test_bad_sets_change_nothing_and_are_told_of(server: Server, root: Path) -> None:
