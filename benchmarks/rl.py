@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import trange
 
+from benchmarks.rl_picture import picture
 from benchmarks.rl_table import BASE, Runs, tables
 from darts_client import Client
 from darts_server.store import Store
@@ -142,8 +143,12 @@ def model_of(start: str, out: Path) -> Path:
 
 
 def report(plan: Plan, out: Path) -> str:
-    """The tables of all seeds whose runs are complete."""
-    return "\n\n".join(tables(start, runs) for start in plan.starts if (runs := logged(plan, start, out))[BASE])
+    """The tables of all seeds whose runs are complete, and where the picture of them is."""
+    starts = {start: runs for start in plan.starts if (runs := logged(plan, start, out))[BASE]}
+    if not starts:
+        return f"no run in {out} is complete"
+    picture(starts, out / "learning.png")
+    return "\n\n".join([f"Picture: {out / 'learning.png'}", *(tables(start, runs) for start, runs in starts.items())])
 
 
 def logged(plan: Plan, start: str, out: Path) -> Runs:

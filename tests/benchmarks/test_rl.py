@@ -102,6 +102,7 @@ def test_seeds_whose_runs_are_not_complete_are_left_out(tmp_path: Path) -> None:
             log.write_text("\n".join(entry.line() for entry in entries[:count]))
     assert rl.logged(plan, "standard", out) == {"off": {0: OFF}, "uniform": {0: CHEAP}}
     assert "| uniform |" in rl.report(plan, out)
+    assert (out / "learning.png").read_bytes().startswith(b"\x89PNG")
     shorter = rl.arguments(["--steps", "4", "--policies", "off", "uniform"]).plan
     assert rl.logged(shorter, "standard", out)["off"] == {0: OFF[:5]}, "of longer runs their first steps"
 

@@ -1,0 +1,59 @@
+"""The picture of `benchmarks.rl`: what was learned under each policy, step by step."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.figure import Figure
+
+from benchmarks.rl_table import Runs
+from examples.tiny_rl.train_log import Entry
+
+# Told apart by colour-blind readers, and by their dashes: policies that stop the long from those that do not.
+LOOKS = {
+    "off": ("#222222", "-"),
+    "uniform": ("#56B4E9", "-"),
+    "darts": ("#0072B2", "-"),
+    "darts, longest tail": ("#0072B2", ":"),
+    "darts_deadline": ("#009E73", "--"),
+    "darts_cut": ("#D55E00", "-"),
+    "arrol": ("#CC79A7", "-"),
+    "darts+arrol": ("#CC79A7", ":"),
+}
+OTHERS = ("#999999", "--")
+SHOWN = {"right": "share of right answers", "length_mean": "mean length (tokens)", "length_std": "std within a prompt"}
+
+
+def picture(starts: Mapping[str, Runs], path: Path) -> None:
+    """A row for each start; means over seeds of what was held out, unshaped."""
+    figure = Figure(figsize=(11, 3.1 * len(starts) + 0.6), dpi=100, layout="constrained")
+    rows = figure.subplots(len(starts), len(SHOWN), sharex=True, squeeze=False)
+    for (start, runs), row in zip(starts.items(), rows, strict=True):
+        seeds = len(next(iter(runs.values())))
+        for (name, label), axes in zip(SHOWN.items(), row, strict=True):
+            for policy, of_seeds in runs.items():
+                colour, dashes = LOOKS.get(policy, OTHERS)
+                at, values = means(of_seeds, name)
+                width = 2.2 if policy in ("off", "darts_cut") else 1.3
+                axes.plot(at, values, dashes, color=colour, linewidth=width, label=policy)
+            axes.set(ylabel=label, title=f"{start}, {seeds} seed{'s' * (seeds > 1)}" if name == "right" else "")
+            axes.grid(axis="y", color="#DDDDDD")
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+            if name != "right":
+                axes.set_ylim(bottom=0)
+    for axes in rows[-1]:
+        axes.set_xlabel("step")
+    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def means(runs: Mapping[int, Sequence[Entry]], name: str) -> tuple[list[int], list[float]]:
+    """The steps that were evaluated, and the mean over seeds there."""
+    found: dict[int, list[float]] = {}
+    for entries in runs.values():
+        for entry in entries:
+            if entry.held_out is not None:
+                found.setdefault(entry.step, []).append(getattr(entry.held_out, name))
+    return list(found), [fmean(each) for each in found.values()]
