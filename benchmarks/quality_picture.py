@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from darts_server.policy.diagnostics import reliability
-from examples.tiny_rl._report import BLUE, GREY, ORANGE
+from examples.tiny_rl.colours import BLUE, GREY, ORANGE
 
 Pairs = tuple[Sequence[float], Sequence[float]]
 """Chances q in [0, 1], and for each trajectory 1 if it ended right, else 0."""

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from darts_client import AsyncClient, DartsError
-from examples.tiny_rl._report import Run, picture, read_counts, table, verdict
+from examples.tiny_rl.demo_report import Run, picture, read_counts, table, verdict
 from examples.tiny_rl.server import DARTS, serving
 from examples.tiny_rl.task import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
 

@@ -33,7 +33,7 @@ from darts_server.policy.selection import InOrder, SelectionRule
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import OFF
 from darts_server.types import FinishReason
-from examples.tiny_rl._report import BLUE, GREY, ORANGE, SKY
+from examples.tiny_rl.colours import BLUE, GREY, ORANGE, SKY
 from examples.tiny_rl.server import ENVIRONMENT
 from examples.tiny_rl.task import sample_problem
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from examples.tiny_rl._report import BLUE, GREY, ORANGE, SKY
+from examples.tiny_rl.colours import BLUE, GREY, ORANGE, SKY
 from examples.tiny_rl.train_log import Entry, HeldOut, Training
 
 

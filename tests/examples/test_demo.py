@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from examples.tiny_rl import demo
-from examples.tiny_rl._report import EDGES, Run, picture, read_counts, table, verdict
+from examples.tiny_rl.demo_report import EDGES, Run, picture, read_counts, table, verdict
 from examples.tiny_rl.task import MAX_RESPONSE_TOKENS
 
 RAW = Run(lengths=[(3, 20, 22, 255), (10, 10, 10, 10)], right=4, seconds=4.0)

@@ -99,23 +99,24 @@ def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rew
 
 def test_an_adapter_is_served_merged_and_alone_is_trained(own: Server, tmp_path: Path) -> None:
     trainer = make_trainer(own.url, "uniform", replace(RECIPE, steps=3), seed=1, out=tmp_path, lora=8)
-    base = {name: tensor.clone() for name, tensor in trainer.model.named_parameters() if "lora" not in name}
+    model: Any = trainer.model
+    base = {name: tensor.clone() for name, tensor in model.named_parameters() if "lora" not in name}
     trainer.train()
     steps = [line for line in trainer.state.log_history if "loss" in line]
     gaps = [step["sampling/sampling_logp_difference/max"] for step in steps]
     assert len(gaps) == 3
     assert max(gaps) < 1e-3
 
-    for name, tensor in trainer.model.named_parameters():  # merged for each push, and taken out again: that rounds
+    for name, tensor in model.named_parameters():  # merged for each push, and taken out again: that rounds
         assert "lora" in name or torch.allclose(tensor, base[name], rtol=0, atol=1e-6), name
     # The server has the trained adapter's policy, and not the base's alone.
     with Client(own.url) as client:
         trainer.vllm_generation.sync_weights()  # type: ignore[no-untyped-call, unused-ignore]
         (group,) = client.rollouts([PROMPT], group_size=2, max_tokens=40, policy="off", sampling={"logprobs": 1})
     (trajectory, *_) = group.trajectories
-    with_adapter = scored(trainer.model, trajectory.token_ids)
-    with trainer.model.disable_adapter():
-        without = scored(trainer.model, trajectory.token_ids)
+    with_adapter = scored(model, trajectory.token_ids)
+    with model.disable_adapter():
+        without = scored(model, trajectory.token_ids)
     told = torch.tensor(trajectory.logprobs)
     assert (told - with_adapter).abs().max() < 1e-4 < (told - without).abs().max()
 

@@ -11,12 +11,12 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
+from examples.tiny_rl.colours import BLUE, GREY, ORANGE, SKY
+
 # Each bin reaches from above the edge before it up to its own; the server's length histogram has these edges too.
 EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CLEAR = 0.15  # times whose ratio is closer to 1 are called equal: runs of a few seconds vary by as much
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-ORANGE, BLUE, SKY, GREY = "#D55E00", "#0072B2", "#9FD3F0", "#555555"
 SUBTITLE = {"loc": "left", "fontsize": 10, "color": GREY}
 
 Counts = Counter[tuple[str, str, str]]
