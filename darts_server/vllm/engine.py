@@ -167,8 +167,8 @@ class VllmCandidate:
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
         if completion.cumulative_logprob is not None and isnan(completion.cumulative_logprob):
             raise CandidateFailed(
-                f"log-probs of request {self._collector.request_id} are no numbers: the model's weights are broken, or it "
-                "overflows in this precision"
+                f"log-probs of request {self._collector.request_id} are no numbers: the model's weights are broken, "
+                "or it overflows in this precision"
             )
         reason = REASONS.get(completion.finish_reason or "")
         if reason is not None:
