@@ -112,7 +112,7 @@ def test_an_adapter_is_served_merged_and_alone_is_trained(own: Server, tmp_path:
     # The server has the trained adapter's policy, and not the base's alone.
     with Client(own.url) as client:
         trainer.vllm_generation.sync_weights()  # type: ignore[no-untyped-call, unused-ignore]
-        (group,) = client.rollouts([PROMPT], group_size=2, max_tokens=40, policy="off", sampling={"logprobs": 1})
+        (group,) = client.rollouts([PROMPT], group_size=2, max_tokens=40, policy="off")
     (trajectory, *_) = group.trajectories
     with_adapter = scored(model, trajectory.token_ids)
     with model.disable_adapter():
