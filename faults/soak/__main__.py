@@ -61,7 +61,8 @@ def kept(groups: int) -> Kept:
     most, full = Kept(), groups // FULL
     return Kept(
         groups=min(most.groups, full),
-        documents=min(most.documents, full // 5),  # not every group has a prompt of its own
+        votes=max(1, min(most.votes, full // 100)),  # one group in seventy is one
+        documents=min(most.documents, full // 5),  # one in four has a prompt of its own
         flight_bytes=min(most.flight_bytes, full * 1000),
         labels=min(most.labels, full),
         batches=min(most.batches, max(1, full // 50)),

@@ -39,12 +39,13 @@ CAPACITY, MOST_WAITING = 256, 1024
 class Kept:
     """What the rooms remember at most. A soak sees growth only once these are full.
 
-    ``groups``: that ended, and votes. ``documents``: of each kind, without a state folder. ``flight_bytes``: of hidden
-    states that wait for rewards; the server's 256 MiB take long to fill. ``labels``: of a kind of score. ``batches``:
-    durable ones that have ended.
+    ``groups``: that ended. ``votes``: the same. ``documents``: of each kind, without a state folder.
+    ``flight_bytes``: of hidden states that wait for rewards; the server's 256 MiB take long to fill. ``labels``: of a
+    kind of score. ``batches``: durable ones that have ended.
     """
 
     groups: int = DEFAULT_KEPT
+    votes: int = DEFAULT_KEPT
     documents: int = MOST_IN_MEMORY
     flight_bytes: int = 4 * 1024 * 1024
     labels: int = BUFFER
@@ -62,7 +63,7 @@ class House:
         self.metrics = Metrics(MODEL, registry=self.registry)
         self.gate = Gate()
         self.control = control = Control(Settings.model_validate({}))
-        rewards, sureness = Rewards(store), Sureness(store, kept.groups)
+        rewards, sureness = Rewards(store), Sureness(store, kept.votes)
         self.pruner = Pruner(
             Judging((4, 8), calibration=_calibration(kept.labels), most_bytes=kept.flight_bytes),
             lambda: WIDTH,
