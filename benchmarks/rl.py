@@ -33,7 +33,9 @@ from examples.tiny_rl.task import VARIANTS, Difficulty
 from examples.tiny_rl.train import Recipe, train
 from examples.tiny_rl.train_log import Entry, read_log
 
-POLICIES: Mapping[str, Mapping[str, object]] = {
+_Policies = Mapping[str, Mapping[str, object]]
+
+POLICIES: _Policies = {
     "off": {"name": "off"},
     "uniform": {"name": "uniform"},
     "darts": {"name": "darts"},
@@ -44,12 +46,13 @@ POLICIES: Mapping[str, Mapping[str, object]] = {
     "darts+arrol": {"name": "darts+arrol"},
 }
 # The best of these with other settings, one changed at a time: run where they are named.
-SETTINGS: Mapping[str, Mapping[str, object]] = {
+SETTINGS: _Policies = {
     "darts_cut, 1.25": {"name": "darts_cut", "redundancy": 1.25},
     "darts_cut, 2": {"name": "darts_cut", "redundancy": 2.0, "max_redundancy": 3.0},
     "darts_cut, q.75": {"name": "darts_cut", "deadline_quantile": 0.75},
     "darts_cut, L2": {"name": "darts_cut", "num_longest": 2},
 }
+KNOWN: _Policies = {**POLICIES, **SETTINGS}
 # The answers are some 30 tokens long and the runs some 30 steps, so all is earlier than for a large model.
 PRUNING_FLAGS = ("--detect-at", "10", "--cold-steps", "4")
 PRUNING = ("arrol", "darts+arrol")
@@ -78,7 +81,7 @@ class Contender:
         self._client = client
         self._learner = Learner(model_of(start, out))
         recipe = replace(plan.recipe, difficulty=STARTS[start])
-        self._steps = train(client, {**POLICIES, **SETTINGS}[policy], self._learner, recipe, seed)
+        self._steps = train(client, KNOWN[policy], self._learner, recipe, seed)
         self._log = log_of(out, start, policy, seed)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.write_text("")
@@ -174,9 +177,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, metavar="N", help="a run of each policy from each start (default: 0 1 2)")
     add("--steps", type=int, metavar="N", help="of each run (default: 30)")
     add("--starts", nargs="+", choices=list(STARTS), default=list(STARTS), help="(default: all)")
-    names = f"of: {'; '.join([*POLICIES, *SETTINGS])} (default: the first {len(POLICIES)})"
-    known = [*POLICIES, *SETTINGS]
-    add("--policies", nargs="+", choices=known, default=list(POLICIES), metavar="NAME", help=names)
+    names = f"of: {'; '.join(KNOWN)} (default: the first {len(POLICIES)})"
+    add("--policies", nargs="+", choices=list(KNOWN), default=list(POLICIES), metavar="NAME", help=names)
     add("--out", type=Path, metavar="FOLDER", help="for logs and models (default: out/rl, or out/rl-quick)")
     add("--report", action="store_true", help="run nothing; print the tables of what is in --out")
     options = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Prometheus collectors of pruning by quality, beside those of `metrics`."""
+"""Prometheus collectors of pruning by quality: scores, draws, labels, and the head's training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

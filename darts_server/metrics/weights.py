@@ -1,31 +1,25 @@
 """Prometheus collectors of new weights."""
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry
 
+from darts_server.metrics.collectors import Collectors
 from darts_server.types import UpdateOutcome, UpdateRecord
 
 PHASE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
 
-class WeightMetrics:
+class WeightMetrics(Collectors):
     """Implements the observer protocol of the weights room."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
-        names = ("model_name",)
-        self._model = model_name
-        self._updates = Counter(
-            "darts_weight_updates", "Updates of the weights, by outcome.", (*names, "outcome"), registry=registry
+        super().__init__(model_name, registry)
+        self._updates = self._counter(
+            "darts_weight_updates", "Updates of the weights, by outcome.", "outcome", UpdateOutcome
         )
-        for outcome in UpdateOutcome:
-            self._updates.labels(model_name, outcome)
-        self._seconds = Histogram(
-            "darts_weight_update_seconds",
-            "Seconds of an update's phases.",
-            (*names, "phase"),
-            buckets=PHASE_BUCKETS,
-            registry=registry,
+        self._seconds = self._histogram(
+            "darts_weight_update_seconds", "Seconds of an update's phases.", PHASE_BUCKETS, "phase"
         )
-        self._version = Gauge("darts_weight_version", "The version of the weights.", names, registry=registry)
+        self._version = self._gauge("darts_weight_version", "The version of the weights.")
         self._version.labels(model_name).set(0)
 
     def update_announced(self, version: int) -> None:

@@ -10,7 +10,7 @@ Of a few hundred labels a bin holds two or three. So this q jumps from bin to bi
 is made from. A score rises with the chance to end correct, or it is none; so q is made monotone (an addition of ours):
 where it falls from one bin to the next these are pooled, each by what was counted in it, until it falls nowhere
 (isotonic regression, by pooling adjacent violators). That alone tells noise from what was seen, so less smoothing is
-needed; and a score that tells nothing, or the wrong way round, ends as the prior everywhere.
+needed; and a score that tells nothing, or the wrong way round, ends close to the prior everywhere.
 
 A pruned trajectory never gets a reward. So labels are missing, and not at random: pruning spares wrong ones where most
 are right. The prior of the survivors is off, and so is q wherever survival was decided by more than the score at hand:
@@ -36,7 +36,8 @@ BINS = 128
 COLD_STEPS = 20
 """The paper's values."""
 SMOOTHING = 0.25
-"""The paper's is 1. Of 1/64 to 1 this gave monotone q of the least error, over synthetic scores of four kinds."""
+"""The paper's is 1. Monotone q bears less: the stronger the score, the less is best. Over synthetic scores of four
+kinds and 300 to 4096 labels, the error with this was at most half as much again as with the best of 1/64 to 1."""
 COLD_LABELS = 256
 """With fewer, the paper's 2 alpha B imagined labels outweigh the real ones, and its q says little but the prior."""
 BUFFER = 4096

@@ -4,10 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from darts_server.settings.kinds import HOSTS, DetectAt, LogFormat, LogLevel, Policy
 
