@@ -18,7 +18,7 @@ MODELS_STAGED = 2
 """Weights that come, and those that are put back if they fail."""
 
 
-def state(folder: Path | None) -> Finding:
+def state(folder: Path | None, least: int = LEAST_STATE) -> Finding:
     """Nothing is created, and a file that is there is only opened."""
     if folder is None:
         return ok("state", "what is learned is kept in memory, and lost at the end; --state-dir keeps it")
@@ -30,7 +30,7 @@ def state(folder: Path | None) -> Finding:
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         return fail("state", f"{nearest} cannot be written to; choose another --state-dir, or change its owner")
-    if (free := shutil.disk_usage(nearest).free) < LEAST_STATE:
+    if (free := shutil.disk_usage(nearest).free) < least:
         return warn("state", f"{folder} has {free / GIB:.2f} GiB left: make room, or new lengths are not kept")
     return ok("state", str(folder))
 

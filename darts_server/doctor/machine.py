@@ -28,10 +28,10 @@ def checks(host: str | None, port: int) -> Iterator[Finding]:
         yield free_port(host, port)
 
 
-def python() -> Finding:
+def python(oldest: tuple[int, ...] = OLDEST_PYTHON) -> Finding:
     says = f"{platform.python_version()} on {platform.platform()}"
-    if sys.version_info < OLDEST_PYTHON:
-        return fail("Python", f"{says}: at least {'.'.join(map(str, OLDEST_PYTHON))} is needed")
+    if sys.version_info < oldest:
+        return fail("Python", f"{says}: at least {'.'.join(map(str, oldest))} is needed")
     return ok("Python", says)
 
 

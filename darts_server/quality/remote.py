@@ -53,6 +53,7 @@ class RemoteHead:
         trained: hears in a thread of its own of each report, with the state as bytes where that is a new one.
         clock: seconds; the deaths of the process are counted by it.
         command: what trains.
+        grace: seconds that it is given to end.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RemoteHead:
         trained: Callable[[Report, bytes], None] = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
         command: Sequence[str] = COMMAND,
+        grace: float = GRACE_SECONDS,
     ) -> None:
         self.settings = settings = settings or HeadSettings()
         self.width = width
@@ -77,6 +79,7 @@ class RemoteHead:
         self._trained = trained
         self._clock = clock
         self._command = tuple(command)
+        self._grace = grace
         self._known = _Known(Report(), None)
         self._news = threading.Condition()  # for all below
         self._labelled: deque[Example] = deque(maxlen=settings.capacity)  # more than that it would not remember
@@ -102,7 +105,7 @@ class RemoteHead:
             self._news.notify_all()
             thread = self._thread
         if thread is not None:
-            thread.join(GRACE_SECONDS)
+            thread.join(self._grace)
             if thread.is_alive() and (process := self._process) is not None:
                 process.kill()  # it does not even read
             thread.join()
@@ -243,7 +246,7 @@ class RemoteHead:
         with suppress(OSError):  # what could not be written any more
             process.stdin.close()
         try:
-            process.wait(GRACE_SECONDS)
+            process.wait(self._grace)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

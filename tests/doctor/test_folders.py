@@ -42,9 +42,8 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     assert state(tmp_path / "file").verdict is Verdict.FAIL
 
 
-def test_a_full_disk_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("darts_server.doctor.folders.LEAST_STATE", 1 << 62)
-    assert state(tmp_path).verdict is Verdict.WARN
+def test_a_full_disk_is_warned_of(tmp_path: Path) -> None:
+    assert state(tmp_path, 1 << 62).verdict is Verdict.WARN
 
 
 @as_user

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 
 from darts_server.exceptions import InvalidRequest, StateDamaged
-from darts_server.quality import remote
 from darts_server.quality.head import Head
-from darts_server.quality.remote import DEATHS, RemoteHead
+from darts_server.quality.remote import DEATH_SECONDS, DEATHS, RemoteHead
 from darts_server.quality.report import Cadence, Report
 from darts_server.quality.values import HeadSettings, Score, Status
 from tests.quality.worlds import QUICK, WIDTH, World, taught
@@ -190,7 +189,7 @@ def test_rare_deaths_are_forgiven() -> None:
 
     def clock() -> float:
         nonlocal now
-        now += remote.DEATH_SECONDS / 2
+        now += DEATH_SECONDS / 2
         return now
 
     deaths = 0
@@ -227,9 +226,8 @@ def test_one_that_cannot_be_started_is_lost(caplog: pytest.LogCaptureFixture) ->
     assert "cannot be started" in caplog.text
 
 
-def test_one_that_does_not_read_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "GRACE_SECONDS", 0.1)
-    head = RemoteHead(4096, command=(sys.executable, "-c", "import time; time.sleep(600)"))
+def test_one_that_does_not_read_is_killed() -> None:
+    head = RemoteHead(4096, command=(sys.executable, "-c", "import time; time.sleep(600)"), grace=0.1)
     head.start()
     until(lambda: head.pid, "it runs")
     for _ in range(64):

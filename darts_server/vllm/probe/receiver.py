@@ -31,13 +31,18 @@ class Probes:
 
     Messages are heard, and `Probe.tell` called, in the event loop. A candidate is forgotten when all was told, or some
     seconds after its end.
+
+    Args:
+        late: seconds after a candidate's end within which states of it are still told.
+        patience: seconds within which engines must answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, late: float = LATE_SECONDS, patience: float = READY_SECONDS) -> None:
         self.fault: str | None = "no probe was installed"
         """Why no states are told; ``None`` if they are."""
         self.runner: str | None = None
         """Which of vLLM's model runners the workers have: ``first`` or ``second``."""
+        self._late, self._patience = late, patience
         self._width: int | None = None
         self._asked: dict[int, Probe] = {}
         self._next = 0
@@ -60,7 +65,7 @@ class Probes:
     def ended(self, number: int) -> None:
         """The candidate of this number has ended, or was never started."""
         if number in self._asked:
-            asyncio.get_running_loop().call_later(LATE_SECONDS, self._asked.pop, number, None)
+            asyncio.get_running_loop().call_later(self._late, self._asked.pop, number, None)
 
     def heard(self, frames: Sequence[bytes]) -> None:
         """A message of a worker."""
@@ -79,7 +84,7 @@ class Probes:
         """Wait until each engine has said that it will tell states, or that it cannot."""
         answered = 0
         with suppress(TimeoutError):
-            async with asyncio.timeout(READY_SECONDS):
+            async with asyncio.timeout(self._patience):
                 while answered < engines:
                     if await self._ready.get() is not None:
                         return
@@ -87,7 +92,7 @@ class Probes:
         if answered == engines:
             self.fault = None
         else:
-            self.cannot(f"{answered} of {engines} engines have answered within {READY_SECONDS:.0f} s")
+            self.cannot(f"{answered} of {engines} engines have answered within {self._patience:.0f} s")
 
     def cannot(self, why: str) -> None:
         """Nothing is told from now on."""

@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 
 from darts_server.engine.port import Probe, Probed
-from darts_server.vllm.probe import receiver, wire
+from darts_server.vllm.probe import wire
 from darts_server.vllm.probe.receiver import Probes, probing
 
 pytestmark = pytest.mark.anyio
@@ -57,9 +57,8 @@ async def test_one_listeners_fault_does_not_keep_others_from_hearing() -> None:
     assert [str(fault) for fault in faults] == ["no"]
 
 
-async def test_what_comes_soon_after_the_end_is_told_and_later_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "LATE_SECONDS", 0.05)
-    probes, heard = Probes(), list[Probed]()
+async def test_what_comes_soon_after_the_end_is_told_and_later_it_is_forgotten() -> None:
+    probes, heard = Probes(late=0.05), list[Probed]()
     number = probes.ask(Probe((4, 9), heard.append))
     probes.ended(number)
     probes.heard(states((number, 4)))
@@ -86,9 +85,8 @@ async def test_it_works_when_every_engine_has_said_so() -> None:
     assert (probes.width or 0, probes.runner or "") == (64, "second")
 
 
-async def test_an_engine_that_does_not_answer_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "READY_SECONDS", 0.05)
-    probes = Probes()
+async def test_an_engine_that_does_not_answer_is_a_fault() -> None:
+    probes = Probes(patience=0.05)
     probes.heard([wire.READY, b"64", b"first"])
     await probes.ready(2)
     assert probes.width is None
