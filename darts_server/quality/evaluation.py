@@ -7,7 +7,7 @@ from darts_server.policy.calibration import Label, inverse_propensity
 from darts_server.policy.diagnostics import auc, brier_score, calibration_error
 
 WINDOW = 1024
-"""Labels that the figures are taken over."""
+"""Labels: some steps of a usual batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,13 @@ class Figures:
 class Evaluation:
     """Prequential: each label is held against the score that its trajectory would get before it is trained on.
 
-    ``most_weight``: bound of the inverse propensity weights; ``None`` counts all labels as one.
+    ``most_weight``: bound of the inverse propensity weights; ``None`` counts all labels as one. ``window``: labels that
+    the figures are taken over, the newest.
     """
 
-    def __init__(self, most_weight: float | None) -> None:
+    def __init__(self, most_weight: float | None, window: int = WINDOW) -> None:
         self._most_weight = most_weight
-        self._labels: deque[Label] = deque(maxlen=WINDOW)
+        self._labels: deque[Label] = deque(maxlen=window)
 
     def add(self, label: Label) -> None:
         self._labels.append(label)

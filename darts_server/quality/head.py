@@ -61,7 +61,7 @@ class Head:
             most_weight=most_weight,
             rng=np.random.default_rng(settings.seed),
         )
-        self._evaluation = Evaluation(most_weight)
+        self._evaluation = Evaluation(most_weight, settings.window)
         self._standardiser = Standardiser.blank(width + 1)
         self._network = Network(
             width + 1, settings.hidden, settings.learning_rate, settings.weight_decay, settings.seed, device

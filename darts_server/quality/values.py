@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from darts_server.policy.calibration import MOST_WEIGHT
+from darts_server.quality.evaluation import WINDOW
 
 
 class Status(StrEnum):
@@ -31,6 +32,7 @@ class HeadSettings:
     """``hidden``: units of the hidden layer. ``batch``: examples a step. ``capacity``: examples remembered.
     ``half_life``: examples after which one is drawn half as often. ``fewest``: examples before it is trained.
     ``corrected``: inverse propensity weights of at most ``most_weight``; the paper's form is without.
+    ``window``: labels that its figures are taken over.
     """
 
     hidden: int = 256
@@ -42,11 +44,14 @@ class HeadSettings:
     fewest: int = 64
     corrected: bool = True
     most_weight: float = MOST_WEIGHT
+    window: int = WINDOW
     seed: int = 0
 
     def __post_init__(self) -> None:
         if min(self.hidden, self.batch) < 1:
             raise ValueError(f"hidden and batch must be at least 1, got {self.hidden} and {self.batch}")
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}")
         if not 1 <= self.fewest <= self.capacity:
             raise ValueError(f"fewest must be in [1, capacity = {self.capacity}], got {self.fewest}")
         if not 0 < self.half_life < math.inf:

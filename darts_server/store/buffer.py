@@ -64,24 +64,24 @@ class Read(NamedTuple):
 
 
 class Recent:
-    """What was read lately, at most ``entries`` names, each for at most ``seconds``. Not locked."""
+    """What was read lately, the last ``entries`` names at most, each for at most ``seconds``. Not locked."""
 
     def __init__(self, entries: int, seconds: float) -> None:
         self._entries = entries
         self._seconds = seconds
         self._reads: OrderedDict[Name, Read] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._reads)
+
     def get(self, name: Name, now: float) -> Read | None:
         read = self._reads.get(name)
-        if read is None or now - read.at >= self._seconds:
-            return None
-        self._reads.move_to_end(name)
-        return read
+        return None if read is None or self._old(read, now) else read
 
     def keep(self, name: Name, text: str | None, now: float) -> None:
         self._reads[name] = Read(text, now)
         self._reads.move_to_end(name)
-        if len(self._reads) > self._entries:
+        while len(self._reads) > self._entries or self._old(next(iter(self._reads.values())), now):
             self._reads.popitem(last=False)
 
     def drop(self, name: Name) -> None:
@@ -89,6 +89,9 @@ class Recent:
 
     def clear(self) -> None:
         self._reads.clear()
+
+    def _old(self, read: Read, now: float) -> bool:
+        return now - read.at >= self._seconds
 
 
 def overlaid(rows: Iterable[Row], newer: Iterable[Row]) -> Iterator[Row]:

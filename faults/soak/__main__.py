@@ -63,8 +63,10 @@ def kept(groups: int) -> Kept:
         groups=min(most.groups, full),
         votes=max(1, min(most.votes, full // 100)),  # one group in seventy is one
         documents=min(most.documents, full // 5),  # one in four has a prompt of its own
-        flight_bytes=min(most.flight_bytes, full * 1000),
-        labels=min(most.labels, full),
+        flight_bytes=min(most.flight_bytes, full * 500),
+        labels=max(1, min(most.labels, full // 4)),
+        vote_labels=max(1, min(most.vote_labels, full // 50)),
+        window=max(1, min(most.window, full // 10)),
         batches=min(most.batches, max(1, full // 50)),
     )
 

@@ -1,7 +1,8 @@
 """The rooms above the engine, wired as the server wires them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -12,6 +13,7 @@ from darts_server.engine.gate import Gate
 from darts_server.metrics import Metrics, QualityMetrics
 from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import BUFFER, Calibration
+from darts_server.quality.evaluation import WINDOW
 from darts_server.rollout.batches import Batches, Keeping
 from darts_server.rollout.bias import LengthBias
 from darts_server.rollout.feedback import Feedback
@@ -29,7 +31,7 @@ from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.store.backend import MOST_IN_MEMORY
 from darts_server.types import GroupRecord
-from faults.soak.world import WIDTH, Engine, LocalHead, Texts, VirtualLoop, script
+from faults.soak.world import QUICK, WIDTH, Engine, LocalHead, Texts, VirtualLoop, script
 
 MODEL = "scripted"
 CAPACITY, MOST_WAITING = 256, 1024
@@ -41,7 +43,8 @@ class Kept:
 
     ``groups``: that ended. ``votes``: the same. ``documents``: of each kind, without a state folder.
     ``flight_bytes``: of hidden states that wait for rewards; the server's 256 MiB take long to fill. ``labels``: of a
-    kind of score. ``batches``: durable ones that have ended.
+    kind of score, ``vote_labels``: of a kind of votes' scores. ``window``: labels that figures are taken over.
+    ``batches``: durable ones that have ended.
     """
 
     groups: int = DEFAULT_KEPT
@@ -49,6 +52,8 @@ class Kept:
     documents: int = MOST_IN_MEMORY
     flight_bytes: int = 4 * 1024 * 1024
     labels: int = BUFFER
+    vote_labels: int = BUFFER
+    window: int = WINDOW
     batches: int = 64
 
 
@@ -63,11 +68,17 @@ class House:
         self.metrics = Metrics(MODEL, registry=self.registry)
         self.gate = Gate()
         self.control = control = Control(Settings.model_validate({}))
-        rewards, sureness = Rewards(store), Sureness(store, kept.votes)
+        rewards = Rewards(store)
+        sureness = Sureness(store, kept.votes, _calibration(kept.vote_labels, cold_steps=0))
         self.pruner = Pruner(
-            Judging((4, 8), calibration=_calibration(kept.labels), most_bytes=kept.flight_bytes),
+            Judging(
+                (4, 8),
+                calibration=_calibration(kept.labels, cold_steps=1),
+                most_bytes=kept.flight_bytes,
+                window=kept.window,
+            ),
             lambda: WIDTH,
-            LocalHead,
+            partial(LocalHead, settings=replace(QUICK, window=kept.window)),
             store,
             lambda: self.engine.weight_version,
             QualityMetrics(MODEL, registry=self.registry),
@@ -119,5 +130,5 @@ class House:
         self.pruner.group_rewarded()
 
 
-def _calibration(labels: int) -> Calibration:
-    return Calibration(buffer=labels, cold_steps=1, cold_labels=min(64, labels))
+def _calibration(labels: int, cold_steps: int) -> Calibration:
+    return Calibration(buffer=labels, cold_steps=cold_steps, cold_labels=min(64, labels))

@@ -17,7 +17,7 @@ MEGABYTE = 1e6
 @dataclass(frozen=True, slots=True)
 class Sample:
     """After ``groups``, with nothing under way. ``blocks``: of Python's allocator. ``objects``: that it tracks,
-    but for those from before the soak.
+    but for those from before the soak. ``own``: those of them that are of classes of ours.
 
     ``rss``: megabytes. ``files``: open descriptors.
     """
@@ -25,6 +25,7 @@ class Sample:
     groups: int
     blocks: int
     objects: int
+    own: int
     rss: float
     files: int
     tasks: int
@@ -42,12 +43,13 @@ class Growth:
     flat: bool
 
 
-LIMITS = {"blocks": 0.01, "objects": 0.1, "rss": 0.02, "files": 0.0, "tasks": 0.0}
+LIMITS = {"blocks": 0.01, "objects": 0.1, "own": 0.1, "rss": 0.02, "files": 0.0, "tasks": 0.0}
 """Share of the level that a process may grow by over all that was looked at, for growth that is no chance to count."""
 NAMES = {
     "rss": "resident memory, MB",
     "blocks": "allocated blocks",
     "objects": "tracked objects",
+    "own": "of our classes",
     "files": "open files",
 }
 
@@ -55,11 +57,12 @@ NAMES = {
 def sample(groups: int) -> Sample:
     """What this process holds now."""
     gc.collect()
-    process = psutil.Process()
+    process, objects = psutil.Process(), gc.get_objects()
     return Sample(
         groups,
         sys.getallocatedblocks(),
-        len(gc.get_objects()),
+        len(objects),
+        sum(type(x).__module__.startswith("darts_server.") for x in objects),
         process.memory_info().rss / MEGABYTE,
         process.num_fds(),
         len(asyncio.all_tasks()),

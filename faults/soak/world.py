@@ -100,8 +100,8 @@ class Texts:
 class LocalHead(Head):
     """The quality head, trained in the event loop now and then."""
 
-    def __init__(self, width: int, trained: Callable[[bytes], None]) -> None:
-        super().__init__(width, QUICK)
+    def __init__(self, width: int, trained: Callable[[bytes], None], settings: HeadSettings = QUICK) -> None:
+        super().__init__(width, settings)
         self._learned = 0
         self._trained = trained
 

@@ -3,16 +3,22 @@
 from darts_server.store.buffer import Recent, Unwritten
 
 
-def test_recent_reads_are_bounded_and_the_longest_unused_goes_first() -> None:
+def test_recent_reads_are_bounded_and_the_oldest_goes_first() -> None:
     recent = Recent(entries=2, seconds=10)
-    for key in ("a", "b"):
-        recent.keep(("prompt", key), key, now=0)
-    assert recent.get(("prompt", "a"), now=1)
-    recent.keep(("prompt", "c"), None, now=1)
-    assert recent.get(("prompt", "b"), now=1) is None
-    absent = recent.get(("prompt", "c"), now=1)
+    for now, key in enumerate("abac"):
+        recent.keep(("prompt", key), None if key == "c" else key, now)
+    assert recent.get(("prompt", "a"), now=3)
+    assert recent.get(("prompt", "b"), now=3) is None
+    absent = recent.get(("prompt", "c"), now=3)
     assert absent is not None
     assert absent.text is None
+
+
+def test_what_is_over_takes_no_room() -> None:
+    recent = Recent(entries=100, seconds=0.5)
+    for now in range(50):
+        recent.keep(("prompt", str(now)), "{}", now)
+    assert len(recent) == 1
 
 
 def test_a_read_is_over_after_its_time_however_often_it_was_used() -> None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from darts_server.policy.calibration import Calibration, target_of
 from darts_server.policy.confidence import as_score, lowest_window, mean_logprob
+from darts_server.quality.evaluation import WINDOW
 from darts_server.rollout.pruning.flights import MOST_BYTES
 from darts_server.types import PruningStatus
 
@@ -45,7 +46,7 @@ class Judging:
     """``detect_at``: numbers of tokens, ascending. ``kind``: of score. ``fallback``: what is used where ``kind`` needs
     the head, and the engine cannot tell hidden states; ``None`` scores nothing then. ``reward_threshold``: rewards from
     it on are right; without one, ``soft`` takes the reward itself for the target, and else the trainer's word counts.
-    ``most_bytes``: of hidden states that wait for a reward.
+    ``most_bytes``: of hidden states that wait for a reward. ``window``: labels that figures are taken over.
     """
 
     detect_at: tuple[int, ...] = (512,)
@@ -55,6 +56,7 @@ class Judging:
     reward_threshold: float | None = None
     soft: bool = False
     most_bytes: int = MOST_BYTES
+    window: int = WINDOW
 
     def target(self, reward: float, correct: bool) -> float:
         if self.reward_threshold is None and not self.soft:

@@ -106,7 +106,7 @@ class Pruner:
         self._head: TrainedHead | None = None
         calibration = judging.calibration
         most_weight = calibration.most_weight if calibration.corrected else None
-        self._by_score, self._by_chance = Evaluation(most_weight), Evaluation(most_weight)
+        self._by_score, self._by_chance = (Evaluation(most_weight, judging.window) for _ in range(2))
         self._said: PruningStatus | None = None
         self._version: int | None = None
         self._groups = 0

@@ -21,6 +21,8 @@ from darts_server.types import Sample
 logger = logging.getLogger(__name__)
 
 KINDS = (Kind.LOGPROB, Kind.LOWEST_LOGPROB)
+CALIBRATION = Calibration(cold_steps=0)
+"""There are no steps at test time."""
 KEEP_SECONDS = 2.0
 """Between two writes of what was learned: up to some 100 KB for each kind."""
 
@@ -28,10 +30,9 @@ KEEP_SECONDS = 2.0
 class Sureness:
     """Calibrates the scores of trajectories with an answer, of the newest ``kept`` votes."""
 
-    def __init__(self, documents: Documents, kept: int = DEFAULT_KEPT) -> None:
+    def __init__(self, documents: Documents, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION) -> None:
         self._kept = kept
         blobs = Blobs(documents, "vote")
-        calibration = Calibration(cold_steps=0)  # there are no steps at test time
         self._points: dict[str, Point] = {kind: Point(blobs, kind, calibration, width=0) for kind in KINDS}
         self._scores: OrderedDict[str, Mapping[int, Mapping[str, float]]] = OrderedDict()
         self._keep = Soon(KEEP_SECONDS, self._write)
