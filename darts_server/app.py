@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from fastapi import FastAPI
 
@@ -53,6 +55,19 @@ from darts_server.weights.pull import Hosts
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 
+T = TypeVar("T")
+
+
+@dataclass
+class Late(Generic[T]):
+    """A part that is made when the engine runs; called, it is that part."""
+
+    part: T | None = None
+
+    def __call__(self) -> T:
+        assert self.part is not None, "the server answers only when its engine runs"
+        return self.part
+
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     """Serve with vLLM's own flags in ``vllm_argv``; the process's exit code.
@@ -103,28 +118,11 @@ def wiring(
 ) -> server.Wiring:
     """How the server's parts are made from the settings; those that have to be closed are put on ``closing``."""
     prompts, rewards, provenance, control = Prompts(store), Rewards(store), Provenance(), Control(settings)
-    batches: VllmBatches | None = None
-    votes: VllmVotes | None = None
-    feedback: Feedback | None = None
-    weights: Updates | None = None
-    watched: Live | None = None
-    refusals: AccessMetrics | None = None
     gate, life, journal = Gate(), Life(), Journal()
-
-    def native() -> VllmBatches:
-        assert batches is not None, "the server answers only when its engine runs"
-        return batches
-
-    def polls() -> VllmVotes:
-        assert votes is not None, "the server answers only when its engine runs"
-        return votes
-
-    def reports() -> Feedback:
-        assert feedback is not None, "the server answers only when its engine runs"
-        return feedback
+    batches, votes, feedback = Late[VllmBatches](), Late[VllmVotes](), Late[Feedback]()
+    weights, live, refusals = Late[Updates](), Late[Live](), Late[AccessMetrics]()
 
     def rollouts(engine: VllmPort, prompter: VllmPrompts, model_name: str) -> VllmRollouts:
-        nonlocal batches, votes, feedback, watched, refusals
         latency, bias, sureness = Latency(store, engine.capacity), LengthBias(), Sureness(store)
         sources = Sources(
             tracked=lambda: store.count(KIND),
@@ -141,7 +139,7 @@ def wiring(
             pattern_error=lambda: rewards.dataset.difference.error,
             redundancy_scale=lambda: made.redundancy_scale(),
         )
-        metrics, refusals = Metrics(model_name, sources), AccessMetrics(model_name)
+        metrics, refusals.part = Metrics(model_name, sources), AccessMetrics(model_name)
         pruner = _pruner(settings, control, engine, store, model_name)
         closing.callback(pruner.close)
 
@@ -149,19 +147,19 @@ def wiring(
             made.rewarded(record, right)
             pruner.group_rewarded()
 
-        feedback = Feedback(rewards, rewarded, metrics, on_reward=[sureness.rewarded, pruner.rewarded])
-        watched = Live(lambda: made)
+        feedback.part = Feedback(rewards, rewarded, metrics, on_reward=[sureness.rewarded, pruner.rewarded])
+        live.part = Live(lambda: made)
         bounds = Bounds(settings.max_queued_candidates or most_queued(engine.capacity), settings.max_candidates_per_key)
         made: VllmRollouts = Rollouts(
             engine,
             *control.configuration(),
             documents=store,
-            observers=(metrics, provenance, bias, feedback, watched, pruner, journal, *traces),
+            observers=(metrics, provenance, bias, feedback.part, live.part, pruner, journal, *traces),
             peek_interval=settings.peek_interval,
             batch_window=settings.batch_window,
             group_wait=settings.group_wait,
             latency=latency,
-            on_return=feedback.trajectory_returned,
+            on_return=feedback.part.trajectory_returned,
             gate=gate,
             admission=Admission(lambda: engine.unfinished, engine.capacity, bounds),
             brownout=Brownout.before(bounds.most_waiting or 0, engine.capacity or 0, settings.brownout),
@@ -169,40 +167,32 @@ def wiring(
         )
         control.drive(made)
         keeping = Keeping(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
-        batches = Batches(Submissions(made, prompter, control.planner), keeping, settings.peek_interval)
-        votes = Votes(made, prompter, sureness, metrics)
+        batches.part = Batches(Submissions(made, prompter, control.planner), keeping, settings.peek_interval)
+        votes.part = Votes(made, prompter, sureness, metrics)
         return made
 
     def updates(model: Model, groups: Groups, model_name: str) -> Updates:
-        nonlocal weights
         limits = Limits(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
         observers = (WeightMetrics(model_name), journal)
         hosts = Hosts(frozenset(filter(None, settings.weights_hosts.split(","))))
-        weights = Updates(model, gate, staging, settings.weights_root, limits, observers, groups, hosts)
-        return weights
-
-    def served() -> Updates:
-        assert weights is not None, "the server answers only when its engine runs"
-        return weights
-
-    def live() -> Live:
-        assert watched is not None, "the server answers only when its engine runs"
-        return watched
+        weights.part = Updates(model, gate, staging, settings.weights_root, limits, observers, groups, hosts)
+        return weights.part
 
     def extend(app: FastAPI) -> None:
-        assert refusals is not None, "the app is made when the engine runs"
         errors.install(app)
         app.add_middleware(GroupIdHeader)
-        viewed = Viewed(live, rewards, served, lambda: store.fault, stopping=lambda: server.stopping(app))
+        viewed = Viewed(live, rewards, weights, lambda: store.fault, stopping=lambda: server.stopping(app))
         app.include_router(
-            router(provenance, prompts, rewards, store, control, native, polls, reports, served, viewed, access.guarded)
+            router(
+                provenance, prompts, rewards, store, control, batches, votes, feedback, weights, viewed, access.guarded
+            )
         )
         app.include_router(page.routes())
         limits = BodyLimits(settings.max_body_bytes)
-        app.add_middleware(Guard, access=access, limits=limits, told=refusals.refused, life=life)  # outermost
+        app.add_middleware(Guard, access=access, limits=limits, told=refusals().refused, life=life)  # outermost
 
     def fail(error: DartsError) -> None:
-        native().fail(error)
+        batches().fail(error)
 
     return server.Wiring(
         rollouts=rollouts,
@@ -212,7 +202,7 @@ def wiring(
         gate=gate,
         read_keys_again=access.read_again if settings.api_key_file or settings.admin_api_key_file else None,
         living=Living(
-            settings.grace_seconds, settings.engine_watchdog, life, hurry=lambda: native().hurry(), fail=fail
+            settings.grace_seconds, settings.engine_watchdog, life, hurry=lambda: batches().hurry(), fail=fail
         ),
     )
 
