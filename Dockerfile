@@ -55,5 +55,6 @@ STOPSIGNAL SIGTERM
 # A large model takes long to be fetched and loaded. The server answers nothing before it can serve.
 HEALTHCHECK --start-period=30m --interval=15s --timeout=5s --retries=4 \
     CMD ["python3", "-c", "import os, urllib.request; urllib.request.urlopen(os.environ['HEALTH_URL'], timeout=4)"]
-ENTRYPOINT ["darts-server", "serve"]
+# What one user of the group leaves in /cache and /state, the next may write too.
+ENTRYPOINT ["sh", "-c", "umask 0007; exec darts-server serve \"$@\"", "darts-server"]
 CMD ["--help"]

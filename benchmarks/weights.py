@@ -3,8 +3,8 @@
     python -m benchmarks.weights
 
 The tiny model and one of 300 MB are given new weights in every way there is, while the server has nothing else to do.
-Then the tiny model is given many in a row under each rule, while callers keep groups running. The share of a step is
-that of an update among itself and a rollout on the same server, without any training.
+Then the tiny model is given many in a row, first while nobody calls and then under each rule, while callers keep groups
+running. The share of a step is that of an update among itself and a rollout on the same server, without any training.
 """
 
 import argparse
@@ -41,6 +41,9 @@ LARGE: Mapping[str, Any] = {"hidden_size": 640, "intermediate_size": 1920, "num_
 """Of the tiny model's kind, with 75 million parameters in float32."""
 PROMPTS, GROUP_SIZE, MOST_TOKENS = 16, 8, 120
 RULES = ("finish", "keep", "restart")
+WARM_UP = 20
+BLOCKS = 600
+"""Of the KV cache. Of one that the groups never fill, new pages would be touched all along, and count as growth."""
 
 
 @dataclass
@@ -67,22 +70,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"| {size} | {line}" for line in tqdm(ways(model, out, options.rounds), f"{size}, by way", unit="way")
         ]
     if options.updates:
-        with served(MODEL, MODEL, out) as server:
-            rows = list(tqdm(in_a_row(server, options.updates, options.groups), "in a row", unit="rule"))
+        with served(MODEL, MODEL, out, "--num-gpu-blocks-override", str(BLOCKS)) as server:
+            rows = list(tqdm(in_a_row(server, options.updates, options.groups), "in a row", unit="row"))
     print(f"\nSeconds of an update of an idle server, medians of {options.rounds}:\n")
     print(f"| model | way | {' | '.join(PHASES)} | of a step |\n|{'---|' * (len(PHASES) + 3)}", *costs, sep="\n")
     if options.updates:
         print(f"\n{options.updates} updates of the tiny model in a row, {options.groups} groups running:\n")
-        print("| rule | groups answered | of these mixed | lost | an update | longest | memory |")
-        print("|---|---|---|---|---|---|---|", *rows, sep="\n")
+        print("| rule | groups answered | of these mixed | lost | an update | longest | memory | engine's |")
+        print("|---|---|---|---|---|---|---|---|", *rows, sep="\n")
     return 0
 
 
 @contextmanager
-def served(model: Path, root: Path, out: Path) -> Iterator[Server]:
+def served(model: Path, root: Path, out: Path, *flags: str) -> Iterator[Server]:
     """``root``: where weights may come from; pushed and pulled ones are staged in ``out``."""
-    flags = ("--weights-root", str(root), "--weights-hosts", HERE, "--weights-staging", str(out))
-    with serving(("darts_server", "serve", str(model)), out / "server.log", *flags) as server:
+    places = ("--weights-root", str(root), "--weights-hosts", HERE, "--weights-staging", str(out))
+    with serving(("darts_server", "serve", str(model)), out / "server.log", *places, *flags) as server:
         yield server
 
 
@@ -166,14 +169,15 @@ def in_a_row(server: Server, updates: int, groups: int) -> Iterator[str]:
     """Of each rule a line of the table."""
     weights = load_file(MODEL / WEIGHTS)
     sets = [save(weights), save({name: tensor * 1.001 for name, tensor in weights.items()})]
-    for rule in RULES:
-        asyncio.run(row(server, sets, rule, 5, groups))  # warm-up
+    for rule, callers in (("finish", 0), *((rule, groups) for rule in RULES)):
+        asyncio.run(row(server, sets, rule, WARM_UP, callers))
         before = memory(server)
-        seen = asyncio.run(row(server, sets, rule, updates, groups))
-        yield (
-            f"| `{rule}` | {seen.groups} | {seen.mixed} | {seen.lost} | {statistics.median(seen.seconds):.3f} s "
-            f"| {max(seen.seconds):.3f} s | {memory(server) - before:+.0f} MB |"
-        )
+        seen = asyncio.run(row(server, sets, rule, updates, callers))
+        api, engine = (after - then for after, then in zip(memory(server), before, strict=True))
+        counts = f"{seen.groups} | {seen.mixed} | {seen.lost}"
+        times = f"{statistics.median(seen.seconds):.3f} s | {max(seen.seconds):.3f} s"
+        name = f"`{rule}`" if callers else "nobody calls"
+        yield f"| {name} | {counts} | {times} | {api:+.0f} MB | {engine:+.0f} MB |"
 
 
 async def row(server: Server, sets: Sequence[bytes], rule: str, updates: int, groups: int) -> Row:
@@ -202,10 +206,11 @@ async def row(server: Server, sets: Sequence[bytes], rule: str, updates: int, gr
     return seen
 
 
-def memory(server: Server) -> float:
-    """Megabytes of the server and its engine, as far as these were used: of the KV cache too."""
+def memory(server: Server) -> tuple[float, float]:
+    """Megabytes of the API process, and of its engine."""
     process = psutil.Process(server.process.pid)
-    return float(sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))) / 1e6
+    engine = sum(child.memory_info().rss for child in process.children(recursive=True))
+    return process.memory_info().rss / 1e6, engine / 1e6
 
 
 if __name__ == "__main__":

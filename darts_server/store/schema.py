@@ -47,7 +47,8 @@ def create(path: Path) -> None:
         raise StateDamaged(f"{stray} lies there without {path.name}: put that file back, or move this one away too")
     new = path.with_name(f"{path.name}.new-{secrets.token_hex(8)}")
     try:
-        with closing(connect(new, "rwc")) as connection:
+        new.touch(exist_ok=False)  # with the rights that the umask leaves: SQLite would let its owner alone write
+        with closing(connect(new, "rw")) as connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute("BEGIN")

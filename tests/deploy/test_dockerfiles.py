@@ -1,9 +1,12 @@
 """The image's recipes. No image is built here: what stands in them is checked against the tree."""
 
 import json
+import os
 import re
+import subprocess
 import tomllib
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,9 +95,19 @@ def test_it_runs_as_any_user_of_group_0(file: str) -> None:
 
 
 @every_file
-def test_it_starts_the_server_tells_its_health_and_ends_in_order(file: str) -> None:
+def test_it_serves_with_the_arguments_and_what_it_writes_the_group_may_write(file: str, tmp_path: Path) -> None:
+    server = tmp_path / "darts-server"
+    server.write_text('#!/bin/sh\numask\necho "$@"\n')
+    server.chmod(0o755)
+    entry = json.loads(only(last_stage(file), "ENTRYPOINT"))
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    said = subprocess.run([*entry, "/model", "--port", "a b"], env={"PATH": path}, capture_output=True, text=True)
+    assert said.stdout == "0007\nserve /model --port a b\n"
+
+
+@every_file
+def test_it_tells_its_health_and_ends_in_order(file: str) -> None:
     found = last_stage(file)
-    assert json.loads(only(found, "ENTRYPOINT")) == ["darts-server", "serve"]
     assert only(found, "STOPSIGNAL") == "SIGTERM"
     health = only(found, "HEALTHCHECK")
     assert re.search(r"--start-period=\d+m", health)

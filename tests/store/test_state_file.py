@@ -94,3 +94,17 @@ def test_a_full_disk_is_told_from_other_troubles(tmp_path: Path) -> None:
         connection.execute("PRAGMA max_page_count = 10")
         with pytest.raises(StateFull, match=r"full.*SQLITE_FULL.*look for a full disk"), refusing(path):
             connection.execute("INSERT INTO documents VALUES ('prompt', 'a', ?, 1)", ["x" * 100_000])
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o007])
+def test_the_umask_says_who_may_write_it(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        with Store(tmp_path) as store:
+            store.put("prompt", "p", {})
+            store.flush()
+            modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert modes.keys() == {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
+    assert set(modes.values()) == {0o666 & ~mask}
