@@ -160,7 +160,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 if isinstance(index, BaseException):
                     raise index
                 given += 1
-                output = await self._outputs[index]
+                output = await asyncio.shield(self._outputs[index])  # one who leaves must not cancel what is to come
                 self._on_return(self._ledger.returned(index, *self._engine.token_ids(self._asked(index)[0], output)))
                 returned = self._group.size if self._returned is None else self._returned
                 yield Trajectory(index, output, last=given == returned)

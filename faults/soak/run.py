@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -60,15 +61,32 @@ def soak(
 
     ``told``: hears how many are done, and says whether to go on. ``spoil``: may break what is wired.
     """
+    logger = logging.getLogger("darts_server")
+    soaked = Soaked()
+    logger.addHandler(listener := _Errors(soaked.wrong))
     gc.freeze()  # what is there already is none of our business, and takes long to look through
     try:
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            return runner.run(_soak(groups, rounds, kept, state_dir, seed, told, spoil))
+            runner.run(_soak(soaked, groups, rounds, kept, state_dir, seed, told, spoil))
     finally:
         gc.unfreeze()
+        logger.removeHandler(listener)
+    return soaked
+
+
+class _Errors(logging.Handler):
+    """Whatever the server logs as an error did not hold: callers' own faults are none."""
+
+    def __init__(self, wrong: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._wrong = wrong
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._wrong.append(f"logged: {self.format(record)}")
 
 
 async def _soak(
+    soaked: Soaked,
     groups: int,
     rounds: int,
     kept: Kept,
@@ -76,10 +94,10 @@ async def _soak(
     seed: int,
     told: Callable[[int], bool],
     spoil: Callable[[House], None],
-) -> Soaked:
+) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
-    house, soaked = House(loop, kept, state_dir, seed), Soaked()
+    house = House(loop, kept, state_dir, seed)
     loop.set_exception_handler(lambda _, context: soaked.wrong.append(_told(context)))
     spoil(house)
     callers = Callers(house, seed)
@@ -102,7 +120,6 @@ async def _soak(
     soaked.reasons = house.by("darts_candidates_ended_total", "reason")
     if len(soaked.samples) >= LEAST_ROUNDS:
         soaked.growths = growths(soaked.samples[len(soaked.samples) // 2 :])
-    return soaked
 
 
 def _told(context: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """The soak's short form, and that it finds what it looks for."""
 
+import logging
+
 from darts_server.types import BatchRecord, GroupRecord
 from faults.soak.__main__ import kept
 from faults.soak.house import House
@@ -43,6 +45,15 @@ def test_what_is_never_forgotten_is_found() -> None:
     soaked = short(1000, spoil=hoard)
     kept_records.clear()
     assert {growth.what for growth in soaked.growths if not growth.flat} >= {"own"}
+    assert not soaked.survived
+
+
+def test_what_is_logged_as_an_error_is_found() -> None:
+    def complain(house: House) -> None:
+        logging.getLogger("darts_server.rollout.run").error("group g failed")
+
+    soaked = short(200, spoil=complain)
+    assert soaked.wrong == ["logged: group g failed"]
     assert not soaked.survived
 
 

@@ -128,3 +128,34 @@ class Deaf(ScriptedEngine):
 async def test_an_engine_that_dies_between_a_cut_and_its_output_is_told_to_the_caller() -> None:
     with pytest.raises(EngineDead):
         await asyncio.wait_for(play(CUT_RUNNING, 7, Deaf), 10)
+
+
+class Slow(Deaf):
+    """It does nothing about a stop, and lives on."""
+
+    def kill(self) -> None: ...
+
+
+async def test_a_caller_that_leaves_between_a_cut_and_its_output_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    engine, recorder = Slow(lambda _, index: CUT_RUNNING[index]), Recorder()
+    group = Group(rng=np.random.default_rng(SEED), spare=3)
+    ledger = Ledger("g", "cut", lambda: engine.now)
+    run: GroupRun[str, list[int]] = GroupRun(engine, "prompt", group, ledger, recorder, lambda: None)
+    run.open(CutTail(2, 1), Grant(len(CUT_RUNNING)))
+    waiting = asyncio.create_task(collect(run))
+    await settle()
+    run.limit(7)
+    for step in range(100):
+        await engine.step()
+        run.peek()
+        await settle()
+        if step == 30:
+            tail = the_tail(recorder.records[0])
+            assert run.generated(tail.index, 0) is None, "its output is still on its way"
+            waiting.cancel()
+            await settle()
+            assert run.generated(tail.index, 0) is None
+    assert run.generated(tail.index, 0) is not None
+    assert waiting.cancelled()
+    assert engine.running == []
+    assert caplog.text == ""
