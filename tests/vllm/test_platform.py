@@ -1,7 +1,12 @@
+import os
+from argparse import Namespace
+
 import pytest
+from vllm.platforms import current_platform
 
 from darts_server.vllm import worker
-from darts_server.vllm.platform import extension
+from darts_server.vllm.platform import UNCOMPILED, can_compile, extension, prepare
+from darts_server.vllm.plugin import SHARING
 
 
 class Users:
@@ -35,3 +40,23 @@ def test_a_users_extension_is_beside_ours_and_the_same_each_time() -> None:
 def test_other_names_are_not_there() -> None:
     with pytest.raises(AttributeError):
         resolved(f"{worker.__name__}.Other")
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="is about the CPU build")
+@pytest.mark.parametrize("compiler", ["sh", "no-such-compiler"])
+def test_without_a_compiler_nothing_is_compiled(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    for name in (UNCOMPILED, SHARING):
+        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
+    args = Namespace(
+        worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None, enforce_eager=False
+    )
+    compiles = can_compile()
+    prepare(args)
+    assert args.enforce_eager is not compiles
+    assert os.environ.get(UNCOMPILED) == (None if compiles else "1")
+    assert ("no C++ compiler" in caplog.text) is not compiles
+    assert not (compiler == "no-such-compiler" and compiles)
