@@ -10,7 +10,6 @@ Reliability diagrams of the chances are drawn as well.
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.quick:
         options.learned, options.tested = 6, 3
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
     told: dict[str, Told] = {}
     groups: dict[str, dict[str, Groups]] = {}
     for kind in options.kinds:

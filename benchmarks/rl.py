@@ -11,7 +11,6 @@ unshaped, on other prompts, and no part of the time.
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -102,7 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     plan = options.plan
     if not options.report:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
         torch.set_num_threads(1)  # the server needs the other core
         with ExitStack() as stack:
             urls = servers(stack, plan.policies, options.out)

@@ -10,7 +10,6 @@ are tokens that an unshaped group of all 8 generates and the vote does not.
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.quick:
         options.problems, options.trained = 96, 64
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
     kinds = [kind for kind in KINDS if not (options.no_head and kind.startswith("head"))]
     flags = () if options.no_head else HEAD
     with serving(DARTS, Path("out/voting/server.log"), *flags) as server:

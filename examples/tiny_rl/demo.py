@@ -9,7 +9,6 @@ no longer be in the group. Run it from the root of the repository, with vLLM, th
 
 import argparse
 import asyncio
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ WARM_UP_GROUPS = 4  # an engine's first request takes seconds, which neither run
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the demo. Exits with a message if it fails."""
     options = arguments(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
     console, log = Console(), options.out / "server.log"
     try:
         with ExitStack() as stack:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -60,7 +61,7 @@ class Server:
 def serving(
     command: Sequence[str], log: Path, *flags: str, port: int = 0, env: dict[str, str] | None = None
 ) -> Iterator[Server]:
-    """A server that is healthy when the block begins and gone when it ends.
+    """A server that is healthy when the block begins and gone when it ends, also by SIGTERM to this process.
 
     Args:
         command: what to run with ``python -m``, :data:`DARTS` or :data:`PLAIN`.
@@ -83,11 +84,26 @@ def serving(
             start_new_session=True,  # the terminal's Ctrl-C does not reach it: it is stopped here, in order
         )
     server = Server(process, port, log)
+    with _unwound_by_sigterm():
+        try:
+            _wait_until(server, lambda: httpx.get(f"{server.url}/health").status_code == 200)
+            yield server
+        finally:
+            _stop(process)
+
+
+@contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that what was started in it is stopped; unless it means something."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _wait_until(server, lambda: httpx.get(f"{server.url}/health").status_code == 200)
-        yield server
+        yield
     finally:
-        _stop(process)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _wait_until(server: Server, healthy: Callable[[], bool]) -> None:

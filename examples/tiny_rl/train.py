@@ -11,7 +11,6 @@ and `grpo.py` its model and loss.
 """
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -159,7 +158,6 @@ def summary(shaped: Rollouts, rewards: Sequence[Sequence[float]], update: Update
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and draw. Exits with a message if it fails."""
     options = arguments(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
     torch.set_num_threads(1)  # the server needs the other core
     options.out.mkdir(parents=True, exist_ok=True)
     try:

@@ -9,7 +9,6 @@ before their names. Run it from the root of the repository, with vLLM, the extra
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -144,7 +143,6 @@ def _told(score: HeldOut) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and sum up. Exits with a message if it fails."""
     options = arguments(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the server
     torch.set_num_threads(1)  # the server needs the other core
     options.out.mkdir(parents=True, exist_ok=True)
     recipe = Recipe(options.steps)
