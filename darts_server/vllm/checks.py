@@ -8,6 +8,7 @@ import torch
 from vllm.platforms import current_platform
 
 from darts_server.vllm.compat import doubt, vllm_version
+from darts_server.vllm.platform import NO_COMPILER, can_compile
 
 CONFIG_FILES = ("config.json", "params.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -24,7 +25,7 @@ def devices() -> tuple[str, str | None]:
     """What models run on, and what is wrong with it."""
     built = f"torch {torch.__version__}"
     if current_platform.is_cpu():
-        return f"{built}, CPU", None
+        return f"{built}, CPU{'' if can_compile() else f'; {NO_COMPILER}'}", None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return built, "vLLM finds no device: are the driver and, in a container, --gpus there?"

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 UNCOMPILED = "TORCHDYNAMO_DISABLE"
 """Of torch: in its environment ``1`` has nothing compiled, in this process's children neither."""
+NO_COMPILER = "no C++ compiler with Python's headers: torch compiles nothing, as with --enforce-eager"
 WORKER = "darts_server.vllm.worker"
 EXTENSION = "WorkerExtension"
 BESIDE = f"{EXTENSION} beside "
@@ -38,7 +39,7 @@ def prepare(args: Namespace) -> None:
         args.enable_chunked_prefill = False
     os.environ.setdefault(SHARING, "1")
     if not can_compile():
-        logger.warning("no C++ compiler with Python's headers: torch compiles nothing, as with --enforce-eager")
+        logger.warning("%s", NO_COMPILER)
         args.enforce_eager = True
         os.environ.setdefault(UNCOMPILED, "1")
 

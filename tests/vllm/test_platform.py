@@ -5,7 +5,8 @@ import pytest
 from vllm.platforms import current_platform
 
 from darts_server.vllm import worker
-from darts_server.vllm.platform import UNCOMPILED, can_compile, extension, prepare
+from darts_server.vllm.checks import devices
+from darts_server.vllm.platform import NO_COMPILER, UNCOMPILED, can_compile, extension, prepare
 from darts_server.vllm.plugin import SHARING
 
 
@@ -58,5 +59,6 @@ def test_without_a_compiler_nothing_is_compiled(
     prepare(args)
     assert args.enforce_eager is not compiles
     assert os.environ.get(UNCOMPILED) == (None if compiles else "1")
-    assert ("no C++ compiler" in caplog.text) is not compiles
+    assert (NO_COMPILER in caplog.text) is not compiles
+    assert (NO_COMPILER in devices()[0]) is not compiles
     assert not (compiler == "no-such-compiler" and compiles)
