@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -81,12 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-@contextmanager
-def served(model: Path, root: Path, out: Path, *flags: str) -> Iterator[Server]:
+def served(model: Path, root: Path, out: Path, *flags: str) -> AbstractContextManager[Server]:
     """``root``: where weights may come from; pushed and pulled ones are staged in ``out``."""
     places = ("--weights-root", str(root), "--weights-hosts", HERE, "--weights-staging", str(out))
-    with serving(("darts_server", "serve", str(model)), out / "server.log", *places, *flags) as server:
-        yield server
+    return serving(("darts_server", "serve", str(model)), out / "server.log", *places, *flags)
 
 
 def make_large(folder: Path) -> Path:
