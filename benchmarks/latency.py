@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.server import ENVIRONMENT
 from darts_server.policy.latency import LatencyCurve
 from examples.tiny_rl.engine import TinyEngine, shaping_engine
-from examples.tiny_rl.server import ENVIRONMENT
-from examples.tiny_rl.task import sample_problem
 
 LEARNED = (1, 2, 4, 8, 16, 32)
 HELD_OUT = (1, 3, 6, 12, 24, 48)

@@ -20,8 +20,8 @@ from random import Random
 import httpx
 import psutil
 
-from examples.tiny_rl.server import DARTS, PLAIN, Server, serving
-from examples.tiny_rl.task import MAX_RESPONSE_TOKENS, sample_problem
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
+from darts_server.demo.server import DARTS, PLAIN, Server, serving
 
 # Both servers get the same scheduler: darts-server's default on CPU.
 SAME = ("--no-enable-chunked-prefill",)

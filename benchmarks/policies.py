@@ -20,12 +20,12 @@ from random import Random
 
 import numpy as np
 
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.server import ENVIRONMENT
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named import SHADOW, named
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import GroupRecord
-from examples.tiny_rl.server import ENVIRONMENT
-from examples.tiny_rl.task import sample_problem
 
 SIZE = 8
 NAMED = {name: shaping for name, shaping in named(Shaping(), Deadline(exploration=0.0)).items() if SHADOW not in name}

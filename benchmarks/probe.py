@@ -25,12 +25,12 @@ from typing import Any
 
 import psutil
 
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.server import ENVIRONMENT
 from darts_server.engine.port import Probe, Probed
 from darts_server.policy.shaping import Shaping
 from darts_server.vllm.engine import PromptRequest, VllmEngine
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
-from examples.tiny_rl.server import ENVIRONMENT
-from examples.tiny_rl.task import sample_problem
 
 DETECT_AT = (8, 24, 48)
 RESAMPLES = 400

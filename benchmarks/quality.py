@@ -23,10 +23,10 @@ from tqdm import trange
 
 from benchmarks.quality_picture import picture
 from darts_client import Client, Group
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
+from darts_server.demo.server import DARTS, serving
 from darts_server.policy.diagnostics import auc, brier_score, calibration_error
 from examples.tiny_rl.remote import TIMEOUT_SECONDS
-from examples.tiny_rl.server import DARTS, serving
-from examples.tiny_rl.task import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
 from examples.tiny_rl.train import score
 
 KINDS = ("head", "logprob", "head+logprob")

@@ -23,12 +23,13 @@ from tqdm import trange
 from benchmarks.rl_picture import picture
 from benchmarks.rl_table import BASE, Runs, tables
 from darts_client import Client
+from darts_server.demo.problems import Difficulty
+from darts_server.demo.server import DARTS, MODEL, serving
 from darts_server.store import Store
 from examples.tiny_rl import warm_start
+from examples.tiny_rl.demonstrations import VARIANTS
 from examples.tiny_rl.grpo import Learner
 from examples.tiny_rl.remote import TIMEOUT_SECONDS
-from examples.tiny_rl.server import DARTS, MODEL, serving
-from examples.tiny_rl.task import VARIANTS, Difficulty
 from examples.tiny_rl.train import Recipe, train
 from examples.tiny_rl.train_log import Entry, read_log
 

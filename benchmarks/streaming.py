@@ -22,8 +22,8 @@ import httpx
 import psutil
 
 from benchmarks.overhead import cpu_of, progress, spread
-from examples.tiny_rl.server import DARTS, Server, serving
-from examples.tiny_rl.task import sample_problem
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.server import DARTS, Server, serving
 
 GROUP_SIZE = 8
 CHUNKS = (1, 16, 100)

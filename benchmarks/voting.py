@@ -22,9 +22,9 @@ import numpy as np
 from tqdm import tqdm
 
 from darts_client import AsyncClient, Vote
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
+from darts_server.demo.server import DARTS, Server, serving
 from examples.tiny_rl.remote import TIMEOUT_SECONDS
-from examples.tiny_rl.server import DARTS, Server, serving
-from examples.tiny_rl.task import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
 
 SIZE = 8
 PATTERN = "#([0-9])$"

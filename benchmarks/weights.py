@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save
 from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from examples.tiny_rl.server import MODEL, Server, serving
+from darts_server.demo.server import MODEL, Server, serving
 
 PHASES = ("transfer", "check", "wait", "pause", "load", "resume", "in all")
 ROUTE = "/darts/v1/weights"

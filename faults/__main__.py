@@ -17,7 +17,7 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from examples.tiny_rl.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server, serving
 from faults import bodies, callers, clock, disk, engine, running
 from faults.case import Fault, Outcome, Scene, Where
 from faults.others import at_rest

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from pathlib import Path
 from random import Random
 
-from examples.tiny_rl.server import Server
+from darts_server.demo.server import Server
 
 PROMPT = "7a-5b*4>"
 

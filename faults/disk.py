@@ -14,10 +14,10 @@ import httpx
 import psutil
 from safetensors.torch import save
 
+from darts_server.demo.server import DARTS, Server
 from darts_server.exceptions import StateError
 from darts_server.store import Store
 from darts_server.store.database import FILE_NAME
-from examples.tiny_rl.server import DARTS, Server
 from faults.case import PROMPT, Fault, Outcome, Scene, Where
 from faults.others import ANSWER_SECONDS, GROUP, others
 from tests.integration.weights import ORIGINAL

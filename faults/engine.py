@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import httpx
 
-from examples.tiny_rl.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server, serving
 from faults.case import Fault, Outcome, Scene, Where
 from faults.others import ANSWER_SECONDS, LONG, others, until_started
 from tests.integration.waiting import engine_processes
@@ -71,7 +71,7 @@ async def _ended(scene: Scene, by: signal.Signals, log: str, *flags: str) -> Out
 
 async def _gone(server: Server, engines: list[int], outcome: Outcome) -> None:
     code = await asyncio.to_thread(server.process.wait, ANSWER_SECONDS)
-    outcome.expect(code not in (0, None), f"exit code {code}: {server.last_words()}")
+    outcome.expect(code not in (0, None), f"exit code {code}: {server.log_tail()}")
     outcome.expect(await _holds(lambda: not any(map(_runs, engines))), "the engine's process is still there")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from examples.tiny_rl.server import Server
+from darts_server.demo.server import Server
 from faults.case import PROMPT, Outcome
 
 GROUP: dict[str, Any] = {"prompts": [{"text": PROMPT}], "group_size": 4, "sampling": {"max_tokens": 60}}

@@ -69,7 +69,7 @@ async def sigterm(scene: Scene) -> Outcome:
             outcome.lost += not told
         outcome.stall = time.monotonic() - began
     code = await asyncio.to_thread(server.process.wait, ANSWER_SECONDS)
-    outcome.expect(code == 0, f"exit code {code}: {server.last_words()}")
+    outcome.expect(code == 0, f"exit code {code}: {server.log_tail()}")
     with Store(scene.folder / "state") as store:
         outcome.expect(store.count("prompt") > 0, "nothing of what was learned is in the state folder")
     return outcome

@@ -10,12 +10,8 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from examples.tiny_rl.task import (
-    MAX_RESPONSE_TOKENS,
-    Verbosity,
-    demonstration,
-    sample_problem,
-)
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
+from examples.tiny_rl.demonstrations import Verbosity, demonstration
 from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID
 
 IGNORED = -100  # the label that cross entropy leaves out

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from darts_client import AsyncClient, DartsError
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
+from darts_server.demo.server import DARTS, serving
 from examples.tiny_rl.demo_report import Run, picture, read_counts, table, verdict
-from examples.tiny_rl.server import DARTS, serving
-from examples.tiny_rl.task import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
 
 PROMPT_SEED = 8
 WARM_UP_GROUPS = 4  # an engine's first request takes seconds, which neither run should pay

@@ -16,6 +16,8 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind
 
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS
+from darts_server.demo.server import FLAGS, MODEL
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.latency import Latency
 from darts_server.rollout.plan import OFF, Limits
@@ -26,8 +28,6 @@ from darts_server.types import BatchRecord, GroupRecord, RequestOptions
 from darts_server.vllm import server
 from darts_server.vllm.engine import PromptRequest, VllmPort, VllmRollouts, prompt_key_of
 from darts_server.vllm.llm import ShapingLLM
-from examples.tiny_rl.server import FLAGS, MODEL
-from examples.tiny_rl.task import MAX_RESPONSE_TOKENS
 
 
 class TinyEngine:

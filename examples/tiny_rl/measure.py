@@ -2,7 +2,7 @@
 
 Run from the repository root::
 
-    python -m examples.tiny_rl.measure --model examples/tiny_rl/model
+    python -m examples.tiny_rl.measure --model darts_server/demo/model
 
 Samples with real vLLM at temperature 1 and prints a Markdown table last. Lengths are
 in tokens and count the end of sequence; a truncated response has MAX_RESPONSE_TOKENS.
@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean, median, pstdev, quantiles
 
-from examples.tiny_rl.task import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
 
 PROMPT_SEED = 20_240  # fixed, so that two models meet the same prompts
 LONG_TAIL = 3.0  # a prompt has a long tail when its max/median length is above this

@@ -24,6 +24,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MultipleLocator, NullLocator
 
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.server import ENVIRONMENT
 from darts_server.policy.allocation import batch_candidates
 from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.deadline import Deadline
@@ -34,8 +36,6 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import OFF
 from darts_server.types import FinishReason
 from examples.tiny_rl.colours import BLUE, GREY, ORANGE, SKY
-from examples.tiny_rl.server import ENVIRONMENT
-from examples.tiny_rl.task import sample_problem
 
 SIZE, CANDIDATES, PROMPTS = 8, 12, 64
 SEED = 1  # of prompts, candidates and lots

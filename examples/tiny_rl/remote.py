@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from darts_client import Client, Group, Trajectory
-from examples.tiny_rl.task import MAX_RESPONSE_TOKENS
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 
 TIMEOUT_SECONDS = 300.0  # a batch of the tiny task takes seconds
 

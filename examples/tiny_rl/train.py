@@ -27,10 +27,10 @@ import torch
 from tqdm import tqdm
 
 from darts_client import Client, DartsError, Trajectory
+from darts_server.demo.problems import Difficulty, Problem, reward, sample_problem
+from darts_server.demo.server import DARTS, MODEL, serving
 from examples.tiny_rl.grpo import Learner, Trained, Update, advantages
 from examples.tiny_rl.remote import TIMEOUT_SECONDS, Policy, Rollouts, rollouts, samples, truncated
-from examples.tiny_rl.server import DARTS, MODEL, serving
-from examples.tiny_rl.task import Difficulty, Problem, reward, sample_problem
 from examples.tiny_rl.tokenizer import build_tokenizer
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training
 from examples.tiny_rl.train_picture import picture

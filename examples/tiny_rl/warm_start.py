@@ -2,7 +2,7 @@
 
 Run from the repository root::
 
-    python -m examples.tiny_rl.warm_start --out examples/tiny_rl/model
+    python -m examples.tiny_rl.warm_start --out darts_server/demo/model
 
 Supervised training on demonstrations with a curriculum: short chains first, then all
 of them without errors, then demonstrations with the variant's verbosity. Without the
@@ -34,11 +34,7 @@ from transformers import (
 )
 
 from examples.tiny_rl.batches import IGNORED, collate, draw_batch, parts_of
-from examples.tiny_rl.task import (
-    CLEAN,
-    VARIANTS,
-    Verbosity,
-)
+from examples.tiny_rl.demonstrations import CLEAN, VARIANTS, Verbosity
 from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID, VOCABULARY_SIZE, build_tokenizer
 
 MAX_LENGTH = 320  # positions; prompt and response take at most 285

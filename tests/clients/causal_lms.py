@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from examples.tiny_rl.server import MODEL
+from darts_server.demo.server import MODEL
 
 VOCABULARY = 40
 

@@ -14,7 +14,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from darts_client import NotFound, ServerFault
 from darts_client.integrations._callback import total
 from darts_client.integrations.trl import DartsGRPOTrainer, PushingClient, report_rewards, unshaped
-from examples.tiny_rl.server import MODEL
+from darts_server.demo.server import MODEL
 from examples.tiny_rl.tokenizer import build_tokenizer
 
 from .vllm_like import ANSWER, EOS, STATE, VllmLike, vllm_like

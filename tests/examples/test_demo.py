@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 from examples.tiny_rl import demo
 from examples.tiny_rl.demo_report import EDGES, Run, picture, read_counts, table, verdict
-from examples.tiny_rl.task import MAX_RESPONSE_TOKENS
 
 RAW = Run(lengths=[(3, 20, 22, 255), (10, 10, 10, 10)], right=4, seconds=4.0)
 SHAPED = Run(

@@ -5,9 +5,9 @@ from random import Random
 import pytest
 import torch
 
+from darts_server.demo.server import MODEL
 from examples.tiny_rl.batches import Sample, collate
 from examples.tiny_rl.grpo import Learner, StaleWeights, Trained, advantages, log_probs, policy_loss
-from examples.tiny_rl.server import MODEL
 from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer
 
 

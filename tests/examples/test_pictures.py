@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 from examples.tiny_rl import pictures
-from examples.tiny_rl.task import MAX_RESPONSE_TOKENS
 
 LARGEST = 150 * 1024
 ENDS = [(3, "stop")] * 4 + [(9, "stop")] * 4 + [(20, "stop"), (30, "stop"), (90, "stop"), (256, "length")]

@@ -1,11 +1,8 @@
-"""The tiny task: its problems, answers, verifier, tokenizer and committed model."""
+"""The tiny task: its demonstrations, tokenizer and committed model."""
 
 from __future__ import annotations
 
 import json
-import operator
-import re
-from pathlib import Path
 from random import Random
 from typing import cast
 
@@ -13,35 +10,23 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.tiny_rl.batches import IGNORED, PARTS, collate, draw_batch, parts_of
-from examples.tiny_rl.measure import Group, Response, table
-from examples.tiny_rl.task import (
+from darts_server.demo.problems import (
     ANSWER,
-    CLEAN,
     MAX_PROMPT_TOKENS,
     RECHECK,
-    STANDARD,
-    STEP_COUNTS,
-    WORDIER,
     Difficulty,
     Problem,
     Step,
-    demonstration,
     reward,
     sample_problem,
 )
+from darts_server.demo.server import MODEL
+from examples.tiny_rl.batches import IGNORED, PARTS, collate, draw_batch, parts_of
+from examples.tiny_rl.demonstrations import CLEAN, STANDARD, WORDIER, demonstration
+from examples.tiny_rl.measure import Group, Response, table
 from examples.tiny_rl.tokenizer import EOS_ID, VOCABULARY_SIZE, build_tokenizer
 from examples.tiny_rl.warm_start import Recipe, train
-
-MODEL = Path(__file__).parents[2] / "examples" / "tiny_rl" / "model"
-ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-DIFFICULTIES: tuple[Difficulty, ...] = ("easy", "hard")
-EXAMPLE = Problem(
-    "7a-5b*4c-8d+7>",
-    (Step("-", 5), Step("*", 4), Step("-", 8), Step("+", 7)),
-    7,
-    "easy",
-)
+from tests.demo.test_problems import DIFFICULTIES, EXAMPLE
 
 
 @pytest.fixture(scope="module")
@@ -53,40 +38,6 @@ def test_clean_demonstration_of_the_example_is_the_worked_answer() -> None:
     assert demonstration(EXAMPLE, Random(0), CLEAN) == "a-5=2b*4=8c-8=0d+7=7#7"
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("a-5=2b*4=8c-8=0d+7=7#7", 1.0),
-        ("#7", 1.0),
-        ("a-5=2#1#7", 1.0),
-        ("#7#1", 0.0),
-        ("#1", 0.0),
-        ("7", 0.0),
-        ("#", 0.0),
-        ("#77", 0.0),
-        ("a-5=2b*4=8c-8=0d+7=7", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_reward_reads_what_follows_the_last_mark(response: str, expected: float) -> None:
-    assert reward(EXAMPLE, response) == expected
-
-
-@pytest.mark.parametrize("difficulty", DIFFICULTIES)
-def test_problem_has_step_count_of_its_difficulty_and_the_answer_of_its_steps(
-    difficulty: Difficulty,
-) -> None:
-    rng = Random(1)
-    for _ in range(200):
-        problem = sample_problem(rng, difficulty)
-        value = int(problem.prompt[0])
-        for sign, digit in re.findall(r"[a-i]([-+*])(\d)", problem.prompt):
-            value = ARITHMETIC[sign](value, int(digit)) % 10
-        assert problem.difficulty == difficulty
-        assert len(problem.steps) in STEP_COUNTS[difficulty]
-        assert problem.answer == value
-
-
 def test_same_generator_state_gives_same_problems_and_demonstrations() -> None:
     def draw(rng: Random) -> list[str]:
         problems = [sample_problem(rng) for _ in range(20)]
@@ -94,12 +45,6 @@ def test_same_generator_state_gives_same_problems_and_demonstrations() -> None:
 
     assert draw(Random(2)) == draw(Random(2))
     assert draw(Random(2)) != draw(Random(3))
-
-
-def test_both_difficulties_are_about_equally_frequent() -> None:
-    rng = Random(4)
-    easy = sum(sample_problem(rng).difficulty == "easy" for _ in range(1000))
-    assert 430 < easy < 570
 
 
 def test_clean_demonstrations_are_right_and_never_recheck() -> None:

@@ -9,10 +9,10 @@ from typing import Literal
 import pytest
 
 from darts_client import Group, Trajectory
+from darts_server.demo.problems import Problem, sample_problem
 from examples.tiny_rl import train
 from examples.tiny_rl.grpo import Update
 from examples.tiny_rl.remote import Rollouts
-from examples.tiny_rl.task import Problem, sample_problem
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training, read_log
 from examples.tiny_rl.train_picture import picture
 

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from examples.tiny_rl.server import DARTS, ENVIRONMENT, PLAIN, Server, serving
+from darts_server.demo.server import DARTS, ENVIRONMENT, PLAIN, Server, serving
 
 
 @pytest.fixture(scope="session")

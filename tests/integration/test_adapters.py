@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from darts_client import BadRequest, Client
-from examples.tiny_rl.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server, serving
 from tests.integration import waiting
 from tests.integration.weights import ORIGINAL, PROMPT, Weights, difference, other, put, sampled, told
 

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from examples.tiny_rl.server import Server
+from darts_server.demo.server import Server
 
 pytestmark = pytest.mark.engine
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, "max_tokens": 50}

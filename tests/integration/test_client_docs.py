@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from darts_client import Client
-from examples.tiny_rl.server import MODEL, Server
+from darts_server.demo.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def test_every_snippet_runs(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")  # the snippets read and write where they are run
+    (tmp_path / "darts_server").symlink_to(ROOT / "darts_server")  # the snippets read and write where they are run
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert snippets

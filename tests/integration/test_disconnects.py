@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from examples.tiny_rl.server import Server
+from darts_server.demo.server import Server
 from tests.integration.waiting import wait_idle, wait_started
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]

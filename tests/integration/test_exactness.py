@@ -13,13 +13,13 @@ import pytest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from darts_server.demo.problems import sample_problem
 from darts_server.exceptions import GroupAborted
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import GroupRecord, Outcome
 from darts_server.vllm.engine import PromptRequest, VllmEngine, lots_of
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
-from examples.tiny_rl.task import sample_problem
 from tests.integration.oracle import expected, hopeless_when_stopped
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]

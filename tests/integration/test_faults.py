@@ -13,8 +13,8 @@ import httpx
 import psutil
 import pytest
 
+from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, Server, serving
 from darts_server.store import Store
-from examples.tiny_rl.server import DARTS, ENVIRONMENT, FLAGS, Server, serving
 from tests.integration.waiting import engine_processes, wait_started
 
 pytestmark = pytest.mark.engine
@@ -50,7 +50,7 @@ async def test_a_killed_engine_is_noticed_told_and_ends_the_server_with_an_error
                 assert "was killed (SIGKILL)" in answer.json()["error"]["message"]
         with suppress(httpx.TransportError):  # gone already
             assert httpx.get(f"{server.url}/health").status_code == 503
-        assert server.process.wait(60) == 1, server.last_words()
+        assert server.process.wait(60) == 1, server.log_tail()
     [last] = [line for line in server.log.read_text().splitlines() if " CRITICAL " in line]
     assert "the engine died: EngineCore was killed (SIGKILL)" in last
 
@@ -76,7 +76,7 @@ def test_a_server_that_is_told_to_stop_exits_cleanly(tmp_path: Path) -> None:
         assert server.metric("darts_candidates_started_total") == 8
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(60)
-        assert server.process.returncode == 0, server.last_words()
+        assert server.process.returncode == 0, server.log_tail()
     with Store(tmp_path / "state") as store:
         [(_, stats)] = store.items("prompt")
     assert stats["groups"] == 1

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from examples.tiny_rl.server import Server
+from darts_server.demo.server import Server
 from faults.bodies import malformed
 from faults.callers import half_open, slow_readers
 from faults.case import Outcome, Scene

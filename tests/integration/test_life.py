@@ -12,8 +12,8 @@ import httpx
 import psutil
 import pytest
 
+from darts_server.demo.server import DARTS, serving
 from darts_server.store import Store
-from examples.tiny_rl.server import DARTS, serving
 from tests.integration.waiting import engine_processes, wait_started
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
@@ -55,7 +55,7 @@ async def test_told_to_stop_under_load_it_finishes_what_it_can_and_hands_back_th
             assert [answer.status_code for answer in await asyncio.gather(*singles)] == [200] * 3
             plain: Answers = await asyncio.gather(*whole, *raw, *durable)
             streamed: Answers = await asyncio.gather(*streams, *tokens)
-        assert await asyncio.to_thread(server.process.wait, 60) == 0, server.last_words()
+        assert await asyncio.to_thread(server.process.wait, 60) == 0, server.log_tail()
     assert all(answer.status_code == 200 or told_503(answer) for answer in plain)
     assert any(map(told_503, plain)), "more was asked for than can be done in the grace time"
     assert all("[DONE]" in answer.text for answer in streamed[:-1])
@@ -95,7 +95,7 @@ async def test_a_hung_engine_is_given_up_and_told_of(tmp_path: Path) -> None:
                     os.kill(engine, signal.SIGSTOP)
                 answers: Answers = await asyncio.gather(*requests)
                 streamed: Answers = await asyncio.gather(*streams)
-            assert await asyncio.to_thread(server.process.wait, 60) == 1, server.last_words()
+            assert await asyncio.to_thread(server.process.wait, 60) == 1, server.log_tail()
         finally:
             for engine in engines:
                 with suppress(ProcessLookupError):

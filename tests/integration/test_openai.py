@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from examples.tiny_rl.server import Server
+from darts_server.demo.server import Server
 from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine

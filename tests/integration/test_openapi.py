@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from examples.tiny_rl.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 KEY = "Authorization: Bearer secret"

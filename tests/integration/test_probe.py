@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.server import MODEL
 from darts_server.engine.port import Probe, Probed
 from darts_server.policy.shaping import Shaping
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import PromptRequest, VllmEngine
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
-from examples.tiny_rl.server import MODEL
-from examples.tiny_rl.task import sample_problem
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
 TRAJECTORIES = 1000

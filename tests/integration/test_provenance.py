@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from examples.tiny_rl.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server, serving
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>"]

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from examples.tiny_rl.server import DARTS, Server, serving
-from examples.tiny_rl.task import Problem, reward, sample_problem
+from darts_server.demo.problems import Problem, reward, sample_problem
+from darts_server.demo.server import DARTS, Server, serving
 
 pytestmark = pytest.mark.engine
 SIZE = 8
@@ -53,7 +53,7 @@ def pruned(groups: list[dict[str, Any]]) -> int:
 def until(server: Server, status: str) -> None:
     end = time.monotonic() + PATIENCE
     while server.metric("darts_quality_status", status=status) != 1:
-        assert time.monotonic() < end, f"the status is not {status}:\n{server.last_words()}"
+        assert time.monotonic() < end, f"the status is not {status}:\n{server.log_tail()}"
         time.sleep(0.2)
 
 
@@ -85,7 +85,7 @@ def test_groups_are_pruned_once_rewards_have_taught_and_a_restart_goes_on_with_i
         saved = httpx.get(f"{server.url}/darts/v1/state").content
 
     with serving(DARTS, tmp_path / "second.log", *flags) as server:
-        assert server.metric("darts_quality_status", status="ready") == 1, server.last_words()
+        assert server.metric("darts_quality_status", status="ready") == 1, server.log_tail()
         assert pruned(a_step(server, rng)) > GROUPS
 
         for state, status in ((blank, "no_labels"), (saved, "ready")):

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.server import DARTS, Server, serving
 from darts_server.store import Store
-from examples.tiny_rl.server import DARTS, Server, serving
-from examples.tiny_rl.task import sample_problem
 
 pytestmark = pytest.mark.engine
 LOSS_SECONDS = 3.0

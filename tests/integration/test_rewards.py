@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
-from examples.tiny_rl.server import Server
-from examples.tiny_rl.task import Problem, reward, sample_problem
+from darts_server.demo.problems import Problem, reward, sample_problem
+from darts_server.demo.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE = 8

@@ -15,6 +15,7 @@ from vllm.tasks import SupportedTask
 
 from darts_server import app as wired
 from darts_server import settings
+from darts_server.demo.server import MODEL
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http.access import Access
 from darts_server.http.security_routes import kind_of_route
@@ -22,7 +23,6 @@ from darts_server.store import Store
 from darts_server.vllm import server
 from darts_server.vllm.compat.entrypoints import build_app
 from darts_server.weights.staging import Staging
-from examples.tiny_rl.server import MODEL
 
 ENTRYPOINTS = Path(vllm.entrypoints.__path__[0])
 OTHER_APPS = {"launchers/dp_supervisor.py", "cli/preload.py"}

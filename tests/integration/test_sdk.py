@@ -22,7 +22,7 @@ from darts_client import (
     Unauthorized,
 )
 from darts_client.tensors import to_tensors
-from examples.tiny_rl.server import MODEL, Server
+from darts_server.demo.server import MODEL, Server
 from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from examples.tiny_rl.server import DARTS, ENVIRONMENT, STARTUP_SECONDS, Server, serving
+from darts_server.demo.server import DARTS, ENVIRONMENT, STARTUP_SECONDS, Server, serving
 
 pytestmark = pytest.mark.engine
 GIVEN, FILED, ROTATED, ADMIN = "given-5f1d", "filed-77ab", "rotated-09c2", "admin-e31b"

@@ -7,8 +7,8 @@ from random import Random
 import httpx
 import pytest
 
-from examples.tiny_rl.server import Server
-from examples.tiny_rl.task import sample_problem
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.server import Server
 from tests.integration.waiting import wait_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from examples.tiny_rl.server import Server
+from darts_server.demo.server import Server
 
 pytestmark = pytest.mark.engine
 BODY = {"model": "tiny", "prompt": "2a+3b-1c>", "n": 2, "max_tokens": 100}

@@ -6,7 +6,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from examples.tiny_rl.server import Server
+from darts_server.demo.server import Server
 from tests.integration.events import Told, put_together, told_by
 from tests.integration.test_rollouts import LONG, SIZE, prompts
 from tests.integration.waiting import wait_idle

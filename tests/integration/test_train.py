@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from darts_server.demo.server import DARTS, serving
 from examples.tiny_rl import train
 from examples.tiny_rl.grpo import TOLERANCE
-from examples.tiny_rl.server import DARTS, serving
 from examples.tiny_rl.train_log import read_log
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from darts_client import Client
-from examples.tiny_rl.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server, serving
 from examples.tiny_rl.tokenizer import build_tokenizer
 from examples.tiny_rl.train import Recipe
 from examples.tiny_rl.train_trl import make_trainer
@@ -133,7 +133,7 @@ def test_the_pages_snippets_run(
     own: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = counted(own)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")  # they read and write where they are run
+    (tmp_path / "darts_server").symlink_to(ROOT / "darts_server")  # they read and write where they are run
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trl.md").read_text(), re.DOTALL)
     names: dict[str, object] = {}

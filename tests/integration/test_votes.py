@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from darts_client import Client
-from examples.tiny_rl.server import Server
-from examples.tiny_rl.task import MAX_RESPONSE_TOKENS
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS
+from darts_server.demo.server import Server
 from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine

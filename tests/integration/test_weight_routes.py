@@ -12,7 +12,7 @@ import httpx
 import pytest
 from safetensors.torch import save_file
 
-from examples.tiny_rl.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server, serving
 from tests.integration import backend, waiting
 from tests.integration.events import Told, put_together, told_by
 from tests.integration.weights import ORIGINAL, PROMPT, difference, other, put, sampled, served, told

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from examples.tiny_rl.server import DARTS, MODEL, Server, serving
+from darts_server.demo.server import DARTS, MODEL, Server, serving
 from tests.integration import waiting
 from tests.integration.weights import (
     EMBEDDING,

@@ -4,7 +4,7 @@ import time
 
 import psutil
 
-from examples.tiny_rl.server import Server
+from darts_server.demo.server import Server
 
 
 def wait_idle(server: Server, seconds: float) -> float:

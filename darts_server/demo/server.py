@@ -1,4 +1,4 @@
-"""Server processes on the tiny model, for the demo, the benchmarks and the tests.
+"""Start a server process, on the tiny model unless told otherwise, and stop it. The demo, benchmarks and tests use it.
 
 ::
 
@@ -13,14 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "examples" / "tiny_rl" / "model"
+MODEL = Path(__file__).parent / "model"
+"""The tiny policy: 451,648 parameters (Qwen3), made by ``examples/tiny_rl/warm_start.py``."""
 DARTS = ("darts_server", "serve", str(MODEL))
 PLAIN = ("vllm.entrypoints.openai.api_server", "--model", str(MODEL))
 """vLLM's own server; ``vllm serve`` itself does not start under the CPU build."""
@@ -28,8 +28,9 @@ PLAIN = ("vllm.entrypoints.openai.api_server", "--model", str(MODEL))
 FLAGS = ("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "320")
 # One thread: so small a model gains nothing from more, and the server's other processes need the cores.
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-STARTUP_SECONDS = 300.0  # vLLM's imports take half a minute, several times that from a cold disk
-GRACE_SECONDS = 30.0  # vLLM ends within a few seconds
+STARTUP_SECONDS = 300.0  # importing vLLM takes half a minute, and several times that from a cold disk
+GRACE_SECONDS = 30.0  # vLLM stops within a few seconds
+POLL_SECONDS = 0.3
 LOG_LINES = 25
 
 
@@ -42,18 +43,18 @@ class Server:
         self.log = log
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of those samples of a metric that carry these labels; 0 if there are none."""
+        """Sum the samples of a metric that carry these labels; 0 if there are none."""
         text = httpx.get(f"{self.url}/metrics").text
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = (line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted))
 
     def busy(self) -> float:
-        """Requests that the engine runs or keeps waiting."""
+        """Count the requests that the engine runs or queues."""
         return self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
 
-    def last_words(self) -> str:
-        """The end of its log."""
+    def log_tail(self) -> str:
+        """Return the last lines of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
@@ -61,17 +62,18 @@ class Server:
 def serving(
     command: Sequence[str], log: Path, *flags: str, port: int = 0, env: dict[str, str] | None = None
 ) -> Iterator[Server]:
-    """A server that is healthy when the block begins and gone when it ends, also by SIGTERM to this process.
+    """Run a server that is healthy when the block begins and stopped when it ends, also by SIGTERM to this process.
 
     Args:
-        command: what to run with ``python -m``, :data:`DARTS` or :data:`PLAIN`.
-        log: where its output goes.
+        command: what to run with ``python -m``: `DARTS` or `PLAIN`.
+        log: file for its output.
         port: 0 for a free one.
 
     Raises:
         RuntimeError: it exited or did not become healthy; the message has the end of its log.
     """
-    with socket.create_server(("127.0.0.1", port)) as free:  # fails if another server is there, which would answer us
+    # Fails if the port is taken; otherwise the server that listens there would pass for ours.
+    with socket.create_server(("127.0.0.1", port)) as free:
         port = int(free.getsockname()[1])
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -79,22 +81,21 @@ def serving(
             [sys.executable, "-m", *command, *FLAGS, "--host", "127.0.0.1", "--port", str(port), *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=ROOT,
             env=ENVIRONMENT | os.environ | (env or {}),
-            start_new_session=True,  # the terminal's Ctrl-C does not reach it: it is stopped here, in order
+            start_new_session=True,  # the terminal's Ctrl-C does not reach it; `_stop` ends it in order
         )
     server = Server(process, port, log)
-    with _unwound_by_sigterm():
+    with _sigterm_interrupts():
         try:
-            _wait_until(server, lambda: httpx.get(f"{server.url}/health").status_code == 200)
+            _wait_until_healthy(server)
             yield server
         finally:
             _stop(process)
 
 
 @contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that what was started in it is stopped; unless it means something."""
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, so that the server is stopped; keep a handler that is already set."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -106,16 +107,16 @@ def _unwound_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _wait_until(server: Server, healthy: Callable[[], bool]) -> None:
+def _wait_until_healthy(server: Server) -> None:
     deadline = time.monotonic() + STARTUP_SECONDS
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
-            raise RuntimeError(f"the server exited with code {server.process.returncode}:\n{server.last_words()}")
+            raise RuntimeError(f"the server exited with code {server.process.returncode}:\n{server.log_tail()}")
         with suppress(httpx.TransportError):
-            if healthy():
+            if httpx.get(f"{server.url}/health").status_code == 200:
                 return
-        time.sleep(0.3)
-    raise RuntimeError(f"the server is not healthy after {STARTUP_SECONDS:.0f} s:\n{server.last_words()}")
+        time.sleep(POLL_SECONDS)
+    raise RuntimeError(f"the server is not healthy after {STARTUP_SECONDS:.0f} s:\n{server.log_tail()}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -124,6 +125,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(GRACE_SECONDS)
             return
-    with suppress(ProcessLookupError):  # a server that was killed leaves its engine behind
+    with suppress(ProcessLookupError):  # a killed server leaves its engine process behind
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

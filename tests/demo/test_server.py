@@ -6,14 +6,14 @@ from pathlib import Path
 
 import psutil
 
-from examples.tiny_rl.server import ROOT
+ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from examples.tiny_rl.server import serving
+from darts_server.demo.server import serving
 
-with serving(("tests.examples.answering",), Path(sys.argv[1])) as server:
+with serving(("tests.demo.answering",), Path(sys.argv[1])) as server:
     print(server.process.pid, flush=True)
     time.sleep(600)
 """
