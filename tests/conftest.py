@@ -1,16 +1,38 @@
-"""Property tests try the same worlds on every run; ``HYPOTHESIS_PROFILE=search`` looks for new ones.
+"""Profiles of hypothesis, the option ``--all``, and the environment that engines run in.
 
-TRL, once imported, has everything that is started from here log errors alone, unless a level is set.
+Property tests try the same examples on every run. ``HYPOTHESIS_PROFILE`` names another profile: ``nightly`` has three
+times as many examples and is the default with ``--all``, ``search`` draws new ones on every run.
 """
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 SLOW_MACHINES = [HealthCheck.too_slow]
-settings.register_profile(
-    "repeatable", max_examples=150, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES
-)
-settings.register_profile("search", max_examples=3_000, deadline=None, suppress_health_check=SLOW_MACHINES)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+settings.register_profile("push", max_examples=50, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
+settings.register_profile("nightly", settings.get_profile("push"), max_examples=150)
+settings.register_profile("search", settings.get_profile("push"), max_examples=3_000, derandomize=False)
+
+# vLLM binds each engine to the same core unless it is switched off, and tests run several engines at a time.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# TRL, once imported, makes vLLM log errors alone in every process that is started from here, unless a level is set.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run nightly tests too, and the nightly profile of hypothesis")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    default = "nightly" if config.getoption("--all") else "push"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out nightly tests unless ``--all`` is given, and put modules with an engine, the longest ones, first."""
+    if not config.getoption("--all"):
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if item not in nightly]
+    items.sort(key=lambda item: item.get_closest_marker("engine") is None)

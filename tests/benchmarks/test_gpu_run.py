@@ -23,6 +23,7 @@ from benchmarks.gpu.tables import Table
 from darts_server.policy.latency import LatencyCurve
 from darts_server.types import FinishReason
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 CURVE = LatencyCurve((1, 512), (0.002, 0.008), 1e-5)
 DRY_SECONDS = 360

@@ -16,6 +16,7 @@ from benchmarks.gpu.models import SHAPES, TINY, Shape
 from benchmarks.gpu.parts import weights
 from benchmarks.gpu.sizes import DRY
 
+pytestmark = pytest.mark.nightly
 GB = 10**9
 SMALL, LARGE = SHAPES["0.6B"], SHAPES["8B"]
 

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser
 from tests.http.at_work import at_work
 from tests.http.browser import Visit, chromium
 
+pytestmark = pytest.mark.nightly
 # Chromium's own word for an answer of 4xx; the page says in its own what was wrong.
 REFUSED = "Failed to load resource"
 MOST_ELEMENTS = 700
