@@ -11,9 +11,6 @@ from darts_server.control import Control
 from darts_server.doctor import findings
 from darts_server.doctor.findings import Finding
 from darts_server.doctor.serving import address, before_the_start, of_vllm
-from darts_server.engine.admission import Admission, Bounds, most_queued
-from darts_server.engine.gate import Gate
-from darts_server.engine.life import Life
 from darts_server.exceptions import DartsError, InvalidSetting
 from darts_server.http import errors, page
 from darts_server.http.access import Access, Keys, check_listening
@@ -28,21 +25,24 @@ from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.report import Report
-from darts_server.rollout.batches import Batches, Keeping
-from darts_server.rollout.bias import LengthBias
-from darts_server.rollout.feedback import Feedback
-from darts_server.rollout.latency import Latency
-from darts_server.rollout.live import Live
-from darts_server.rollout.observer import GroupObserver
-from darts_server.rollout.prompts import KIND, Prompts
-from darts_server.rollout.provenance import Provenance
+from darts_server.rollout.batches.registry import Batches, Keeping
+from darts_server.rollout.batches.submission import Submissions
+from darts_server.rollout.learned.latency import Latency
+from darts_server.rollout.learned.prompts import KIND, Prompts
+from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.observers.base import GroupObserver
+from darts_server.rollout.observers.bias import LengthBias
+from darts_server.rollout.observers.feedback import Feedback
+from darts_server.rollout.observers.monitor import Live
+from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.pruning.judging import Judging, Kind
 from darts_server.rollout.pruning.pruner import Pruner
-from darts_server.rollout.rewards import Rewards
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.submission import Submissions
-from darts_server.rollout.voting.sureness import Sureness
+from darts_server.rollout.voting.confidence import Sureness
 from darts_server.rollout.voting.votes import Votes
+from darts_server.serving.admission import Admission, Bounds, most_queued
+from darts_server.serving.gate import Gate
+from darts_server.serving.lifecycle import Life
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.types import GroupRecord

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from darts_server.engine.admission import caller
 from darts_server.exceptions import InvalidSetting
+from darts_server.serving.admission import caller
 
 LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"

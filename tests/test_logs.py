@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from darts_server import logs
-from darts_server.engine.admission import Caller, caller
 from darts_server.exceptions import InvalidSetting
 from darts_server.journal import Journal
+from darts_server.serving.admission import Caller, caller
 from darts_server.types import BatchRecord, UpdateOutcome, UpdateRecord
 from tests.metrics.test_groups import record
 

@@ -20,9 +20,9 @@ from benchmarks.gpu.traced import Lengths, TracedEngine
 from benchmarks.gpu.watched import RepeatableRollouts, WatchedRollouts
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.documents import Documents
-from darts_server.rollout.latency import Latency
-from darts_server.rollout.observer import GroupObserver
+from darts_server.rollout.learned.documents import Documents
+from darts_server.rollout.learned.latency import Latency
+from darts_server.rollout.observers.base import GroupObserver
 from darts_server.rollout.plan import OFF, Limits
 from darts_server.store import Store
 from darts_server.vllm.engine import VllmPort, VllmRollouts

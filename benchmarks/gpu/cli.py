@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.gpu.models import SHAPES, TINY
 from benchmarks.gpu.policies import ORDER
 from benchmarks.gpu.traces import DRAWN, recorded
-from darts_server.rollout.budgets import SMALLEST_BATCH
+from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
 
 DESCRIPTION = """\
 Measures on this machine's GPU whether shaped rollouts are faster than plain vLLM, in minutes and without any download.

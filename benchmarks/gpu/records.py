@@ -4,7 +4,7 @@ from darts_server.types import BatchRecord, GroupRecord
 
 
 class Records:
-    """Implements :class:`darts_server.rollout.observer.GroupObserver`."""
+    """Implements :class:`darts_server.rollout.observers.base.GroupObserver`."""
 
     def __init__(self) -> None:
         self.groups: list[GroupRecord] = []

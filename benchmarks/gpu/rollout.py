@@ -11,7 +11,7 @@ from benchmarks.gpu.bench import Bench, all_of, cpu_seconds, number_of
 from benchmarks.gpu.policies import AGAIN, PLAIN, SHAPED, SIZE, UNSHAPED, statistics
 from benchmarks.gpu.records import Records
 from benchmarks.gpu.traces import Trace
-from darts_server.rollout.prompts import KIND
+from darts_server.rollout.learned.prompts import KIND
 from darts_server.types import FinishReason, GroupRecord
 
 

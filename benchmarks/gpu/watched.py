@@ -7,7 +7,7 @@ from typing import Any
 from vllm.outputs import RequestOutput
 
 from benchmarks.gpu.steplog import StepLog
-from darts_server.rollout.batch import Grant
+from darts_server.rollout.allocation.cohort import Grant
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun

@@ -9,8 +9,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from darts_server.http.rollouts_wire import GroupOut, UnfinishedOut, UsageOut, error_object
-from darts_server.rollout.batch_run import BatchRun, Listener, Stream
-from darts_server.rollout.stream import BatchBegan, Belongs, Broken, Delta, Discarded, Done, Event, GroupDecided
+from darts_server.rollout.batches.events import BatchBegan, Belongs, Broken, Delta, Discarded, Done, Event, GroupDecided
+from darts_server.rollout.batches.run import BatchRun, Listener, Stream
 
 MEDIA_TYPE = "text/event-stream"
 QUIET_SECONDS = 15.0

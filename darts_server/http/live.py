@@ -16,8 +16,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from darts_server.http.events import MEDIA_TYPE
 from darts_server.http.weights import UpdateAnswer
-from darts_server.rollout.live import GroupView, Live, View, Viewer
-from darts_server.rollout.rewards import Rewards, summary
+from darts_server.rollout.learned.rewards import Rewards, summary
+from darts_server.rollout.observers.monitor import GroupView, Live, View, Viewer
 from darts_server.types import End, Outcome, StopReason
 from darts_server.weights.updates import Updates
 

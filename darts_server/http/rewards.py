@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from darts_server.http.body import parsed, read_body
 from darts_server.http.openapi import json_body
-from darts_server.rollout.feedback import Feedback, Reward
+from darts_server.rollout.observers.feedback import Feedback, Reward
 
 LARGEST_BODY = 256 * 1024 * 1024
 """Bytes: 4,096 trajectories named by 8,192 tokens have less."""

@@ -13,9 +13,9 @@ from darts_server.http.connection import while_connected
 from darts_server.http.events import MEDIA_TYPE, EventStream
 from darts_server.http.openapi import json_body
 from darts_server.http.rollouts_wire import CancelledOut, GroupOut, RolloutsIn, RolloutsOut, UnfinishedOut, UsageOut
-from darts_server.rollout.batch_run import BatchRun, Form, Stream
-from darts_server.rollout.batches import KEY_HEADER, Batches, Claim
-from darts_server.rollout.submission import Asked
+from darts_server.rollout.batches.registry import KEY_HEADER, Batches, Claim
+from darts_server.rollout.batches.run import BatchRun, Form, Stream
+from darts_server.rollout.batches.submission import Asked
 from darts_server.types import PromptSpec
 
 LARGEST_BODY = 256 * 1024 * 1024

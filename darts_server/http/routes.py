@@ -7,14 +7,14 @@ from typing import Any
 from fastapi import APIRouter, Depends
 
 from darts_server.exceptions import NotFound
-from darts_server.http import adapters, live, policy, rewards, rollouts, state, vote, weights
+from darts_server.http import live, lora, policy, rewards, rollouts, state, vote, weights
 from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.wire import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
-from darts_server.rollout.batches import Batches
-from darts_server.rollout.feedback import Feedback
-from darts_server.rollout.prompts import Prompts
-from darts_server.rollout.provenance import Provenance
-from darts_server.rollout.rewards import Rewards, summary
+from darts_server.rollout.batches.registry import Batches
+from darts_server.rollout.learned.prompts import Prompts
+from darts_server.rollout.learned.rewards import Rewards, summary
+from darts_server.rollout.observers.feedback import Feedback
+from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.voting.votes import Votes
 from darts_server.weights.updates import Updates
 
@@ -60,6 +60,6 @@ def router(
     api.include_router(state.routes(store))
     api.include_router(policy.routes(control))
     api.include_router(weights.routes(updates))
-    api.include_router(adapters.routes(updates))
+    api.include_router(lora.routes(updates))
     api.include_router(live.routes(viewed))
     return api

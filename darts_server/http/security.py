@@ -10,8 +10,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from darts_server.engine.admission import Caller, caller
-from darts_server.engine.life import Life
 from darts_server.exceptions import (
     DartsError,
     EngineDead,
@@ -26,6 +24,8 @@ from darts_server.http.access import Access, Kind
 from darts_server.http.body import STALL_SECONDS
 from darts_server.http.errors import body_of, headers_of, status_of
 from darts_server.http.security_routes import has_own_limits, kind_of
+from darts_server.serving.admission import Caller, caller
+from darts_server.serving.lifecycle import Life
 
 REFUSED_BELOW = 400
 """Answers with such a status and above are replaced where the guard knows the cause."""

@@ -10,7 +10,7 @@ from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 from darts_server.http.body import read_body
 from darts_server.http.openapi import binary_body
 from darts_server.http.wire import StateAnswer
-from darts_server.rollout.prompts import KIND
+from darts_server.rollout.learned.prompts import KIND
 
 FILE_NAME = "darts-state"
 LARGEST_FILE = 1024**3

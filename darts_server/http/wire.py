@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field
 
-from darts_server.rollout.feedback import GroupRewards
+from darts_server.rollout.observers.feedback import GroupRewards
 from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome, StopReason
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from darts_server.engine.admission import caller
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
 from darts_server.policy.replay import replay
 from darts_server.policy.selection import Shadow
+from darts_server.serving.admission import caller
 from darts_server.types import CandidateRecord, GroupRecord, Outcome, Returned, ShadowRecord
 
 

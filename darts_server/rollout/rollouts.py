@@ -7,8 +7,6 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from darts_server.engine.admission import Admission
-from darts_server.engine.gate import Gate
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted, InvalidRequest
 from darts_server.policy.brownout import Brownout
@@ -16,20 +14,22 @@ from darts_server.policy.deadline import Losses
 from darts_server.policy.group import Group
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.allocator import Allocator
-from darts_server.rollout.assembly import Assembly, Joining
-from darts_server.rollout.batch import Grant
-from darts_server.rollout.budgets import Budgets
-from darts_server.rollout.dataset import Dataset
-from darts_server.rollout.documents import Documents
-from darts_server.rollout.latency import Latency
+from darts_server.rollout.allocation.allocator import Allocator
+from darts_server.rollout.allocation.budgets import Budgets
+from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.joining import Assembly, Joining
+from darts_server.rollout.learned.dataset import Dataset
+from darts_server.rollout.learned.documents import Documents
+from darts_server.rollout.learned.latency import Latency
+from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.ledger import Ledger
-from darts_server.rollout.observer import GroupObserver
+from darts_server.rollout.observers.base import GroupObserver
 from darts_server.rollout.plan import Limits, Plan, Planner
-from darts_server.rollout.prompts import Prompts
+from darts_server.rollout.poller import Watch
 from darts_server.rollout.pruning.judge import Judge
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.watch import Watch
+from darts_server.serving.admission import Admission
+from darts_server.serving.gate import Gate
 from darts_server.types import BatchRecord, GroupRecord, RequestOptions, Returned
 
 NO_WISHES = RequestOptions()

@@ -30,10 +30,10 @@ from darts_server.policy.events import (
 from darts_server.policy.group import Group
 from darts_server.policy.selection import SelectionRule
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.asked import AskedFor
-from darts_server.rollout.batch import Batch, Grant
+from darts_server.rollout.allocation.cohort import Batch, Grant
+from darts_server.rollout.candidate_requests import AskedFor
 from darts_server.rollout.ledger import Ledger
-from darts_server.rollout.observer import GroupObserver
+from darts_server.rollout.observers.base import GroupObserver
 from darts_server.rollout.pruning.judge import Judge
 from darts_server.rollout.pruning.scoring import Scoring
 from darts_server.types import CandidateRecord, GroupRecord, Returned

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from darts_server.vllm.adapters import VllmAdapters
+from darts_server.vllm.lora import VllmAdapters
 from darts_server.weights.updates import Updates
 
 

@@ -25,8 +25,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from darts_server.engine.port import Ended, Engine, Generated, Probe, Prompter
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
-from darts_server.rollout.batches import Batches
-from darts_server.rollout.prompts import key_of
+from darts_server.rollout.batches.registry import Batches
+from darts_server.rollout.learned.prompts import key_of
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.votes import Votes
 from darts_server.types import FinishReason

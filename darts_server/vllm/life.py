@@ -15,8 +15,8 @@ from functools import partial
 import psutil
 from fastapi import FastAPI
 
-from darts_server.engine.life import Ending, Life
 from darts_server.exceptions import DartsError, EngineDead, EngineHung, ServerStopping
+from darts_server.serving.lifecycle import Ending, Life
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.watchdog import cause_of_death, hung
 
@@ -109,7 +109,7 @@ def exit_code(llm: ShapingLLM, life: Life) -> int:
 
 
 class _EngineWork:
-    """Implements :class:`darts_server.engine.life.Work`."""
+    """Implements :class:`darts_server.serving.lifecycle.Work`."""
 
     def __init__(self, llm: ShapingLLM, living: Living) -> None:
         self._llm = llm

@@ -11,11 +11,11 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 
-from darts_server.engine.admission import Admission
-from darts_server.engine.gate import Gate
 from darts_server.exceptions import DartsError
-from darts_server.rollout.assembly import Joining
+from darts_server.rollout.joining import Joining
 from darts_server.rollout.plan import Plan
+from darts_server.serving.admission import Admission
+from darts_server.serving.gate import Gate
 from darts_server.types import RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.engine import PromptRequest, VllmRollouts, in_vllms_words, lots_of, prompt_key_of, sameness

@@ -19,8 +19,8 @@ from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from darts_server.engine.gate import Gate
 from darts_server.exceptions import InvalidSetting
+from darts_server.serving.gate import Gate
 from darts_server.vllm.compat import doubt, vllm_version
 from darts_server.vllm.compat.entrypoints import (
     build_app,

@@ -10,8 +10,8 @@ from vllm.transformers_utils.repo_utils import get_model_path
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateUnsupported
-from darts_server.vllm.adapters import VllmAdapters
 from darts_server.vllm.compat.engine import tell_version
+from darts_server.vllm.lora import VllmAdapters
 from darts_server.weights.tensors import Expected, TensorSet, read
 
 if TYPE_CHECKING:

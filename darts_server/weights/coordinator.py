@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
-from darts_server.engine.gate import Gate
 from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
+from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome, UpdateRecord
 from darts_server.weights.port import Groups, Model, UpdateObserver
 from darts_server.weights.states import Machine, Move, State

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from darts_server.types import UpdateRecord
-from darts_server.weights.adapter import Layers
+from darts_server.weights.lora_config import Layers
 from darts_server.weights.tensors import Expected, TensorSet
 
 

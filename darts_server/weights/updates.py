@@ -8,14 +8,14 @@ from pathlib import Path
 
 from anyio.to_thread import run_sync
 
-from darts_server.engine.gate import Gate
 from darts_server.exceptions import UpdateFailed
+from darts_server.serving.gate import Gate
 from darts_server.types import UpdateRecord
-from darts_server.weights.adapters import Adapters
 from darts_server.weights.change import Changes
 from darts_server.weights.coordinator import Coordinator, Limits, Rule, Update
-from darts_server.weights.elsewhere import Elsewhere
-from darts_server.weights.held import Held
+from darts_server.weights.external import Elsewhere
+from darts_server.weights.loaded import Held
+from darts_server.weights.lora import Adapters
 from darts_server.weights.port import Groups, Model, UpdateObserver
 from darts_server.weights.pull import Hosts, pulled
 from darts_server.weights.roots import allowed

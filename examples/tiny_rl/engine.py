@@ -19,9 +19,9 @@ from vllm.sampling_params import RequestOutputKind
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 from darts_server.demo.server import FLAGS, MODEL
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.latency import Latency
+from darts_server.rollout.learned.latency import Latency
+from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.plan import OFF, Limits
-from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.store import Store
 from darts_server.types import BatchRecord, GroupRecord, RequestOptions

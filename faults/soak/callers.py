@@ -9,12 +9,12 @@ from random import Random
 from typing import Any
 
 from darts_server.exceptions import DartsError
-from darts_server.rollout.assembly import Joining
-from darts_server.rollout.batch_run import BatchRun, Form, Stream
-from darts_server.rollout.batches import Claim
-from darts_server.rollout.feedback import Reward
+from darts_server.rollout.batches.registry import Claim
+from darts_server.rollout.batches.run import BatchRun, Form, Stream
+from darts_server.rollout.batches.submission import Asked
+from darts_server.rollout.joining import Joining
+from darts_server.rollout.observers.feedback import Reward
 from darts_server.rollout.plan import OFF, Plan
-from darts_server.rollout.submission import Asked
 from darts_server.rollout.voting.votes import Question
 from darts_server.types import PromptSpec, RequestOptions
 from faults.soak.house import House

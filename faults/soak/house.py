@@ -8,25 +8,25 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from darts_server.control import Control
-from darts_server.engine.admission import Admission, Bounds
-from darts_server.engine.gate import Gate
 from darts_server.metrics import Metrics, QualityMetrics
 from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import BUFFER, Calibration
 from darts_server.quality.evaluation import WINDOW
-from darts_server.rollout.batches import Batches, Keeping
-from darts_server.rollout.bias import LengthBias
-from darts_server.rollout.feedback import Feedback
-from darts_server.rollout.latency import Latency
-from darts_server.rollout.live import Live
-from darts_server.rollout.provenance import DEFAULT_KEPT, Provenance
+from darts_server.rollout.batches.registry import Batches, Keeping
+from darts_server.rollout.batches.submission import Submissions
+from darts_server.rollout.learned.latency import Latency
+from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.observers.bias import LengthBias
+from darts_server.rollout.observers.feedback import Feedback
+from darts_server.rollout.observers.monitor import Live
+from darts_server.rollout.observers.provenance import DEFAULT_KEPT, Provenance
 from darts_server.rollout.pruning.judging import Judging
 from darts_server.rollout.pruning.pruner import Pruner
-from darts_server.rollout.rewards import Rewards
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.submission import Submissions
-from darts_server.rollout.voting.sureness import Sureness
+from darts_server.rollout.voting.confidence import Sureness
 from darts_server.rollout.voting.votes import Votes
+from darts_server.serving.admission import Admission, Bounds
+from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.store.backend import MOST_IN_MEMORY

@@ -22,8 +22,8 @@ from darts_client import (
     Unauthorized,
 )
 from darts_client._weights import PIECE
-from darts_server.engine.gate import Gate
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
+from darts_server.serving.gate import Gate
 from darts_server.weights.coordinator import Update
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates

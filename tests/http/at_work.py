@@ -20,12 +20,12 @@ from darts_server.http.live import Viewed
 from darts_server.http.routes import router
 from darts_server.http.security import BodyLimits, Guard
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.feedback import Feedback
-from darts_server.rollout.live import Live
+from darts_server.rollout.learned.prompts import Prompts
+from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.observers.feedback import Feedback
+from darts_server.rollout.observers.monitor import Live
+from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.plan import Limits
-from darts_server.rollout.prompts import Prompts
-from darts_server.rollout.provenance import Provenance
-from darts_server.rollout.rewards import Rewards
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.settings import load
 from darts_server.store import Store

@@ -15,15 +15,15 @@ from darts_server.http.group_id import STATE_KEY, GroupIdHeader
 from darts_server.http.routes import router
 from darts_server.http.security import BodyLimits, Guard
 from darts_server.http.state import State
-from darts_server.rollout.feedback import Feedback
-from darts_server.rollout.prompts import Prompts
-from darts_server.rollout.provenance import Provenance
-from darts_server.rollout.rewards import Rewards
+from darts_server.rollout.learned.prompts import Prompts
+from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.observers.feedback import Feedback
+from darts_server.rollout.observers.provenance import Provenance
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import Returned
 from darts_server.weights.updates import Updates
-from tests.rollout.test_prompts import FINISHED, record
+from tests.rollout.learned.test_prompts import FINISHED, record
 
 HERE = "127.0.0.1"
 LARGEST = 2**30

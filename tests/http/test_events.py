@@ -8,9 +8,9 @@ import pytest
 
 from darts_server.engine.scripted import settle
 from darts_server.http.events import LARGEST_PIECE, STILL_HERE, pieces
-from darts_server.rollout.batch_run import Stream
+from darts_server.rollout.batches.run import Stream
+from tests.rollout.batches.streams import ask, batches, claim, tokens
 from tests.rollout.helpers import House, lengths
-from tests.rollout.streams import ask, batches, claim, tokens
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,7 @@ from starlette.datastructures import Headers
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.headers import GROUP, KNOWN, POLICY, PROMPT_KEY, read_options
-from darts_server.options import checked_option
+from darts_server.http.options import checked_option
 from darts_server.types import RequestOptions
 
 

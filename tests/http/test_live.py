@@ -17,13 +17,13 @@ from darts_server.engine.scripted import settle
 from darts_server.http.events import MEDIA_TYPE
 from darts_server.http.live import LiveAnswer, LiveStream, Viewed, pieces, routes
 from darts_server.policy.patterns import RewardStats, one
-from darts_server.rollout.live import Viewer
-from darts_server.rollout.rewards import Rewards
+from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.observers.monitor import Viewer
 from darts_server.types import UpdateOutcome, UpdateRecord
 from darts_server.weights.states import State
 from darts_server.weights.updates import Updates
 from tests.rollout.helpers import Documents, House, lengths
-from tests.rollout.test_live import watched
+from tests.rollout.observers.test_monitor import watched
 
 pytestmark = pytest.mark.anyio
 

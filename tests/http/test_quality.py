@@ -2,10 +2,10 @@
 
 from darts_server.http.rollouts_wire import GroupOut
 from darts_server.http.wire import GroupAnswer
-from darts_server.rollout.feedback import GroupRewards
-from darts_server.rollout.submission import GroupResult
+from darts_server.rollout.batches.submission import GroupResult
+from darts_server.rollout.observers.feedback import GroupRewards
 from darts_server.types import CandidateRecord, End, FinishReason, Sample, StopReason
-from tests.rollout.test_prompts import record
+from tests.rollout.learned.test_prompts import record
 
 CHOSEN = CandidateRecord(0, 2, FinishReason.STOP, End.BALANCED, None, False, 0.0, 1.0, 3, 3, 0.25, 0.5)
 PRUNED = CandidateRecord(1, 4, None, None, StopReason.PRUNED, False, 0.0, 1.0, 3, 3, 0.75, 0.1)

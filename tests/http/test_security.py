@@ -9,12 +9,12 @@ from fastapi import FastAPI, HTTPException, Request, WebSocket
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from darts_server.engine.admission import Admission, Bounds, caller
-from darts_server.engine.life import Life
 from darts_server.exceptions import EngineDead, ServerStopping
 from darts_server.http import errors
 from darts_server.http.access import Access, Keys
 from darts_server.http.security import BodyLimits, Guard
+from darts_server.serving.admission import Admission, Bounds, caller
+from darts_server.serving.lifecycle import Life
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Using `httpx`"), pytest.mark.anyio]
 LIMIT = 1000

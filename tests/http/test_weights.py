@@ -5,8 +5,8 @@ import pytest
 from safetensors.numpy import save
 from starlette.testclient import TestClient
 
-from darts_server.engine.gate import Gate
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
+from darts_server.serving.gate import Gate
 from darts_server.weights.coordinator import Update
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates

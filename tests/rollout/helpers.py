@@ -7,14 +7,14 @@ import numpy as np
 
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.rollout.allocator import Allocator
-from darts_server.rollout.batch import Grant
-from darts_server.rollout.budgets import Budgets
-from darts_server.rollout.dataset import Dataset
-from darts_server.rollout.documents import Scalar
-from darts_server.rollout.latency import Latency
+from darts_server.rollout.allocation.allocator import Allocator
+from darts_server.rollout.allocation.budgets import Budgets
+from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.learned.dataset import Dataset
+from darts_server.rollout.learned.documents import Scalar
+from darts_server.rollout.learned.latency import Latency
+from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.plan import Limits, Plan
-from darts_server.rollout.prompts import Prompts
 from darts_server.rollout.pruning.judge import Judge
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory

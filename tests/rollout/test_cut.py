@@ -10,7 +10,7 @@ from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngi
 from darts_server.exceptions import EngineDead
 from darts_server.policy.group import Group
 from darts_server.policy.tails import CutTail
-from darts_server.rollout.batch import Grant
+from darts_server.rollout.allocation.cohort import Grant
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.run import GroupRun
 from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord

@@ -7,10 +7,10 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.assembly import Joining
-from darts_server.rollout.submission import GroupResult, Submission
+from darts_server.rollout.batches.submission import GroupResult, Submission
+from darts_server.rollout.joining import Joining
+from tests.rollout.batches.test_submission import SIZE, asked, script, submissions
 from tests.rollout.helpers import House, collect, lengths
-from tests.rollout.test_submission import SIZE, asked, script, submissions
 
 pytestmark = pytest.mark.anyio
 

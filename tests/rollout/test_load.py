@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
-from darts_server.engine.admission import Admission, Bounds, Caller, caller
 from darts_server.engine.scripted import settle
 from darts_server.exceptions import InvalidRequest, Overloaded, QuotaReached
 from darts_server.policy.brownout import Brownout
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.batches.submission import Submissions
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.submission import Submissions
+from darts_server.serving.admission import Admission, Bounds, Caller, caller
+from tests.rollout.batches.test_submission import SIZE, asked, script, submissions
 from tests.rollout.helpers import Documents, House, lengths
-from tests.rollout.test_submission import SIZE, asked, script, submissions
 
 pytestmark = pytest.mark.anyio
 CAPACITY = 4

@@ -8,10 +8,10 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import GroupAborted
-from darts_server.rollout.prompts import observations
+from darts_server.rollout.learned.prompts import observations
 from darts_server.types import StopReason
-from tests.rollout.assembling import by_caller, finish
 from tests.rollout.helpers import House, collect, lengths
+from tests.rollout.joining.joining import by_caller, finish
 
 pytestmark = pytest.mark.anyio
 

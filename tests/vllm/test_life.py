@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from darts_server.engine.life import Ending, Life
 from darts_server.exceptions import EngineHung, ServerStopping
+from darts_server.serving.lifecycle import Ending, Life
 from darts_server.vllm import life as ends
 
 

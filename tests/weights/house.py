@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors.numpy import save
 
-from darts_server.engine.gate import Gate
+from darts_server.serving.gate import Gate
 from darts_server.weights.coordinator import Limits
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import UpdateRecord
-from darts_server.weights.adapter import Layers
+from darts_server.weights.lora_config import Layers
 from darts_server.weights.tensors import Expected, TensorSet, read
 
 SHAPES = {"embed_tokens.weight": (4, 2), "layers.0.weight": (2, 2), "layers.1.weight": (2, 2)}

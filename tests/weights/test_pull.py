@@ -6,8 +6,8 @@ import httpx
 import pytest
 from safetensors.numpy import save
 
-from darts_server.engine.gate import Gate
 from darts_server.exceptions import Forbidden, InvalidRequest
+from darts_server.serving.gate import Gate
 from darts_server.weights.pull import MOST_REDIRECTS, Hosts, pulled
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates, Wish

@@ -7,7 +7,7 @@ import numpy as np
 
 from darts_server.policy.calibration import Calibration, CalibrationState, Calibrator
 from darts_server.policy.survival import Aim, Pruning
-from darts_server.rollout.blobs import Blobs
+from darts_server.rollout.learned.blobs import Blobs
 
 RECENT = 1024
 """Chances of trajectories scored last, whoever survived. Some steps of a usual batch."""

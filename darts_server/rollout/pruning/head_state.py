@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from darts_server.exceptions import InvalidRequest, StateError
-from darts_server.rollout.blobs import Blobs
+from darts_server.rollout.learned.blobs import Blobs
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from darts_server.policy.calibration import Calibration, target_of
 from darts_server.policy.confidence import as_score, lowest_window, mean_logprob
 from darts_server.quality.evaluation import WINDOW
-from darts_server.rollout.pruning.flights import MOST_BYTES
+from darts_server.rollout.pruning.pending_labels import MOST_BYTES
 from darts_server.types import PruningStatus
 
 WHY = {

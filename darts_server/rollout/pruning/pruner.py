@@ -16,15 +16,15 @@ from darts_server.policy.survival import Pruning
 from darts_server.quality.evaluation import Evaluation, Figures
 from darts_server.quality.report import Report
 from darts_server.quality.values import Score, Status
-from darts_server.rollout.blobs import Blobs
-from darts_server.rollout.documents import Documents
-from darts_server.rollout.observer import PruningObserver
+from darts_server.rollout.debounce import Soon
+from darts_server.rollout.learned.blobs import Blobs
+from darts_server.rollout.learned.documents import Documents
+from darts_server.rollout.observers.base import PruningObserver
 from darts_server.rollout.pruning.detection import Point, Points, points, reached
-from darts_server.rollout.pruning.flights import Flights, Scored, compact
 from darts_server.rollout.pruning.head_state import HeadState
 from darts_server.rollout.pruning.judge import Judgement
 from darts_server.rollout.pruning.judging import WHY, Judging, Kind, features, sureness, width_of
-from darts_server.rollout.soon import Soon
+from darts_server.rollout.pruning.pending_labels import Flights, Scored, compact
 from darts_server.types import BatchRecord, GroupRecord, PruningStatus
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,12 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.policy.calibration import Status
 from darts_server.policy.selection import InOrder
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.batch import Grant
-from darts_server.rollout.observer import VoteObserver
+from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.observers.base import VoteObserver
 from darts_server.rollout.plan import OFF
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.voting.confidence import KINDS, Sureness, scores_of
 from darts_server.rollout.voting.poll import (
     LOG_ODDS,
     MAJORITY,
@@ -29,7 +30,6 @@ from darts_server.rollout.voting.poll import (
     extractor_of,
     weighting_of,
 )
-from darts_server.rollout.voting.sureness import KINDS, Sureness, scores_of
 from darts_server.types import GroupRecord, PromptSpec, RequestOptions, Sample, StopReason, VoteOutcome
 
 POLICY = "vote"

@@ -11,8 +11,8 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.named import named
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.feedback import Feedback, Reward
-from darts_server.rollout.rewards import Rewards
+from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.observers.feedback import Feedback, Reward
 from darts_server.types import StopReason
 from tests.quality.worlds import WIDTH, World
 from tests.rollout.helpers import Documents, House

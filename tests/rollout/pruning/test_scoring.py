@@ -15,15 +15,15 @@ from darts_server.policy.events import Scored
 from darts_server.policy.named import named
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.assembly import Joining
-from darts_server.rollout.batch import Grant
+from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.batches.submission import Asked, Submissions
+from darts_server.rollout.joining import Joining
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.pruning.scoring import Scoring
-from darts_server.rollout.submission import Asked, Submissions
 from darts_server.types import CandidateRecord, End, PromptSpec, RequestOptions, StopReason
+from tests.rollout.batches.test_submission import Texts, play
 from tests.rollout.helpers import House, lengths
 from tests.rollout.pruning.judged import Hasty, Oracle, states
-from tests.rollout.test_submission import Texts, play
 
 pytestmark = pytest.mark.anyio
 SHAPINGS = {

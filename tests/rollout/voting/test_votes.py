@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from darts_server.engine.admission import Admission, Bounds
 from darts_server.engine.port import Probed
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
 from darts_server.policy.calibration import BUFFER, Status
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.blobs import Blobs
+from darts_server.rollout.learned.blobs import Blobs
 from darts_server.rollout.pruning.judge import Judgement
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.voting.confidence import KINDS, Sureness
 from darts_server.rollout.voting.poll import SHORT_TEXT, Poll, extractor_of, weighting_of
-from darts_server.rollout.voting.sureness import KINDS, Sureness
 from darts_server.rollout.voting.votes import Question, Voted, Votes
+from darts_server.serving.admission import Admission, Bounds
 from darts_server.store import Store
 from darts_server.types import FinishReason, Outcome, PromptSpec, Sample, StopReason, VoteOutcome
 from tests.rollout.helpers import Documents, House

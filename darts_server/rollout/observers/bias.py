@@ -1,0 +1,53 @@
+"""How the lengths that a trainer sees differ from those that the policy generates."""
+
+from collections import deque
+
+import numpy as np
+
+from darts_server.policy.lengths import completed
+from darts_server.rollout.learned.prompts import observations
+from darts_server.types import BatchRecord, GroupRecord, Outcome
+
+GROUPS = 256
+"""Groups that are looked at: a step or a few."""
+
+
+class LengthBias:
+    """Implements the observer: lengths generated and returned in the last groups.
+
+    Those of stopped candidates are estimated.
+    """
+
+    def __init__(self) -> None:
+        self._generated: deque[list[tuple[float, float]]] = deque(maxlen=GROUPS)
+        self._returned: deque[list[tuple[float, float]]] = deque(maxlen=GROUPS)
+
+    def candidates_started(self, count: int) -> None:
+        """Of no interest here."""
+
+    def batch_ended(self, record: BatchRecord) -> None:
+        """Of no interest here."""
+
+    def group_ended(self, record: GroupRecord) -> None:
+        if record.outcome is Outcome.COMPLETED:
+            self._generated.append(completed(observations(record, beyond_limit=False)))
+            self._returned.append([(1.0, float(c.tokens)) for c in record.selected])
+
+    def mean(self, kind: str) -> float | None:
+        """Tokens; ``kind`` is ``generated`` or ``returned``. ``None`` before any group was completed."""
+        weights, lengths = self._pool(kind)
+        return float(np.average(lengths, weights=weights)) if weights.sum() > 0 else None
+
+    def quantile(self, kind: str, share: float) -> float | None:
+        """The length that a ``share`` of trajectories does not exceed, in tokens."""
+        weights, lengths = self._pool(kind)
+        if not weights.sum() > 0:
+            return None
+        order = np.argsort(lengths)
+        reached = np.cumsum(weights[order]) / weights.sum()
+        return float(lengths[order][min(int(np.searchsorted(reached, share)), lengths.size - 1)])
+
+    def _pool(self, kind: str) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]:
+        groups = {"generated": self._generated, "returned": self._returned}[kind]
+        pairs = [pair for group in groups for pair in group]
+        return np.array([w for w, _ in pairs]), np.array([x for _, x in pairs])

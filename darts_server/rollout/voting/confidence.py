@@ -1,0 +1,81 @@
+"""How sure the model was of a trajectory, and what that is worth: learned from the rewards of votes.
+
+The scores are the mean and the lowest mean log-prob (`policy.confidence`). They say nothing of the chance to be right
+before rewards came for trajectories that had voted.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from darts_server.exceptions import StateError
+from darts_server.policy.calibration import Calibration, Label, Status
+from darts_server.rollout.debounce import Soon
+from darts_server.rollout.learned.blobs import Blobs
+from darts_server.rollout.learned.documents import Documents
+from darts_server.rollout.observers.provenance import DEFAULT_KEPT
+from darts_server.rollout.pruning.detection import Point
+from darts_server.rollout.pruning.judging import Kind, sureness
+from darts_server.types import Sample
+
+logger = logging.getLogger(__name__)
+
+KINDS = (Kind.LOGPROB, Kind.LOWEST_LOGPROB)
+CALIBRATION = Calibration(cold_steps=0)
+"""There are no steps at test time."""
+KEEP_SECONDS = 2.0
+"""Between two writes of what was learned: up to some 100 KB for each kind."""
+
+
+class Sureness:
+    """Calibrates the scores of trajectories with an answer, of the newest ``kept`` votes."""
+
+    def __init__(self, documents: Documents, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION) -> None:
+        self._kept = kept
+        blobs = Blobs(documents, "vote")
+        self._points: dict[str, Point] = {kind: Point(blobs, kind, calibration, width=0) for kind in KINDS}
+        self._scores: OrderedDict[str, Mapping[int, Mapping[str, float]]] = OrderedDict()
+        self._keep = Soon(KEEP_SECONDS, self._write)
+        self._read()
+
+    def status(self, kind: str) -> Status:
+        """Whether `chance` knows anything, or why not."""
+        return self._points[kind].calibrator.status
+
+    def chance(self, kind: str, score: float) -> float:
+        """The chance that a trajectory with this score is right."""
+        return self._points[kind].calibrator.probability(score)
+
+    def remember(self, group_id: str, scores: Mapping[int, Mapping[str, float]]) -> None:
+        """The trajectories of a vote, by candidate index, with their `scores_of`."""
+        self._scores[group_id] = scores
+        while len(self._scores) > self._kept:
+            self._scores.popitem(last=False)
+
+    def rewarded(self, group_id: str, index: int, _: float, right: bool) -> None:
+        """A trajectory got its first reward, of which only counts whether it is right."""
+        for kind, score in self._scores.get(group_id, {}).get(index, {}).items():
+            self._points[kind].calibrator.add(Label(score, float(right)))
+            self._points[kind].changed = True
+            self._keep.ask()
+
+    def _read(self) -> None:
+        try:
+            for kind, point in self._points.items():
+                if (wrong := point.refresh()) is not None:
+                    logger.warning("what was learned of votes by %s %s; it is learned anew", kind, wrong)
+        except StateError as error:
+            logger.warning("what was learned of votes cannot be read: %s", error)
+
+    def _write(self) -> None:
+        try:
+            for point in self._points.values():
+                point.keep()
+        except StateError as error:
+            logger.warning("what was learned of votes was not kept: %s", error)
+
+
+def scores_of(sample: Sample) -> dict[str, float]:
+    """Each kind of score, in [0, 1], of a trajectory with log-probs; none without usable ones."""
+    scores = {kind: sureness(kind, tuple(sample.logprobs or ())) for kind in KINDS}
+    return {kind: score for kind, score in scores.items() if score is not None}

@@ -1,0 +1,133 @@
+import asyncio
+
+import pytest
+
+from darts_server.policy.brownout import dimmed
+from darts_server.policy.selection import Shortest
+from darts_server.policy.shaping import Shaping
+from darts_server.policy.tails import SampledTail
+from darts_server.rollout.allocation.allocator import Allocator
+from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
+from darts_server.rollout.allocation.cohort import Grant
+from tests.rollout.helpers import Documents, an_allocator
+
+pytestmark = pytest.mark.anyio
+DARTS = Shaping(redundancy=1.5, adaptive=True)
+SIZE = 8
+
+
+def prompts(**stds: float) -> Documents:
+    return Documents().know(**stds)
+
+
+async def together(allocator: Allocator, keys: list[str], shaping: Shaping = DARTS, size: int = SIZE) -> list[int]:
+    grants = await asyncio.gather(*(allocator.grant("darts", shaping, size, key) for key in keys))
+    return [grant.candidates for grant in grants]
+
+
+async def test_a_uniform_policy_asks_nobody_and_waits_for_nobody() -> None:
+    allocator = an_allocator(prompts(a=900.0), window=60)
+    assert await allocator.grant("uniform", Shaping(redundancy=1.5), SIZE, "a") == Grant(12)
+
+
+async def test_in_a_batch_wider_prompts_get_more_and_the_budget_is_spent_exactly() -> None:
+    stds = {f"p{i}": float(i * i) for i in range(16)}
+    counts = await together(an_allocator(prompts(**stds), window=0.01), list(stds))
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    assert sum(counts) == 12 * 16
+    assert min(counts) >= SIZE
+    assert max(counts) <= 2 * SIZE
+
+
+async def test_prompts_never_seen_share_alike() -> None:
+    assert set(await together(an_allocator(prompts(), window=0.01), [f"p{i}" for i in range(16)])) == {12}
+
+
+async def test_a_budget_that_is_no_whole_number_is_kept_over_the_batches() -> None:
+    allocator = an_allocator(prompts(), window=0.001)
+    shaping = Shaping(redundancy=1.3, adaptive=True)
+    total = 0
+    for _ in range(10):
+        total += sum(await together(allocator, [f"p{i}" for i in range(9)], shaping))
+    assert total == round(1.3 * SIZE * 9 * 10)
+
+
+async def test_few_prompts_are_measured_against_those_before_them() -> None:
+    stds = {f"p{i}": float(i) for i in range(50)}
+    allocator = an_allocator(prompts(**stds), window=0)
+    counts = {}
+    for _ in range(6):
+        for key in stds:
+            [counts[key]] = await together(allocator, [key])
+    assert counts["p49"] > counts["p0"]
+    assert SMALLEST_BATCH > 1
+
+
+@pytest.mark.parametrize(("redundancy", "most"), [(3.0, 2.0), (1.3, 1.3)])
+@pytest.mark.parametrize("prompts_at_once", [1, 16])
+async def test_a_redundancy_above_the_bound_gives_everyone_the_bound(
+    redundancy: float, most: float, prompts_at_once: int
+) -> None:
+    shaping = Shaping(redundancy=redundancy, adaptive=True, max_redundancy=most)
+    counts = await together(an_allocator(prompts(), window=0.01), [f"p{i}" for i in range(prompts_at_once)], shaping)
+    assert set(counts) == {shaping.bounds(SIZE)[1]}
+
+
+async def test_group_sizes_are_allocated_apart() -> None:
+    allocator = an_allocator(prompts(), window=0.01)
+    eights, fours = await asyncio.gather(
+        together(allocator, [f"p{i}" for i in range(8)]),
+        together(allocator, [f"p{i}" for i in range(8)], size=4),
+    )
+    assert (set(eights), set(fours)) == ({12}, {6})
+
+
+async def test_a_caller_that_leaves_before_the_batch_is_closed_takes_no_budget() -> None:
+    allocator = an_allocator(prompts(), window=0.01)
+    gone = asyncio.create_task(allocator.grant("darts", DARTS, SIZE, "gone"))
+    rest = asyncio.create_task(together(allocator, [f"p{i}" for i in range(8)]))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert sum(await rest) == 12 * 8
+
+
+async def test_a_store_that_fails_is_told_to_everyone_who_waits() -> None:
+    class Broken(Documents):
+        def get(self, kind: str, key: str) -> None:
+            raise OSError("the disk is gone")
+
+    allocator = an_allocator(Broken())
+    results = await asyncio.gather(
+        *(allocator.grant("darts", DARTS, SIZE, key) for key in "ab"), return_exceptions=True
+    )
+    assert [str(r) for r in results] == ["the disk is gone"] * 2
+
+
+def test_a_saturated_prompt_keeps_the_shortest_only() -> None:
+    assert isinstance(DARTS.rule(SIZE, 16), Shortest)
+    assert isinstance(DARTS.rule(SIZE, 15), SampledTail)
+    assert isinstance(Shaping(redundancy=2.0).rule(SIZE, 16), SampledTail)
+
+
+async def test_where_there_is_no_room_everyone_gets_less_of_the_redundancy_and_nobody_less_than_the_size() -> None:
+    uniform = Shaping(redundancy=1.5)
+    stds = {f"p{i}": float(i * i) for i in range(16)}
+    full = await together(an_allocator(prompts(**stds), window=0.01), list(stds))
+    for scale, each in ((1.0, 12), (0.5, 10), (0.0, 8)):
+        allocator = an_allocator(prompts(**stds), window=0.01, scale=scale)
+        assert await allocator.grant("uniform", uniform, SIZE, "p0") == Grant(each)
+        assert await together(allocator, list(stds)) == [dimmed(count, SIZE, scale) for count in full]
+
+
+def test_a_batch_whose_caller_says_how_many_candidates_it_gets_has_them_all_the_same() -> None:
+    allocator = an_allocator(prompts(), scale=0.0)
+    grants = allocator.grant_together("darts", DARTS, SIZE, [f"p{i}" for i in range(8)], budget=96)
+    assert sum(grant.candidates for grant in grants) == 96
+
+
+def test_a_batch_tells_the_mean_that_it_was_given() -> None:
+    allocator = an_allocator(prompts(), scale=0.5)
+    batch = allocator.grant_together("darts", DARTS, SIZE, [f"p{i}" for i in range(8)])[0].batch
+    assert batch is not None
+    assert batch.terms.mean_candidates == 10

@@ -1,0 +1,68 @@
+"""What rewards say of deadlines."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from darts_server.policy.deadline import ENOUGH_RIGHT, Deadline
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.allocation.deadlines import Deadlines
+from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome
+from tests.rollout.helpers import Documents
+
+SIZE = 8
+RULE = Deadline(most_lost=0.02)
+CUTTING = Shaping(deadline=RULE)
+
+
+def explored(deadline: int, *lengths: int) -> GroupRecord:
+    candidates = tuple(
+        CandidateRecord(i, tokens, FinishReason.STOP, End.SHORT, None, False, 0.0, 1.0, 0, 0)
+        for i, tokens in enumerate(lengths)
+    )
+    return GroupRecord(
+        "g", "p", "darts_cut", SIZE, Outcome.COMPLETED, candidates, 0.0, 1.0, None, deadline=deadline, explored=True
+    )
+
+
+def reported(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: int = ENOUGH_RIGHT) -> None:
+    for _ in range(times):
+        deadlines.rewarded(record, dict.fromkeys(range(SIZE), right), RULE)
+
+
+def test_right_answers_beyond_the_deadline_hold_it_back_and_that_is_remembered() -> None:
+    documents = Documents()
+    deadlines = Deadlines(documents, np.random.default_rng(0))
+    reported(deadlines, explored(50, *[40] * 7, 90), right=True)
+    assert deadlines.losses.share == pytest.approx(1 / 8)
+    rule = Deadlines(documents, np.random.default_rng(0)).rule(CUTTING)
+    assert rule is not None
+    assert rule.stretch == deadlines.losses.stretch > 1
+    assert rule.of([100] * 10, 10) == pytest.approx(100 * rule.stretch, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("record", "right"),
+    [
+        (explored(50, *[40] * 7, 90), False),
+        (explored(90, *[40] * 7, 90), True),
+        (replace(explored(50, *[40] * 7, 90), explored=False), True),
+        (replace(explored(50, *[40] * 7, 90), deadline=None), True),
+    ],
+)
+def test_wrong_answers_answers_in_time_and_groups_that_were_not_explored_do_not(
+    record: GroupRecord, right: bool
+) -> None:
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    reported(deadlines, record, right=right)
+    assert deadlines.losses.stretch == 1
+    assert not deadlines.losses.lost
+
+
+def test_that_share_of_batches_is_explored() -> None:
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    assert np.mean([deadlines.explores(Deadline(exploration=0.05)) for _ in range(10_000)]) == pytest.approx(
+        0.05, abs=0.01
+    )
+    assert not any(deadlines.explores(Deadline(exploration=0.0)) for _ in range(1000))

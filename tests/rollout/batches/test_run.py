@@ -1,0 +1,214 @@
+"""Batches of groups that run: what is announced, what is dropped, and what is written down."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from darts_server.engine.scripted import Script, settle
+from darts_server.exceptions import CandidateFailed, EngineRefused
+from darts_server.policy.deadline import FEWEST
+from darts_server.policy.shaping import Shaping, Tail
+from darts_server.rollout.allocation.allocator import Allocator
+from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
+from darts_server.rollout.allocation.cohort import Batch, Grant, Terms
+from darts_server.rollout.run import GroupRun
+from darts_server.types import BatchRecord, FinishReason, GroupRecord, Outcome
+from tests.rollout.allocation.test_cohort import SURE, Listener, turn
+from tests.rollout.helpers import Documents, House, an_allocator, collect, lengths
+
+pytestmark = pytest.mark.anyio
+DARTS_CUT = Shaping(redundancy=1.5, adaptive=True, deadline=SURE)
+LOTS_FOR_3 = 0
+"""A seed of lots with which candidate 3 of five is the first to be drawn."""
+
+
+# --- batches of groups that run ------------------------------------------------
+
+NAMES = [f"p{i}" for i in range(10)]
+
+
+async def begun(house: House, names: Sequence[str] = NAMES) -> list[asyncio.Task[object]]:
+    return [asyncio.create_task(collect(run)) for run in await house.together(4, "cut", names)]
+
+
+async def test_groups_that_fail_or_are_cancelled_do_not_keep_the_others_from_their_deadline() -> None:
+    def script(prompt: str, index: int) -> Script:
+        if prompt == "p8":
+            return Script(2, error=CandidateFailed("boom"))
+        return Script(5 if index < 4 else 1000)
+
+    house = House(script, {"cut": DARTS_CUT})
+    tasks = await begun(house)
+    await settle()
+    for _ in range(4):
+        await house.engine.step()
+    tasks[9].cancel()
+    for _ in range(4):
+        await house.engine.step()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(r) for r in results] == [list] * 8 + [CandidateFailed, asyncio.CancelledError]
+    assert house.engine.running == []
+    [batch] = house.recorder.batches
+    assert (batch.policy, batch.groups, batch.deadline, batch.explored) == ("cut", 10, 5, False)
+    assert batch.mean_candidates == 6
+    assert batch.measured_seconds == 5
+
+
+async def leaving_when_answered(
+    allocator: Allocator, others: int
+) -> tuple[list[Grant | BaseException], asyncio.Task[Grant]]:
+    """Groups that are allocated together; the last one's caller leaves when its answer is there and not taken."""
+
+    async def first() -> Grant:
+        try:
+            return await allocator.grant("cut", DARTS_CUT, 4, "first")
+        finally:
+            last.cancel()
+
+    tasks = [asyncio.create_task(first())]
+    await turn()  # it is the first to be answered
+    tasks += [asyncio.create_task(allocator.grant("cut", DARTS_CUT, 4, f"p{i}")) for i in range(others)]
+    last = asyncio.create_task(allocator.grant("cut", DARTS_CUT, 4, "last"))
+    grants = await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.wait([last])
+    return grants, last
+
+
+async def test_a_caller_that_leaves_while_its_grant_is_on_its_way_is_dropped_from_the_batch() -> None:
+    records: list[BatchRecord] = []
+    grants, last = await leaving_when_answered(an_allocator(Documents(), on_batch_end=records.append), others=8)
+    assert last.cancelled()
+    assert isinstance(grants[0], Grant)
+    batch = grants[0].batch
+    assert batch is not None
+    members = [Listener() for _ in grants]
+    for need, member in enumerate(members, 1):
+        batch.join(member)
+        batch.needs(member, need)
+    assert batch.tokens == 9, "0.9 of the nine that are left are all nine"
+    for member in members:
+        batch.ended(member)
+    assert [(r.groups, r.deadline) for r in records] == [(10, 9)]
+
+
+async def test_a_caller_that_leaves_in_the_turn_its_allocation_fails_is_cancelled_all_the_same() -> None:
+    class Broken(Documents):
+        def get(self, kind: str, key: str) -> None:
+            raise OSError("the disk is gone")
+
+    grants, last = await leaving_when_answered(an_allocator(Broken()), others=0)
+    assert str(grants[0]) == "the disk is gone"
+    assert last.cancelled()
+
+
+async def test_what_groups_needed_before_stands_in_for_a_batch_of_few() -> None:
+    house = House(lengths(5, 5, 5, 5, 1000), {"cut": DARTS_CUT})
+    for task in await begun(house):
+        await house.engine.run()
+        await task
+    house.engine.now = 0
+    [task] = await begun(house, ["later"])
+    assert SMALLEST_BATCH > 1
+    assert len(NAMES) >= FEWEST
+    await house.engine.run()
+    await task
+    assert house.record("later").deadline == 5
+    assert house.recorder.batches[-1].deadline == 5
+
+
+async def test_few_groups_with_too_few_before_them_have_no_deadline() -> None:
+    house = House(lengths(5, 5, 5, 5, 20), {"cut": DARTS_CUT})
+    [task] = await begun(house, ["alone"])
+    await house.engine.run()
+    await task
+    record = house.record("alone")
+    assert (record.outcome, record.deadline) == (Outcome.COMPLETED, None)
+    assert not any(c.cut for c in record.candidates)
+    assert house.recorder.batches[-1].deadline is None
+
+
+# --- groups that gather first ----------------------------------------------------
+
+
+def gathered(house: House, name: str, candidates: int) -> GroupRun[str, list[int]]:
+    run = house.rollouts.gathering(name, "cut", group_id=name)
+    for _ in range(candidates):
+        run.gather(name)
+    return run
+
+
+def a_batch(house: House, groups: int, **terms: int) -> Batch:
+    return Batch(Terms("cut", groups, 6.0, None, SURE, **terms), house.recorder.batch_ended, lambda: house.engine.now)  # type: ignore[arg-type]
+
+
+async def test_a_group_that_knew_what_it_needs_before_it_was_opened_tells_its_batch_when_it_is() -> None:
+    house = House(lambda _, index: Script(1000 if index else 5), {"cut": DARTS_CUT})
+    run = gathered(house, "p", 3)
+    await settle()
+    for _ in range(5):
+        await house.engine.step()
+    batch = a_batch(house, 1)
+    run.open(Shaping(num_longest=0).rule(1), Grant(3, batch))
+    assert batch.tokens == 5
+    run.close()
+
+
+async def test_a_group_that_failed_before_it_was_opened_is_dropped_from_its_batch() -> None:
+    house = House(lengths(5), {"cut": DARTS_CUT})
+    house.engine.refuse = EngineRefused("no")
+    run = gathered(house, "p", 4)
+    await settle()
+    run.open(DARTS_CUT.rule(4), Grant(6, a_batch(house, 1)))
+    with pytest.raises(EngineRefused):
+        await collect(run)
+    assert len(house.recorder.batches) == 1
+    assert house.recorder.started == 4, "nothing more is started"
+
+
+async def test_a_fault_of_ours_in_a_groups_end_does_not_keep_its_batch_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    house = House(lengths(5), {"cut": DARTS_CUT})
+
+    def fail(_: GroupRecord) -> None:
+        raise RuntimeError("observer broke")
+
+    house.recorder.group_ended = fail  # type: ignore[method-assign,assignment]
+    [task] = await begun(house, ["p"])
+    await house.engine.run()
+    with pytest.raises(RuntimeError, match="observer broke"):
+        await task
+    assert len(house.recorder.batches) == 1
+    assert house.rollouts.running == 0
+    assert "group p failed" in caplog.text
+
+
+async def test_the_record_names_no_deadline_that_the_group_was_not_held_to() -> None:
+    # What makes the group complete also brings the deadline, which is less than the tail that is in it.
+    script = [Script(2), Script(2), Script(2, delay=11), Script(12, reason=FinishReason.LENGTH), Script(3)]
+    house = House(lambda _, index: script[index], {"cut": DARTS_CUT})
+    run = house.rollouts.gathering("p", "cut", group_id="p", lots=(LOTS_FOR_3,))
+    batch = a_batch(house, 1)
+    run.open(DARTS_CUT.rule(4), Grant(5, batch))
+    task = asyncio.create_task(collect(run))
+    await house.engine.run()
+    assert {t.index: len(t.output) for t in await task} == {0: 2, 1: 2, 2: 2, 3: 12}
+    assert batch.tokens == 3
+    assert house.record("p").deadline is None
+
+
+@pytest.mark.parametrize("tail", Tail)
+async def test_every_group_can_tell_what_it_needs_however_many_candidates_it_has(tail: Tail) -> None:
+    house = House(
+        lambda prompt, index: Script(1 + (7 * index + int(prompt)) % 19), {"cut": replace(DARTS_CUT, tail=tail)}
+    )
+    names = [str(number) for number in range(16)]
+    house.store.know(**{name: float(name) ** 3 for name in names})
+    tasks = await begun(house, names)
+    await settle()
+    await house.engine.run()
+    await asyncio.gather(*tasks)
+    assert {len(house.record(name).candidates) for name in names} >= {4, 8}
+    assert all(house.record(name).needed is not None for name in names)

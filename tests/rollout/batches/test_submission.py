@@ -1,0 +1,183 @@
+"""Whole batches on the scripted engine."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+
+import pytest
+
+from darts_server.engine.scripted import Script, generated, settle
+from darts_server.exceptions import CandidateFailed, InvalidRequest
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.batches.submission import Asked, GroupResult, Submission, Submissions
+from darts_server.rollout.plan import Limits, Planner
+from darts_server.types import FinishReason, Outcome, PromptSpec, Sample
+from tests.rollout.helpers import House
+
+pytestmark = pytest.mark.anyio
+SIZE = 4
+POLICIES = {
+    "shortest": Shaping(redundancy=1.5, num_longest=0),
+    "darts": Shaping(redundancy=1.5, adaptive=True, max_redundancy=3.0),
+    "cut": Shaping(redundancy=1.5, deadline=Deadline(exploration=0.0)),
+}
+
+
+class Texts:
+    """Makes requests that are the prompts' texts; a text with an ``x`` is refused."""
+
+    async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
+        if "x" in (prompt.text or "x"):
+            raise InvalidRequest("text", "has an x")
+        if sampling:
+            raise InvalidRequest("sampling.any", "there is none")
+        return prompt.text or ""
+
+    def key(self, request: str) -> str:
+        return f"key of {request}"
+
+    def lots(self, request: str) -> Sequence[int] | None:
+        return (1,)
+
+    def sample(self, output: list[int]) -> Sample:
+        return Sample(output, generated(output, 0).logprobs, "", FinishReason.STOP)
+
+
+def script(prompt: str, index: int) -> Script:
+    """The prompt ``"20"`` has lengths from 20 on."""
+    return Script(int(prompt) + index, error=CandidateFailed("broken") if prompt == "7" else None)
+
+
+def submissions(house: House, default: str = "shortest") -> Submissions[str, list[int]]:
+    def planner(overrides: Mapping[str, object]) -> Planner:
+        return Planner(POLICIES, str(overrides.get("name", default)), Limits(64))
+
+    return Submissions(house.rollouts, Texts(), planner)
+
+
+def asked(*texts: str, **more: object) -> Asked:
+    return Asked([PromptSpec(text=text) for text in texts], SIZE, **more)  # type: ignore[arg-type]
+
+
+async def play(house: House, submission: Submission[str, list[int]]) -> list[GroupResult]:
+    async def collect() -> list[GroupResult]:
+        return [result async for result in submission.results()]
+
+    waiting = asyncio.create_task(collect())
+    await settle()
+    await house.engine.run()
+    return await waiting
+
+
+async def test_groups_come_as_they_are_decided_with_their_samples_and_records() -> None:
+    house = House(script)
+    results = await play(house, await submissions(house).submit(asked("30", "10", "20")))
+    assert [result.number for result in results] == [1, 2, 0]
+    for result in results:
+        assert result.record is not None
+        assert sorted(result.samples) == [c.index for c in result.record.selected] == [0, 1, 2, 3]
+        assert result.prompt_key == result.record.prompt_key
+        assert result.group_id == result.record.group_id
+    assert house.rollouts.running == 0
+
+
+async def test_a_failing_group_is_an_error_of_its_own() -> None:
+    house = House(script)
+    results = await play(house, await submissions(house).submit(asked("7", "10")))
+    errors = {result.number: result.error for result in results}
+    assert isinstance(errors[0], CandidateFailed)
+    assert errors[1] is None
+
+
+async def test_prompts_that_take_longest_start_first() -> None:
+    house = House(script)
+    taker = submissions(house)
+    await play(house, await taker.submit(asked("10", "30", "20")))
+    house.engine.started.clear()
+    await play(house, await taker.submit(asked("10", "30", "20", "11")))
+    order = list(dict.fromkeys(candidate.request for candidate in house.engine.started))
+    assert order.index("30") < order.index("20") < order.index("10"), "11 is new and counts as typical"
+
+
+async def test_a_budget_is_spent_to_the_last_candidate_whatever_the_policy() -> None:
+    for policy in ("shortest", "darts"):
+        house = House(script)
+        submission = await submissions(house).submit(asked("10", "30", "20", policy={"name": policy}, budget=17))
+        results = await play(house, submission)
+        assert sum(len(result.record.candidates) for result in results if result.record) == 17
+
+
+async def test_all_groups_share_one_deadline_however_many_they_are() -> None:
+    house = House(script)
+    await play(house, await submissions(house, "cut").submit(asked(*map(str, range(10, 30)))))
+    [batch] = house.recorder.batches
+    assert (batch.groups, batch.policy) == (20, "cut")
+    assert batch.deadline is not None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        (asked(), "prompts"),
+        (asked("10", "x"), "prompts[1].text"),
+        (asked("10", sampling={"any": 1}), "sampling.any"),
+        (asked("10", policy={"name": "none"}), "policy"),
+        (asked("10", budget=3), "budget"),
+        (asked("10", budget=9), "budget"),
+        (asked("10", num_groups=2), "num_groups"),
+        (asked("10", num_groups=0), "num_groups"),
+        (Asked([PromptSpec(text="10")], 65), "n"),
+    ],
+)
+async def test_a_wrong_batch_starts_nothing(wrong: Asked, field: str) -> None:
+    house = House(script)
+    with pytest.raises(InvalidRequest) as refused:
+        await submissions(house).submit(wrong)
+    assert refused.value.field == field
+    assert not house.engine.started
+
+
+async def test_leaving_stops_everything_and_ends_the_batch() -> None:
+    house = House(script)
+    submission = await submissions(house, "cut").submit(asked(*map(str, range(10, 20))))
+    async with aclosing(submission.results()) as results:
+        first = asyncio.create_task(anext(results))
+        await settle()
+        for _ in range(20):
+            await house.engine.step()
+        assert (await first).number == 0
+    await settle()
+    assert not house.engine.running
+    assert house.rollouts.running == 0
+    [batch] = house.recorder.batches
+    assert batch.groups == 10
+
+
+async def test_enough_groups_stop_the_others_which_are_told_and_end_cancelled() -> None:
+    house = House(script)
+    submission = await submissions(house, "cut").submit(asked("30", "10", "7", "20", "31", num_groups=2))
+    results = await play(house, submission)
+    assert [(result.number, result.error is None) for result in results] == [(1, True), (2, False), (3, True)]
+    assert [(u.number, u.prompt_key) for u in submission.unfinished] == [(0, "key of 30"), (4, "key of 31")]
+    outcomes = {record.group_id[-1]: record.outcome for record in house.recorder.records}
+    assert outcomes["0"] == outcomes["4"] == Outcome.CANCELLED
+    assert house.rollouts.running == 0
+    assert len(house.recorder.batches) == 1
+
+
+async def test_where_too_few_groups_can_succeed_all_are_given() -> None:
+    house = House(script)
+    submission = await submissions(house).submit(asked("7", "10", "7", "20", num_groups=3))
+    assert len(await play(house, submission)) == 4
+    assert submission.unfinished == []
+
+
+async def test_leaving_before_anything_began_ends_the_batch_too() -> None:
+    house = House(script)
+    submission = await submissions(house, "cut").submit(asked("10", "20"))
+    waiting = asyncio.create_task(anext(submission.results()))
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await settle()
+    assert not house.engine.running

@@ -1,0 +1,261 @@
+"""Callers of single requests on the scripted engine, and a clock that only the test moves."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from darts_server.engine.port import Ended, Generated, Probe
+from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
+from darts_server.policy.shaping import Shaping, Tail
+from darts_server.rollout.joining import Joining
+from darts_server.rollout.plan import Limits
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.run import GroupRun
+from darts_server.types import GroupRecord, RequestOptions
+from tests.policy.oracle import Fate
+from tests.rollout.helpers import Documents, Recorder
+
+WAIT = 5.0
+"""Seconds of quiet after which a group is sealed short."""
+SHORTEST = Shaping(redundancy=1.5, num_longest=0)
+SAMPLED = Shaping(redundancy=1.5, num_longest=1)
+POLICIES = {
+    "shortest": SHORTEST,
+    "sampled": SAMPLED,
+    "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
+    "adaptive": Shaping(redundancy=1.5, adaptive=True),
+    "adaptive shortest": Shaping(redundancy=1.5, num_longest=0, adaptive=True),
+    "four alone": Shaping(redundancy=1.5, num_shortest=3, num_longest=1),
+    "shadow": Shaping(redundancy=1.5, num_longest=0, shadow=True),
+}
+
+
+class SteppedLoop(asyncio.SelectorEventLoop):
+    """Its timers go by a clock that stands still until it is moved."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A trajectory that says whose it is: candidate ``index`` of ``request``."""
+
+    request: str
+    index: int
+    tokens: int
+
+    @property
+    def prompt(self) -> str:
+        return self.request.partition(":")[0]
+
+
+class SigningCandidate:
+    def __init__(self, candidate: ScriptedCandidate, aborted: asyncio.Event) -> None:
+        self._candidate = candidate
+        self._aborted = aborted
+
+    def tokens(self) -> int | None:
+        return self._candidate.tokens()
+
+    def generated(self, start: int) -> Generated | None:
+        return self._candidate.generated(start)
+
+    def stop(self) -> int:
+        return self._candidate.stop()
+
+    async def ended(self) -> Ended[Signed]:
+        ended = await self._candidate.ended()
+        if ended.reason is None:
+            await self._aborted.wait()
+        return Ended(ended.tokens, ended.reason, Signed(self._candidate.request, self._candidate.index, ended.tokens))
+
+
+class SigningEngine:
+    """The scripted engine with outputs that can be told apart.
+
+    ``aborted``: while it is not set, nothing comes of candidates that were stopped.
+    """
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self._engine = engine
+        self.capacity = engine.capacity
+        self.probe_width = engine.probe_width
+        self.aborted = asyncio.Event()
+        self.aborted.set()
+
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version
+
+    @property
+    def unfinished(self) -> int:
+        return self._engine.unfinished
+
+    async def start(self, request: str, index: int, probe: Probe | None = None) -> SigningCandidate:
+        return SigningCandidate(await self._engine.start(request, index, probe), self.aborted)
+
+    def cut(self, request: str, output: Signed, tokens: int) -> Signed:
+        assert output.tokens >= tokens
+        return Signed(output.request, output.index, tokens)
+
+    def generated(self, output: Signed, start: int) -> Generated:
+        return Generated(range(start, output.tokens), None)
+
+    def token_ids(self, request: str, output: Signed) -> tuple[list[int], list[int]]:
+        return list(map(ord, output.request)), [output.index] * output.tokens
+
+
+class RecordedRollouts(Rollouts[str, Signed]):
+    """Remembers the groups that were begun. Their lots can be repeated."""
+
+    def __init__(self, engine: SigningEngine, lots: int, *args: Any, **more: Any) -> None:
+        super().__init__(engine, *args, **more)
+        self.begun: dict[str, GroupRun[str, Signed]] = {}
+        self._lots = lots
+
+    def gathering(self, request: str, policy: str, **more: Any) -> GroupRun[str, Signed]:
+        run = super().gathering(request, policy, **{**more, "lots": (self._lots, len(self.begun))})
+        self.begun[more["group_id"]] = run
+        return run
+
+
+@dataclass
+class Caller:
+    """One request for one trajectory."""
+
+    name: str
+    prompt: str
+    task: asyncio.Task[Signed] = field(init=False)
+    group_id: str = ""
+
+    def hang_up(self) -> None:
+        self.task.cancel()
+
+    @property
+    def served(self) -> bool:
+        return self.task.done() and not self.task.cancelled() and self.task.exception() is None
+
+    @property
+    def got(self) -> Signed:
+        return self.task.result()
+
+
+class Hall:
+    """Where callers meet. Groups have ``size`` trajectories."""
+
+    def __init__(
+        self,
+        script: Callable[[str, int], Script],
+        shaping: Shaping,
+        size: int = 4,
+        wait: float = WAIT,
+        window: float = 0,
+        lots: int = 0,
+    ) -> None:
+        self.script = script
+        self.size = size
+        self.engine = ScriptedEngine(script)
+        self.signing = SigningEngine(self.engine)
+        self.recorder = Recorder()
+        self.store = Documents()
+        self.callers: list[Caller] = []
+        self._others = asyncio.all_tasks()
+        self.rollouts = RecordedRollouts(
+            self.signing,
+            lots,
+            {"shaped": shaping},
+            "shaped",
+            Limits(64),
+            self.store,
+            [self.recorder],
+            peek_interval=0,
+            batch_window=window,
+            group_wait=wait,
+            clock=lambda: self.engine.now,
+        )
+
+    def come(self, caller: str, prompt: str = "p", name: str | None = None) -> Caller:
+        """A caller comes. ``name``: its name for the group."""
+        new = Caller(caller, prompt)
+        joining = self.joining(caller, prompt, name)
+        new.task = asyncio.create_task(self.rollouts.join(joining, lambda group_id: setattr(new, "group_id", group_id)))
+        self.callers.append(new)
+        return new
+
+    def joining(self, caller: str, prompt: str = "p", name: str | None = None) -> Joining[str]:
+        plan = self.rollouts.plan(1, RequestOptions(group_id=name, group_size=self.size))
+        assert plan is not None
+        return Joining(f"{prompt}:{caller}", caller, plan, prompt, f"{name}/{prompt}", name)
+
+    async def all_come(self, count: int | None = None, prompt: str = "p") -> list[Caller]:
+        first = len(self.callers)
+        callers = [self.come(f"c{first + i}", prompt) for i in range(self.size if count is None else count)]
+        await settle()
+        return callers
+
+    async def quiet(self, seconds: float = WAIT) -> None:
+        """Time passes, on the clock that timers go by."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SteppedLoop)
+        loop.now += seconds
+        await settle()
+
+    async def steps(self, count: int) -> None:
+        for _ in range(count):
+            await self.engine.step()
+
+    def record(self, group_id: str) -> GroupRecord:
+        [record] = [r for r in self.recorder.records if r.group_id == group_id]
+        return record
+
+    def fates(self, group_id: str) -> dict[int, Fate]:
+        """How every candidate of a group would end if nobody stopped it."""
+        run = self.rollouts.begun[group_id]
+        fates = {}
+        for candidate in run._group.candidates:
+            script = self.script(*run._asked(candidate.index))
+            fates[candidate.index] = Fate(script.length, script.reason == "stop", candidate.draw)
+        return fates
+
+    def origin(self, group_id: str, index: int) -> tuple[str, int]:
+        """Request of a candidate, and its number among that request's."""
+        return self.rollouts.begun[group_id]._asked(index)
+
+    def seats(self, group_id: str) -> Sequence[Any]:
+        """Those of a group that runs."""
+        groups = [g for groups in self.rollouts._assembly._groups.values() for g in groups]
+        [group] = [g for g in groups if g.group_id == group_id]
+        return group._seats
+
+    async def assert_empty(self) -> None:
+        """Nothing is left of anything."""
+        await settle()
+        assert self.engine.running == []
+        assert self.rollouts.running == 0
+        assert self.rollouts._assembly._groups == {}
+        assert asyncio.all_tasks() == self._others
+
+
+def by_caller(*each: int) -> Hall:
+    """A hall of groups of 4 shortest. The i-th caller's own candidate has the i-th length; all others the last."""
+
+    def script(request: str, index: int) -> Script:
+        number = int(request.partition(":c")[2])
+        return Script(each[number] if index == 0 and number < len(each) - 1 else each[-1])
+
+    return Hall(script, SHORTEST)
+
+
+def same_group(callers: list[Caller]) -> bool:
+    return len({c.group_id for c in callers}) == 1
+
+
+async def finish(hall: Hall, callers: list[Caller]) -> list[object]:
+    await hall.engine.run()
+    results = await asyncio.gather(*(c.task for c in callers), return_exceptions=True)
+    await hall.assert_empty()
+    return list(results)

@@ -1,0 +1,508 @@
+"""Rewards for groups on the scripted engine."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_server.engine.scripted import Script, settle
+from darts_server.policy.deadline import MEMORY, Deadline
+from darts_server.policy.patterns import Moments, RewardStats, restored
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.learned.documents import Scalar
+from darts_server.rollout.learned.rewards import DATASET_KIND, KEY, PROMPT_KIND, Rewards, summary
+from darts_server.rollout.observers.feedback import MOST_INDICES, TURN, Feedback, Report, Reward
+from darts_server.rollout.observers.returned import fingerprint
+from darts_server.store import Store
+from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome, Returned
+from tests.rollout.helpers import SHAPINGS, Documents, House, collect, lengths
+
+pytestmark = pytest.mark.anyio
+
+
+class Trainer:
+    """Feedback, and what those hear who listen to it."""
+
+    def __init__(self, store: Documents | Store | None = None, kept: int = 100) -> None:
+        self.store = store or Documents()
+        self.rewards = Rewards(self.store)
+        self.told: list[tuple[str, dict[int, bool]]] = []
+        self.counted = [0, 0]
+        self.variances: list[bool] = []
+        self.feedback = Feedback(self.rewards, self._rewarded, self, kept)
+
+    def _rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
+        self.told.append((record.group_id, dict(right)))
+
+    def rewards_reported(self, matched: int, unknown: int) -> None:
+        self.counted = [self.counted[0] + matched, self.counted[1] + unknown]
+
+    def group_rewarded(self, zero_variance: bool) -> None:
+        self.variances.append(zero_variance)
+
+    def listen(self, house: House) -> None:
+        """Hear of the groups of a house."""
+        house.rollouts._observers = (house.recorder, self.feedback)
+        house.rollouts._on_return = self.feedback.trajectory_returned
+
+    def report(self, *rewards: Reward) -> Report:
+        return asyncio.run(self.feedback.report(rewards))
+
+    def prompt(self, key: str) -> RewardStats:
+        return self.rewards.of_prompt(key) or RewardStats()
+
+
+def by_id(trajectory_id: str, reward: float) -> Reward:
+    return Reward(reward, reward > 0, trajectory_id)
+
+
+def by_tokens(prompt: Sequence[int], tokens: Sequence[int], reward: float) -> Reward:
+    return Reward(reward, reward > 0, None, prompt, tokens)
+
+
+# --- groups that were made by hand -------------------------------------------
+
+
+@dataclass(frozen=True)
+class Made:
+    """A group of ``prompt`` that returned trajectories of these token ids. ``late``: as they were when it had ended."""
+
+    group_id: str
+    prompt: str
+    trajectories: tuple[tuple[int, ...], ...]
+    outcome: Outcome = Outcome.COMPLETED
+    late: bool = True
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(map(ord, self.prompt))
+
+    def record(self, started_at: float = 0.0) -> GroupRecord:
+        candidates = [
+            CandidateRecord(i, len(tokens), FinishReason.STOP, End.SHORT, None, False, 0.0, 1.0, 0, 0)
+            for i, tokens in enumerate(self.trajectories)
+        ]
+        size = len(candidates)
+        return GroupRecord(self.group_id, self.prompt, "off", size, self.outcome, candidates, started_at, 1.0, None)
+
+    def happens(self, feedback: Feedback, started_at: float = 0.0) -> None:
+        if self.late:
+            feedback.group_ended(self.record(started_at))
+        for index, tokens in enumerate(self.trajectories):
+            feedback.trajectory_returned(
+                Returned(self.group_id, self.prompt, started_at, index, self.prompt_token_ids, tokens)
+            )
+        if not self.late:
+            feedback.group_ended(self.record(started_at))
+
+
+TWO = Made("g", "p", ((1, 2), (3, 4, 5)))
+
+
+@pytest.mark.parametrize("first", [by_id("g:0", 1.0), by_tokens([112], [1, 2], 1.0)])
+@pytest.mark.parametrize("second", [by_id("g:0", 1.0), by_id("g:0", -3.0), by_tokens([112], [1, 2], 0.0)])
+def test_a_trajectory_keeps_its_first_reward_whichever_way_it_was_named(first: Reward, second: Reward) -> None:
+    trainer = Trainer()
+    TWO.happens(trainer.feedback)
+    assert trainer.report(first) == Report(matched=1)
+    assert trainer.report(second, first) == Report(repeated=2)
+    assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(right=Moments(1, 2.0, 0.0))
+    assert trainer.feedback.of(TWO.record()).by_index == {0: (1.0, True)}
+    assert trainer.counted == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        *(
+            by_id(name, 1.0)
+            for name in ("g:2", "g:00", "g:-1", "g: 0", "g:", "g", ":0", "", "h:0", "g:0:0", "g:" + "9" * 5000)
+        ),
+        by_tokens([112], [1], 1.0),
+        by_tokens([], [112, 1, 2], 1.0),
+        by_tokens([112, 1], [2], 1.0),
+        by_tokens([113], [1, 2], 1.0),
+    ],
+    ids=lambda reward: str(reward.trajectory_id)[:9],
+)
+def test_what_is_not_kept_is_unknown_and_changes_nothing(unknown: Reward) -> None:
+    trainer = Trainer()
+    TWO.happens(trainer.feedback)
+    assert trainer.report(unknown, by_id("g:1", 0.0), unknown) == Report(1, 0, 2, [0, 2])
+    assert trainer.rewards.dataset.rewarded == 1
+    assert trainer.counted == [1, 2]
+
+
+def test_of_many_unknown_ones_the_first_hundred_places_are_told() -> None:
+    report = Trainer().report(*[by_id("g:0", 1.0)] * 150)
+    assert (report.unknown, report.unknown_indices) == (150, list(range(MOST_INDICES)))
+
+
+def test_all_trajectories_with_the_same_tokens_get_the_reward() -> None:
+    trainer = Trainer()
+    TWO.happens(trainer.feedback)
+    Made("h", "p", ((9,), (1, 2), (1, 2))).happens(trainer.feedback)
+    assert trainer.report(by_id("h:1", 1.0), by_tokens([112], [1, 2], 1.0)) == Report(matched=2)
+    assert trainer.prompt("p").right == Moments(3, 2.0, 0.0)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_group_whose_rewards_are_all_known_is_told_once(late: bool) -> None:
+    trainer = Trainer()
+    group = replace(TWO, late=late)
+    group.happens(trainer.feedback)
+    trainer.report(by_id("g:1", 0.25))
+    assert trainer.feedback.of(group.record()).zero_variance is None
+    assert (trainer.told, trainer.variances) == ([], [])
+    trainer.report(by_id("g:0", 0.0), by_id("g:0", 0.0), by_id("g:1", 0.25))
+    assert trainer.told == [("g", {0: False, 1: True})]
+    assert trainer.variances == [False]
+    assert trainer.feedback.of(group.record()).zero_variance is False
+    assert trainer.prompt("p") == RewardStats(Moments(1, 3.0, 0.0), Moments(1, 2.0, 0.0), groups=1)
+
+
+def test_rewards_may_come_before_their_group_ends() -> None:
+    trainer = Trainer()
+    for index, tokens in enumerate(TWO.trajectories):
+        trainer.feedback.trajectory_returned(Returned("g", "p", 0.0, index, [112], tokens))
+        assert trainer.report(by_id(f"g:{index}", 1.0)) == Report(matched=1)
+    assert trainer.told == []
+    trainer.feedback.group_ended(TWO.record())
+    assert trainer.told == [("g", {0: True, 1: True})]
+    assert trainer.feedback.of(TWO.record()).zero_variance is True
+    assert (trainer.prompt("p").groups, trainer.prompt("p").zero_variance) == (1, 1)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
+def test_what_a_group_gave_before_it_broke_off_counts_but_the_group_does_not(outcome: Outcome) -> None:
+    trainer = Trainer()
+    group = replace(TWO, outcome=outcome, late=False)
+    group.happens(trainer.feedback)
+    assert trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0)) == Report(matched=2)
+    assert trainer.prompt("p") == RewardStats(right=Moments(2, 2.5, 0.5))
+    assert trainer.feedback.of(group.record()).zero_variance is None
+    assert trainer.told == []
+
+
+def test_only_the_newest_groups_are_kept_and_nothing_is_left_of_the_others() -> None:
+    trainer = Trainer(kept=2)
+    groups = [replace(TWO, group_id=name) for name in "abc"]
+    for group in groups:
+        group.happens(trainer.feedback)
+    assert trainer.report(by_id("a:0", 1.0), by_id("b:0", 1.0), by_id("c:0", 1.0)) == Report(2, 0, 1, [0])
+    assert trainer.feedback.of(groups[0].record()).by_index == {}
+    for name in "de":
+        replace(TWO, group_id=name, prompt="q").happens(trainer.feedback)
+    assert trainer.report(by_tokens([112], [1, 2], 1.0)) == Report(0, 0, 1, [0])
+    assert len(trainer.feedback._kept._by_tokens) == len(trainer.feedback._kept._groups) == 2
+
+
+def test_a_group_id_that_is_used_again_names_the_newer_group() -> None:
+    trainer = Trainer()
+    TWO.happens(trainer.feedback)
+    trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0))
+    TWO.happens(trainer.feedback, started_at=5.0)
+    assert trainer.feedback.of(TWO.record(0.0)).by_index == {}
+    assert trainer.feedback.of(TWO.record(5.0)).by_index == {}
+    assert trainer.report(by_id("g:0", 0.0), by_tokens([112], [3, 4, 5], 0.0)) == Report(matched=2)
+    assert trainer.feedback.of(TWO.record(5.0)).by_index == {0: (0.0, False), 1: (0.0, False)}
+
+
+def test_the_fingerprint_is_that_of_both_lists_in_order() -> None:
+    pairs: list[tuple[list[int], list[int]]] = [
+        ([1], [2, 3]),
+        ([1, 2], [3]),
+        ([], [1, 2, 3]),
+        ([1], [3, 2]),
+        ([2], [3]),
+    ]
+    assert len({fingerprint(*pair) for pair in pairs}) == len(pairs)
+    assert fingerprint((1,), np.array([2, 3])) == fingerprint([1], [2, 3])  # type: ignore[arg-type]
+
+
+# --- any order, repetition and mixture of names -------------------------------
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple)
+GROUPS = st.lists(
+    st.tuples(
+        st.sampled_from("pq"),
+        st.lists(TOKENS, min_size=1, max_size=4).map(tuple),
+        st.sampled_from([*Outcome]),
+        st.booleans(),
+    ),
+    max_size=5,
+).map(lambda made: [Made(f"g{number}", *each) for number, each in enumerate(made)])
+Step = Made | Returned | Reward
+
+
+class BruteForce:
+    """The same by looking at everything each time."""
+
+    def __init__(self) -> None:
+        self.report = Report()
+        self.returned: list[Returned] = []
+        self.rewards: dict[tuple[str, int], Reward] = {}
+
+    def reward(self, place: int, reward: Reward) -> None:
+        named = [
+            (r.group_id, r.index)
+            for r in self.returned
+            if f"{r.group_id}:{r.index}" == reward.trajectory_id
+            or (
+                reward.trajectory_id is None
+                and (list(r.prompt_token_ids), list(r.token_ids))
+                == (list(reward.prompt_token_ids), list(reward.completion_token_ids))
+            )
+        ]
+        fresh = [name for name in named if name not in self.rewards]
+        self.report.matched += bool(fresh)
+        self.report.repeated += bool(named and not fresh)
+        self.report.unknown += not named
+        self.report.unknown_indices += [] if named else [place]
+        for name in fresh:
+            self.rewards[name] = reward
+
+    def whole(self, groups: Sequence[Made]) -> dict[str, list[Reward]]:
+        """Completed groups all of whose trajectories have rewards."""
+        names = {g.group_id: [(g.group_id, i) for i in range(len(g.trajectories))] for g in groups}
+        return {
+            g.group_id: [self.rewards[name] for name in names[g.group_id]]
+            for g in groups
+            if g.outcome is Outcome.COMPLETED and all(name in self.rewards for name in names[g.group_id])
+        }
+
+
+@given(
+    groups=GROUPS,
+    seed=st.integers(0, 10**6),
+    values=st.lists(st.sampled_from([-1.0, 0.0, 1.0, 0.5]), min_size=12, max_size=12),
+)
+def test_any_order_repetition_and_mixture_of_names_comes_to_what_brute_force_does(
+    groups: list[Made], seed: int, values: list[float]
+) -> None:
+    rng = np.random.default_rng(seed)
+    trainer, brute = Trainer(), BruteForce()
+    for step in mixed(groups, rng, values):
+        match step:
+            case Made():
+                trainer.feedback.group_ended(step.record())
+            case Returned():
+                trainer.feedback.trajectory_returned(step)
+                brute.returned.append(step)
+            case Reward():
+                got = trainer.report(step)
+                before = replace(brute.report, unknown_indices=[])
+                brute.reward(0, step)
+                assert (got.matched, got.repeated, got.unknown) == (
+                    brute.report.matched - before.matched,
+                    brute.report.repeated - before.repeated,
+                    brute.report.unknown - before.unknown,
+                )
+    everything = [*groups]
+    for prompt in "pq":
+        assert_same(trainer.prompt(prompt), [g for g in everything if g.prompt == prompt], brute)
+    assert_same(trainer.rewards.dataset, everything, brute)
+    whole = brute.whole(groups)
+    assert sorted(trainer.told) == [
+        (name, {i: reward.correct for i, reward in enumerate(whole[name])}) for name in sorted(whole)
+    ]
+
+
+def mixed(groups: Sequence[Made], rng: np.random.Generator, values: Sequence[float]) -> list[Step]:
+    """What happens to groups, each in its own order, and rewards for some of their trajectories at any time."""
+    queues: list[list[Step]] = []
+    rewards: list[Step] = [by_id("none:0", 1.0), by_tokens([7], [7], 1.0)]
+    for group in groups:
+        returned: list[Step] = []
+        for index, tokens in enumerate(group.trajectories):
+            returned.append(Returned(group.group_id, group.prompt, 0.0, index, group.prompt_token_ids, tokens))
+            reward = values[hash((group.prompt == "p", tokens)) % len(values)]  # equal ones have equal rewards
+            rewards += [by_id(f"{group.group_id}:{index}", reward)] * int(rng.integers(0, 4))
+            rewards += [by_tokens(group.prompt_token_ids, tokens, reward)] * int(rng.integers(0, 3))
+        queues.append([group, *returned] if group.late else [*returned, group])
+    queues += [[reward] for reward in rewards]
+    steps: list[Step] = []
+    while queues := [queue for queue in queues if queue]:
+        steps.append(queues[rng.integers(len(queues))].pop(0))
+    return steps
+
+
+def assert_same(stats: RewardStats, groups: Sequence[Made], brute: BruteForce) -> None:
+    known = [
+        (len(tokens), brute.rewards[group.group_id, i].correct)
+        for group in groups
+        for i, tokens in enumerate(group.trajectories)
+        if (group.group_id, i) in brute.rewards
+    ]
+    for moments, right in ((stats.right, True), (stats.wrong, False)):
+        of = [length for length, correct in known if correct is right]
+        assert moments.count == len(of)
+        if of:
+            assert moments.mean == pytest.approx(float(np.mean(of)))
+            assert moments.m2 == pytest.approx(float(np.var(of)) * len(of), abs=1e-9)
+    whole = brute.whole(groups)
+    assert stats.groups == len(whole)
+    assert stats.zero_variance == sum(len({reward.reward for reward in rewards}) == 1 for rewards in whole.values())
+
+
+def test_many_at_once_are_the_same_as_one_by_one() -> None:
+    together, singly = Trainer(kept=1000), Trainer(kept=1000)
+    groups = [Made(f"g{n}", "pq"[n % 2], tuple((n, i) for i in range(5))) for n in range(2 * TURN)]
+    for group in groups:
+        for trainer in (together, singly):
+            group.happens(trainer.feedback)
+    rewards = [by_id(f"g{n}:{i}", float((n + i) % 2)) for n in range(2 * TURN + 3) for i in range(5)]
+    report = together.report(*rewards)
+    assert report == Report(10 * TURN, 0, 15, list(range(10 * TURN, 10 * TURN + 15)))
+    for reward in rewards:
+        singly.report(reward)
+    assert together.told == singly.told
+    assert len(together.told) == 2 * TURN
+    assert together.rewards.dataset.difference.error == pytest.approx(singly.rewards.dataset.difference.error)
+
+
+async def test_others_have_their_turns_while_many_are_taken_in() -> None:
+    trainer = Trainer()
+    reporting = asyncio.create_task(trainer.feedback.report([by_id("g:0", 1.0)] * (3 * TURN)))
+    turns = 0
+    while not reporting.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 3
+
+
+# --- on an engine -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["shortest", "uniform", "shadow"])
+async def test_every_trajectory_that_a_caller_gets_can_be_rewarded(policy: str) -> None:
+    house = House(lengths(5, 9, 3, 7, 4, 20), SHAPINGS | {"shadow": replace(SHAPINGS["shortest"], shadow=True)})
+    trainer = Trainer()
+    trainer.listen(house)
+    got = await house.group(house.run(4, policy, group_id="g"))
+    record = house.record("g")
+    assert sorted(t.index for t in got) == [c.index for c in record.selected]
+    rewards = [by_id(f"g:{t.index}", 1.0) if t.index % 2 else by_tokens([ord("g")], t.output, 0.0) for t in got]
+    assert await trainer.feedback.report(rewards) == Report(matched=4)
+    assert trainer.told == [("g", {t.index: bool(t.index % 2) for t in got})]
+    discarded = [by_id(f"g:{c.index}", 1.0) for c in record.candidates if c.end is None]
+    assert (await trainer.feedback.report(discarded)).unknown == len(discarded) == 2
+
+
+async def test_what_a_stream_gave_can_be_rewarded_while_its_group_runs() -> None:
+    house = House(lengths(3, 4, 50, 50))
+    trainer = Trainer()
+    trainer.listen(house)
+    waiting = asyncio.create_task(collect(house.run(3, "uniform", group_id="g", early=True)))
+    for _ in range(10):
+        await house.engine.step()
+    assert await trainer.feedback.report([by_id("g:0", 1.0), by_id("g:1", 1.0)]) == Report(matched=2)
+    await house.engine.run()
+    last = {t.index for t in await waiting} - {0, 1}
+    assert await trainer.feedback.report([by_id(f"g:{index}", 1.0) for index in last]) == Report(matched=1)
+    assert trainer.variances == [True]
+
+
+async def test_a_fault_of_the_engine_leaves_nothing_to_reward() -> None:
+    house = House(lambda _, index: Script(5))
+    trainer = Trainer()
+    trainer.listen(house)
+    waiting = asyncio.create_task(collect(house.run(2, group_id="g")))
+    await settle()
+    house.engine.kill()
+    with pytest.raises(Exception, match="killed"):
+        await waiting
+    assert (await trainer.feedback.report([by_id("g:0", 1.0)])).unknown == 1
+
+
+# --- what is kept of it -------------------------------------------------------
+
+
+def test_statistics_outlive_the_process_and_processes_share_them(tmp_path: Any) -> None:
+    with Store(tmp_path) as store:
+        first = Trainer(store)
+        TWO.happens(first.feedback)
+        first.report(by_id("g:0", 1.0), by_id("g:1", 0.0))
+        saved = store.export()
+    with Store(tmp_path) as store:
+        second = Trainer(store)
+        assert second.prompt("p") == second.rewards.dataset == RewardStats(Moments(1, 2.0), Moments(1, 3.0), 1, 0)
+        assert second.report(by_id("g:0", 1.0)).unknown == 1
+        TWO.happens(second.feedback)
+        second.report(by_id("g:0", 1.0))
+        assert second.prompt("p").rewarded == 3
+        store.restore(saved)
+        assert second.prompt("p").rewarded == 2
+
+
+JUNK: list[Any] = [None, 3, "x", [], {}, [[1], [2], [3]], [[1, 2.0, 3.0]] * 3, [[1, -2.0, 0.0], [0, 0, 0], [0, 0]]]
+DOCUMENTS: list[dict[str, Scalar]] = [{}, {"value": None}, {"value": "{"}, {"value": "[" * 60_000}, {"value": "NaN"}]
+
+
+@pytest.mark.parametrize(
+    "junk", [*({"value": json.dumps(junk)} for junk in JUNK), *DOCUMENTS], ids=lambda junk: repr(junk)[:40]
+)
+def test_junk_counts_as_nothing_and_is_learned_over(junk: dict[str, Scalar]) -> None:
+    store = Documents()
+    store.put(PROMPT_KIND, "p", junk)
+    store.put(DATASET_KIND, KEY, junk)
+    trainer = Trainer(store)
+    assert trainer.rewards.dataset == RewardStats()
+    assert summary(trainer.rewards.of_prompt("p")) is None
+    assert trainer.rewards.mean_length("right") is None
+    TWO.happens(trainer.feedback)
+    trainer.report(by_id("g:0", 1.0), by_id("g:1", 0.0))
+    assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(Moments(1, 2.0), Moments(1, 3.0), 1, 0)
+    assert trainer.rewards.mean_length("wrong") == 3
+    assert restored(json.loads(str((store.get(PROMPT_KIND, "p") or {})["value"]))) == trainer.prompt("p")
+
+
+def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:
+    trainer = Trainer()
+    record = replace(TWO.record(), prompt_key=None)
+    trainer.feedback.group_ended(record)
+    trainer.feedback.trajectory_returned(Returned("g", None, 0.0, 0, [112], [1, 2]))
+    trainer.report(by_id("g:0", 1.0))
+    assert trainer.rewards.dataset.rewarded == 1
+    assert {kind for kind, _ in trainer.store.kept} == {DATASET_KIND}  # type: ignore[union-attr]
+
+
+def test_a_summary_says_what_the_statistics_come_to() -> None:
+    trainer = Trainer()
+    TWO.happens(trainer.feedback)
+    Made("h", "p", ((9,), (1, 2, 3, 4))).happens(trainer.feedback)
+    trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0), by_id("h:0", 0.0))
+    told = summary(trainer.rewards.of_prompt("p"))
+    assert told is not None
+    assert (told.rewarded, told.right, told.pass_rate) == (3, 2, 2 / 3)
+    assert (told.rewarded_groups, told.zero_variance_groups) == (1, 1)
+    assert told.length_right is not None
+    assert told.length_wrong is not None
+    assert (told.length_right.mean, told.length_right.se, told.length_right.count) == (2.5, 0.5, 2)
+    assert (told.length_wrong.mean, told.length_wrong.se, told.length_wrong.count) == (1, None, 1)
+    assert (told.pattern, told.difference, told.difference_se) == ("unclear", 1.5, None)
+
+
+async def test_rewards_of_explored_groups_tell_what_deadlines_take_away() -> None:
+    cut = Shaping(redundancy=1.5, deadline=Deadline(exploration=1.0))
+    house = House(lengths(5, 6, 7, 30, 40, 50), {"cut": cut})
+    trainer = Trainer()
+    trainer.listen(house)
+    trainer.feedback._rewarded = house.rollouts.rewarded
+    names = [f"g{i}" for i in range(10)]
+    waiting = [asyncio.create_task(collect(run)) for run in await house.together(4, "cut", names)]
+    await settle()
+    await house.engine.run()
+    for name, got in zip(names, await asyncio.gather(*waiting), strict=True):
+        assert house.record(name).explored
+        await trainer.feedback.report([by_id(f"{name}:{t.index}", 1.0) for t in got])
+    assert trainer.variances == [True] * 10
+    losses = house.rollouts.losses
+    assert losses.right == pytest.approx(sum(4 * (1 - 4 / MEMORY) ** before for before in range(10)))
+    assert losses.lost > 0

@@ -1,0 +1,86 @@
+from dataclasses import replace
+
+import pytest
+
+from darts_server.rollout.observers.provenance import Provenance, response_id
+from tests.rollout.learned.test_prompts import FINISHED, record
+
+
+def kept(*ids: str, limit: int = 100) -> Provenance:
+    provenance = Provenance(limit)
+    for group_id in ids:
+        provenance.group_ended(replace(record(*FINISHED), group_id=group_id))
+    return provenance
+
+
+def names(provenance: Provenance, name: str) -> list[str]:
+    return [r.group_id for r in provenance.find(name)]
+
+
+def test_a_group_is_found_by_its_id_and_all_of_a_response_by_the_responses() -> None:
+    provenance = kept("cmpl-a-10", "cmpl-a-2", "cmpl-b-0", "chatcmpl-c")
+    assert names(provenance, "cmpl-a-2") == ["cmpl-a-2"]
+    assert names(provenance, "cmpl-a") == ["cmpl-a-2", "cmpl-a-10"]
+    assert names(provenance, "chatcmpl-c") == ["chatcmpl-c"]
+    assert names(provenance, "cmpl") == []
+
+
+def test_only_the_latest_are_kept() -> None:
+    provenance = kept("cmpl-a-0", "cmpl-a-1", "cmpl-b-0", limit=2)
+    assert names(provenance, "cmpl-a") == ["cmpl-a-1"]
+    assert names(kept("cmpl-a-0", "cmpl-b-0", limit=1), "cmpl-a") == []
+
+
+def test_a_request_id_that_is_used_again_names_the_newer_group() -> None:
+    provenance = kept("cmpl-a-0", "cmpl-a-1", "cmpl-a-0", limit=2)
+    assert names(provenance, "cmpl-a") == ["cmpl-a-0", "cmpl-a-1"]
+
+
+def of_members(provenance: Provenance, group_id: str, *members: str) -> None:
+    provenance.group_ended(replace(record(*FINISHED), group_id=group_id, members=members))
+
+
+def test_a_group_is_found_by_each_request_that_it_answered_and_by_its_callers_name_for_it() -> None:
+    provenance = Provenance()
+    of_members(provenance, "group-cmpl-a-0", "step 3", "cmpl-a-0", "cmpl-b-0", "chatcmpl-c")
+    of_members(provenance, "group-cmpl-a-1", "cmpl-a-1", "cmpl-d-0")
+    for name in ("group-cmpl-a-0", "step 3", "cmpl-a-0", "cmpl-b-0", "cmpl-b", "chatcmpl-c"):
+        assert names(provenance, name) == ["group-cmpl-a-0"], name
+    assert names(provenance, "cmpl-a") == ["group-cmpl-a-0", "group-cmpl-a-1"]
+    assert names(provenance, "cmpl-d") == ["group-cmpl-a-1"]
+    assert names(provenance, "step") == []
+
+
+def test_groups_of_a_response_are_in_the_order_of_its_own_prompts() -> None:
+    # Its prompts joined groups that others began, in another order.
+    provenance = Provenance()
+    of_members(provenance, "group-cmpl-x-0", "cmpl-x-0", "cmpl-r-2")
+    of_members(provenance, "group-cmpl-y-7", "cmpl-y-7", "cmpl-r-0", "cmpl-r-10")
+    of_members(provenance, "group-cmpl-x-1", "cmpl-x-1", "cmpl-r-1")
+    assert names(provenance, "cmpl-r") == ["group-cmpl-y-7", "group-cmpl-x-1", "group-cmpl-x-0"]
+
+
+def test_a_name_that_callers_use_again_finds_its_groups_from_the_oldest_kept_on() -> None:
+    provenance = Provenance(kept=3)
+    for number in range(4):
+        of_members(provenance, f"group-cmpl-{9 - number}-0", "prompt-7", f"cmpl-{9 - number}-0")
+    assert names(provenance, "prompt-7") == ["group-cmpl-8-0", "group-cmpl-7-0", "group-cmpl-6-0"]
+    assert names(provenance, "cmpl-9-0") == []
+
+
+def test_what_is_forgotten_is_found_by_none_of_its_names() -> None:
+    provenance = Provenance(kept=1)
+    of_members(provenance, "group-cmpl-a-0", "step 3", "cmpl-a-0", "cmpl-a-0", "cmpl-a-1")
+    of_members(provenance, "group-cmpl-b-0", "step 3", "cmpl-b-0")
+    assert names(provenance, "step 3") == ["group-cmpl-b-0"]
+    for name in ("group-cmpl-a-0", "cmpl-a-0", "cmpl-a-1", "cmpl-a"):
+        assert names(provenance, name) == []
+    assert provenance._of_response.keys() == {"step 3", "cmpl-b-0", "cmpl-b", "group-cmpl-b"}
+
+
+@pytest.mark.parametrize(
+    ("group_id", "response"),
+    [("cmpl-ab12-3", "cmpl-ab12"), ("chatcmpl-8562169114280583", "chatcmpl-8562169114280583"), ("mine", "mine")],
+)
+def test_the_response_id_is_the_group_id_without_the_prompts_number(group_id: str, response: str) -> None:
+    assert response_id(group_id) == response

@@ -1,0 +1,163 @@
+"""Adapters of a fake model: what is served after each end that an update can have."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from darts_server.exceptions import (
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    UpdateFailed,
+    UpdateRunning,
+    UpdateUnsupported,
+    WeightsLost,
+)
+from darts_server.serving.gate import Gate
+from darts_server.types import UpdateOutcome
+from darts_server.weights.coordinator import Rule
+from darts_server.weights.staging import Staging
+from darts_server.weights.states import State
+from darts_server.weights.updates import Updates
+from tests.weights.house import House, until
+from tests.weights.lora_sets import bytes_of, push, save_to
+from tests.weights.model import FakeModel
+
+pytestmark = pytest.mark.anyio
+
+
+def served(house: House) -> Mapping[str, float]:
+    """What the engine has; the same as is told, and its files are there alone."""
+    assert house.model.adapted is not None
+    names = set(house.updates.adapters.served)
+    assert set(house.model.adapted.served) == names
+    assert {path.name for path in house.staging.others("adapter-*")} == {f"adapter-{name}" for name in names}
+    assert len(house.staging.others("*.adapter")) == len(names)
+    return house.model.adapted.served
+
+
+async def test_an_adapter_comes_is_replaced_and_goes(house: House) -> None:
+    await push(house, 5)
+    assert served(house) == {"a": 5}
+    assert house.model.calls == ["announced 1", "pause", "put", "became", "resume", "ended completed"]
+    await push(house, 6, "b", rule=Rule.KEEP)
+    await push(house, 7, version=40)
+    assert served(house) == {"a": 7, "b": 6}
+    assert {name: one.version for name, one in house.updates.adapters.served.items()} == {"a": 40, "b": 2}
+    await house.updates.adapters.remove("a")
+    assert served(house) == {"b": 6}
+    house.serves(41, all=0)
+    assert [(record.source, record.adapter, record.rule) for record in house.heard.records] == [
+        ("push", "a", "finish"),
+        ("push", "b", "keep"),
+        ("push", "a", "finish"),
+        ("delete", "a", "finish"),
+    ]
+
+
+async def test_a_folder_is_copied(house: House) -> None:
+    folder = save_to(house.root / "step-1", 5)
+    await house.updates.adapters.load("a", "step-1")
+    (folder / "adapter_model.safetensors").unlink()
+    assert served(house) == {"a": 5}
+    with pytest.raises(InvalidRequest, match=r"adapter_model.safetensors: No such file") as caught:
+        await house.updates.adapters.load("a", str(folder))
+    assert caught.value.field == "path"
+    assert served(house) == {"a": 5}
+
+
+async def test_what_is_bad_changes_nothing(house: House) -> None:
+    await push(house, 5)
+    config = house.root / "big" / "adapter_config.json"
+    save_to(house.root / "big", 6)
+    config.write_text(" " * 100_000)
+    save_to(house.root / "none", 6).joinpath("adapter_config.json").unlink()
+    for words, act in (
+        ("not a whole safetensors file", push(house, bytes_of(6)[:-1])),
+        ("layers.2.lora_A.weight is of no layer", push(house, bytes_of(6, "layers.2"))),
+        ("is no JSON", push(house, 6, config="?")),
+        ("is 1, which is served already", push(house, 6, version=1)),
+        ("is the model itself", push(house, 6, "model")),
+        ("has more than 65536 bytes", house.updates.adapters.load("a", "big")),
+        ("adapter_config.json: No such file", house.updates.adapters.load("a", "none")),
+        ("is outside", house.updates.adapters.load("a", "/etc")),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            await act
+        assert served(house) == {"a": 5}
+    with pytest.raises(NotFound):
+        await house.updates.adapters.remove("b")
+    house.serves(1, all=0)
+
+
+async def test_a_folder_with_more_than_an_adapter_has_is_refused(house: House) -> None:
+    save_to(house.root / "huge", 5)
+    with (house.root / "huge" / "adapter_model.safetensors").open("ab") as file:
+        file.truncate(200_000_000)  # sparse: it takes no room
+    with pytest.raises(InvalidRequest, match="which no adapter here has"):
+        await house.updates.adapters.load("a", "huge")
+    assert served(house) == {}
+
+
+@pytest.mark.parametrize("step", ["pause", "put", "became"])
+@pytest.mark.parametrize("before", [True, False])
+async def test_after_a_fault_that_is_served_which_was(house: House, step: str, before: bool) -> None:
+    if before:
+        await push(house, 5)
+    house.model.fail[step] = [UpdateFailed("broken")]
+    with pytest.raises(UpdateFailed, match="broken"):
+        await push(house, 6)
+    assert served(house) == ({"a": 5} if before else {})
+    house.serves(int(before), all=0)
+    await push(house, 7)
+    assert served(house) == {"a": 7}
+
+
+async def test_a_removal_that_fails_leaves_the_adapter(house: House) -> None:
+    await push(house, 5)
+    house.model.fail["remove"] = [UpdateFailed("broken")]
+    with pytest.raises(UpdateFailed, match="broken"):
+        await house.updates.adapters.remove("a")
+    assert served(house) == {"a": 5}
+    house.serves(1, all=0)
+
+
+async def test_if_the_old_one_cannot_be_put_back_nothing_is_served(house: House) -> None:
+    await push(house, 5)
+    house.model.fail["put"] = [UpdateFailed("one"), UpdateFailed("two")]
+    with pytest.raises(WeightsLost, match=r"failed \(one\).*\(two\)"):
+        await push(house, 6)
+    assert house.updates.state is State.LOST
+    assert house.heard.records[-1].outcome is UpdateOutcome.LOST
+
+
+async def test_one_update_at_a_time_of_adapters_and_weights(house: House) -> None:
+    house.model.stuck.add("put")
+    first = asyncio.create_task(push(house, 5))
+    await until(house, State.UPDATING)
+    for act in (push(house, 6), house.push(1)):
+        with pytest.raises(UpdateRunning):
+            await act
+    first.cancel()  # the caller goes away, and the update comes to its end
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert house.updates.state is State.UPDATING
+
+
+async def test_models_without_adapters_or_for_which_none_are_taken_say_so(tmp_path: Path) -> None:
+    model = FakeModel(tmp_path)
+    model.adapted = None
+    with Staging(tmp_path) as staging:
+        updates = Updates(model, Gate(), staging, tmp_path)
+        for act in (updates.adapters.load("a", "x"), updates.adapters.remove("a")):
+            with pytest.raises(Forbidden, match="--enable-lora"):
+                await act
+
+
+async def test_an_unsupported_model_is_refused_before_anything_comes(house: House) -> None:
+    house.model.fail["layers"] = [UpdateUnsupported("quantized")]
+    with pytest.raises(UpdateUnsupported, match="quantized"):
+        await push(house, 5)
+    house.serves(0, all=0)

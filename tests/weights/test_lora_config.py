@@ -1,0 +1,118 @@
+"""What is taken for an adapter, and what is not."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.weights.lora_config import AdapterConfig, check, read_config, written
+from darts_server.weights.lora_config import Layers as Adaptable
+from tests.weights.lora_sets import LAYERS, tensors_of
+
+GOOD: dict[str, Any] = {"r": 2, "lora_alpha": 6}
+
+
+def test_the_configuration_that_peft_writes_is_taken() -> None:
+    more = {
+        "peft_type": "LORA",
+        "bias": "none",
+        "init_lora_weights": True,
+        "target_modules": ["q_proj"],
+        "lora_dropout": 0.1,
+        "qalora_group_size": 16,
+        "use_dora": False,
+        "alpha_pattern": {},
+        "modules_to_save": None,
+    }
+    assert read_config(json.dumps(GOOD | more), "config") == AdapterConfig(2, 6)
+    assert read_config(json.dumps(GOOD), "config").scale == 3
+    assert read_config(json.dumps(GOOD | {"use_rslora": True}), "config").scale == pytest.approx(6 / math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", "must be an object"),
+        ({"lora_alpha": 1}, "r must be"),
+        (GOOD | {"r": 0}, "r must be"),
+        (GOOD | {"r": True}, "r must be"),
+        (GOOD | {"r": "2"}, "r must be"),
+        ({"r": 2}, "lora_alpha must be"),
+        (GOOD | {"lora_alpha": math.nan}, "lora_alpha must be"),
+        (GOOD | {"lora_alpha": 10**400}, "lora_alpha must be"),
+        (GOOD | {"use_rslora": 1}, "use_rslora must be"),
+        (GOOD | {"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        (GOOD | {"bias": "all"}, "bias is 'all'"),
+        (GOOD | {"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        (GOOD | {"init_lora_weights": 1}, "init_lora_weights is '1'"),
+        (GOOD | {"use_dora": True}, "'use_dora' is set"),
+        (GOOD | {"alpha_pattern": {"q_proj": 4}}, "'alpha_pattern' is set"),
+        (GOOD | {"modules_to_save": ["lm_head"]}, "'modules_to_save' is set"),
+        (GOOD | {"of_tomorrow": 1}, "'of_tomorrow' is set"),
+    ],
+)
+def test_other_configurations_are_refused_by_their_key(given: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        read_config(given if isinstance(given, str) else json.dumps(given), "config")
+    assert caught.value.field == "config"
+
+
+def test_what_fits_is_written_for_the_engine_with_nothing_else() -> None:
+    given = tensors_of("layers.0", "layers.1")
+    check(LAYERS, AdapterConfig(2, 6), given, "body")
+    assert json.loads(written(AdapterConfig(2, 6), given)) == {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 6,
+        "use_rslora": False,
+        "target_modules": ["layers.0", "layers.1"],
+        "bias": "none",
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "words"),
+    [
+        (AdapterConfig(5, 1), ["layers.0"], "r is 5, and the server takes 4"),
+        (AdapterConfig(2, 1), [], "has no tensor"),
+        (AdapterConfig(2, 1), ["layers.2"], "layers.2.lora_A.weight is of no layer"),
+        (AdapterConfig(3, 1), ["layers.0"], r"layers.0.lora_A.weight is F32 of shape \[2, 2\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(config: AdapterConfig, names: list[str], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        check(LAYERS, config, tensors_of(*names), "body")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("layers.0.lora_A.weight", "is not one of an adapter's"),
+        ("base_model.model.layers.0.weight", "is not one of an adapter's"),
+        ("base_model.model.layers.0.lora_magnitude_vector", "is not one of an adapter's"),
+    ],
+)
+def test_other_names_are_refused(name: str, words: str) -> None:
+    given = dict(tensors_of("layers.0"))
+    file = next(iter(given.values()))
+    file = type(file)(file.path, {**file.tensors, name: next(iter(file.tensors.values()))}, file.stamp)
+    with pytest.raises(InvalidRequest, match=words):
+        check(LAYERS, AdapterConfig(2, 1), {name: file}, "body")
+
+
+def test_integers_and_single_matrices_are_refused() -> None:
+    given = tensors_of("layers.0", dtype="I32")
+    with pytest.raises(InvalidRequest, match="must have floats"):
+        check(LAYERS, AdapterConfig(2, 1), given, "body")
+    up = "base_model.model.layers.0.lora_B.weight"
+    with pytest.raises(InvalidRequest, match=r"lora_A\.weight is missing"):
+        check(LAYERS, AdapterConfig(2, 1), {up: tensors_of("layers.0")[up]}, "body")
+
+
+def test_no_more_bytes_may_come_than_an_adapter_can_have() -> None:
+    small, large = Adaptable({"a": (3, 2)}, 1), Adaptable({"a": (3, 2)}, 2)
+    assert large.most_bytes - small.most_bytes == 8 * (3 + 2)
