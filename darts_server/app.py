@@ -25,7 +25,7 @@ from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.report import Report
-from darts_server.rollout.batches.registry import Batches, Keeping
+from darts_server.rollout.batches.registry import BatchRegistry, Keeping
 from darts_server.rollout.batches.submission import Submissions
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import KIND, Prompts
@@ -33,12 +33,12 @@ from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.base import GroupObserver
 from darts_server.rollout.observers.bias import LengthBias
 from darts_server.rollout.observers.feedback import Feedback
-from darts_server.rollout.observers.monitor import Live
+from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.pruning.judging import Judging, Kind
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.voting.confidence import Sureness
+from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.votes import Votes
 from darts_server.serving.admission import Admission, Bounds, most_queued
 from darts_server.serving.gate import Gate
@@ -120,10 +120,10 @@ def wiring(
     prompts, rewards, provenance, control = Prompts(store), Rewards(store), Provenance(), Control(settings)
     gate, life, journal = Gate(), Life(), Journal()
     batches, votes, feedback = Late[VllmBatches](), Late[VllmVotes](), Late[Feedback]()
-    weights, live, refusals = Late[Updates](), Late[Live](), Late[AccessMetrics]()
+    weights, live, refusals = Late[Updates](), Late[Monitor](), Late[AccessMetrics]()
 
     def rollouts(engine: VllmPort, prompter: VllmPrompts, model_name: str) -> VllmRollouts:
-        latency, bias, sureness = Latency(store, engine.capacity), LengthBias(), Sureness(store)
+        latency, bias, sureness = Latency(store, engine.capacity), LengthBias(), Confidence(store)
         sources = Sources(
             tracked=lambda: store.count(KIND),
             fault=lambda: store.fault is not None,
@@ -148,7 +148,7 @@ def wiring(
             pruner.group_rewarded()
 
         feedback.part = Feedback(rewards, rewarded, metrics, on_reward=[sureness.rewarded, pruner.rewarded])
-        live.part = Live(lambda: made)
+        live.part = Monitor(lambda: made)
         bounds = Bounds(settings.max_queued_candidates or most_queued(engine.capacity), settings.max_candidates_per_key)
         made: VllmRollouts = Rollouts(
             engine,
@@ -167,7 +167,7 @@ def wiring(
         )
         control.drive(made)
         keeping = Keeping(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
-        batches.part = Batches(Submissions(made, prompter, control.planner), keeping, settings.peek_interval)
+        batches.part = BatchRegistry(Submissions(made, prompter, control.planner), keeping, settings.peek_interval)
         votes.part = Votes(made, prompter, sureness, metrics)
         return made
 

@@ -6,7 +6,7 @@ No text of a prompt, no token and no key is in it.
 import logging
 from collections.abc import Mapping
 
-from darts_server.types import BatchRecord, GroupRecord, UpdateOutcome, UpdateRecord
+from darts_server.types import CohortRecord, GroupRecord, UpdateOutcome, UpdateRecord
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Journal:
         }
         logger.debug("group %s", _words(about), extra=about)
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         about = {
             "policy": record.policy,
             "prompts": record.groups,

@@ -15,7 +15,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-class StopReason(StrEnum):
+class DiscardReason(StrEnum):
     """Why a candidate is not in its group. Every discarded candidate has exactly one."""
 
     MIDDLE = "middle"
@@ -40,7 +40,7 @@ class StopReason(StrEnum):
     """The vote it was for is certain without it."""
 
 
-class End(StrEnum):
+class SelectedAs(StrEnum):
     """From which end of the length order a selected trajectory came."""
 
     SHORT = "short"
@@ -109,8 +109,8 @@ class CandidateRecord:
     index: int
     tokens: int
     finish_reason: FinishReason | None
-    end: End | None
-    reason: StopReason | None
+    selected_as: SelectedAs | None
+    reason: DiscardReason | None
     cut: bool
     started_at: float | None
     ended_at: float | None
@@ -144,7 +144,7 @@ class GroupRecord:
     members: tuple[str, ...] = ()
     """Ids of the requests it answered, where these are several."""
     shadow: "ShadowRecord | None" = None
-    anew_from: int = 0
+    restarted_from: int = 0
     """Index of the first candidate since it was started anew, or at all: those before were of other weights."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Where it belongs in the trace of the caller that began it: ``traceparent`` and ``tracestate``."""
@@ -152,7 +152,7 @@ class GroupRecord:
     @property
     def selected(self) -> list[CandidateRecord]:
         """The returned trajectories, by candidate index."""
-        return [c for c in self.candidates if c.end is not None]
+        return [c for c in self.candidates if c.selected_as is not None]
 
     @property
     def generated_tokens(self) -> int:
@@ -185,7 +185,7 @@ class ShadowRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRecord:
+class CohortRecord:
     """What became of groups that were allocated together, told to observers when the last of them has ended.
 
     ``mean_candidates``: M' that was decided on. ``deadline``: in tokens, ``None`` if none was known in time. Seconds

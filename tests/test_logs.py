@@ -12,7 +12,7 @@ from darts_server import logs
 from darts_server.exceptions import InvalidSetting
 from darts_server.journal import Journal
 from darts_server.serving.admission import Caller, caller
-from darts_server.types import BatchRecord, UpdateOutcome, UpdateRecord
+from darts_server.types import CohortRecord, UpdateOutcome, UpdateRecord
 from tests.metrics.test_groups import record
 
 NAMES = (logs.OURS, "vllm", "uvicorn", "uvicorn.access")
@@ -60,7 +60,7 @@ def test_groups_are_told_at_debug_batches_and_weights_at_info_and_nothing_is_tol
     journal = Journal()
     journal.group_ended(record())
     journal.candidates_started(3)
-    journal.batch_ended(BatchRecord("darts_cut", 64, 12.5, 60, False, 2.0, 2.5, 1000, 600))
+    journal.cohort_ended(CohortRecord("darts_cut", 64, 12.5, 60, False, 2.0, 2.5, 1000, 600))
     journal.update_announced(7)
     for outcome in UpdateOutcome:
         journal.update_ended(UpdateRecord(7, outcome, "push", "finish", False, {"load": 1.0}))

@@ -1,6 +1,6 @@
 """Keeps what became of groups."""
 
-from darts_server.types import BatchRecord, GroupRecord
+from darts_server.types import CohortRecord, GroupRecord
 
 
 class Records:
@@ -24,5 +24,5 @@ class Records:
     def group_ended(self, record: GroupRecord) -> None:
         self.groups.append(record)
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         """Nothing of it is shown."""

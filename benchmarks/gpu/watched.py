@@ -7,7 +7,7 @@ from typing import Any
 from vllm.outputs import RequestOutput
 
 from benchmarks.gpu.steplog import StepLog
-from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
@@ -32,6 +32,6 @@ class RepeatableRollouts(Rollouts[PromptRequest, RequestOutput]):
     lots: Callable[[str], Sequence[int]]
 
     def run(
-        self, request: PromptRequest, plan: Plan, grant: Grant, *, group_id: str, **more: Any
+        self, request: PromptRequest, plan: Plan, grant: Allocation, *, group_id: str, **more: Any
     ) -> GroupRun[PromptRequest, RequestOutput]:
-        return super().run(request, plan, grant, group_id=group_id, **more | {"lots": self.lots(group_id)})
+        return super().run(request, plan, grant, group_id=group_id, **more | {"tail_seed": self.lots(group_id)})

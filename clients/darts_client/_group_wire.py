@@ -23,7 +23,7 @@ class ToldTrajectory(Wire):
     finish_reason: FinishReason
     length: int
     rank: int
-    end: str | None = None
+    selected_as: str | None = None
     cut: bool = False
     quality: FiniteFloat | None = None
     weight_version_start: int | None = None
@@ -91,7 +91,7 @@ def _trajectory(index: int, told: ToldTrajectory, tokens: Tokens, wants_logprobs
         finish_reason=told.finish_reason,
         trajectory_id=told.trajectory_id,
         rank=told.rank,
-        end=told.end,
+        selected_as=told.selected_as,
         cut=told.cut,
         quality=told.quality,
         weight_version_start=told.weight_version_start,

@@ -15,7 +15,7 @@ class CandidateRecord(Wire):
     index: int
     length: int
     finish_reason: str | None
-    end: str | None
+    selected_as: str | None
     reason: str | None
     rank: int | None
     cut: bool

@@ -31,7 +31,7 @@ class Trajectory:
     finish_reason: FinishReason
     trajectory_id: str | None = None
     rank: int | None = None
-    end: str | None = None
+    selected_as: str | None = None
     cut: bool = False
     quality: float | None = None
     weight_version_start: int | None = None

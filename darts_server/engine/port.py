@@ -155,7 +155,7 @@ class Prompter(Protocol[RequestT, OutputT_contra]):
         """Under which the prompt's lengths are remembered where the caller names no key."""
         ...
 
-    def lots(self, request: RequestT) -> Sequence[int] | None:
+    def tail_seed(self, request: RequestT) -> Sequence[int] | None:
         """Seed of the tail's lottery; ``None`` for a fresh one."""
         ...
 

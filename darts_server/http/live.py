@@ -17,8 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 from darts_server.http.events import MEDIA_TYPE
 from darts_server.http.weights import UpdateAnswer
 from darts_server.rollout.learned.rewards import Rewards, summary
-from darts_server.rollout.observers.monitor import GroupView, Live, View, Viewer
-from darts_server.types import End, Outcome, StopReason
+from darts_server.rollout.observers.monitor import GroupView, Monitor, View, Viewer
+from darts_server.types import DiscardReason, Outcome, SelectedAs
 from darts_server.weights.updates import Updates
 
 INTERVAL_SECONDS = 0.25
@@ -43,8 +43,8 @@ class LiveCandidate(BaseModel):
     tokens: int | None = Field(None, description="Generated so far.")
     start: float | None = Field(None, description=TIME)
     stop: float | None = Field(None, description=TIME)
-    end: End | None = Field(None, description="From which end of the length order it was selected.")
-    reason: StopReason | None = Field(None, description="Why it was discarded.")
+    selected_as: SelectedAs | None = Field(None, description="From which end of the length order it was selected.")
+    reason: DiscardReason | None = Field(None, description="Why it was discarded.")
     cut: bool | None = Field(None, description="Whether it was cut at the group's token limit.")
     quality: float | None = Field(None, description="Its chance to end correct, if that was estimated.")
 
@@ -109,7 +109,7 @@ class LiveAnswer(BaseModel):
 class Viewed:
     """Where it is looked up. ``fault``: of the store. ``stopping``: whether viewers should leave."""
 
-    live: Callable[[], Live]
+    live: Callable[[], Monitor]
     rewards: Rewards
     updates: Callable[[], Updates]
     fault: Callable[[], str | None]

@@ -13,9 +13,9 @@ from darts_server.http.connection import while_connected
 from darts_server.http.events import MEDIA_TYPE, EventStream
 from darts_server.http.openapi import json_body
 from darts_server.http.rollouts_wire import CancelledOut, GroupOut, RolloutsIn, RolloutsOut, UnfinishedOut, UsageOut
-from darts_server.rollout.batches.registry import KEY_HEADER, Batches, Claim
+from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, Claim
 from darts_server.rollout.batches.run import BatchRun, Form, Stream
-from darts_server.rollout.batches.submission import Asked
+from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.types import PromptSpec
 
 LARGEST_BODY = 256 * 1024 * 1024
@@ -37,7 +37,7 @@ LAST = Header(
 ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
 
 
-def routes(batches: Callable[[], Batches[Any, Any]]) -> APIRouter:
+def routes(batches: Callable[[], BatchRegistry[Any, Any]]) -> APIRouter:
     """The routes. ``batches`` is asked when a request comes: the engine may start after the routes are made."""
     api = APIRouter()
 
@@ -96,8 +96,8 @@ async def _answer(batch: BatchRun) -> Response:
     return JSONResponse(answer.model_dump(mode="json"))
 
 
-def _asked(body: RolloutsIn) -> Asked:
-    return Asked(
+def _asked(body: RolloutsIn) -> BatchRequest:
+    return BatchRequest(
         prompts=[PromptSpec(p.token_ids, p.messages, p.text, p.key, p.metadata) for p in body.prompts],
         group_size=body.group_size,
         sampling=body.sampling,

@@ -9,7 +9,7 @@ from darts_server.exceptions import DartsError
 from darts_server.http.errors import body_of
 from darts_server.http.options import NAME_CHARS
 from darts_server.rollout.batches.submission import GroupResult, Unfinished
-from darts_server.types import CandidateRecord, End, FinishReason, StopReason
+from darts_server.types import CandidateRecord, DiscardReason, FinishReason, SelectedAs
 
 LARGEST_BATCH = 100_000
 
@@ -78,7 +78,7 @@ class TrajectoryOut(BaseModel):
     finish_reason: FinishReason
     length: int
     rank: int = Field(description="Place in the group by length, 0 for the shortest.")
-    end: End | None = Field(
+    selected_as: SelectedAs | None = Field(
         description="From which end of the length order it was selected; None if that is not known."
     )
     cut: bool
@@ -92,7 +92,7 @@ class DiscardedOut(BaseModel):
 
     trajectory_id: str
     length: int
-    reason: StopReason
+    reason: DiscardReason
 
 
 class GroupOut(BaseModel):
@@ -191,7 +191,7 @@ def _trajectory(result: GroupResult, index: int, rank: int, candidate: Candidate
         finish_reason=sample.finish_reason,
         length=len(sample.token_ids),
         rank=rank,
-        end=None if candidate is None else candidate.end,
+        selected_as=None if candidate is None else candidate.selected_as,
         cut=candidate is not None and candidate.cut,
         quality=None if candidate is None else candidate.quality,
         weight_version_start=None if candidate is None else candidate.weight_version_start,

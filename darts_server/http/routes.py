@@ -10,7 +10,7 @@ from darts_server.exceptions import NotFound
 from darts_server.http import live, lora, policy, rewards, rollouts, state, vote, weights
 from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.wire import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
-from darts_server.rollout.batches.registry import Batches
+from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards, summary
 from darts_server.rollout.observers.feedback import Feedback
@@ -25,7 +25,7 @@ def router(
     learned: Rewards,
     store: state.State,
     control: policy.PolicyControl,
-    batches: Callable[[], Batches[Any, Any]],
+    batches: Callable[[], BatchRegistry[Any, Any]],
     votes: Callable[[], Votes[Any, Any]],
     feedback: Callable[[], Feedback],
     updates: Callable[[], Updates],

@@ -10,7 +10,7 @@ from darts_server.http.body import chunks_of, parsed, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.types import UpdateRecord
 from darts_server.weights.coordinator import Rule
-from darts_server.weights.updates import Updates, Wish
+from darts_server.weights.updates import UpdateOptions, Updates
 
 LARGEST_REQUEST = 64 * 1024
 """Bytes of the JSON that names a path."""
@@ -126,8 +126,8 @@ def body_of(request: Request) -> Callable[[int], AsyncIterator[bytes]]:
     return lambda limit: chunks_of(request, limit)
 
 
-def _wish(rule: str | None, version: int | None, partial: bool) -> Wish:
-    return Wish(None if rule is None else Rule(rule), version, partial)
+def _wish(rule: str | None, version: int | None, partial: bool) -> UpdateOptions:
+    return UpdateOptions(None if rule is None else Rule(rule), version, partial)
 
 
 def answer(updates: Updates) -> WeightsAnswer:

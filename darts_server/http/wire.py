@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field
 
 from darts_server.rollout.observers.feedback import GroupRewards
-from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome, StopReason
+from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs
 
 
 class CandidateAnswer(BaseModel):
@@ -16,8 +16,10 @@ class CandidateAnswer(BaseModel):
     index: int
     length: int = Field(description="Generated tokens; of a stopped candidate, as many as it had then.")
     finish_reason: FinishReason | None = Field(description="None for a candidate that was stopped or failed.")
-    end: End | None = Field(description="From which end of the length order it was selected; None if it was not.")
-    reason: StopReason | None = Field(description="Why it was discarded; None if it was selected.")
+    selected_as: SelectedAs | None = Field(
+        description="From which end of the length order it was selected; None if it was not."
+    )
+    reason: DiscardReason | None = Field(description="Why it was discarded; None if it was selected.")
     rank: int | None = Field(description="Place among the selected ones by length, 0 for the shortest.")
     cut: bool = Field(description="Whether it was cut at the group's token limit.")
     quality: float | None = Field(description="Its chance to end correct by its latest score; None if it has none.")
@@ -151,7 +153,7 @@ def _candidate(group: GroupRecord, record: CandidateRecord, rank: int | None, re
         index=record.index,
         length=record.tokens,
         finish_reason=record.finish_reason,
-        end=record.end,
+        selected_as=record.selected_as,
         reason=record.reason,
         rank=rank,
         cut=record.cut,

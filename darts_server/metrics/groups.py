@@ -9,11 +9,11 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from darts_server.metrics.collectors import Collectors, or_nan
 from darts_server.types import (
-    BatchRecord,
-    End,
+    CohortRecord,
+    DiscardReason,
     GroupRecord,
     Outcome,
-    StopReason,
+    SelectedAs,
     VoteOutcome,
 )
 
@@ -26,7 +26,7 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
 BOOLEANS = ("true", "false")
-ENDS = ("selected", *StopReason)
+ENDS = ("selected", *DiscardReason)
 
 Values = dict[tuple[str, ...], Callable[[], float | None]]
 """By labels, how to ask for a value."""
@@ -87,7 +87,7 @@ class Metrics(Collectors):
             self._count(self._shadow, {"generated": shadow.generated, "returned": shadow.returned})
         self._look_at_candidates(record)
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         self._batches.labels(self._model, str(record.explored).lower()).inc()
         self._mean_candidates.labels(self._model).set(record.mean_candidates)
         if record.deadline is not None:
@@ -111,11 +111,15 @@ class Metrics(Collectors):
         for candidate in record.candidates:
             self._ended.labels(self._model, candidate.reason or "selected").inc()
             self._length.labels(self._model, "generated").observe(candidate.tokens)
-            if candidate.end is not None:
+            if candidate.selected_as is not None:
                 self._length.labels(self._model, "returned").observe(candidate.tokens)
             if candidate.cut:
                 self._cut.labels(self._model).inc()
-            if record.explored and record.deadline is not None and candidate.end in (End.LONG, End.FILL):
+            if (
+                record.explored
+                and record.deadline is not None
+                and candidate.selected_as in (SelectedAs.LONG, SelectedAs.FILL)
+            ):
                 beyond = max(0, candidate.tokens - record.deadline)
                 self._explored.labels(self._model, "beyond" if beyond else "within").inc()
                 self._explored_tokens.labels(self._model).inc(beyond)

@@ -7,7 +7,7 @@ from darts_server.policy.balance import balanced
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.race import split
 from darts_server.policy.selection import Verdict
-from darts_server.types import End, StopReason
+from darts_server.types import DiscardReason, SelectedAs
 
 UNKNOWN = 0.5
 """Quality of candidates of a group in which none was scored: they are alike, so any number would do."""
@@ -23,8 +23,8 @@ class _Places:
     def num_shortest(self) -> int:
         return self.size
 
-    def surplus(self, candidate: Candidate) -> StopReason:
-        return StopReason.MIDDLE if candidate.valid else StopReason.TRUNCATED
+    def surplus(self, candidate: Candidate) -> DiscardReason:
+        return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Balanced(_Places):
 
     target: float
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
         valid, invalid = split(finished)
         valid.sort(key=lambda c: c.index)
         chosen = balanced(_qualities(valid), self.size, self.target)
         return {
-            **{valid[i].index: End.BALANCED for i in chosen},
-            **{c.index: End.FILL for c in invalid[: max(0, self.size - len(valid))]},
+            **{valid[i].index: SelectedAs.BALANCED for i in chosen},
+            **{c.index: SelectedAs.FILL for c in invalid[: max(0, self.size - len(valid))]},
         }
 
     def assess(
@@ -62,8 +62,8 @@ class Balanced(_Places):
 class Survivors(_Places):
     """All that were not pruned, ``size`` at least, however they ended: for trainers that take groups of any size."""
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
-        return {c.index: End.BALANCED if c.valid else End.FILL for c in finished}
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
+        return {c.index: SelectedAs.BALANCED if c.valid else SelectedAs.FILL for c in finished}
 
     def assess(
         self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, limit: int | None = None

@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from darts_server.exceptions import IllegalMove
 from darts_server.policy.events import Failed, Finished, Lost, Progress, Scored, Started
-from darts_server.types import End, FinishReason, StopReason
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
 
 
 class State(Enum):
@@ -57,8 +57,8 @@ class Candidate:
     lot: float = 0.0
     survival: float = 1.0
     cut: bool = False
-    end: End | None = None
-    reason: StopReason | None = None
+    selected_as: SelectedAs | None = None
+    reason: DiscardReason | None = None
 
     @property
     def running(self) -> bool:
@@ -97,7 +97,7 @@ class Candidate:
             self._note(event)
         self.state = following
         if isinstance(event, Failed | Lost) and self.reason is None:
-            self.reason = StopReason.FAILED
+            self.reason = DiscardReason.FAILED
 
     def _note(self, event: CandidateEvent) -> None:
         match event:
@@ -117,11 +117,11 @@ class Candidate:
         self.survival *= survival
         return self.lot < self.survival
 
-    def select(self, end: End) -> None:
+    def select(self, selected_as: SelectedAs) -> None:
         self.state = State.SELECTED
-        self.end = end
+        self.selected_as = selected_as
 
-    def discard(self, reason: StopReason) -> None:
+    def discard(self, reason: DiscardReason) -> None:
         self.state = State.DISCARDED
         self.reason = reason
 

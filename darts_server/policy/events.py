@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from darts_server.types import End, FinishReason, StopReason
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
 
 # --- events -----------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class Stop:
     """Stop a running candidate: it can no longer be in the group."""
 
     index: int
-    reason: StopReason
+    reason: DiscardReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Deliver:
 class Complete:
     """The group is decided. ``selection`` maps candidate index to the end it was taken from, in index order."""
 
-    selection: Mapping[int, End]
+    selection: Mapping[int, SelectedAs]
 
 
 @dataclass(frozen=True, slots=True)

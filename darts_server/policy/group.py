@@ -35,7 +35,7 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.selection import SelectionRule, Verdict
-from darts_server.types import End, Outcome, StopReason
+from darts_server.types import DiscardReason, Outcome, SelectedAs
 
 
 class Lots(Protocol):
@@ -77,7 +77,7 @@ class Group:
         self._freed = 0  # places of pruned candidates that may be given to new ones
         self._granted = 0
         self._owed: int | None = None  # candidates to start once the group goes on; None while it does
-        self.anew_from = 0
+        self.restarted_from = 0
         """Index of the first candidate since the group was started anew, or at all."""
         self._last_error: Exception | None = None
         self._delivered: set[int] = set()
@@ -110,7 +110,7 @@ class Group:
 
     def nth_shortest(self, place: int) -> int | None:
         """Length of the valid candidate at that ``place``, from 1, among those that have finished so far."""
-        lengths = sorted(c.tokens for c in self.candidates[self.anew_from :] if c.valid)
+        lengths = sorted(c.tokens for c in self.candidates[self.restarted_from :] if c.valid)
         return lengths[place - 1] if len(lengths) >= place else None
 
     def gather(self) -> list[Decision]:
@@ -163,7 +163,7 @@ class Group:
 
     def enough(self) -> list[Decision]:
         """The caller needs no more than what was delivered: stop the rest."""
-        return list(self._close(Outcome.DECIDED, StopReason.DECIDED)) if self.outcome is None else []
+        return list(self._close(Outcome.DECIDED, DiscardReason.DECIDED)) if self.outcome is None else []
 
     @property
     def halted(self) -> bool:
@@ -184,12 +184,12 @@ class Group:
         if not self.restartable:
             raise IllegalMove("the group cannot be started anew")
         alive = [c for c in self.candidates if c.alive]
-        stops: list[Decision] = [Stop(c.index, StopReason.RESTARTED) for c in alive if c.running]
+        stops: list[Decision] = [Stop(c.index, DiscardReason.RESTARTED) for c in alive if c.running]
         for candidate in alive:
-            candidate.discard(StopReason.RESTARTED)
+            candidate.discard(DiscardReason.RESTARTED)
         self._owed = self._granted if self.is_open else len(alive)
-        self._most += len(self.candidates) - self.anew_from
-        self.anew_from = len(self.candidates)
+        self._most += len(self.candidates) - self.restarted_from
+        self.restarted_from = len(self.candidates)
         self._finish_count = self._freed = 0
         self._scored, self.alarms = [], {}
         return stops
@@ -243,10 +243,10 @@ class Group:
             if candidate.draw_for(survival):
                 yield Kept(score.index, survival)
             else:
-                candidate.discard(StopReason.PRUNED)
+                candidate.discard(DiscardReason.PRUNED)
                 self._freed += 1
                 self._undecided = True
-                yield Stop(score.index, StopReason.PRUNED)
+                yield Stop(score.index, DiscardReason.PRUNED)
 
     def _can_spare_one(self) -> bool:
         """Whether M are left without it. Truncated ones do not count: nothing is pruned to make room for these."""
@@ -337,14 +337,14 @@ class Group:
         yield from self._close(Outcome.FAILED)
         yield GiveUp(error)
 
-    def _close(self, outcome: Outcome, reason: StopReason = StopReason.CANCELLED) -> Iterator[Decision]:
+    def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
         """End without a group. What was delivered has gone out, and stays selected."""
         ends = self.rule.select(self._finished(), self.limit) if self._delivered else {}
         for candidate in self.candidates:
             if candidate.running:
                 yield Stop(candidate.index, reason)
             if candidate.index in self._delivered:
-                candidate.select(ends.get(candidate.index, End.SHORT))
+                candidate.select(ends.get(candidate.index, SelectedAs.SHORT))
             elif candidate.alive:
                 candidate.discard(reason)
         self.outcome = outcome

@@ -48,7 +48,7 @@ def replay(rule: SelectionRule, candidates: Sequence[Candidate], limit: int | No
                     lengths[index] = min(step, lengths[index])
                 case Cut(index=index, tokens=tokens):
                     lengths[index] = tokens
-    return Replay(tuple(lengths), tuple(c.index for c in group.candidates if c.end is not None), step)
+    return Replay(tuple(lengths), tuple(c.index for c in group.candidates if c.selected_as is not None), step)
 
 
 def _events(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.race import Race, split
-from darts_server.types import End, StopReason
+from darts_server.types import DiscardReason, SelectedAs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Verdict:
     """
 
     settled: frozenset[int]
-    hopeless: Mapping[int, StopReason] = field(default_factory=dict)
+    hopeless: Mapping[int, DiscardReason] = field(default_factory=dict)
     cuts: Mapping[int, int] = field(default_factory=dict)
     alarms: Mapping[int, int] = field(default_factory=dict)
     watching: bool = False
@@ -48,7 +48,7 @@ class SelectionRule(Protocol):
         """K: when that many have finished, what is left is the tail."""
         ...
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
         """Choose from candidates that have all finished; fewer than ``size`` only when there are fewer."""
         ...
 
@@ -58,7 +58,7 @@ class SelectionRule(Protocol):
         """Say what is certain. ``early``: settle the finished as soon as possible, at the cost of more alarms."""
         ...
 
-    def surplus(self, candidate: Candidate) -> StopReason:
+    def surplus(self, candidate: Candidate) -> DiscardReason:
         """Why a finished candidate was not chosen."""
         ...
 
@@ -73,9 +73,9 @@ class InOrder:
     def num_shortest(self) -> int:
         return self.size
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
         chosen = sorted(finished, key=lambda c: c.index)[: self.size]
-        return {c.index: End.SHORT if c.valid else End.FILL for c in chosen}
+        return {c.index: SelectedAs.SHORT if c.valid else SelectedAs.FILL for c in chosen}
 
     def assess(
         self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, limit: int | None = None
@@ -86,11 +86,13 @@ class InOrder:
         last = done[self.size - 1] if len(done) >= self.size else None
         return Verdict(
             settled=frozenset(seats.intersection(done)),
-            hopeless={r.index: StopReason.LONGER_THAN_NEEDED for r in running if last is not None and r.index > last},
+            hopeless={
+                r.index: DiscardReason.LONGER_THAN_NEEDED for r in running if last is not None and r.index > last
+            },
         )
 
-    def surplus(self, candidate: Candidate) -> StopReason:
-        return StopReason.MIDDLE
+    def surplus(self, candidate: Candidate) -> DiscardReason:
+        return DiscardReason.MIDDLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +108,11 @@ class Shortest:
     def num_shortest(self) -> int:
         return self.size
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
         valid, invalid = split(finished)
         return {
-            **{c.index: End.SHORT for c in valid[: self.size]},
-            **{c.index: End.FILL for c in invalid[: max(0, self.size - len(valid))]},
+            **{c.index: SelectedAs.SHORT for c in valid[: self.size]},
+            **{c.index: SelectedAs.FILL for c in invalid[: max(0, self.size - len(valid))]},
         }
 
     def assess(
@@ -121,12 +123,12 @@ class Shortest:
         race = Race(self.size, running, finished)
         return Verdict(
             settled=frozenset(race.surely_short()),
-            hopeless={r.index: StopReason.LONGER_THAN_NEEDED for r in race.past},
+            hopeless={r.index: DiscardReason.LONGER_THAN_NEEDED for r in race.past},
             alarms=race.alarms(early),
         )
 
-    def surplus(self, candidate: Candidate) -> StopReason:
-        return StopReason.LONGER_THAN_NEEDED if candidate.valid else StopReason.TRUNCATED
+    def surplus(self, candidate: Candidate) -> DiscardReason:
+        return DiscardReason.LONGER_THAN_NEEDED if candidate.valid else DiscardReason.TRUNCATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +145,9 @@ class FirstFinish:
     def num_shortest(self) -> int:
         return self.size
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
         order = sorted(finished, key=lambda c: (not c.valid, c.place))
-        return {c.index: End.SHORT if c.valid else End.FILL for c in order[: self.size]}
+        return {c.index: SelectedAs.SHORT if c.valid else SelectedAs.FILL for c in order[: self.size]}
 
     def assess(
         self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, limit: int | None = None
@@ -154,11 +156,11 @@ class FirstFinish:
         enough = len(valid) >= self.size
         return Verdict(
             settled=frozenset(self.select(finished) if enough or not running else (c.index for c in valid)),
-            hopeless={r.index: StopReason.LONGER_THAN_NEEDED for r in running if enough},
+            hopeless={r.index: DiscardReason.LONGER_THAN_NEEDED for r in running if enough},
         )
 
-    def surplus(self, candidate: Candidate) -> StopReason:
-        return StopReason.LONGER_THAN_NEEDED if candidate.valid else StopReason.TRUNCATED
+    def surplus(self, candidate: Candidate) -> DiscardReason:
+        return DiscardReason.LONGER_THAN_NEEDED if candidate.valid else DiscardReason.TRUNCATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class Shadow:
     def num_shortest(self) -> int:
         return self.size
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
         return InOrder(self.size).select(finished)
 
     def assess(
@@ -186,5 +188,5 @@ class Shadow:
     ) -> Verdict:
         return Verdict(InOrder(self.size).assess(running, finished, early).settled, watching=bool(running))
 
-    def surplus(self, candidate: Candidate) -> StopReason:
-        return StopReason.WATCHED
+    def surplus(self, candidate: Candidate) -> DiscardReason:
+        return DiscardReason.WATCHED

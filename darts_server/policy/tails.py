@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.race import Race, split
 from darts_server.policy.selection import Shortest, Verdict
-from darts_server.types import End, StopReason
+from darts_server.types import DiscardReason, SelectedAs
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class _Seats:
     def size(self) -> int:
         return self.num_shortest + self.num_longest
 
-    def surplus(self, candidate: Candidate) -> StopReason:
-        return StopReason.MIDDLE if candidate.valid else StopReason.TRUNCATED
+    def surplus(self, candidate: Candidate) -> DiscardReason:
+        return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class LongestTail(_Seats):
     fewer than K + L, all of them are taken and invalid ones fill up, shortest first.
     """
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
         valid, invalid = split(finished)
         short = valid[: self.num_shortest]
         long = valid[self.num_shortest :][-self.num_longest :] if self.num_longest else []
         return {
-            **{c.index: End.SHORT for c in short},
-            **{c.index: End.LONG for c in long},
-            **{c.index: End.FILL for c in invalid[: max(0, self.size - len(valid))]},
+            **{c.index: SelectedAs.SHORT for c in short},
+            **{c.index: SelectedAs.LONG for c in long},
+            **{c.index: SelectedAs.FILL for c in invalid[: max(0, self.size - len(valid))]},
         }
 
     def assess(
@@ -78,14 +78,14 @@ class SampledTail(_Seats):
     lengths and seed alone, not of timing. Only if fewer than K are valid do invalid ones fill up, shortest first.
     """
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
         valid, invalid = split(finished)
         if len(valid) < self.num_shortest:
             return Shortest(self.size).select(finished)
         rest = sorted((*valid[self.num_shortest :], *invalid), key=lambda c: c.draw)
         return {
-            **{c.index: End.SHORT for c in valid[: self.num_shortest]},
-            **{c.index: End.LONG if c.valid or c.cut else End.FILL for c in rest[: self.num_longest]},
+            **{c.index: SelectedAs.SHORT for c in valid[: self.num_shortest]},
+            **{c.index: SelectedAs.LONG if c.valid or c.cut else SelectedAs.FILL for c in rest[: self.num_longest]},
         }
 
     def assess(
@@ -99,7 +99,7 @@ class SampledTail(_Seats):
         losers = [r for r in race.past if race.fewest_beaten_by(r.draw) >= self.num_longest]
         return Verdict(
             settled=frozenset(short | winners.intersection(c.index for c in finished)),
-            hopeless={r.index: StopReason.TAIL_PRUNED for r in losers},
+            hopeless={r.index: DiscardReason.TAIL_PRUNED for r in losers},
             # Whoever falls behind any of the K shortest can decide the lottery, not only whoever falls behind the bar.
             alarms=race.alarms(early=True),
         )
@@ -127,7 +127,7 @@ class DeadlineTail(_Seats):
     Whoever reaches the deadline is stopped.
     """
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
         needed = Race(self.size, [], finished)
         if limit is not None and needed.bar is not None:
             deadline = max(limit, needed.bar)
@@ -143,7 +143,7 @@ class DeadlineTail(_Seats):
         deadline = None if limit is None or needed.bar is None else max(limit, needed.bar)
         # The M-th shortest can only turn out shorter, and the deadline with it: who is past it stays past it.
         late = [r for r in running if deadline is not None and r.tokens >= deadline]
-        hopeless = {r.index: StopReason.TAIL_PRUNED for r in late}
+        hopeless = {r.index: DiscardReason.TAIL_PRUNED for r in late}
         if len(late) == len(running):
             return Verdict(frozenset(self.select(finished, limit)), hopeless)
         alarms = race.alarms(early=True) if early else {}
@@ -165,7 +165,7 @@ class CutTail(_Seats):
     def _whole(self) -> SampledTail:
         return SampledTail(self.num_shortest, self.num_longest)
 
-    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, End]:
+    def select(self, finished: Sequence[Candidate], limit: int | None = None) -> dict[int, SelectedAs]:
         return self._whole.select(finished)
 
     def assess(
@@ -194,5 +194,5 @@ class CutTail(_Seats):
         return Verdict(settled, hopeless, cuts, _without(hopeless, alarms))
 
 
-def _without(gone: Mapping[int, StopReason], alarms: Mapping[int, int]) -> dict[int, int]:
+def _without(gone: Mapping[int, DiscardReason], alarms: Mapping[int, int]) -> dict[int, int]:
     return {i: mark for i, mark in alarms.items() if i not in gone}

@@ -6,7 +6,7 @@ from typing import Generic
 from darts_server.engine.port import RequestT
 
 
-class AskedFor(Generic[RequestT]):
+class CandidateRequests(Generic[RequestT]):
     """Candidates share one request, but for those that were given one of their own."""
 
     def __init__(self, shared: RequestT) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Soon:
+class Debounce:
     """Does ``work`` within ``seconds`` of being asked, however often it is asked meanwhile."""
 
     def __init__(self, seconds: float, work: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from typing import Generic, Protocol
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import GroupAborted
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 
@@ -42,7 +42,7 @@ class Host(Protocol[RequestT, OutputT]):
         """A group that is not open yet. ``on_end`` is called when it has ended, whichever way."""
         ...
 
-    async def allocate(self, plan: Plan, prompt_key: str) -> Grant:
+    async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
         """How many candidates it gets."""
         ...
 
@@ -247,7 +247,7 @@ class _Assembled(Generic[RequestT, OutputT]):
 
     async def _open(self) -> None:
         plan = self._sealed_plan()
-        grant = await self._host.allocate(plan, self._prompt_key) if self._extras else Grant(plan.size)
+        grant = await self._host.allocate(plan, self._prompt_key) if self._extras else Allocation(plan.size)
         most = plan.shaping.most(plan.size) if self._extras else 0
         self._run.open(plan.shaping.rule(plan.size, grant.candidates), grant, most)
 

@@ -93,7 +93,7 @@ class Ledger:
             needed=needed,
             members=self.members,
             shadow=shadow_of(group, self.policy),
-            anew_from=group.anew_from,
+            restarted_from=group.restarted_from,
             trace=self._trace,
         )
 
@@ -109,7 +109,7 @@ class Ledger:
             index=candidate.index,
             tokens=self.tokens(candidate) if tokens is None else tokens,
             finish_reason=candidate.finish_reason,
-            end=candidate.end,
+            selected_as=candidate.selected_as,
             reason=candidate.reason,
             cut=candidate.cut,
             started_at=entry.started_at,
@@ -125,7 +125,7 @@ def shadow_of(group: Group, policy: str) -> ShadowRecord | None:
     """What the shadowed rule would have done, if the group is a shadow and enough candidates came to their end."""
     if not group.is_open or not isinstance(group.rule, Shadow) or group.outcome is not Outcome.COMPLETED:
         return None
-    ended = [c for c in group.candidates[group.anew_from :] if c.finish_reason is not None]
+    ended = [c for c in group.candidates[group.restarted_from :] if c.finish_reason is not None]
     if len(ended) < group.size:
         return None
     would = replay(group.rule.shaped, ended, group.limit)

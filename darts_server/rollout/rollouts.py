@@ -16,7 +16,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.policy.survival import Pruning
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import Budgets
-from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.joining import Assembly, Joining
 from darts_server.rollout.learned.dataset import Dataset
 from darts_server.rollout.learned.documents import Documents
@@ -25,16 +25,16 @@ from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observers.base import GroupObserver
 from darts_server.rollout.plan import Limits, Plan, Planner
-from darts_server.rollout.poller import Watch
+from darts_server.rollout.poller import ProgressPoller
 from darts_server.rollout.pruning.judge import Judge
 from darts_server.rollout.run import GroupRun
 from darts_server.serving.admission import Admission
 from darts_server.serving.gate import Gate
-from darts_server.types import BatchRecord, GroupRecord, RequestOptions, Returned
+from darts_server.types import CohortRecord, GroupRecord, RequestOptions, Returned
 
 NO_WISHES = RequestOptions()
 SURVIVAL = (1,)
-"""Sets the lots of survival apart from those of the tail, which are the same with and without pruning."""
+"""Sets the tail_seed of survival apart from those of the tail, which are the same with and without pruning."""
 PlanT = TypeVar("PlanT", Plan, Plan | None)
 
 
@@ -87,13 +87,13 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._latency = latency or Latency(documents, engine.capacity)
         budgets = Budgets(self._prompts, self._dataset, self._latency, clock)
         self._allocator = Allocator(
-            self._prompts, budgets, documents, batch_window, self.batch_ended, clock, scale=self.redundancy_scale
+            self._prompts, budgets, documents, batch_window, self.cohort_ended, clock, scale=self.redundancy_scale
         )
         self._observers = tuple(observers)
         self._on_return = on_return
         self._clock = clock
         self._assembly = Assembly(self, group_wait)
-        self._watch = Watch(peek_interval)
+        self._watch = ProgressPoller(peek_interval)
         self._runs: dict[str, GroupRun[RequestT, OutputT]] = {}
         self._halted = False
         self._left = asyncio.Event()
@@ -150,11 +150,11 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Shape groups that are planned from now on so; those that run keep what they were planned with."""
         self._planner = Planner(policies, default_policy, limits)
 
-    async def allocate(self, plan: Plan, prompt_key: str) -> Grant:
+    async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
         """How many candidates the group gets. Most policies wait a moment for others to allocate with."""
         return await self._allocator.grant(plan.policy, plan.shaping, plan.size, prompt_key)
 
-    def allocate_together(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> list[Grant]:
+    def allocate_together(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> list[Allocation]:
         """The same for groups that make a batch by themselves; ``budget``: candidates in all."""
         return self._allocator.grant_together(plan.policy, plan.shaping, plan.size, prompt_keys, budget)
 
@@ -170,18 +170,18 @@ class Rollouts(Generic[RequestT, OutputT]):
         self,
         request: RequestT,
         plan: Plan,
-        grant: Grant,
+        grant: Allocation,
         *,
         group_id: str,
         prompt_key: str | None = None,
-        lots: Sequence[int] | None = None,
+        tail_seed: Sequence[int] | None = None,
         early: bool = False,
     ) -> GroupRun[RequestT, OutputT]:
         """A group that has begun; its caller must see its trajectories, or `GroupRun.leave` it.
 
         Args:
             prompt_key: under which its lengths are remembered; ``None`` for not at all.
-            lots: seed of the tail's lottery; ``None`` for a fresh one.
+            tail_seed: seed of the tail's lottery; ``None`` for a fresh one.
             early: give trajectories as soon as they are known to belong.
         """
         early = early or plan.shaping.shadow  # the caller leaves with its trajectories; the others go on
@@ -190,7 +190,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             plan.policy,
             group_id=group_id,
             prompt_key=prompt_key,
-            lots=lots,
+            tail_seed=tail_seed,
             early=early,
             pruning=plan.shaping.pruning if plan.shaping.prunes else None,
         )
@@ -204,7 +204,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         *,
         group_id: str,
         prompt_key: str | None = None,
-        lots: Sequence[int] | None = None,
+        tail_seed: Sequence[int] | None = None,
         early: bool = True,
         on_end: Callable[[], None] = lambda: None,
         pruning: Pruning | None = None,
@@ -214,8 +214,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         ``on_end`` is called when it has ended, whichever way. With ``pruning`` its candidates are scored, if anything
         can, and those that it can spare are pruned so.
         """
-        chances = None if pruning is None else np.random.default_rng(np.random.SeedSequence(lots, spawn_key=SURVIVAL))
-        group = Group(rng=np.random.default_rng(lots), early=early, chances=chances)
+        chances = (
+            None if pruning is None else np.random.default_rng(np.random.SeedSequence(tail_seed, spawn_key=SURVIVAL))
+        )
+        group = Group(rng=np.random.default_rng(tail_seed), early=early, chances=chances)
         ledger = Ledger(group_id, policy, self._clock, prompt_key)
 
         def ended() -> None:
@@ -263,10 +265,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         for observer in self._observers:
             observer.group_ended(record)
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         """Implements the observer for this room's own batches."""
         for observer in self._observers:
-            observer.batch_ended(record)
+            observer.cohort_ended(record)
 
     async def join(self, joining: Joining[RequestT], told: Callable[[str], None]) -> OutputT:
         """The trajectory of a request for one, as part of a group; ``told`` hears the group's id."""

@@ -30,8 +30,8 @@ from darts_server.policy.events import (
 from darts_server.policy.group import Group
 from darts_server.policy.selection import SelectionRule
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.allocation.cohort import Batch, Grant
-from darts_server.rollout.candidate_requests import AskedFor
+from darts_server.rollout.allocation.cohort import Allocation, Cohort
+from darts_server.rollout.candidate_requests import CandidateRequests
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observers.base import GroupObserver
 from darts_server.rollout.pruning.judge import Judge
@@ -71,9 +71,9 @@ class GroupRun(Generic[RequestT, OutputT]):
     ) -> None:
         """With both a ``judge`` and ``pruning`` its candidates are scored."""
         self._engine = engine
-        self._requests = AskedFor(request)
+        self._requests = CandidateRequests(request)
         self._group = group
-        self._batch: Batch | None = None
+        self._batch: Cohort | None = None
         self._place = 1
         self._needed: int | None = None
         self._returned: int | None = None
@@ -127,7 +127,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Whether there is news that its caller has not taken yet."""
         return not self._news.empty()
 
-    def open(self, rule: SelectionRule, grant: Grant, most: int = 0) -> None:
+    def open(self, rule: SelectionRule, grant: Allocation, most: int = 0) -> None:
         """Start what is missing of the candidates that were granted; ``rule`` chooses among them.
 
         ``most``: candidates up to which pruned ones are replaced.

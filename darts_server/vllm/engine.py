@@ -25,7 +25,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from darts_server.engine.port import Ended, Engine, Generated, Probe, Prompter
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
-from darts_server.rollout.batches.registry import Batches
+from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.prompts import key_of
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.votes import Votes
@@ -88,7 +88,7 @@ class PromptRequest:
 VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
 VllmPrompts: TypeAlias = Prompter[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
-VllmBatches: TypeAlias = Batches[PromptRequest, RequestOutput]
+VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
 VllmVotes: TypeAlias = Votes[PromptRequest, RequestOutput]
 
 
@@ -100,7 +100,7 @@ def prompt_key_of(request: PromptRequest) -> str:
     return key_of(prompt.get("prompt_token_ids") or (), *(repr(part) for part in beside if part))
 
 
-def lots_of(request: PromptRequest) -> Sequence[int] | None:
+def tail_seed_of(request: PromptRequest) -> Sequence[int] | None:
     """Seed of the tail's lottery: from the request's seed and prompt, so that a request can be repeated."""
     if request.params.seed is None:
         return None

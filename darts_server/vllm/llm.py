@@ -18,7 +18,7 @@ from darts_server.serving.admission import Admission
 from darts_server.serving.gate import Gate
 from darts_server.types import RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.engine import PromptRequest, VllmRollouts, in_vllms_words, lots_of, prompt_key_of, sameness
+from darts_server.vllm.engine import PromptRequest, VllmRollouts, in_vllms_words, prompt_key_of, sameness, tail_seed_of
 from darts_server.vllm.outputs import as_choice, as_one
 from darts_server.vllm.platform import refuse_what_would_crash
 from darts_server.vllm.requests import current_options, demanded, merged, note_named_prompt, note_shaped
@@ -122,18 +122,24 @@ class ShapingLLM(ControlledLLM):
         assert self.rollouts is not None
         # CUMULATIVE is how the token route of 0.26 asks when it does not stream: it keeps the last output alone.
         streaming = request.params.output_kind is RequestOutputKind.DELTA
-        lots = lots_of(request)
+        tail_seed = tail_seed_of(request)
         with self.admission.held(plan.size) as ticket, in_vllms_words():
             async with self.gate.held():
                 grant = await self.rollouts.allocate(plan, key)
                 ticket.grow(grant.candidates)
                 run = self.rollouts.run(
-                    request, plan, grant, group_id=request.request_id, prompt_key=key, lots=lots, early=streaming
+                    request,
+                    plan,
+                    grant,
+                    group_id=request.request_id,
+                    prompt_key=key,
+                    tail_seed=tail_seed,
+                    early=streaming,
                 )
                 ticket.begun()
                 try:
                     if streaming:
-                        async for output in self._streamed(request, run.trajectories(), plan.size, lots):
+                        async for output in self._streamed(request, run.trajectories(), plan.size, tail_seed):
                             yield output
                     else:
                         chosen = {t.index: t.output async for t in run.trajectories()}
@@ -159,13 +165,13 @@ class ShapingLLM(ControlledLLM):
         yield as_choice(joining.request_id, output, 0, last=True)
 
     async def _streamed(
-        self, request: PromptRequest, trajectories: Any, size: int, lots: Sequence[int] | None
+        self, request: PromptRequest, trajectories: Any, size: int, tail_seed: Sequence[int] | None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Each trajectory whole, as soon as it is known to belong.
 
         Choice indices are given out in a shuffled order, or they would tell the length rank.
         """
-        indices = random.Random(repr(lots) if lots else None).sample(range(size), size)
+        indices = random.Random(repr(tail_seed) if tail_seed else None).sample(range(size), size)
         first = True
         async for trajectory in trajectories:
             output = as_choice(request.request_id, trajectory.output, indices.pop(), last=trajectory.last)

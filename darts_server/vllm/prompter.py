@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat.engine import REFUSALS
-from darts_server.vllm.engine import PromptRequest, lots_of, prompt_key_of
+from darts_server.vllm.engine import PromptRequest, prompt_key_of, tail_seed_of
 from darts_server.vllm.outputs import logprobs_of
 from darts_server.vllm.platform import refuse_what_would_crash
 
@@ -57,8 +57,8 @@ class VllmPrompter:
     def key(self, request: PromptRequest) -> str:
         return prompt_key_of(request)
 
-    def lots(self, request: PromptRequest) -> Sequence[int] | None:
-        return lots_of(request)
+    def tail_seed(self, request: PromptRequest) -> Sequence[int] | None:
+        return tail_seed_of(request)
 
     def sample(self, output: RequestOutput) -> Sample:
         completion = output.outputs[0]

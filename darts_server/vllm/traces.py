@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from vllm.tracing import extract_trace_context, instrument_manual
 
-from darts_server.types import BatchRecord, GroupRecord
+from darts_server.types import CohortRecord, GroupRecord
 
 NAME = "darts_group"
 NANOSECONDS = 1_000_000_000
@@ -34,7 +34,7 @@ class Traces:
             context=extract_trace_context(record.trace),
         )
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         """Its groups have spans."""
 
     def _since_the_epoch(self, seconds: float) -> int:

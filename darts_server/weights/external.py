@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from darts_server.exceptions import UpdateError, UpdateFailed
 from darts_server.weights.coordinator import ELSEWHERE, Coordinator, Update
-from darts_server.weights.loaded import Held
+from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.port import Model
 
 NAMED = 3
@@ -26,10 +26,10 @@ class _Session:
     timer: asyncio.TimerHandle | None = None
 
 
-class Elsewhere:
+class ExternalUpdates:
     """The engine does the steps; here is what goes with them. Without a session steps are the engine's own affair."""
 
-    def __init__(self, coordinator: Coordinator, held: Held, model: Model) -> None:
+    def __init__(self, coordinator: Coordinator, held: LoadedWeights, model: Model) -> None:
         self._coordinator = coordinator
         self._held = held
         self._model = model

@@ -10,7 +10,7 @@ from darts_server.weights.port import Model
 from darts_server.weights.tensors import TensorSet, by_file, changed
 
 
-class Held:
+class LoadedWeights:
     """``tensors``: the files of all that the model holds; ``None``: those that the engine was started with."""
 
     def __init__(self, model: Model) -> None:

@@ -13,8 +13,8 @@ from darts_server.serving.gate import Gate
 from darts_server.types import UpdateRecord
 from darts_server.weights.change import Changes
 from darts_server.weights.coordinator import Coordinator, Limits, Rule, Update
-from darts_server.weights.external import Elsewhere
-from darts_server.weights.loaded import Held
+from darts_server.weights.external import ExternalUpdates
+from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.lora import Adapters
 from darts_server.weights.port import Groups, Model, UpdateObserver
 from darts_server.weights.pull import Hosts, pulled
@@ -25,7 +25,7 @@ from darts_server.weights.tensors import TensorSet, by_file, changed, check, rea
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class UpdateOptions:
     """How an update is to be made; ``None`` leaves it to the server: its rule, the next version."""
 
     rule: Rule | None = None
@@ -59,9 +59,9 @@ class Updates:
         self._staging = staging
         self._root = root
         self._hosts = hosts or Hosts()
-        self._held = Held(model)
+        self._held = LoadedWeights(model)
         self.coordinator = Coordinator(model, gate, limits or Limits(), observers, groups)
-        self.elsewhere = Elsewhere(self.coordinator, self._held, model)
+        self.elsewhere = ExternalUpdates(self.coordinator, self._held, model)
         """Updates that do not come this way."""
         self._changes = Changes(self.coordinator, model)
         self.adapters = Adapters(self.coordinator, self._changes, model.adapted, staging, root)
@@ -93,7 +93,7 @@ class Updates:
     def last_error(self) -> str | None:
         return self.coordinator.last_error
 
-    async def push(self, body: Callable[[int], AsyncIterator[bytes]], wish: Wish) -> UpdateRecord:
+    async def push(self, body: Callable[[int], AsyncIterator[bytes]], wish: UpdateOptions) -> UpdateRecord:
         """Weights as the bytes of a safetensors file. ``body`` is told how many may come.
 
         Raises:
@@ -103,7 +103,7 @@ class Updates:
         """
         return await self._streamed("push", body, wish, "body")
 
-    async def load(self, path: str, wish: Wish) -> UpdateRecord:
+    async def load(self, path: str, wish: UpdateOptions) -> UpdateRecord:
         """Weights from a file or folder under the root, which must not change until others replace them.
 
         Raises:
@@ -119,7 +119,7 @@ class Updates:
 
         return await self._update("disk", fetch, wish, "path")
 
-    async def pull(self, url: str, wish: Wish) -> UpdateRecord:
+    async def pull(self, url: str, wish: UpdateOptions) -> UpdateRecord:
         """Weights as a safetensors file that a host which the operator allowed serves.
 
         Raises:
@@ -132,7 +132,7 @@ class Updates:
         return await self._streamed("http", lambda limit: pulled(self._hosts, url, limit), wish, "url")
 
     async def _streamed(
-        self, source: str, body: Callable[[int], AsyncIterator[bytes]], wish: Wish, field: str
+        self, source: str, body: Callable[[int], AsyncIterator[bytes]], wish: UpdateOptions, field: str
     ) -> UpdateRecord:
         async def fetch() -> TensorSet:
             most = (await self._model.expected()).most_bytes
@@ -144,7 +144,7 @@ class Updates:
     # --- one update ---------------------------------------------------------
 
     async def _update(
-        self, source: str, fetch: Callable[[], Awaitable[TensorSet]], wish: Wish, field: str
+        self, source: str, fetch: Callable[[], Awaitable[TensorSet]], wish: UpdateOptions, field: str
     ) -> UpdateRecord:
         update = Update(source, wish.rule or self.rule, wish.partial)
         change = _Set(self._model, self._held, self._staging, self.coordinator, fetch, field)
@@ -156,7 +156,7 @@ class _Set:
     """Implements :class:`darts_server.weights.change.Change`: all that the model will hold, once it is staged."""
 
     _model: Model
-    _held: Held
+    _held: LoadedWeights
     _staging: Staging
     _coordinator: Coordinator
     _fetch: Callable[[], Awaitable[TensorSet]]

@@ -24,7 +24,7 @@ from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.plan import OFF, Limits
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.store import Store
-from darts_server.types import BatchRecord, GroupRecord, RequestOptions
+from darts_server.types import CohortRecord, GroupRecord, RequestOptions
 from darts_server.vllm import server
 from darts_server.vllm.engine import PromptRequest, VllmPort, VllmRollouts, prompt_key_of
 from darts_server.vllm.llm import ShapingLLM
@@ -37,7 +37,7 @@ class TinyEngine:
         self.llm: ShapingLLM
         self.port: VllmPort
         self.records: dict[str, GroupRecord] = {}
-        self.batches: list[BatchRecord] = []
+        self.batches: list[CohortRecord] = []
         self.store = Store()
         self.prompts = Prompts(self.store)
         self.latency: Latency
@@ -49,7 +49,7 @@ class TinyEngine:
         """Implements the observer."""
         self.records[record.group_id] = record
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         """Implements the observer."""
         self.batches.append(record)
 

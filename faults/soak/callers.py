@@ -11,7 +11,7 @@ from typing import Any
 from darts_server.exceptions import DartsError
 from darts_server.rollout.batches.registry import Claim
 from darts_server.rollout.batches.run import BatchRun, Form, Stream
-from darts_server.rollout.batches.submission import Asked
+from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.rollout.joining import Joining
 from darts_server.rollout.observers.feedback import Reward
 from darts_server.rollout.plan import OFF, Plan
@@ -138,7 +138,7 @@ class Callers:
     async def _batch(self, number: int, numbers: Iterator[int]) -> str:
         """Groups by our own API, with or without a claim, told as they run or at the end."""
         prompts = [number, *islice(numbers, self._lots.randint(0, 7))]
-        asked = Asked(
+        asked = BatchRequest(
             [PromptSpec(text=f"{self._prompt(n)}#{n}") for n in prompts],
             self._lots.choice(SIZES),
             policy={"name": self._lots.choice([OFF, *self._policies])},

@@ -12,18 +12,18 @@ from darts_server.metrics import Metrics, QualityMetrics
 from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import BUFFER, Calibration
 from darts_server.quality.evaluation import WINDOW
-from darts_server.rollout.batches.registry import Batches, Keeping
+from darts_server.rollout.batches.registry import BatchRegistry, Keeping
 from darts_server.rollout.batches.submission import Submissions
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.bias import LengthBias
 from darts_server.rollout.observers.feedback import Feedback
-from darts_server.rollout.observers.monitor import Live
+from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, Provenance
 from darts_server.rollout.pruning.judging import Judging
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.voting.confidence import Sureness
+from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.votes import Votes
 from darts_server.serving.admission import Admission, Bounds
 from darts_server.serving.gate import Gate
@@ -69,7 +69,7 @@ class House:
         self.gate = Gate()
         self.control = control = Control(Settings.model_validate({}))
         rewards = Rewards(store)
-        sureness = Sureness(store, kept.votes, _calibration(kept.vote_labels, cold_steps=0))
+        sureness = Confidence(store, kept.votes, _calibration(kept.vote_labels, cold_steps=0))
         self.pruner = Pruner(
             Judging(
                 (4, 8),
@@ -88,7 +88,7 @@ class House:
         self.feedback = Feedback(
             rewards, self._rewarded, self.metrics, kept.groups, [sureness.rewarded, self.pruner.rewarded]
         )
-        self.live = Live(lambda: self.rollouts, loop.time)
+        self.live = Monitor(lambda: self.rollouts, loop.time)
         observers = (self.metrics, Provenance(kept.groups), LengthBias(), self.feedback, self.live, self.pruner)
         admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(MOST_WAITING))
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
@@ -107,7 +107,7 @@ class House:
         )
         control.drive(self.rollouts)
         submissions = Submissions(self.rollouts, Texts(), control.planner)
-        self.batches = Batches(submissions, Keeping(kept_batches=kept.batches), clock=loop.time)
+        self.batches = BatchRegistry(submissions, Keeping(kept_batches=kept.batches), clock=loop.time)
         self.votes = Votes(self.rollouts, Texts(), sureness, self.metrics, loop.time)
 
     def count(self, name: str) -> float:

@@ -90,7 +90,7 @@ class Texts:
     def key(self, request: str) -> str:
         return request.partition("#")[0]
 
-    def lots(self, request: str) -> Sequence[int] | None:
+    def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
 
     def sample(self, output: list[int]) -> Sample:

@@ -16,14 +16,14 @@ from darts_server.engine.scripted import Script, ScriptedEngine, generated
 from darts_server.exceptions import InvalidRequest
 from darts_server.http import errors
 from darts_server.http.routes import router
-from darts_server.rollout.batches.registry import Batches
+from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.submission import Submissions
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.voting.confidence import Sureness
+from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.votes import Votes
 from darts_server.settings import load
 from darts_server.store import Store
@@ -46,7 +46,7 @@ class Texts:
     def key(self, request: str) -> str:
         return f"key of {request}"
 
-    def lots(self, request: str) -> Sequence[int] | None:
+    def tail_seed(self, request: str) -> Sequence[int] | None:
         return (1,)
 
     def sample(self, output: list[int]) -> Sample:
@@ -139,7 +139,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
     control = Control(load({}, None))
     with Store() as store:
         prompts, rewards, provenance = Prompts(store), Rewards(store), Provenance()
-        sureness = Sureness(store)
+        sureness = Confidence(store)
         feedback = Feedback(rewards, Mock(), Mock(), on_reward=[sureness.rewarded])
         rollouts: Rollouts[str, list[int]] = Rollouts(
             engine,
@@ -151,7 +151,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             on_return=feedback.trajectory_returned,
         )
         control.drive(rollouts)
-        batches = Batches(Submissions(rollouts, Texts(), control.planner), interval=STEP_SECONDS)
+        batches = BatchRegistry(Submissions(rollouts, Texts(), control.planner), interval=STEP_SECONDS)
         votes = Votes(rollouts, Texts(), sureness, Mock())
 
         @asynccontextmanager

@@ -55,12 +55,12 @@ def test_groups_come_as_they_are_told_and_then_the_end() -> None:
 
 
 def test_a_trajectory_has_all_that_is_told_of_it() -> None:
-    fate: dict[str, Any] = {"rank": 4, "end": "long", "cut": True, "finish_reason": "length", "quality": 0.25}
+    fate: dict[str, Any] = {"rank": 4, "selected_as": "long", "cut": True, "finish_reason": "length", "quality": 0.25}
     cut = trajectory(0, 1, 2, weight_version_end=7, **fate)
     [event] = told(a_batch(), began(), ("group", group(0, trajectory(0, 0, 1), cut, deadline=2)))
     assert isinstance(event, GroupEvent)
     made = event.group.trajectories[1]
-    assert (made.index, made.trajectory_id, made.rank, made.end) == (1, f"{BATCH}-0:1", 4, "long")
+    assert (made.index, made.trajectory_id, made.rank, made.selected_as) == (1, f"{BATCH}-0:1", 4, "long")
     assert (made.cut, made.finish_reason, made.weight_version_start, made.weight_version_end) == (True, "length", 3, 7)
     assert (made.token_ids, made.logprobs, made.quality) == ((0, 1), (0.0, -0.5), 0.25)
     assert (event.group.deadline, event.group.candidates, event.group.discarded[0].length) == (2, 3, 2)

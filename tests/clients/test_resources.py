@@ -14,7 +14,7 @@ CANDIDATE = {
     "index": 0,
     "length": 3,
     "finish_reason": "stop",
-    "end": "short",
+    "selected_as": "short",
     "reason": None,
     "rank": 0,
     "cut": False,

@@ -232,7 +232,7 @@ def test_rewards_come_back_to_their_trajectories(client: Client) -> None:
     assert (again.repeated, again.unknown_indices) == (1, (1,))
     assert group.group_id is not None
     [record] = client.groups.get(group.group_id)
-    told = {c.trajectory_id: c.reward for c in record.candidates if c.end is not None}
+    told = {c.trajectory_id: c.reward for c in record.candidates if c.selected_as is not None}
     assert told == {t.trajectory_id: value for t, value in zip(group.trajectories, values, strict=True)}
     assert record.zero_variance is False
     known = client.prompts.get("rewarded").rewards

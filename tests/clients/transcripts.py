@@ -40,7 +40,7 @@ def trajectory(number: int, index: int, length: int, tokens: bool = True, **chan
         "finish_reason": "stop",
         "length": length,
         "rank": index,
-        "end": "short",
+        "selected_as": "short",
         "cut": False,
         "quality": None,
         "weight_version_start": 3,

@@ -2,7 +2,7 @@
 
 import logging
 
-from darts_server.types import BatchRecord, GroupRecord
+from darts_server.types import CohortRecord, GroupRecord
 from faults.soak.__main__ import kept
 from faults.soak.house import House
 from faults.soak.run import Soaked, soak
@@ -16,7 +16,7 @@ class Hoarder:
 
     def candidates_started(self, count: int) -> None: ...
 
-    def batch_ended(self, record: BatchRecord) -> None: ...
+    def cohort_ended(self, record: CohortRecord) -> None: ...
 
     def group_ended(self, record: GroupRecord) -> None:
         kept_records.append(record)

@@ -23,7 +23,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.feedback import Feedback
-from darts_server.rollout.observers.monitor import Live
+from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.plan import Limits
 from darts_server.rollout.rollouts import Rollouts
@@ -45,7 +45,7 @@ class Work:
         self.engine = ScriptedEngine(lambda request, index: Script(length=lengths(request, index)))
         self.provenance, self.prompts, self.rewards = Provenance(), Prompts(store), Rewards(store)
         self.feedback = Feedback(self.rewards, Mock(), Mock())
-        self.live = Live(lambda: self.rollouts)
+        self.live = Monitor(lambda: self.rollouts)
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
             {"uniform": Shaping(redundancy=1.5)},
@@ -78,7 +78,7 @@ class Work:
         for name in names:
             grant = await self.rollouts.allocate(plan, name)
             group_id = f"group-{self.live.ended + self.rollouts.running}"
-            run = self.rollouts.run(name, plan, grant, group_id=group_id, prompt_key=name, lots=(1,))
+            run = self.rollouts.run(name, plan, grant, group_id=group_id, prompt_key=name, tail_seed=(1,))
             task = asyncio.create_task(collect(run))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from darts_server.http import page
-from darts_server.types import End, StopReason
+from darts_server.types import DiscardReason, SelectedAs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 
@@ -55,7 +55,7 @@ def test_its_security_policy_lets_in_its_own_parts_alone(served: Served) -> None
     assert not re.search(r"\sstyle=|\son\w+=", served.text)  # these would be refused
 
 
-@pytest.mark.parametrize("kind", [*End, *StopReason])
+@pytest.mark.parametrize("kind", [*SelectedAs, *DiscardReason])
 def test_it_knows_whatever_becomes_of_a_candidate(kind: str) -> None:
     assert f"\n  {kind}: " in (page.PARTS / "kinds.js").read_text("utf-8")
     assert (page.PARTS / "style.css").read_text("utf-8").count(f"--{kind}: #") == 2, "in light and in dark"

@@ -4,25 +4,25 @@ from darts_server.http.rollouts_wire import GroupOut
 from darts_server.http.wire import GroupAnswer
 from darts_server.rollout.batches.submission import GroupResult
 from darts_server.rollout.observers.feedback import GroupRewards
-from darts_server.types import CandidateRecord, End, FinishReason, Sample, StopReason
+from darts_server.types import CandidateRecord, DiscardReason, FinishReason, Sample, SelectedAs
 from tests.rollout.learned.test_prompts import record
 
-CHOSEN = CandidateRecord(0, 2, FinishReason.STOP, End.BALANCED, None, False, 0.0, 1.0, 3, 3, 0.25, 0.5)
-PRUNED = CandidateRecord(1, 4, None, None, StopReason.PRUNED, False, 0.0, 1.0, 3, 3, 0.75, 0.1)
-UNSCORED = CandidateRecord(2, 1, FinishReason.STOP, End.BALANCED, None, False, 0.0, 1.0, 3, 3)
+CHOSEN = CandidateRecord(0, 2, FinishReason.STOP, SelectedAs.BALANCED, None, False, 0.0, 1.0, 3, 3, 0.25, 0.5)
+PRUNED = CandidateRecord(1, 4, None, None, DiscardReason.PRUNED, False, 0.0, 1.0, 3, 3, 0.75, 0.1)
+UNSCORED = CandidateRecord(2, 1, FinishReason.STOP, SelectedAs.BALANCED, None, False, 0.0, 1.0, 3, 3)
 RECORD = record(CHOSEN, PRUNED, UNSCORED)
 
 
 def test_a_groups_record_has_the_score_of_every_candidate_and_what_it_was_kept_with() -> None:
     told = GroupAnswer.of(RECORD, GroupRewards()).candidates
     assert [(c.quality, c.survival) for c in told] == [(0.25, 0.5), (0.75, 0.1), (None, 1.0)]
-    assert [(c.end, c.reason) for c in told] == [("balanced", None), (None, "pruned"), ("balanced", None)]
+    assert [(c.selected_as, c.reason) for c in told] == [("balanced", None), (None, "pruned"), ("balanced", None)]
 
 
 def test_a_returned_trajectory_has_its_score() -> None:
     samples = {0: Sample((5, 6), None, "a", FinishReason.STOP), 2: Sample((5,), None, "b", FinishReason.STOP)}
     told = GroupOut.of(GroupResult(0, "g", "p", samples, RECORD))
-    assert [(t.quality, t.end) for t in told.trajectories] == [(0.25, "balanced"), (None, "balanced")]
+    assert [(t.quality, t.selected_as) for t in told.trajectories] == [(0.25, "balanced"), (None, "balanced")]
     assert [(d.trajectory_id, d.reason) for d in told.discarded] == [("g:1", "pruned")]
     assert told.mask == [True, False, True]
 

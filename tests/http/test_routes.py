@@ -18,7 +18,7 @@ def opened() -> Iterator[TestClient]:
 def test_provenance_tells_every_candidates_length_fate_and_rank(opened: TestClient) -> None:
     [group] = opened.get("/darts/v1/groups/cmpl-a-0").json()["groups"]
     assert (group["group_size"], group["outcome"], group["generated"], group["returned"]) == (2, "completed", 60, 30)
-    assert [(c["length"], c["end"], c["reason"], c["rank"]) for c in group["candidates"]] == [
+    assert [(c["length"], c["selected_as"], c["reason"], c["rank"]) for c in group["candidates"]] == [
         (10, "short", None, 0),
         (20, "short", None, 1),
         (30, None, "longer_than_needed", None),

@@ -20,7 +20,7 @@ def test_a_response_names_its_groups_and_their_candidates_match_its_choices(serv
     if not stream:
         assert answer.json()["id"] == name
         lengths = [len(choice["token_ids"]) for choice in answer.json()["choices"]]
-        selected = [c["length"] for group in groups for c in group["candidates"] if c["end"]]
+        selected = [c["length"] for group in groups for c in group["candidates"] if c["selected_as"]]
         assert selected == lengths
     stats = httpx.get(f"{server.url}/darts/v1/prompts/{groups[0]['prompt_key']}").json()
     assert stats["candidates"] >= 12

@@ -54,7 +54,7 @@ def rewards_of(server: Server, key: str) -> dict[str, Any]:
 
 
 def selected(group: dict[str, Any]) -> list[dict[str, Any]]:
-    return [candidate for candidate in group["candidates"] if candidate["end"]]
+    return [candidate for candidate in group["candidates"] if candidate["selected_as"]]
 
 
 def comes_to(told: dict[str, Any], lengths: Sequence[int], values: Sequence[float]) -> None:

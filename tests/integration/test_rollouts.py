@@ -96,7 +96,7 @@ def test_chats_token_ids_keys_budgets_and_changes_to_the_policy(server: Server) 
     answer = ask(server, body | {"policy": policy, "budget": 11}).json()
     assert [group["prompt_key"] for group in answer["groups"]] == ["a/chat", "tokens"]
     assert sum(group["candidates"] for group in answer["groups"]) == 11
-    assert {t["end"] for group in answer["groups"] for t in group["trajectories"]} <= {"short", "fill"}
+    assert {t["selected_as"] for group in answer["groups"] for t in group["trajectories"]} <= {"short", "fill"}
     assert httpx.get(f"{server.url}/darts/v1/prompts/a/chat").json()["groups"] >= 1
     assert httpx.get(f"{server.url}/darts/v1/policy").json()["num_longest"] == 1, "the server's own is as it was"
 

@@ -146,7 +146,7 @@ def test_rewards_are_known_with_the_group_and_the_prompt(server: Server) -> None
         assert client.rewards(group, values).matched == 8
         assert client.rewards(group, values).repeated == 8
         [record] = client.groups.get(group.group_id or "")
-        told = [c.reward for c in record.candidates if c.end is not None]
+        told = [c.reward for c in record.candidates if c.selected_as is not None]
         assert told == values
         rewards = client.prompts.get("sdk/rewarded").rewards
     assert rewards is not None

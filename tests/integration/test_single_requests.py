@@ -64,7 +64,7 @@ async def test_64_prompts_by_8_single_requests_of_which_a_tenth_hang_up(server: 
     for group in whole:
         follows_the_rule(group)
     for (name, length), count in taken.items():
-        held = [c["length"] for c in groups[name]["candidates"] if c["end"]]
+        held = [c["length"] for c in groups[name]["candidates"] if c["selected_as"]]
         assert count <= held.count(length), "a candidate was given twice"
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
 
@@ -77,7 +77,7 @@ def follows_the_rule(group: dict[str, object]) -> None:
     ended = sorted(order[c["index"]] for c in candidates if c["finish_reason"] == "stop")
     shortest = {index for _, index in ended[: SIZE - 1]}
     bar = ended[SIZE - 2]
-    selected = {c["index"] for c in candidates if c["end"]}
+    selected = {c["index"] for c in candidates if c["selected_as"]}
     assert shortest <= selected
     assert len(selected) == SIZE
     assert all(order[c["index"]] > bar for c in candidates if c["finish_reason"] is None)

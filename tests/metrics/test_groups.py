@@ -5,22 +5,24 @@ from prometheus_client import CollectorRegistry
 
 from darts_server.metrics import AccessMetrics, Metrics, Sources, WeightMetrics
 from darts_server.types import (
-    BatchRecord,
     CandidateRecord,
-    End,
+    CohortRecord,
+    DiscardReason,
     FinishReason,
     GroupRecord,
     Outcome,
+    SelectedAs,
     ShadowRecord,
-    StopReason,
     UpdateOutcome,
     UpdateRecord,
     VoteOutcome,
 )
 
 
-def candidate(index: int, tokens: int, end: End | None = None, reason: StopReason | None = None) -> CandidateRecord:
-    return CandidateRecord(index, tokens, FinishReason.STOP, end, reason, False, 0.0, 1.0, 0, 0)
+def candidate(
+    index: int, tokens: int, selected_as: SelectedAs | None = None, reason: DiscardReason | None = None
+) -> CandidateRecord:
+    return CandidateRecord(index, tokens, FinishReason.STOP, selected_as, reason, False, 0.0, 1.0, 0, 0)
 
 
 def record(**changes: object) -> GroupRecord:
@@ -31,9 +33,9 @@ def record(**changes: object) -> GroupRecord:
         "size": 2,
         "outcome": Outcome.COMPLETED,
         "candidates": (
-            candidate(0, 10, end=End.SHORT),
-            candidate(1, 40, reason=StopReason.TAIL_PRUNED),
-            candidate(2, 30, end=End.LONG),
+            candidate(0, 10, selected_as=SelectedAs.SHORT),
+            candidate(1, 40, reason=DiscardReason.TAIL_PRUNED),
+            candidate(2, 30, selected_as=SelectedAs.LONG),
         ),
         "started_at": 5.0,
         "ended_at": 8.0,
@@ -131,9 +133,9 @@ def test_gauges_ask_when_they_are_read() -> None:
 def test_a_batch_tells_its_budget_its_deadline_and_how_well_its_time_was_foretold() -> None:
     registry = CollectorRegistry()
     metrics = Metrics("tiny", registry=registry)
-    batch = BatchRecord("darts_cut", 64, 12.5, 60, False, predicted_seconds=2.0, measured_seconds=2.5)
-    metrics.batch_ended(batch)
-    metrics.batch_ended(replace(batch, deadline=None, explored=True, predicted_seconds=None))
+    batch = CohortRecord("darts_cut", 64, 12.5, 60, False, predicted_seconds=2.0, measured_seconds=2.5)
+    metrics.cohort_ended(batch)
+    metrics.cohort_ended(replace(batch, deadline=None, explored=True, predicted_seconds=None))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, {"model_name": "tiny", **labels})
@@ -148,8 +150,8 @@ def test_a_batch_tells_its_budget_its_deadline_and_how_well_its_time_was_foretol
 def test_what_a_deadline_takes_or_would_take_and_what_a_shadow_would_do_is_counted() -> None:
     registry = CollectorRegistry()
     metrics = Metrics("tiny", registry=registry)
-    tail = replace(candidate(2, 30, end=End.LONG), cut=True)
-    metrics.group_ended(record(candidates=(candidate(0, 10, end=End.SHORT), tail)))
+    tail = replace(candidate(2, 30, selected_as=SelectedAs.LONG), cut=True)
+    metrics.group_ended(record(candidates=(candidate(0, 10, selected_as=SelectedAs.SHORT), tail)))
     metrics.group_ended(record(deadline=25, explored=True))
     metrics.group_ended(record(deadline=45, explored=True, shadow=ShadowRecord("darts", (0,), 60, 40, 30)))
 

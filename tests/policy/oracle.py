@@ -12,7 +12,7 @@ from darts_server.policy.balance import resolution
 from darts_server.policy.balancing import Balanced, Survivors
 from darts_server.policy.selection import FirstFinish, InOrder, Shadow, Shortest
 from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
-from darts_server.types import End
+from darts_server.types import SelectedAs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ Rule = (
 )
 
 
-def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, End]:
+def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, SelectedAs]:
     """The group that ``rule`` makes of candidates that all ended, nobody being cut."""
     match rule:
         case InOrder(size):
@@ -55,12 +55,12 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, End]
         case Balanced(size, target):
             return _nearest_share(fates, size, target)
         case Survivors():
-            return {i: End.BALANCED if fate.valid else End.FILL for i, fate in fates.items()}
+            return {i: SelectedAs.BALANCED if fate.valid else SelectedAs.FILL for i, fate in fates.items()}
         case Shortest(size):
             return _valid_first(fates, short=size, size=size)
         case FirstFinish(size):
             return {
-                i: End.SHORT if fate.valid else End.FILL
+                i: SelectedAs.SHORT if fate.valid else SelectedAs.FILL
                 for i, fate in fates.items()
                 if sum((not o.valid, o.place) < (not fate.valid, fate.place) for o in fates.values()) < size
             }
@@ -72,28 +72,28 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, End]
         case SampledTail(short, longest) | CutTail(short, longest):
             if _valid(fates) < short:
                 return _valid_first(fates, short=short, size=short + longest)
-            first = {i: End.SHORT for i, fate in fates.items() if fate.valid and _valid_before(i, fates) < short}
+            first = {i: SelectedAs.SHORT for i, fate in fates.items() if fate.valid and _valid_before(i, fates) < short}
             rest = {i: fate for i, fate in fates.items() if i not in first}
             drawn = {
-                i: End.LONG if fate.valid else End.FILL
+                i: SelectedAs.LONG if fate.valid else SelectedAs.FILL
                 for i, fate in rest.items()
                 if sum(other.draw < fate.draw for other in rest.values()) < longest
             }
             return first | drawn
 
 
-def _nearest_share(fates: Fates, size: int, target: float) -> dict[int, End]:
+def _nearest_share(fates: Fates, size: int, target: float) -> dict[int, SelectedAs]:
     """Whoever was not scored counts as the others on the average. Sums are those of multiples of 1/R."""
     valid = sorted(i for i, fate in fates.items() if fate.valid)
     if len(valid) <= size:
-        ends = dict.fromkeys(valid, End.BALANCED)
-        return ends | {i: End.FILL for i in _valid_first(fates, short=size, size=size) if i not in ends}
+        ends = dict.fromkeys(valid, SelectedAs.BALANCED)
+        return ends | {i: SelectedAs.FILL for i in _valid_first(fates, short=size, size=size) if i not in ends}
     known = [q for i in valid if (q := fates[i].quality) is not None]
     mean = sum(known) / len(known) if known else 0.5
     grid = resolution(size, len(valid))
     units = {i: round((mean if (q := fates[i].quality) is None else q) * grid) for i in valid}
     chosen = min(combinations(valid, size), key=lambda c: (abs(sum(units[i] for i in c) - target * size * grid), c))
-    return dict.fromkeys(chosen, End.BALANCED)
+    return dict.fromkeys(chosen, SelectedAs.BALANCED)
 
 
 def cut_lengths(rule: Rule, fates: Fates, limit: int | None) -> dict[int, int]:
@@ -101,7 +101,7 @@ def cut_lengths(rule: Rule, fates: Fates, limit: int | None) -> dict[int, int]:
     end = deadline(fates, rule.size, limit) if isinstance(rule, CutTail) else None
     if end is None:
         return {}
-    drawn = [i for i, end in chosen(rule, fates).items() if end is not End.SHORT]
+    drawn = [i for i, end in chosen(rule, fates).items() if end is not SelectedAs.SHORT]
     return {i: end for i in drawn if fates[i].length > end}
 
 
@@ -113,32 +113,32 @@ def deadline(fates: Fates, size: int, limit: int | None) -> int | None:
     return max(limit, lasts[0]) if lasts else None
 
 
-def _first_by_index(fates: Fates, size: int) -> dict[int, End]:
+def _first_by_index(fates: Fates, size: int) -> dict[int, SelectedAs]:
     return {
-        i: End.SHORT if fate.valid else End.FILL
+        i: SelectedAs.SHORT if fate.valid else SelectedAs.FILL
         for i, fate in fates.items()
         if sum(other < i for other in fates) < size
     }
 
 
-def _both_ends(fates: Fates, short: int, longest: int) -> dict[int, End]:
+def _both_ends(fates: Fates, short: int, longest: int) -> dict[int, SelectedAs]:
     if _valid(fates) < short + longest:
         return _valid_first(fates, short=short, size=short + longest)
     before = {i: _valid_before(i, fates) for i, fate in fates.items() if fate.valid}
-    first = {i: End.SHORT for i, count in before.items() if count < short}
-    last = {i: End.LONG for i, count in before.items() if len(before) - count <= longest}
+    first = {i: SelectedAs.SHORT for i, count in before.items() if count < short}
+    last = {i: SelectedAs.LONG for i, count in before.items() if len(before) - count <= longest}
     return first | last
 
 
-def _valid_first(fates: Fates, *, short: int, size: int) -> dict[int, End]:
+def _valid_first(fates: Fates, *, short: int, size: int) -> dict[int, SelectedAs]:
     """The first ``size`` valid ones, those after the first ``short`` of them as long; then invalid ones as fill."""
     left = size - _valid(fates)
     ends = {}
     for i, fate in fates.items():
         if fate.valid and _valid_before(i, fates) < size:
-            ends[i] = End.SHORT if _valid_before(i, fates) < short else End.LONG
+            ends[i] = SelectedAs.SHORT if _valid_before(i, fates) < short else SelectedAs.LONG
         if not fate.valid and sum(_precedes(j, i, fates) for j in fates if not fates[j].valid) < left:
-            ends[i] = End.FILL
+            ends[i] = SelectedAs.FILL
     return ends
 
 

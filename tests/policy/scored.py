@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from darts_server.policy.balancing import Balanced, Survivors
 from darts_server.policy.events import Decision, Event, Finished, Kept, Scored, Start, Started, Stop
 from darts_server.policy.group import Group
-from darts_server.types import StopReason
+from darts_server.types import DiscardReason
 from tests.policy.cases import Case
 from tests.policy.oracle import Fate
 from tests.policy.world import Run, World
@@ -41,7 +41,7 @@ class ScoredWorld(World):
 
     @property
     def pruned(self) -> set[int]:
-        return {i for i, stop in self.stopped.items() if stop.reason is StopReason.PRUNED}
+        return {i for i, stop in self.stopped.items() if stop.reason is DiscardReason.PRUNED}
 
     def fates(self) -> dict[int, Fate]:
         return {i: replace(fate, quality=self.qualities.get(i)) for i, fate in World.fates(self).items()}
@@ -72,7 +72,7 @@ class ScoredWorld(World):
                 case Kept(i, survival):
                     assert i in self.known
                     self.kept[i] = self.kept.get(i, 1.0) * survival
-                case Stop(i, StopReason.PRUNED):
+                case Stop(i, DiscardReason.PRUNED):
                     before.add(i)
                     returnable -= 1
                     self.gone = frozenset(self.failed) | before

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.balancing import Balanced, Survivors
 from darts_server.policy.candidate import Candidate, State
-from darts_server.types import End, FinishReason, StopReason
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import WITHOUT_FAILURES, cases
 from tests.policy.scored import BALANCED, ScoredCase, scored
 
@@ -24,30 +24,30 @@ def running(index: int) -> Candidate:
 
 def test_those_are_chosen_whose_mean_is_nearest_the_target_whatever_their_length() -> None:
     finished = [ended(0, 0.9, 1), ended(1, 0.8, 2), ended(2, 0.1, 90), ended(3, 0.9, 3)]
-    assert Balanced(2, 0.5).select(finished) == {0: End.BALANCED, 2: End.BALANCED}
-    assert Balanced(2, 1.0).select(finished) == {0: End.BALANCED, 3: End.BALANCED}
+    assert Balanced(2, 0.5).select(finished) == {0: SelectedAs.BALANCED, 2: SelectedAs.BALANCED}
+    assert Balanced(2, 1.0).select(finished) == {0: SelectedAs.BALANCED, 3: SelectedAs.BALANCED}
 
 
 def test_of_equal_choices_the_earliest_are_taken_in_whatever_order_they_finished() -> None:
     finished = [ended(3, 0.5), ended(1, 0.5), ended(2, 0.5)]
-    assert Balanced(2, 0.5).select(finished) == {1: End.BALANCED, 2: End.BALANCED}
+    assert Balanced(2, 0.5).select(finished) == {1: SelectedAs.BALANCED, 2: SelectedAs.BALANCED}
 
 
 @pytest.mark.parametrize("unknown", [None, 0.75])
 def test_one_that_was_not_scored_counts_as_the_mean_of_the_others(unknown: float | None) -> None:
     finished = [ended(0, 1.0), ended(1, 0.5), ended(2, unknown)]
-    assert Balanced(1, 0.75).select(finished) == {2: End.BALANCED}
+    assert Balanced(1, 0.75).select(finished) == {2: SelectedAs.BALANCED}
 
 
 def test_without_any_score_all_are_alike() -> None:
     finished = [ended(0, None), ended(1, None), ended(2, None)]
-    assert Balanced(2, 0.9).select(finished) == {0: End.BALANCED, 1: End.BALANCED}
+    assert Balanced(2, 0.9).select(finished) == {0: SelectedAs.BALANCED, 1: SelectedAs.BALANCED}
 
 
 def test_truncated_ones_only_fill_up_shortest_first() -> None:
     truncated = [ended(0, 0.5, 9, valid=False), ended(1, 0.5, 8, valid=False)]
     assert Balanced(2, 0.5).select([*truncated, ended(2, 1.0), ended(3, 1.0)]).keys() == {2, 3}
-    assert Balanced(2, 0.5).select([*truncated, ended(2, 1.0)]) == {2: End.BALANCED, 1: End.FILL}
+    assert Balanced(2, 0.5).select([*truncated, ended(2, 1.0)]) == {2: SelectedAs.BALANCED, 1: SelectedAs.FILL}
 
 
 def test_nobody_is_hopeless_and_all_wanted_ones_are_known_at_once() -> None:
@@ -62,14 +62,14 @@ def test_nobody_is_hopeless_and_all_wanted_ones_are_known_at_once() -> None:
 
 
 def test_who_was_not_chosen_was_superfluous_or_truncated() -> None:
-    assert Balanced(1, 0.5).surplus(ended(0, 0.5)) is StopReason.MIDDLE
-    assert Balanced(1, 0.5).surplus(ended(0, 0.5, valid=False)) is StopReason.TRUNCATED
+    assert Balanced(1, 0.5).surplus(ended(0, 0.5)) is DiscardReason.MIDDLE
+    assert Balanced(1, 0.5).surplus(ended(0, 0.5, valid=False)) is DiscardReason.TRUNCATED
     assert Balanced(3, 0.5).num_shortest == 3
 
 
 def test_survivors_are_all_that_finished_and_nothing_is_known_before() -> None:
     finished = [ended(0, 0.5), ended(1, None), ended(2, 0.5, valid=False)]
-    everyone = {0: End.BALANCED, 1: End.BALANCED, 2: End.FILL}
+    everyone = {0: SelectedAs.BALANCED, 1: SelectedAs.BALANCED, 2: SelectedAs.FILL}
     assert Survivors(2).select(finished) == everyone
     assert Survivors(2).assess([], finished, early=True).settled == everyone.keys()
     assert not Survivors(2).assess([running(3)], finished, early=True).settled

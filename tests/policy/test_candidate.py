@@ -5,7 +5,7 @@ import pytest
 from darts_server.exceptions import IllegalMove
 from darts_server.policy.candidate import Candidate, CandidateEvent, State
 from darts_server.policy.events import Failed, Finished, Lost, Progress, Scored, Started
-from darts_server.types import End, FinishReason, StopReason
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
 
 EVENTS: list[CandidateEvent] = [
     Started(0),
@@ -37,8 +37,8 @@ def candidate(state: State = State.RUNNING, tokens: int = 3) -> Candidate:
         state=state,
         tokens=tokens,
         finish_reason=FinishReason.STOP if state in (State.FINISHED, State.SELECTED) else None,
-        end=End.SHORT if state is State.SELECTED else None,
-        reason=StopReason.MIDDLE if state is State.DISCARDED else None,
+        selected_as=SelectedAs.SHORT if state is State.SELECTED else None,
+        reason=DiscardReason.MIDDLE if state is State.DISCARDED else None,
     )
 
 
@@ -73,7 +73,7 @@ def test_late_words_about_one_that_was_cut_change_nothing(selected: bool, event:
     c = candidate()
     c.cut_at(2)
     if selected:
-        c.select(End.LONG)
+        c.select(SelectedAs.LONG)
     before = repr(c)
     c.hear(event)
     assert repr(c) == before
@@ -120,7 +120,7 @@ def test_survival_multiplies_and_one_lot_does_for_all_draws() -> None:
 def test_one_that_fails_is_discarded_as_failed(state: State, event: CandidateEvent) -> None:
     c = candidate(state)
     c.hear(event)
-    assert (c.state, c.reason) == (State.DISCARDED, StopReason.FAILED)
+    assert (c.state, c.reason) == (State.DISCARDED, DiscardReason.FAILED)
     assert not c.alive
     assert not c.running
 

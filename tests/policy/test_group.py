@@ -23,7 +23,7 @@ from darts_server.policy.events import (
 from darts_server.policy.group import Group
 from darts_server.policy.selection import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
 from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
-from darts_server.types import End, FinishReason, Outcome, StopReason
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 
 class Lots:
@@ -67,7 +67,7 @@ def truncated(index: int, tokens: int) -> Finished:
     return Finished(index, tokens, FinishReason.LENGTH)
 
 
-def reasons(group: Group) -> list[StopReason | None]:
+def reasons(group: Group) -> list[DiscardReason | None]:
     return [c.reason for c in group.candidates]
 
 
@@ -115,7 +115,7 @@ def test_a_limit_may_be_set_before_the_group_opens() -> None:
     assert group.handle(LimitSet(3)) == []
     assert group.open(CutTail(1, 1), 2) == [Start((0, 1))]
     assert group.handle(Started(0), stop(0, 2), Started(1)) == []
-    assert group.handle(stop(1, 9)) == [Complete({0: End.SHORT, 1: End.LONG})]
+    assert group.handle(stop(1, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
     assert group.candidates[1].tokens == 9  # without it the second shortest would be missing
 
 
@@ -135,7 +135,7 @@ def test_nothing_is_decided_before_a_group_is_open() -> None:
     assert group.handle(stop(0, 2), truncated(1, 9), Progress(2, 5)) == []
     assert group.handle(LimitSet(1)) == []
     assert group.alarms == {}
-    assert group.open(Shortest(1), 3) == [Stop(2, StopReason.LONGER_THAN_NEEDED), Complete({0: End.SHORT})]
+    assert group.open(Shortest(1), 3) == [Stop(2, DiscardReason.LONGER_THAN_NEEDED), Complete({0: SelectedAs.SHORT})]
 
 
 def test_opening_starts_what_is_missing() -> None:
@@ -157,13 +157,15 @@ def test_those_that_finished_before_the_opening_count() -> None:
     group.handle(stop(0, 2), stop(1, 4))
     assert group.open(Shortest(3), 3) == [Start((2,))]
     assert group.alarms == {}
-    assert group.handle(Started(2), stop(2, 3)) == [Complete({0: End.SHORT, 1: End.SHORT, 2: End.SHORT})]
+    assert group.handle(Started(2), stop(2, 3)) == [
+        Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT, 2: SelectedAs.SHORT})
+    ]
 
 
 def test_a_group_may_be_complete_when_it_opens() -> None:
     group = gathered(2)
     group.handle(stop(0, 2), stop(1, 4))
-    assert group.open(InOrder(2), 2) == [Complete({0: End.SHORT, 1: End.SHORT})]
+    assert group.open(InOrder(2), 2) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
     assert group.outcome is Outcome.COMPLETED
 
 
@@ -178,15 +180,15 @@ def test_one_that_failed_before_the_opening_is_missing_and_takes_nothing_from_th
     assert group.handle(Lost(0), Failed(2, RuntimeError())) == []
     assert group.open(Shortest(3), 3) == [Start((3, 4))]
     assert group.handle(Lost(3)) == [Start((5,))]
-    stopped = [Stop(i, StopReason.CANCELLED) for i in (1, 5)]
+    stopped = [Stop(i, DiscardReason.CANCELLED) for i in (1, 5)]
     assert group.handle(Lost(4))[:-1] == stopped
 
 
 def test_a_failure_that_others_would_share_ends_a_group_that_is_not_open() -> None:
     group, error = gathered(2), RuntimeError("the engine is dead")
-    assert group.handle(Failed(0, error, retryable=False)) == [Stop(1, StopReason.CANCELLED), GiveUp(error)]
+    assert group.handle(Failed(0, error, retryable=False)) == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
     assert group.outcome is Outcome.FAILED
-    assert reasons(group) == [StopReason.FAILED, StopReason.CANCELLED]
+    assert reasons(group) == [DiscardReason.FAILED, DiscardReason.CANCELLED]
     assert group.gather() == []
     assert group.open(Shortest(2), 2) == []
 
@@ -201,8 +203,8 @@ def test_the_spare_ones_are_as_many_as_the_seats_unless_told_otherwise() -> None
 def test_a_gathering_group_that_is_cancelled_stops_what_runs() -> None:
     group = gathered(3)
     group.handle(stop(0, 2))
-    assert group.cancel() == [Stop(1, StopReason.CANCELLED), Stop(2, StopReason.CANCELLED)]
-    assert reasons(group) == [StopReason.CANCELLED] * 3
+    assert group.cancel() == [Stop(1, DiscardReason.CANCELLED), Stop(2, DiscardReason.CANCELLED)]
+    assert reasons(group) == [DiscardReason.CANCELLED] * 3
     assert group.gather() == []
     assert group.open(Shortest(2), 2) == []
     assert group.handle(stop(1, 4), Failed(2, RuntimeError(), retryable=False)) == []
@@ -211,9 +213,9 @@ def test_a_gathering_group_that_is_cancelled_stops_what_runs() -> None:
 def test_a_group_of_which_a_part_is_enough_is_what_was_delivered() -> None:
     group = opened(InOrder(3), 3, early=True)
     assert group.handle(stop(1, 5)) == [Deliver(1)]
-    assert group.enough() == [Stop(0, StopReason.DECIDED), Stop(2, StopReason.DECIDED)]
+    assert group.enough() == [Stop(0, DiscardReason.DECIDED), Stop(2, DiscardReason.DECIDED)]
     assert group.outcome is Outcome.DECIDED
-    assert reasons(group) == [StopReason.DECIDED, None, StopReason.DECIDED]
+    assert reasons(group) == [DiscardReason.DECIDED, None, DiscardReason.DECIDED]
     assert group.enough() == []
 
 
@@ -237,7 +239,7 @@ def test_a_failure_that_came_with_an_illegal_event_counts_at_the_next() -> None:
     group, error = opened(Shortest(2), 2), RuntimeError()
     with pytest.raises(IllegalMove):
         group.handle(Failed(0, error), Started(1))
-    assert group.handle() == [Stop(1, StopReason.CANCELLED), GiveUp(error)]
+    assert group.handle() == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
 
 
 # --- completing -------------------------------------------------------------
@@ -248,29 +250,29 @@ def test_the_shortest_complete_as_soon_as_the_others_are_known_to_be_longer() ->
     assert group.handle(stop(3, 2)) == []
     assert group.handle(stop(1, 5)) == []
     assert group.alarms == {0: 5, 2: 4}
-    assert group.handle(Progress(2, 4)) == [Stop(2, StopReason.LONGER_THAN_NEEDED)]
+    assert group.handle(Progress(2, 4)) == [Stop(2, DiscardReason.LONGER_THAN_NEEDED)]
     assert group.alarms == {0: 5}
     assert group.handle(Progress(0, 5)) == [
-        Stop(0, StopReason.LONGER_THAN_NEEDED),
-        Complete({1: End.SHORT, 3: End.SHORT}),
+        Stop(0, DiscardReason.LONGER_THAN_NEEDED),
+        Complete({1: SelectedAs.SHORT, 3: SelectedAs.SHORT}),
     ]
     assert group.outcome is Outcome.COMPLETED
     assert group.alarms == {}
-    assert reasons(group) == [StopReason.LONGER_THAN_NEEDED, None, StopReason.LONGER_THAN_NEEDED, None]
+    assert reasons(group) == [DiscardReason.LONGER_THAN_NEEDED, None, DiscardReason.LONGER_THAN_NEEDED, None]
 
 
 def test_surplus_candidates_are_discarded_with_the_reason_of_the_rule() -> None:
     group = opened(LongestTail(1, 1), 4)
     group.handle(stop(0, 2), stop(1, 3), truncated(2, 9))
-    assert group.handle(stop(3, 5)) == [Complete({0: End.SHORT, 3: End.LONG})]
-    assert reasons(group) == [None, StopReason.MIDDLE, StopReason.TRUNCATED, None]
+    assert group.handle(stop(3, 5)) == [Complete({0: SelectedAs.SHORT, 3: SelectedAs.LONG})]
+    assert reasons(group) == [None, DiscardReason.MIDDLE, DiscardReason.TRUNCATED, None]
 
 
 def test_a_longest_tail_of_none_stops_those_that_are_longer() -> None:
     group = opened(LongestTail(1, 0), 2)
     assert group.handle(stop(0, 2), Progress(1, 2)) == [
-        Stop(1, StopReason.LONGER_THAN_NEEDED),
-        Complete({0: End.SHORT}),
+        Stop(1, DiscardReason.LONGER_THAN_NEEDED),
+        Complete({0: SelectedAs.SHORT}),
     ]
 
 
@@ -286,7 +288,7 @@ def test_what_is_known_to_belong_is_delivered_once_before_the_group_is_complete(
     group = opened(Shortest(2), 2, early=True)
     assert group.handle(stop(1, 4)) == [Deliver(1)]
     assert group.handle(Progress(0, 5)) == []
-    assert group.handle(stop(0, 6)) == [Complete({0: End.SHORT, 1: End.SHORT})]
+    assert group.handle(stop(0, 6)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
 
 
 def test_the_first_to_finish_complete_it_whatever_their_lengths() -> None:
@@ -294,15 +296,17 @@ def test_the_first_to_finish_complete_it_whatever_their_lengths() -> None:
     assert group.handle(stop(3, 9)) == []
     assert group.handle(Progress(0, 50), truncated(1, 4)) == []
     assert group.handle(stop(2, 5)) == [
-        Stop(0, StopReason.LONGER_THAN_NEEDED),
-        Complete({2: End.SHORT, 3: End.SHORT}),
+        Stop(0, DiscardReason.LONGER_THAN_NEEDED),
+        Complete({2: SelectedAs.SHORT, 3: SelectedAs.SHORT}),
     ]
-    assert reasons(group) == [StopReason.LONGER_THAN_NEEDED, StopReason.TRUNCATED, None, None]
+    assert reasons(group) == [DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED, None, None]
 
 
 def test_of_those_that_finish_in_one_call_the_first_told_are_first() -> None:
     group = opened(FirstFinish(2), 4)
-    assert group.handle(truncated(0, 1), stop(3, 7), stop(1, 7), stop(2, 3)) == [Complete({1: End.SHORT, 3: End.SHORT})]
+    assert group.handle(truncated(0, 1), stop(3, 7), stop(1, 7), stop(2, 3)) == [
+        Complete({1: SelectedAs.SHORT, 3: SelectedAs.SHORT})
+    ]
     assert [c.place for c in group.candidates] == [1, 3, 4, 2]
 
 
@@ -310,14 +314,14 @@ def test_too_few_that_finish_are_filled_up_in_the_same_order() -> None:
     group = opened(FirstFinish(2), 3, early=True)
     assert group.handle(truncated(2, 9)) == []
     assert group.handle(truncated(0, 8)) == []
-    assert group.handle(stop(1, 7)) == [Complete({1: End.SHORT, 2: End.FILL})]
+    assert group.handle(stop(1, 7)) == [Complete({1: SelectedAs.SHORT, 2: SelectedAs.FILL})]
 
 
 def test_the_first_to_finish_may_do_so_before_the_group_is_open() -> None:
     group = gathered(3)
     group.handle(stop(2, 9), Lost(0))
     group.handle(stop(1, 5))
-    assert group.open(FirstFinish(1), 2) == [Complete({2: End.SHORT})]
+    assert group.open(FirstFinish(1), 2) == [Complete({2: SelectedAs.SHORT})]
 
 
 # --- watching ---------------------------------------------------------------
@@ -332,29 +336,29 @@ def test_a_shadow_delivers_the_first_and_watches_the_others_to_their_end() -> No
     assert group.settled_all
     assert group.outcome is None
     assert group.alarms == {}
-    assert group.handle(stop(2, 60)) == [Complete({0: End.FILL, 1: End.SHORT})]
-    assert reasons(group) == [None, None, StopReason.WATCHED, StopReason.WATCHED]
+    assert group.handle(stop(2, 60)) == [Complete({0: SelectedAs.FILL, 1: SelectedAs.SHORT})]
+    assert reasons(group) == [None, None, DiscardReason.WATCHED, DiscardReason.WATCHED]
 
 
 def test_a_watched_one_that_fails_is_not_replaced() -> None:
     group = opened(Shadow(Shortest(1)), 2, spare=1, early=True)
     assert group.handle(stop(0, 2)) == [Deliver(0)]
-    assert group.handle(Failed(1, RuntimeError(), retryable=False)) == [Complete({0: End.SHORT})]
-    assert reasons(group) == [None, StopReason.FAILED]
+    assert group.handle(Failed(1, RuntimeError(), retryable=False)) == [Complete({0: SelectedAs.SHORT})]
+    assert reasons(group) == [None, DiscardReason.FAILED]
 
 
 def test_the_next_in_order_takes_the_seat_of_one_that_failed() -> None:
     group = opened(Shadow(Shortest(1)), 2, early=True)
     assert group.handle(stop(1, 2)) == []
-    assert group.handle(Lost(0)) == [Complete({1: End.SHORT})]
+    assert group.handle(Lost(0)) == [Complete({1: SelectedAs.SHORT})]
 
 
 def test_a_shadow_that_is_cancelled_keeps_what_was_delivered() -> None:
     group = opened(Shadow(Shortest(1)), 3, early=True)
     group.handle(stop(0, 9), stop(1, 2))
-    assert group.cancel() == [Stop(2, StopReason.CANCELLED)]
-    assert [c.end for c in group.candidates] == [End.SHORT, None, None]
-    assert reasons(group) == [None, StopReason.CANCELLED, StopReason.CANCELLED]
+    assert group.cancel() == [Stop(2, DiscardReason.CANCELLED)]
+    assert [c.selected_as for c in group.candidates] == [SelectedAs.SHORT, None, None]
+    assert reasons(group) == [None, DiscardReason.CANCELLED, DiscardReason.CANCELLED]
 
 
 # --- failing ----------------------------------------------------------------
@@ -370,10 +374,10 @@ def test_failures_are_replaced_until_the_spare_ones_are_used_up() -> None:
     assert group.handle(Lost(0)) == [Start((2,))]
     assert group.handle(Failed(2, RuntimeError())) == [Start((3,))]
     error = RuntimeError("no memory")
-    assert group.handle(Failed(3, error)) == [Stop(1, StopReason.CANCELLED), GiveUp(error)]
+    assert group.handle(Failed(3, error)) == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
     assert group.outcome is Outcome.FAILED
-    failed = StopReason.FAILED
-    assert reasons(group) == [failed, StopReason.CANCELLED, failed, failed]
+    failed = DiscardReason.FAILED
+    assert reasons(group) == [failed, DiscardReason.CANCELLED, failed, failed]
 
 
 def test_giving_up_names_the_last_failure_whatever_else_was_heard() -> None:
@@ -384,7 +388,7 @@ def test_giving_up_names_the_last_failure_whatever_else_was_heard() -> None:
 
 def test_giving_up_does_not_name_one_that_was_stopped_from_here() -> None:
     group, error = opened(SampledTail(1, 1), 3, lots=(0.9, 0.8, 0.1)), RuntimeError("no memory")
-    assert group.handle(stop(0, 2), Progress(1, 2), Progress(2, 2)) == [Stop(1, StopReason.TAIL_PRUNED)]
+    assert group.handle(stop(0, 2), Progress(1, 2), Progress(2, 2)) == [Stop(1, DiscardReason.TAIL_PRUNED)]
     assert group.handle(Failed(2, error), Lost(1)) == [GiveUp(error)]
 
 
@@ -405,7 +409,7 @@ def test_a_newcomer_takes_no_seat_from_one_that_was_delivered() -> None:
     group = opened(Shortest(2), 2, spare=1, early=True)
     assert group.handle(stop(1, 4), Progress(0, 4)) == [Deliver(1)]
     assert group.handle(Lost(0)) == [Start((2,))]
-    assert group.handle(Started(2), stop(2, 1)) == [Complete({1: End.SHORT, 2: End.SHORT})]
+    assert group.handle(Started(2), stop(2, 1)) == [Complete({1: SelectedAs.SHORT, 2: SelectedAs.SHORT})]
 
 
 def test_a_second_restart_keeps_the_seats_of_the_first() -> None:
@@ -413,14 +417,18 @@ def test_a_second_restart_keeps_the_seats_of_the_first() -> None:
     assert group.handle(stop(0, 4), Progress(1, 4), Progress(2, 4)) == [Deliver(0)]
     assert group.handle(Lost(1)) == [Start((3,))]
     assert group.handle(stop(2, 9), Lost(3)) == [Start((4,)), Deliver(2)]
-    assert group.handle(Started(4), stop(4, 1)) == [Complete({0: End.SHORT, 2: End.SHORT, 4: End.SHORT})]
+    assert group.handle(Started(4), stop(4, 1)) == [
+        Complete({0: SelectedAs.SHORT, 2: SelectedAs.SHORT, 4: SelectedAs.SHORT})
+    ]
 
 
 def test_a_restart_leaves_both_ends_of_the_group_as_they_were_wanted() -> None:
     group = opened(SampledTail(1, 2), 3, lots=(0.7, 0.1, 0.6, 0.2), spare=1, early=True)
     assert group.handle(stop(0, 5), truncated(1, 9)) == [Deliver(1)]
     assert group.handle(Lost(2)) == [Start((3,))]
-    assert group.handle(Started(3), stop(3, 7)) == [Complete({0: End.SHORT, 1: End.FILL, 3: End.LONG})]
+    assert group.handle(Started(3), stop(3, 7)) == [
+        Complete({0: SelectedAs.SHORT, 1: SelectedAs.FILL, 3: SelectedAs.LONG})
+    ]
 
 
 # --- limits -----------------------------------------------------------------
@@ -432,10 +440,10 @@ def test_a_running_tail_is_cut_when_it_reaches_the_limit() -> None:
     assert group.alarms == {}
     assert group.handle(stop(3, 5)) == []
     assert group.alarms == {1: 5, 2: 5}
-    assert group.handle(Progress(1, 5)) == [Stop(1, StopReason.TAIL_PRUNED)]
+    assert group.handle(Progress(1, 5)) == [Stop(1, DiscardReason.TAIL_PRUNED)]
     assert group.handle(Progress(2, 5)) == []
     assert group.alarms == {2: 6}
-    assert group.handle(Progress(2, 7)) == [Cut(2, 6), Complete({0: End.SHORT, 2: End.LONG})]
+    assert group.handle(Progress(2, 7)) == [Cut(2, 6), Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
     assert (group.candidates[2].tokens, group.candidates[2].state) == (6, State.SELECTED)
 
 
@@ -443,7 +451,7 @@ def test_a_tail_is_never_cut_before_what_the_group_itself_needs() -> None:
     group = opened(CutTail(1, 1), 3, lots=(0.9, 0.8, 0.1))
     assert group.handle(LimitSet(3), stop(0, 2), Progress(2, 4), stop(1, 5)) == []
     assert group.alarms == {2: 5}
-    assert group.handle(Progress(2, 5)) == [Cut(2, 5), Complete({0: End.SHORT, 2: End.LONG})]
+    assert group.handle(Progress(2, 5)) == [Cut(2, 5), Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
 
 
 def test_a_tail_that_ended_beyond_the_limit_is_cut_when_it_is_certain_where() -> None:
@@ -452,7 +460,7 @@ def test_a_tail_that_ended_beyond_the_limit_is_cut_when_it_is_certain_where() ->
     assert group.alarms == {3: 1}
     assert group.handle(Progress(3, 5)) == []
     assert group.alarms == {3: 6}
-    assert group.handle(stop(3, 6)) == [Cut(1, 6), Complete({0: End.SHORT, 1: End.LONG})]
+    assert group.handle(stop(3, 6)) == [Cut(1, 6), Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
     assert group.candidates[1].tokens == 6
 
 
@@ -460,20 +468,20 @@ def test_the_others_are_stopped_when_it_is_certain_that_nobody_is_cut() -> None:
     group = opened(CutTail(1, 1), 3, lots=(0.9, 0.1, 0.8))
     assert group.handle(LimitSet(5), stop(0, 2), Progress(2, 2)) == []
     assert group.handle(stop(1, 5)) == [
-        Stop(2, StopReason.TAIL_PRUNED),
-        Complete({0: End.SHORT, 1: End.LONG}),
+        Stop(2, DiscardReason.TAIL_PRUNED),
+        Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG}),
     ]
 
 
 def test_a_tail_that_ended_before_there_was_a_limit_is_cut_afterwards() -> None:
     group = opened(CutTail(1, 1), 3, lots=(0.9, 0.1, 0.8))
     assert group.handle(stop(1, 9), stop(0, 2)) == []
-    assert group.handle(LimitSet(5), stop(2, 4)) == [Cut(1, 5), Complete({0: End.SHORT, 1: End.LONG})]
+    assert group.handle(LimitSet(5), stop(2, 4)) == [Cut(1, 5), Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
 
 
 def test_a_group_that_is_complete_before_there_is_a_limit_keeps_its_tail_whole() -> None:
     group = opened(CutTail(1, 1), 2)
-    assert group.handle(stop(0, 2), stop(1, 9)) == [Complete({0: End.SHORT, 1: End.LONG})]
+    assert group.handle(stop(0, 2), stop(1, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
     assert group.handle(LimitSet(5)) == []
     assert group.candidates[1].tokens == 9
 
@@ -482,14 +490,17 @@ def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
     group = opened(CutTail(1, 2), 5, lots=(0.9, 0.1, 0.2, 0.8, 0.7), early=True)
     assert group.handle(stop(0, 2), stop(1, 9)) == [Deliver(1)]
     assert group.handle(LimitSet(5), Progress(2, 4), stop(3, 3), stop(4, 4)) == [Deliver(0)]
-    assert group.handle(Progress(2, 5)) == [Cut(2, 5), Complete({0: End.SHORT, 1: End.LONG, 2: End.LONG})]
+    assert group.handle(Progress(2, 5)) == [
+        Cut(2, 5),
+        Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG, 2: SelectedAs.LONG}),
+    ]
 
 
 def test_what_may_yet_be_cut_is_not_delivered() -> None:
     group = opened(CutTail(1, 1), 3, lots=(0.1, 0.5, 0.6), early=True)
     assert group.handle(LimitSet(3), stop(0, 9)) == []
     assert group.handle(stop(1, 2), Progress(2, 1)) == [Deliver(1)]
-    assert group.handle(stop(2, 2)) == [Cut(0, 3), Complete({0: End.LONG, 1: End.SHORT})]
+    assert group.handle(stop(2, 2)) == [Cut(0, 3), Complete({0: SelectedAs.LONG, 1: SelectedAs.SHORT})]
 
 
 def test_only_the_first_limit_counts() -> None:
@@ -502,20 +513,23 @@ def test_only_the_first_limit_counts() -> None:
 def test_without_enough_valid_ones_nobody_is_cut() -> None:
     group = opened(CutTail(1, 2), 3, lots=(0.9, 0.5, 0.1))
     assert group.handle(LimitSet(3), stop(0, 2), truncated(1, 9), Progress(2, 8)) == []
-    assert group.handle(stop(2, 9)) == [Complete({0: End.SHORT, 1: End.FILL, 2: End.LONG})]
+    assert group.handle(stop(2, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.FILL, 2: SelectedAs.LONG})]
 
 
 def test_a_newcomer_takes_no_seat_from_a_tail_that_may_be_cut() -> None:
     group = opened(CutTail(1, 1), 2, lots=(0.9, 0.5, 0.0), spare=1)
     assert group.handle(LimitSet(4), stop(0, 2), Lost(1)) == [Start((2,))]
     assert group.handle(Started(2), Progress(2, 9)) == []
-    assert group.handle(stop(2, 10)) == [Complete({0: End.SHORT, 2: End.LONG})]
+    assert group.handle(stop(2, 10)) == [Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
 
 
 def test_what_the_engine_still_says_about_one_that_was_cut_changes_nothing() -> None:
     group = opened(CutTail(1, 2), 4, lots=(0.9, 0.8, 0.2, 0.1))
     assert group.handle(LimitSet(4), stop(0, 2), stop(1, 3), Progress(2, 3), Progress(3, 4)) == []
-    assert group.handle(stop(2, 4)) == [Cut(3, 4), Complete({0: End.SHORT, 2: End.LONG, 3: End.LONG})]
+    assert group.handle(stop(2, 4)) == [
+        Cut(3, 4),
+        Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG, 3: SelectedAs.LONG}),
+    ]
     assert group.handle(truncated(3, 5)) == []
     assert (group.candidates[3].tokens, group.candidates[3].place) == (4, 0)
 
@@ -524,10 +538,10 @@ def test_whoever_reaches_the_deadline_of_its_group_is_stopped() -> None:
     group = opened(DeadlineTail(1, 1), 4)
     assert group.handle(LimitSet(6), stop(0, 2), Progress(1, 9)) == []
     assert group.alarms == {}
-    assert group.handle(stop(2, 8)) == [Stop(1, StopReason.TAIL_PRUNED)]
+    assert group.handle(stop(2, 8)) == [Stop(1, DiscardReason.TAIL_PRUNED)]
     assert group.alarms == {3: 8}
-    assert group.handle(stop(3, 7)) == [Complete({0: End.SHORT, 3: End.LONG})]
-    assert reasons(group) == [None, StopReason.TAIL_PRUNED, StopReason.MIDDLE, None]
+    assert group.handle(stop(3, 7)) == [Complete({0: SelectedAs.SHORT, 3: SelectedAs.LONG})]
+    assert reasons(group) == [None, DiscardReason.TAIL_PRUNED, DiscardReason.MIDDLE, None]
 
 
 def test_before_there_is_a_limit_the_longest_is_waited_for() -> None:
@@ -535,8 +549,8 @@ def test_before_there_is_a_limit_the_longest_is_waited_for() -> None:
     assert group.handle(stop(0, 2), stop(1, 3), Progress(2, 20)) == []
     assert group.alarms == {}
     assert group.handle(LimitSet(20)) == [
-        Stop(2, StopReason.TAIL_PRUNED),
-        Complete({0: End.SHORT, 1: End.LONG}),
+        Stop(2, DiscardReason.TAIL_PRUNED),
+        Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG}),
     ]
 
 
@@ -556,8 +570,8 @@ def test_what_a_group_needs_falls_as_shorter_ones_come_in() -> None:
 def test_a_cancelled_group_stops_what_runs_and_discards_all() -> None:
     group = opened(Shortest(2), 3)
     group.handle(stop(0, 2), Lost(1))
-    assert group.cancel() == [Stop(2, StopReason.CANCELLED)]
-    assert reasons(group) == [StopReason.CANCELLED, StopReason.FAILED, StopReason.CANCELLED]
+    assert group.cancel() == [Stop(2, DiscardReason.CANCELLED)]
+    assert reasons(group) == [DiscardReason.CANCELLED, DiscardReason.FAILED, DiscardReason.CANCELLED]
     assert group.outcome is Outcome.CANCELLED
     assert group.handle(stop(2, 1)) == []
     assert group.cancel() == []
@@ -566,9 +580,9 @@ def test_a_cancelled_group_stops_what_runs_and_discards_all() -> None:
 def test_what_was_delivered_stays_selected_when_the_group_is_cancelled() -> None:
     group = opened(SampledTail(1, 1), 4, lots=(0.9, 0.1, 0.8, 0.7), early=True)
     assert group.handle(stop(0, 2), truncated(1, 9), stop(2, 4)) == [Deliver(1)]
-    assert group.cancel() == [Stop(3, StopReason.CANCELLED)]
-    assert [c.end for c in group.candidates] == [None, End.FILL, None, None]
-    assert reasons(group) == [StopReason.CANCELLED, None, StopReason.CANCELLED, StopReason.CANCELLED]
+    assert group.cancel() == [Stop(3, DiscardReason.CANCELLED)]
+    assert [c.selected_as for c in group.candidates] == [None, SelectedAs.FILL, None, None]
+    assert reasons(group) == [DiscardReason.CANCELLED, None, DiscardReason.CANCELLED, DiscardReason.CANCELLED]
 
 
 def test_what_was_delivered_stays_selected_when_the_group_gives_up() -> None:
@@ -576,5 +590,5 @@ def test_what_was_delivered_stays_selected_when_the_group_gives_up() -> None:
     group.handle(stop(0, 2), Progress(1, 2))
     error = RuntimeError("no memory")
     assert group.handle(Failed(1, error)) == [GiveUp(error)]
-    assert [c.end for c in group.candidates] == [End.SHORT, None]
-    assert reasons(group) == [None, StopReason.FAILED]
+    assert [c.selected_as for c in group.candidates] == [SelectedAs.SHORT, None]
+    assert reasons(group) == [None, DiscardReason.FAILED]

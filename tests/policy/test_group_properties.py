@@ -9,7 +9,7 @@ from darts_server.policy.candidate import State
 from darts_server.policy.events import Failed, Finished, LimitSet, Lost, Progress, Scored, Started
 from darts_server.policy.selection import Shadow
 from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
-from darts_server.types import End, FinishReason, Outcome, StopReason
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
     DEADLINE_TAILS,
@@ -54,7 +54,7 @@ def test_so_is_a_group_with_a_deadline(case: Case) -> None:
     assert_exact(case, world, world.fates())
     assert_ended_well(case, world)
     event("cut" if world.cuts else "not cut")
-    event("pruned" if any(s.reason is StopReason.TAIL_PRUNED for s in world.stopped.values()) else "not pruned")
+    event("pruned" if any(s.reason is DiscardReason.TAIL_PRUNED for s in world.stopped.values()) else "not pruned")
 
 
 @given(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE), cases(WITHOUT_FAILURES, most=12))
@@ -102,7 +102,7 @@ def assert_exact(case: Case, world: World, fates: Fates) -> None:
     """The group is the rule's choice. Whoever is cut counts as truncated there, but is as long as the tail is."""
     cuts = {i: end for i, end in cut_lengths(case.rule, fates, world.limit).items() if i not in world.whole}
     assert world.cuts == cuts
-    assert world.selection == chosen(case.rule, fates, world.limit) | dict.fromkeys(cuts, End.LONG)
+    assert world.selection == chosen(case.rule, fates, world.limit) | dict.fromkeys(cuts, SelectedAs.LONG)
 
 
 # --- stopping ---------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_a_shadow_stops_and_cuts_nobody_and_waits_for_all(case: Case) -> None:
     assert not world.cuts
     assert all(run.over for run in world.runs)
     surplus = [c.reason for c in world.group.candidates if c.reason is not None]
-    assert surplus == [StopReason.WATCHED] * (len(world.runs) - case.rule.size)
+    assert surplus == [DiscardReason.WATCHED] * (len(world.runs) - case.rule.size)
 
 
 @given(cases(WITHOUT_FAILURES, of=DEADLINE_TAILS, cut=True))
@@ -222,9 +222,9 @@ def assert_ended_well(case: Case, world: World) -> None:
     assert (world.selection is None) != (world.gave_up is None)
     for candidate in group.candidates:
         assert not candidate.running
-        assert (candidate.state is State.SELECTED) == (candidate.end is not None) == (candidate.reason is None)
+        assert (candidate.state is State.SELECTED) == (candidate.selected_as is not None) == (candidate.reason is None)
         assert candidate.state in (State.SELECTED, State.DISCARDED)
-        assert (candidate.reason is StopReason.FAILED) == (candidate.index in world.failed)
+        assert (candidate.reason is DiscardReason.FAILED) == (candidate.index in world.failed)
         if candidate.index in world.stopped:
             assert candidate.reason is world.stopped[candidate.index].reason
     if world.selection is not None:
@@ -239,7 +239,7 @@ def assert_completed(case: Case, world: World) -> None:
     assert world.group.outcome is Outcome.COMPLETED
     assert len(world.selection) == case.rule.size
     assert list(world.selection) == sorted(world.selection)
-    assert world.selection == {c.index: c.end for c in world.group.candidates if c.end is not None}
+    assert world.selection == {c.index: c.selected_as for c in world.group.candidates if c.selected_as is not None}
     for i in world.selection:
         candidate = world.group.candidates[i]
         assert Fate(candidate.tokens, candidate.valid, candidate.draw, candidate.place) == world.finished[i]
@@ -259,8 +259,8 @@ def assert_given_up(case: Case, world: World) -> None:
 
 def assert_delivered_stay(case: Case, world: World) -> None:
     """In a group that has none in the end, they count as what they are of those that finished."""
-    ends = chosen(case.rule, world.finished, world.limit) | dict.fromkeys(world.cuts, End.LONG)
-    selected = {c.index: c.end for c in world.group.candidates if c.state is State.SELECTED}
+    ends = chosen(case.rule, world.finished, world.limit) | dict.fromkeys(world.cuts, SelectedAs.LONG)
+    selected = {c.index: c.selected_as for c in world.group.candidates if c.state is State.SELECTED}
     assert selected == {i: ends[i] for i in world.delivered}
 
 
@@ -279,7 +279,7 @@ def test_a_cancelled_group_stops_everything_and_hears_nothing_more(case: Case, m
     assert not world.known
     reasons = {c.index: c.reason for c in world.group.candidates}
     for i in reasons.keys() - stopped - failed:
-        assert reasons[i] is (None if i in world.delivered else StopReason.CANCELLED)
+        assert reasons[i] is (None if i in world.delivered else DiscardReason.CANCELLED)
     assert_delivered_stay(case, world)
     assert_late_words_change_nothing(world, sorted(running))
 
@@ -308,7 +308,11 @@ def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> Non
     for i, tokens in world.cuts.items() if world.selection is not None else ():
         candidate = world.group.candidates[i]
         assert candidate.cut
-        assert (candidate.end, candidate.tokens, candidate.finish_reason) == (End.LONG, tokens, FinishReason.LENGTH)
+        assert (candidate.selected_as, candidate.tokens, candidate.finish_reason) == (
+            SelectedAs.LONG,
+            tokens,
+            FinishReason.LENGTH,
+        )
 
 
 @given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE | FIRST_FINISH, max_spare=6), st.integers(0, 20), st.integers(1, 8))

@@ -25,7 +25,7 @@ from darts_server.policy.group import Group
 from darts_server.policy.selection import SelectionRule, Shortest
 from darts_server.policy.survival import draw
 from darts_server.policy.tails import SampledTail
-from darts_server.types import End, FinishReason, StopReason
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
     FIRST_FINISH,
@@ -92,8 +92,8 @@ def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(ca
     world = case.world().run()
     assert not world.known
     for candidate in world.group.candidates:
-        assert (candidate.end is None) != (candidate.reason is None)
-        assert (candidate.reason is StopReason.PRUNED) == (candidate.index in world.pruned)
+        assert (candidate.selected_as is None) != (candidate.reason is None)
+        assert (candidate.reason is DiscardReason.PRUNED) == (candidate.index in world.pruned)
         if candidate.index not in world.pruned:
             assert candidate.survival == pytest.approx(world.kept.get(candidate.index, 1.0))
     if world.selection is not None:
@@ -140,7 +140,9 @@ def test_scored_in_order_the_fates_are_those_of_the_survival_rule(
     decisions = group.handle(*scores) if at_once else [d for score in scores for d in group.handle(score)]
     fates = draw(survivals, len(survivals) - size, np.random.default_rng(seed))
     told = [d for d in decisions if not isinstance(d, Deliver)]
-    assert told == [Kept(i, fate.survival) if fate.kept else Stop(i, StopReason.PRUNED) for i, fate in enumerate(fates)]
+    assert told == [
+        Kept(i, fate.survival) if fate.kept else Stop(i, DiscardReason.PRUNED) for i, fate in enumerate(fates)
+    ]
 
 
 def test_survival_over_two_points_is_the_product_of_both() -> None:
@@ -177,7 +179,7 @@ def finish(group: Group, **lengths: int) -> list[Decision]:
 
 def test_one_that_the_group_cannot_spare_is_kept_for_sure() -> None:
     group = opened(Shortest(2), 3, Lots(0.9, 0.9, 0.9))
-    assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, StopReason.PRUNED)]
+    assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED)]
     assert group.handle(Scored(1, 0.2, 0.5)) == [Kept(1, 1.0)]
     assert group.candidates[1].survival == 1.0
 
@@ -203,13 +205,16 @@ def test_scores_of_a_group_that_gathers_are_drawn_for_when_it_is_open() -> None:
     group = Group(rng=np.random.default_rng(0), chances=Lots(0.9, 0.9, 0.9))
     group.gather()
     assert group.handle(Started(0), Scored(0, 0.2, 0.5)) == []
-    assert group.open(Shortest(1), 2) == [Start((1,)), Stop(0, StopReason.PRUNED)]
+    assert group.open(Shortest(1), 2) == [Start((1,)), Stop(0, DiscardReason.PRUNED)]
 
 
 def test_the_last_contender_pruned_completes_the_group() -> None:
     group = opened(Shortest(2), 3, Lots(0.0, 0.0, 0.9))
     assert finish(group, c0=5, c1=7) == []
-    assert group.handle(Scored(2, 0.2, 0.5)) == [Stop(2, StopReason.PRUNED), Complete({0: End.SHORT, 1: End.SHORT})]
+    assert group.handle(Scored(2, 0.2, 0.5)) == [
+        Stop(2, DiscardReason.PRUNED),
+        Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT}),
+    ]
 
 
 def test_alarms_of_a_pruned_candidate_are_gone() -> None:
@@ -223,10 +228,12 @@ def test_alarms_of_a_pruned_candidate_are_gone() -> None:
 def test_the_tail_goes_to_the_next_lot_when_its_winner_is_pruned() -> None:
     group = opened(SampledTail(1, 1), 3, Lots(0.9, 0.9, 0.9))
     winner = min((1, 2), key=lambda i: group.candidates[i].draw)
-    assert group.handle(Scored(winner, 0.2, 0.5)) == [Stop(winner, StopReason.PRUNED)]
+    assert group.handle(Scored(winner, 0.2, 0.5)) == [Stop(winner, DiscardReason.PRUNED)]
     loser = 3 - winner
     assert finish(group, c0=4) == []
-    assert group.handle(Finished(loser, 30, STOP)) == [Complete(dict(sorted({0: End.SHORT, loser: End.LONG}.items())))]
+    assert group.handle(Finished(loser, 30, STOP)) == [
+        Complete(dict(sorted({0: SelectedAs.SHORT, loser: SelectedAs.LONG}.items())))
+    ]
 
 
 # --- refill -----------------------------------------------------------------
@@ -234,23 +241,23 @@ def test_the_tail_goes_to_the_next_lot_when_its_winner_is_pruned() -> None:
 
 def test_a_pruned_one_is_replaced_as_far_as_that_goes() -> None:
     group = opened(Shortest(1), 3, Lots(0.9, 0.9, 0.9, 0.9), most=4)
-    assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, StopReason.PRUNED), Start((3,))]
-    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, StopReason.PRUNED)]
+    assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED), Start((3,))]
+    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
 
 
 def test_nobody_is_replaced_when_the_group_is_complete_or_delivered_from() -> None:
     group = opened(Shortest(1), 2, Lots(0.0, 0.9), most=9)
     finish(group, c0=5)
-    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, StopReason.PRUNED), Complete({0: End.SHORT})]
+    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED), Complete({0: SelectedAs.SHORT})]
 
     group = opened(Shortest(2), 4, Lots(0.0, 0.9, 0.9, 0.9), early=True, most=9)
     group.handle(*(Progress(i, 6) for i in (1, 2, 3)))
     assert finish(group, c0=5) == [Deliver(0)]
-    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, StopReason.PRUNED)]
+    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
     assert len(group.candidates) == 4
 
 
 def test_a_replacement_is_scored_and_pruned_like_any_other() -> None:
     group = opened(Balanced(1, 0.5), 2, Lots(0.9, 0.0, 0.9), most=3)
     group.handle(Scored(0, 0.2, 0.5))
-    assert group.handle(Started(2), Scored(2, 0.2, 0.5)) == [Stop(2, StopReason.PRUNED)]
+    assert group.handle(Started(2), Scored(2, 0.2, 0.5)) == [Stop(2, DiscardReason.PRUNED)]

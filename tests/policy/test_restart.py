@@ -7,7 +7,7 @@ from darts_server.exceptions import IllegalMove
 from darts_server.policy.events import Complete, Deliver, Failed, Finished, LimitSet, Scored, Start, Started, Stop
 from darts_server.policy.group import Group
 from darts_server.policy.selection import InOrder, Shortest
-from darts_server.types import End, FinishReason, Outcome, StopReason
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 STOP = FinishReason.STOP
 
@@ -24,8 +24,8 @@ def test_all_are_discarded_and_as_many_as_were_granted_are_started() -> None:
     group = running(Shortest(2), 4)
     group.handle(Finished(3, 5, STOP))
     assert group.handle(Failed(0, RuntimeError("x"), retryable=True)) == []
-    assert group.restart() == [Stop(1, StopReason.RESTARTED), Stop(2, StopReason.RESTARTED)]
-    assert [c.reason for c in group.candidates] == [StopReason.FAILED, *[StopReason.RESTARTED] * 3]
+    assert group.restart() == [Stop(1, DiscardReason.RESTARTED), Stop(2, DiscardReason.RESTARTED)]
+    assert [c.reason for c in group.candidates] == [DiscardReason.FAILED, *[DiscardReason.RESTARTED] * 3]
     assert group.halted
     assert group.go_on() == [Start((4, 5, 6, 7))]
     assert not group.halted
@@ -33,7 +33,7 @@ def test_all_are_discarded_and_as_many_as_were_granted_are_started() -> None:
     decisions = group.handle(
         *(Finished(i, length, STOP) for i, length in zip(range(4, 8), (12, 9, 9, 12), strict=True))
     )
-    assert decisions[-1] == Complete({5: End.SHORT, 6: End.SHORT})
+    assert decisions[-1] == Complete({5: SelectedAs.SHORT, 6: SelectedAs.SHORT})
 
 
 def test_what_was_before_counts_for_nothing() -> None:
@@ -108,9 +108,12 @@ def test_places_of_pruned_candidates_are_given_anew() -> None:
     """As many candidates may be started in place of pruned ones as before."""
     group = running(Shortest(1), 3, most=4, prunes=True)
     for first in (0, 3 + 1, 3 + 1 + 4):
-        assert group.handle(Scored(first, 0.0, survival=0.0)) == [Stop(first, StopReason.PRUNED), Start((first + 3,))]
+        assert group.handle(Scored(first, 0.0, survival=0.0)) == [
+            Stop(first, DiscardReason.PRUNED),
+            Start((first + 3,)),
+        ]
         group.handle(Started(first + 3))
-        assert group.handle(Scored(first + 1, 0.0, survival=0.0)) == [Stop(first + 1, StopReason.PRUNED)]
+        assert group.handle(Scored(first + 1, 0.0, survival=0.0)) == [Stop(first + 1, DiscardReason.PRUNED)]
         group.restart()
         group.go_on()
         group.handle(*(Started(i) for i in range(first + 4, first + 7)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.selection import FirstFinish, InOrder, Shadow, Shortest, Verdict
 from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
-from darts_server.types import End, FinishReason, StopReason
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import CUT_TAILS, DEADLINE_TAILS, FIRST_FINISH, RULES, WITHOUT_DEADLINE
 from tests.policy.oracle import Fate, Known, Open, Rule, chosen, cut_lengths, deadline, futures, possible
 
@@ -54,20 +54,25 @@ def test_a_rule_chooses_what_its_definition_says(
 
 def test_the_shortest_are_short_and_truncated_ones_fill() -> None:
     finished = [ended(0, 9), ended(1, 2, valid=False), ended(2, 4), ended(3, 1, valid=False)]
-    assert Shortest(2).select(finished) == {0: End.SHORT, 2: End.SHORT}
-    assert Shortest(3).select(finished) == {0: End.SHORT, 2: End.SHORT, 3: End.FILL}
+    assert Shortest(2).select(finished) == {0: SelectedAs.SHORT, 2: SelectedAs.SHORT}
+    assert Shortest(3).select(finished) == {0: SelectedAs.SHORT, 2: SelectedAs.SHORT, 3: SelectedAs.FILL}
 
 
 def test_ties_go_to_the_earlier_index() -> None:
-    assert Shortest(1).select([ended(2, 4), ended(1, 4), ended(3, 4)]) == {1: End.SHORT}
-    assert LongestTail(0, 1).select([ended(2, 4), ended(1, 4)]) == {2: End.LONG}
+    assert Shortest(1).select([ended(2, 4), ended(1, 4), ended(3, 4)]) == {1: SelectedAs.SHORT}
+    assert LongestTail(0, 1).select([ended(2, 4), ended(1, 4)]) == {2: SelectedAs.LONG}
 
 
 def test_the_longest_are_long_and_truncated_ones_fill() -> None:
     finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 99, valid=False)]
-    assert LongestTail(1, 1).select(finished) == {1: End.SHORT, 0: End.LONG}
-    assert LongestTail(1, 3).select(finished) == {1: End.SHORT, 2: End.LONG, 0: End.LONG, 3: End.FILL}
-    assert LongestTail(1, 0).select(finished) == {1: End.SHORT}
+    assert LongestTail(1, 1).select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
+    assert LongestTail(1, 3).select(finished) == {
+        1: SelectedAs.SHORT,
+        2: SelectedAs.LONG,
+        0: SelectedAs.LONG,
+        3: SelectedAs.FILL,
+    }
+    assert LongestTail(1, 0).select(finished) == {1: SelectedAs.SHORT}
 
 
 def test_the_sampled_tail_is_drawn_from_all_but_the_shortest() -> None:
@@ -77,18 +82,18 @@ def test_the_sampled_tail_is_drawn_from_all_but_the_shortest() -> None:
         ended(2, 4, draw=0.3),
         ended(3, 99, valid=False, draw=0.2),
     ]
-    assert SampledTail(1, 1).select(finished) == {1: End.SHORT, 0: End.LONG}
-    assert SampledTail(1, 2).select(finished) == {1: End.SHORT, 0: End.LONG, 3: End.FILL}
+    assert SampledTail(1, 1).select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
+    assert SampledTail(1, 2).select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG, 3: SelectedAs.FILL}
 
 
 def test_a_sampled_tail_without_enough_valid_ones_takes_all_and_fills() -> None:
     finished = [ended(0, 9, draw=0.9), ended(1, 8, valid=False, draw=0.1), ended(2, 5, valid=False, draw=0.8)]
-    assert SampledTail(2, 0).select(finished) == {0: End.SHORT, 2: End.FILL}
+    assert SampledTail(2, 0).select(finished) == {0: SelectedAs.SHORT, 2: SelectedAs.FILL}
 
 
 def test_in_order_takes_the_first_however_they_ended() -> None:
     finished = [ended(2, 1), ended(0, 9, valid=False), ended(1, 5)]
-    assert InOrder(2).select(finished) == {0: End.FILL, 1: End.SHORT}
+    assert InOrder(2).select(finished) == {0: SelectedAs.FILL, 1: SelectedAs.SHORT}
 
 
 def test_the_first_to_finish_are_short_and_truncated_ones_fill_in_the_same_order() -> None:
@@ -98,28 +103,33 @@ def test_the_first_to_finish_are_short_and_truncated_ones_fill_in_the_same_order
         ended(2, 3, valid=False, place=3),
         ended(3, 5, valid=False, place=1),
     ]
-    assert FirstFinish(1).select(finished) == {1: End.SHORT}
-    assert FirstFinish(3).select(finished) == {0: End.SHORT, 1: End.SHORT, 3: End.FILL}
+    assert FirstFinish(1).select(finished) == {1: SelectedAs.SHORT}
+    assert FirstFinish(3).select(finished) == {0: SelectedAs.SHORT, 1: SelectedAs.SHORT, 3: SelectedAs.FILL}
 
 
 def test_a_shadow_returns_the_first_whatever_is_shadowed() -> None:
     finished = [ended(2, 1), ended(0, 9, valid=False), ended(1, 5)]
-    assert Shadow(Shortest(2)).select(finished) == {0: End.FILL, 1: End.SHORT}
+    assert Shadow(Shortest(2)).select(finished) == {0: SelectedAs.FILL, 1: SelectedAs.SHORT}
 
 
 def test_the_longest_are_those_that_made_the_deadline() -> None:
     finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
     rule = DeadlineTail(1, 1)
-    assert rule.select(finished) == {1: End.SHORT, 0: End.LONG}
-    assert rule.select(finished, 9) == {1: End.SHORT, 0: End.LONG}
-    assert rule.select(finished, 5) == {1: End.SHORT, 3: End.LONG}
+    assert rule.select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
+    assert rule.select(finished, 9) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
+    assert rule.select(finished, 5) == {1: SelectedAs.SHORT, 3: SelectedAs.LONG}
 
 
 def test_a_deadline_is_never_less_than_the_group_itself_needs() -> None:
     finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
-    assert DeadlineTail(1, 1).select(finished, 1) == {1: End.SHORT, 2: End.LONG}
-    assert DeadlineTail(1, 2).select(finished, 1) == {1: End.SHORT, 2: End.LONG, 3: End.LONG}
-    assert DeadlineTail(1, 3).select(finished, 1) == {1: End.SHORT, 2: End.LONG, 3: End.LONG, 0: End.LONG}
+    assert DeadlineTail(1, 1).select(finished, 1) == {1: SelectedAs.SHORT, 2: SelectedAs.LONG}
+    assert DeadlineTail(1, 2).select(finished, 1) == {1: SelectedAs.SHORT, 2: SelectedAs.LONG, 3: SelectedAs.LONG}
+    assert DeadlineTail(1, 3).select(finished, 1) == {
+        1: SelectedAs.SHORT,
+        2: SelectedAs.LONG,
+        3: SelectedAs.LONG,
+        0: SelectedAs.LONG,
+    }
 
 
 @pytest.mark.parametrize(
@@ -142,17 +152,19 @@ def test_a_rule_knows_its_seats(rule: Rule, short: int, size: int) -> None:
 @pytest.mark.parametrize(
     ("rule", "valid", "truncated"),
     [
-        (InOrder(1), StopReason.MIDDLE, StopReason.MIDDLE),
-        (Shortest(1), StopReason.LONGER_THAN_NEEDED, StopReason.TRUNCATED),
-        (LongestTail(1, 1), StopReason.MIDDLE, StopReason.TRUNCATED),
-        (SampledTail(1, 1), StopReason.MIDDLE, StopReason.TRUNCATED),
-        (DeadlineTail(1, 1), StopReason.MIDDLE, StopReason.TRUNCATED),
-        (CutTail(1, 1), StopReason.MIDDLE, StopReason.TRUNCATED),
-        (FirstFinish(1), StopReason.LONGER_THAN_NEEDED, StopReason.TRUNCATED),
-        (Shadow(Shortest(1)), StopReason.WATCHED, StopReason.WATCHED),
+        (InOrder(1), DiscardReason.MIDDLE, DiscardReason.MIDDLE),
+        (Shortest(1), DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED),
+        (LongestTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
+        (SampledTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
+        (DeadlineTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
+        (CutTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
+        (FirstFinish(1), DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED),
+        (Shadow(Shortest(1)), DiscardReason.WATCHED, DiscardReason.WATCHED),
     ],
 )
-def test_the_rule_says_why_a_finished_one_is_surplus(rule: Rule, valid: StopReason, truncated: StopReason) -> None:
+def test_the_rule_says_why_a_finished_one_is_surplus(
+    rule: Rule, valid: DiscardReason, truncated: DiscardReason
+) -> None:
     assert rule.surplus(ended(0, 3)) is valid
     assert rule.surplus(ended(0, 3, valid=False)) is truncated
 
@@ -163,21 +175,21 @@ def test_the_rule_says_why_a_finished_one_is_surplus(rule: Rule, valid: StopReas
 def test_one_that_has_run_as_far_as_the_last_short_place_is_hopeless() -> None:
     done = [ended(1, 5), ended(2, 7)]
     verdict = Shortest(2).assess([running(0, 6), running(3, 6), running(4, 5)], done, early=False)
-    assert verdict.hopeless == {3: StopReason.LONGER_THAN_NEEDED}
+    assert verdict.hopeless == {3: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.alarms == {0: 7, 4: 6}
 
 
 def test_surplus_candidates_in_order_run_until_enough_before_them_have_ended() -> None:
     assert not InOrder(1).assess([running(0, 3), running(2, 3)], [], early=False).hopeless
     verdict = InOrder(1).assess([running(0, 3), running(2, 3)], [ended(1, 9, valid=False)], early=False)
-    assert verdict.hopeless == {2: StopReason.LONGER_THAN_NEEDED}
+    assert verdict.hopeless == {2: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.settled == frozenset()
 
 
 def test_one_that_lost_the_lottery_is_pruned_from_the_tail() -> None:
     done = [ended(0, 2, draw=0.9), ended(1, 5, draw=0.1)]
     verdict = SampledTail(1, 1).assess([running(2, 5, draw=0.2), running(3, 0, draw=0.2)], done, early=False)
-    assert verdict.hopeless == {2: StopReason.TAIL_PRUNED}
+    assert verdict.hopeless == {2: DiscardReason.TAIL_PRUNED}
 
 
 def test_one_that_passes_any_of_the_shortest_can_decide_the_lottery() -> None:
@@ -187,7 +199,7 @@ def test_one_that_passes_any_of_the_shortest_can_decide_the_lottery() -> None:
     before = SampledTail(2, 1).assess([running(2, 3, draw=0.1), running(3, 0, draw=0.2), losing], done, early=False)
     after = SampledTail(2, 1).assess([running(2, 4, draw=0.1), running(3, 0, draw=0.2), losing], done, early=False)
     assert not before.hopeless
-    assert after.hopeless == {4: StopReason.TAIL_PRUNED}
+    assert after.hopeless == {4: DiscardReason.TAIL_PRUNED}
     assert before.alarms[2] == 4
 
 
@@ -204,7 +216,7 @@ def test_the_first_that_finish_are_certain_at_once_and_the_rest_hopeless() -> No
     rule, going = FirstFinish(2), [running(4, 0), running(5, 9)]
     assert rule.assess(going, [ended(0, 9, place=1)], early=True) == Verdict(frozenset({0}))
     done = [ended(0, 9, place=1), ended(2, 8, valid=False, place=2), ended(1, 7, place=3)]
-    longer = StopReason.LONGER_THAN_NEEDED
+    longer = DiscardReason.LONGER_THAN_NEEDED
     assert rule.assess(going, done, early=True) == Verdict(frozenset({0, 1}), {4: longer, 5: longer})
 
 
@@ -232,17 +244,17 @@ def test_a_drawn_one_beyond_the_limit_waits_for_those_that_may_come_in_before() 
     waiting = rule.assess([going], done, early=False, limit=3)
     assert waiting == Verdict(frozenset({0}), alarms={3: 5})
     certain = rule.assess([replace(going, tokens=5)], done, early=False, limit=3)
-    assert certain == Verdict(frozenset({0, 1}), {3: StopReason.TAIL_PRUNED}, cuts={1: 6})
+    assert certain == Verdict(frozenset({0, 1}), {3: DiscardReason.TAIL_PRUNED}, cuts={1: 6})
 
 
 def test_a_loser_of_the_lottery_runs_on_for_the_deadline_and_no_longer() -> None:
     done = [ended(0, 2, draw=0.9), ended(1, 9, draw=0.2)]
     going = [running(2, 4, draw=0.1), running(3, 4, draw=0.8)]
     assert not CutTail(1, 1).assess(going, done, early=False, limit=20).hopeless
-    assert SampledTail(1, 1).assess(going, done, early=False).hopeless == {3: StopReason.TAIL_PRUNED}
+    assert SampledTail(1, 1).assess(going, done, early=False).hopeless == {3: DiscardReason.TAIL_PRUNED}
     done.append(ended(4, 4, draw=0.7))
     verdict = CutTail(1, 1).assess(going, done, early=False, limit=20)
-    assert (verdict.hopeless, verdict.alarms) == ({3: StopReason.TAIL_PRUNED}, {2: 20})
+    assert (verdict.hopeless, verdict.alarms) == ({3: DiscardReason.TAIL_PRUNED}, {2: 20})
 
 
 def test_what_may_be_short_or_else_cut_is_not_certain_beyond_the_limit() -> None:
@@ -262,16 +274,16 @@ def test_whoever_reaches_the_deadline_is_pruned() -> None:
     done = [ended(0, 2), ended(1, 5)]
     going = [running(2, 5), running(3, 4), running(4, 7)]
     verdict = DeadlineTail(1, 1).assess(going, done, early=False, limit=7)
-    assert (verdict.hopeless, verdict.alarms) == ({4: StopReason.TAIL_PRUNED}, {2: 7, 3: 7})
+    assert (verdict.hopeless, verdict.alarms) == ({4: DiscardReason.TAIL_PRUNED}, {2: 7, 3: 7})
     verdict = DeadlineTail(1, 1).assess(going, done, early=False, limit=3)
-    assert (verdict.hopeless, verdict.alarms) == (dict.fromkeys((2, 4), StopReason.TAIL_PRUNED), {3: 5})
+    assert (verdict.hopeless, verdict.alarms) == (dict.fromkeys((2, 4), DiscardReason.TAIL_PRUNED), {3: 5})
     assert not DeadlineTail(1, 1).assess(going, done, early=False).hopeless
     assert not DeadlineTail(1, 2).assess(going, done, early=False, limit=3).hopeless
 
 
 def test_a_deadline_tail_of_none_stops_those_that_are_longer() -> None:
     verdict = DeadlineTail(1, 0).assess([running(1, 2)], [ended(0, 2)], early=False, limit=9)
-    assert verdict == Verdict(frozenset({0}), {1: StopReason.LONGER_THAN_NEEDED})
+    assert verdict == Verdict(frozenset({0}), {1: DiscardReason.LONGER_THAN_NEEDED})
 
 
 States = list[tuple[str, int]]

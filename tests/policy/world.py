@@ -27,7 +27,7 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.group import Group
-from darts_server.types import End, FinishReason, StopReason
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.oracle import Fate, Rule
 
 PATIENCE = 400
@@ -82,7 +82,7 @@ class Stopped:
     step: int
     tokens: int
     known: int
-    reason: StopReason
+    reason: DiscardReason
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class World:
     """Candidate -> step."""
     gone: frozenset[int] = frozenset()
     """Failed or stopped when the last failure was told: out, whatever the rule says about those that remain."""
-    selection: Mapping[int, End] | None = None
+    selection: Mapping[int, SelectedAs] | None = None
     gave_up: Exception | None = None
 
     # --- living -------------------------------------------------------------

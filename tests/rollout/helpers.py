@@ -9,7 +9,7 @@ from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import Budgets
-from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.dataset import Dataset
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.learned.latency import Latency
@@ -18,7 +18,7 @@ from darts_server.rollout.plan import Limits, Plan
 from darts_server.rollout.pruning.judge import Judge
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
-from darts_server.types import BatchRecord, GroupRecord, RequestOptions
+from darts_server.types import CohortRecord, GroupRecord, RequestOptions
 
 SHAPINGS = {
     "uniform": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED),
@@ -33,7 +33,7 @@ class Recorder:
     def __init__(self) -> None:
         self.started = 0
         self.records: list[GroupRecord] = []
-        self.batches: list[BatchRecord] = []
+        self.batches: list[CohortRecord] = []
 
     def candidates_started(self, count: int) -> None:
         self.started += count
@@ -41,7 +41,7 @@ class Recorder:
     def group_ended(self, record: GroupRecord) -> None:
         self.records.append(record)
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         self.batches.append(record)
 
 
@@ -95,21 +95,21 @@ class House:
         )
 
     def run(
-        self, size: int, policy: str = "shortest", *, group_id: str = "g", early: bool = False, lots: int = 7
+        self, size: int, policy: str = "shortest", *, group_id: str = "g", early: bool = False, tail_seed: int = 7
     ) -> GroupRun[str, list[int]]:
         """A group under a policy that asks nobody how many candidates it gets."""
         plan = self.plan(size, policy)
-        grant = Grant(plan.shaping.candidates(size))
+        grant = Allocation(plan.shaping.candidates(size))
         return self.rollouts.run(
-            group_id, plan, grant, group_id=group_id, prompt_key=group_id, lots=(lots,), early=early
+            group_id, plan, grant, group_id=group_id, prompt_key=group_id, tail_seed=(tail_seed,), early=early
         )
 
     async def together(self, size: int, policy: str, group_ids: Sequence[str]) -> list[GroupRun[str, list[int]]]:
-        """Groups that are allocated together, begun. Each draws its lots from its place."""
+        """Groups that are allocated together, begun. Each draws its tail_seed from its place."""
         plan = self.plan(size, policy)
         grants = await asyncio.gather(*(self.rollouts.allocate(plan, name) for name in group_ids))
         return [
-            self.rollouts.run(name, plan, grant, group_id=name, prompt_key=name, lots=(place,))
+            self.rollouts.run(name, plan, grant, group_id=name, prompt_key=name, tail_seed=(place,))
             for place, (name, grant) in enumerate(zip(group_ids, grants, strict=True))
         ]
 
@@ -133,7 +133,7 @@ class House:
 def an_allocator(
     documents: Documents,
     window: float = 0,
-    on_batch_end: Callable[[BatchRecord], None] = lambda _: None,
+    on_batch_end: Callable[[CohortRecord], None] = lambda _: None,
     seed: int = 0,
     scale: float = 1.0,
 ) -> Allocator:

@@ -10,10 +10,10 @@ from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngi
 from darts_server.exceptions import EngineDead
 from darts_server.policy.group import Group
 from darts_server.policy.tails import CutTail
-from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.run import GroupRun
-from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord
+from darts_server.types import CandidateRecord, FinishReason, GroupRecord, SelectedAs
 from tests.rollout.helpers import Recorder, collect
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +30,7 @@ async def play(
     run: GroupRun[str, list[int]] = GroupRun(
         engine, "prompt", group, Ledger("g", "cut", lambda: engine.now), recorder, lambda: None
     )
-    run.open(CutTail(2, 1), Grant(len(script)))
+    run.open(CutTail(2, 1), Allocation(len(script)))
     waiting = asyncio.create_task(collect(run))
     await settle()
     run.limit(limit)
@@ -42,7 +42,7 @@ async def play(
 
 
 def the_tail(record: GroupRecord) -> CandidateRecord:
-    [tail] = [c for c in record.selected if c.end is End.LONG]
+    [tail] = [c for c in record.selected if c.selected_as is SelectedAs.LONG]
     return tail
 
 
@@ -141,7 +141,7 @@ async def test_a_caller_that_leaves_between_a_cut_and_its_output_is_no_fault(cap
     group = Group(rng=np.random.default_rng(SEED), spare=3)
     ledger = Ledger("g", "cut", lambda: engine.now)
     run: GroupRun[str, list[int]] = GroupRun(engine, "prompt", group, ledger, recorder, lambda: None)
-    run.open(CutTail(2, 1), Grant(len(CUT_RUNNING)))
+    run.open(CutTail(2, 1), Allocation(len(CUT_RUNNING)))
     waiting = asyncio.create_task(collect(run))
     await settle()
     run.limit(7)

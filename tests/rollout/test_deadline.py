@@ -13,7 +13,7 @@ from darts_server.policy.deadline import QUANTILE, Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.rollout.run import GroupRun
-from darts_server.types import BatchRecord, CandidateRecord, End, FinishReason, GroupRecord, Outcome
+from darts_server.types import CandidateRecord, CohortRecord, FinishReason, GroupRecord, Outcome, SelectedAs
 from tests.policy.oracle import Fate, chosen, cut_lengths
 from tests.rollout.helpers import House, collect
 
@@ -35,7 +35,7 @@ class Played:
     house: House
     runs: dict[str, GroupRun[str, list[int]]]
     outputs: dict[str, dict[int, list[int]]]
-    batch: BatchRecord
+    batch: CohortRecord
     steps: int
 
     def fates(self, name: str) -> dict[int, Fate]:
@@ -88,7 +88,7 @@ async def play(house: House, policy: str) -> Played:
 
 
 def tails(record: GroupRecord) -> list[CandidateRecord]:
-    return [c for c in record.selected if c.end is not End.SHORT]
+    return [c for c in record.selected if c.selected_as is not SelectedAs.SHORT]
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -118,7 +118,7 @@ async def test_a_group_is_what_the_rule_makes_of_all_its_candidates_under_that_d
         rule, fates = played.runs[name]._group.rule, played.fates(name)
         assert isinstance(rule, CutTail if tail is Tail.SAMPLED else DeadlineTail)
         wanted = chosen(rule, fates, played.batch.deadline)
-        assert {c.index: c.end for c in record.selected} == wanted
+        assert {c.index: c.selected_as for c in record.selected} == wanted
         cuts = cut_lengths(rule, fates, played.batch.deadline)
         for index, output in played.outputs[name].items():
             assert output == list(range(cuts.get(index, fates[index].length)))
@@ -131,7 +131,7 @@ async def test_what_is_cut_has_exactly_as_many_tokens_as_its_group_was_held_to_a
         for name, record in played.records():
             for candidate in (c for c in record.candidates if c.cut):
                 cut += 1
-                assert (candidate.end, candidate.finish_reason) == (End.LONG, FinishReason.LENGTH)
+                assert (candidate.selected_as, candidate.finish_reason) == (SelectedAs.LONG, FinishReason.LENGTH)
                 assert candidate.tokens == record.deadline == len(played.outputs[name][candidate.index])
                 assert (candidate.weight_version_end, candidate.ended_at) == (0, candidate.tokens)
             assert not record.mixed_versions
@@ -171,7 +171,7 @@ async def test_explored_groups_run_whole_and_say_so(tail: Tail, seed: int) -> No
     for name, record in played.records():
         assert record.explored
         fates = played.fates(name)
-        assert {c.index: c.end for c in record.selected} == chosen(whole, fates)
+        assert {c.index: c.selected_as for c in record.selected} == chosen(whole, fates)
         assert not any(c.cut for c in record.candidates)
         for index, output in played.outputs[name].items():
             assert len(output) == fates[index].length

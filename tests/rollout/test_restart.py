@@ -9,7 +9,7 @@ import pytest
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import GroupAborted
 from darts_server.rollout.learned.prompts import observations
-from darts_server.types import StopReason
+from darts_server.types import DiscardReason
 from tests.rollout.helpers import House, collect, lengths
 from tests.rollout.joining.joining import by_caller, finish
 
@@ -38,8 +38,8 @@ async def test_a_group_is_started_anew_and_is_of_one_version() -> None:
     assert min(c.index for c in record.selected) == 6
     assert {(c.weight_version_start, c.weight_version_end) for c in record.selected} == {(1, 1)}
     assert not record.mixed_versions
-    assert [c.reason for c in record.candidates[:6]] == [StopReason.RESTARTED] * 6
-    assert record.anew_from == 6
+    assert [c.reason for c in record.candidates[:6]] == [DiscardReason.RESTARTED] * 6
+    assert record.restarted_from == 6
     assert len(observations(record)) == 6
     assert record.tail_wait is None or record.tail_wait >= 0
 

@@ -4,7 +4,7 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineRefused, GroupAborted, GroupFailed
-from darts_server.types import End, FinishReason, GroupRecord, Outcome, StopReason
+from darts_server.types import DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs
 from tests.rollout.helpers import House, collect, lengths
 
 pytestmark = pytest.mark.anyio
@@ -18,7 +18,7 @@ async def test_the_shortest_come_back_and_the_rest_are_stopped_where_they_lose()
     [record] = house.recorder.records
     assert record.outcome is Outcome.COMPLETED
     assert {c.index: c.reason for c in record.candidates if c.reason} == dict.fromkeys(
-        (3, 5), StopReason.LONGER_THAN_NEEDED
+        (3, 5), DiscardReason.LONGER_THAN_NEEDED
     )
     assert all(c.tokens <= 9 for c in record.candidates), "nobody runs past the bar of 9 tokens"
 
@@ -57,7 +57,7 @@ async def test_a_failed_candidate_is_replaced() -> None:
     assert len(trajectories) == 4
     [record] = house.recorder.records
     assert record.outcome is Outcome.COMPLETED
-    assert [c.reason for c in record.candidates[:3]] == [StopReason.FAILED] * 3
+    assert [c.reason for c in record.candidates[:3]] == [DiscardReason.FAILED] * 3
     assert house.recorder.started == len(record.candidates) == 7
 
 
@@ -73,7 +73,7 @@ async def test_a_group_that_loses_everything_again_and_again_fails_with_the_reas
         await house.group(house.run(2))
     [record] = house.recorder.records
     assert record.outcome is Outcome.FAILED
-    assert all(c.reason in (StopReason.FAILED, StopReason.CANCELLED) for c in record.candidates)
+    assert all(c.reason in (DiscardReason.FAILED, DiscardReason.CANCELLED) for c in record.candidates)
 
 
 async def test_a_refused_request_starts_nothing_again() -> None:
@@ -123,7 +123,7 @@ async def test_a_caller_that_is_cancelled_leaves_nothing_running_and_keeps_what_
     [record] = house.recorder.records
     assert record.outcome is Outcome.CANCELLED
     assert [c.index for c in record.selected] == given
-    assert {c.reason for c in record.candidates if c.end is None} == {StopReason.CANCELLED}
+    assert {c.reason for c in record.candidates if c.selected_as is None} == {DiscardReason.CANCELLED}
 
 
 async def test_a_caller_that_stops_iterating_leaves_nothing_running() -> None:
@@ -167,7 +167,7 @@ async def test_tokens_and_fates_add_up_in_the_record() -> None:
     assert record.generated_tokens == sum(c.made for c in house.engine.started)
     assert record.returned_tokens == sum(c.tokens for c in record.selected)
     assert len(record.selected) == 4
-    assert all((c.end is None) != (c.reason is None) for c in record.candidates)
+    assert all((c.selected_as is None) != (c.reason is None) for c in record.candidates)
     assert record.tail_wait is not None
     assert record.tail_wait >= 0
 
@@ -177,8 +177,8 @@ async def test_truncated_candidates_are_dropped_while_valid_ones_suffice() -> No
     trajectories = await house.group(house.run(4, "longest"))
     assert sorted(t.index for t in trajectories) == [2, 3, 4, 5]
     [record] = house.recorder.records
-    assert record.candidates[0].reason is StopReason.TRUNCATED
-    assert record.candidates[5].end is End.LONG
+    assert record.candidates[0].reason is DiscardReason.TRUNCATED
+    assert record.candidates[5].selected_as is SelectedAs.LONG
 
 
 async def test_a_group_that_mixes_weight_versions_says_so() -> None:
@@ -199,7 +199,7 @@ async def test_the_same_lots_give_the_same_group() -> None:
     groups = []
     for _ in range(2):
         house = House(lengths(*range(10, 34)))
-        trajectories = await house.group(house.run(8, "uniform", lots=3))
+        trajectories = await house.group(house.run(8, "uniform", tail_seed=3))
         groups.append(sorted(t.index for t in trajectories))
     assert groups[0] == groups[1]
 

@@ -11,7 +11,7 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineDead, GroupAborted
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.types import End, FinishReason, GroupRecord, Outcome, ShadowRecord, StopReason
+from darts_server.types import DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs, ShadowRecord
 from tests.rollout.helpers import House, collect, lengths
 
 pytestmark = pytest.mark.anyio
@@ -73,8 +73,8 @@ async def test_the_group_is_the_unshaped_one(policy: str) -> None:
     assert {t.index: len(t.output) for t in got} == {0: 9, 1: 30, 2: 4, 3: 50}
     assert sum(t.last for t in got) == 1
     record = house.record("g")
-    assert [(c.index, c.end) for c in record.selected] == [(i, End.SHORT) for i in range(SIZE)]
-    assert {c.reason for c in record.candidates[SIZE:]} <= {StopReason.WATCHED}
+    assert [(c.index, c.selected_as) for c in record.selected] == [(i, SelectedAs.SHORT) for i in range(SIZE)]
+    assert {c.reason for c in record.candidates[SIZE:]} <= {DiscardReason.WATCHED}
     assert all(c.tokens == script("g", c.index).length for c in record.candidates), "all run to their end"
 
 
@@ -173,7 +173,7 @@ async def test_the_shadow_is_of_those_that_came_to_their_end() -> None:
     await house.group(house.run(SIZE, "shortest"))
     record = house.record("g")
     assert record.outcome is Outcome.COMPLETED
-    assert record.candidates[5].reason is StopReason.FAILED
+    assert record.candidates[5].reason is DiscardReason.FAILED
     assert record.shadow == ShadowRecord("shortest", (1, 2, 3, 4), 8 + 8 + 7 + 6 + 1, 8 + 7 + 6 + 1, 8)
 
 
@@ -210,7 +210,7 @@ async def test_the_shadow_is_what_the_policy_does_with_the_same_candidates_and_l
     for seed in range(40):
         shaped, shadow = House(scripted(seed), SHAPED), House(scripted(seed), shadows(SHAPED))
         for house in (shaped, shadow):
-            await house.group(house.run(SIZE, policy, lots=seed))
+            await house.group(house.run(SIZE, policy, tail_seed=seed))
         assert shadow.record("g").shadow == as_shadow(shaped.record("g")), seed
         assert shaped.record("g").shadow is None
 

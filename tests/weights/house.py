@@ -10,7 +10,7 @@ from darts_server.serving.gate import Gate
 from darts_server.weights.coordinator import Limits
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State
-from darts_server.weights.updates import Updates, Wish
+from darts_server.weights.updates import UpdateOptions, Updates
 from tests.weights.model import SHAPES, FakeGroups, FakeModel, Heard, tensors
 
 HASTY = Limits(step=2.0)
@@ -31,11 +31,11 @@ class House:
         self.updates = Updates(self.model, self.gate, self.staging, self.root, limits, [self.heard], self.groups)
         self.trainer = Trainer(self)
 
-    async def push(self, value: float, *names: str, wish: Wish | None = None) -> None:
+    async def push(self, value: float, *names: str, wish: UpdateOptions | None = None) -> None:
         data = {n: t for n, t in tensors(value).items() if not names or n in names}
-        await self.push_bytes(save(data), wish or Wish(partial=bool(names)))
+        await self.push_bytes(save(data), wish or UpdateOptions(partial=bool(names)))
 
-    async def push_bytes(self, data: bytes, wish: Wish) -> None:
+    async def push_bytes(self, data: bytes, wish: UpdateOptions) -> None:
         async def body(limit: int) -> AsyncIterator[bytes]:
             assert len(data) <= limit
             yield data

@@ -9,7 +9,7 @@ from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateRunning,
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import Limits, Rule
 from darts_server.weights.states import State
-from darts_server.weights.updates import Wish
+from darts_server.weights.updates import UpdateOptions
 from tests.weights.house import House, enter, until
 
 pytestmark = pytest.mark.anyio
@@ -125,7 +125,7 @@ async def test_our_updates_leave_a_trainers_pause_as_it_is(house: House) -> None
     house.gate.let_in()
     with pytest.raises(UpdateFailed, match="POST /resume"):
         await house.push(6)
-    await house.push(6, wish=Wish(Rule.KEEP))
+    await house.push(6, wish=UpdateOptions(Rule.KEEP))
     house.gate.leave()
     await house.trainer.resume()
     await enter(house.gate)

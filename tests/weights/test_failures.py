@@ -10,7 +10,7 @@ from darts_server.exceptions import UpdateFailed, WeightsLost
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import Rule
 from darts_server.weights.states import State
-from darts_server.weights.updates import Wish
+from darts_server.weights.updates import UpdateOptions
 from tests.weights.house import HASTY, House, enter, until
 from tests.weights.model import write
 
@@ -47,7 +47,7 @@ async def test_a_first_update_that_fails_gives_back_what_the_engine_began_with(h
 async def test_a_file_that_changes_while_it_is_loaded_is_not_trusted(house: House) -> None:
     path = write(house.root / "one.safetensors", 5)
     house.gate.let_in()
-    update = asyncio.create_task(house.updates.load("one.safetensors", Wish()))
+    update = asyncio.create_task(house.updates.load("one.safetensors", UpdateOptions()))
     await until(house, State.ANNOUNCED)
     write(path, 6)
     house.gate.leave()
@@ -62,7 +62,7 @@ async def test_what_cannot_be_put_back_is_lost_and_nothing_is_served_any_more(ho
     waiting: list[asyncio.Task[None]] = []
     house.model.during["pause"] = lambda: waiting.append(asyncio.create_task(enter(house.gate)))
     with pytest.raises(WeightsLost, match=r"broken.*broken too.*restart the server"):
-        await house.push(5, wish=Wish(Rule.KEEP))
+        await house.push(5, wish=UpdateOptions(Rule.KEEP))
     with pytest.raises(WeightsLost):
         await waiting[0]
     assert house.updates.state is State.LOST

@@ -10,7 +10,7 @@ from darts_server.exceptions import Forbidden, InvalidRequest
 from darts_server.serving.gate import Gate
 from darts_server.weights.pull import MOST_REDIRECTS, Hosts, pulled
 from darts_server.weights.staging import Staging
-from darts_server.weights.updates import Updates, Wish
+from darts_server.weights.updates import UpdateOptions, Updates
 from tests.weights.house import House
 from tests.weights.model import SHAPES, tensors
 
@@ -151,9 +151,9 @@ async def test_what_was_pulled_is_checked_and_served_like_what_was_pushed(
             updates = Updates(house.model, Gate(), staging, hosts=Hosts(frozenset({name})))
             if cut:
                 with pytest.raises(InvalidRequest, match="could not be pulled"):
-                    await updates.pull(f"http://{name}/w", Wish())
+                    await updates.pull(f"http://{name}/w", UpdateOptions())
                 assert house.model.values == dict.fromkeys(SHAPES, 0)
                 assert list(tmp_path.glob("darts-weights-*/*.safetensors")) == []
             else:
-                assert (await updates.pull(f"http://{name}/w", Wish())).source == "http"
+                assert (await updates.pull(f"http://{name}/w", UpdateOptions())).source == "http"
                 assert house.model.values == dict.fromkeys(SHAPES, 5)

@@ -16,7 +16,7 @@ from darts_server.exceptions import (
 )
 from darts_server.weights.coordinator import Limits, Rule
 from darts_server.weights.states import State
-from darts_server.weights.updates import Updates, Wish
+from darts_server.weights.updates import UpdateOptions, Updates
 from tests.weights.house import House, enter, until
 from tests.weights.model import SHAPES, tensors, write
 
@@ -36,23 +36,23 @@ async def test_an_update_goes_its_way_and_everyone_hears_of_it(house: House) -> 
 
 
 async def test_a_version_can_be_named_and_must_be_another(house: House) -> None:
-    await house.push(5, wish=Wish(version=70))
+    await house.push(5, wish=UpdateOptions(version=70))
     await house.push(6)
-    await house.push(7, wish=Wish(version=3))
+    await house.push(7, wish=UpdateOptions(version=3))
     house.serves(3, all=7)
     with pytest.raises(InvalidRequest, match="version: is 3"):
-        await house.push(8, wish=Wish(version=3))
+        await house.push(8, wish=UpdateOptions(version=3))
     house.serves(3, all=7)
 
 
 async def test_files_and_folders_under_the_root_are_loaded(house: House) -> None:
     write(house.root / "one.safetensors", 5)
-    await house.updates.load("one.safetensors", Wish())
+    await house.updates.load("one.safetensors", UpdateOptions())
     house.serves(1, all=5)
     first, *others = SHAPES
     write(house.root / "two" / "a.safetensors", 6, first)
     write(house.root / "two" / "b.safetensors", 6, *others)
-    await house.updates.load("two", Wish())
+    await house.updates.load("two", UpdateOptions())
     house.serves(2, all=6)
 
 
@@ -62,7 +62,7 @@ async def test_partial_sets_lie_on_what_was_there_wherever_it_came_from(house: H
     await house.push(6, "layers.1.weight")
     house.serves(2, all=0, layer0=5, layer1=6)
     write(house.root / "full.safetensors", 7)
-    await house.updates.load("full.safetensors", Wish())
+    await house.updates.load("full.safetensors", UpdateOptions())
     await house.push(8, "layers.1.weight")
     house.serves(4, all=7, layer1=8)
     (house.root / "full.safetensors").unlink()
@@ -85,7 +85,7 @@ async def test_only_what_the_model_holds_stays_staged(house: House, tmp_path: Pa
     await house.push(5, "layers.0.weight")
     assert staged() == 2
     with pytest.raises(InvalidRequest):
-        await house.push_bytes(b"junk", Wish())
+        await house.push_bytes(b"junk", UpdateOptions())
     assert staged() == 2
     await house.push(6)
     assert staged() == 1
@@ -96,7 +96,7 @@ async def test_a_bad_set_touches_nothing(house: House, data: bytes) -> None:
     await house.push(5)
     before = list(house.model.calls)
     with pytest.raises(InvalidRequest) as error:
-        await house.push_bytes(data, Wish())
+        await house.push_bytes(data, UpdateOptions())
     house.serves(1, all=5)
     assert house.model.calls == [*before, "ended refused"]
     assert house.updates.last_error == str(error.value)
@@ -105,7 +105,7 @@ async def test_a_bad_set_touches_nothing(house: House, data: bytes) -> None:
 async def test_without_a_root_no_path_is_read(house: House, tmp_path: Path) -> None:
     updates = Updates(house.model, house.gate, house.staging)
     with pytest.raises(Forbidden):
-        await updates.load(str(tmp_path / "checkpoint"), Wish())
+        await updates.load(str(tmp_path / "checkpoint"), UpdateOptions())
     house.serves(0, all=0)
 
 
@@ -116,7 +116,7 @@ async def test_what_a_model_does_not_support_is_said_before_anything_comes(house
         raise AssertionError("nothing is read")
 
     with pytest.raises(UpdateUnsupported, match="quantized"):
-        await house.updates.push(body, Wish())
+        await house.updates.push(body, UpdateOptions())
     house.serves(0, all=0)
 
 
@@ -159,7 +159,7 @@ async def test_keep_waits_for_nothing_but_lets_nothing_begin_while_it_loads(hous
 
     begins: list[asyncio.Task[None]] = []
     house.model.during["load"] = lambda: begins.append(asyncio.create_task(watch()))
-    await house.push(5, wish=Wish(Rule.KEEP))
+    await house.push(5, wish=UpdateOptions(Rule.KEEP))
     await begins[0]
     assert entered == [State.SERVING]
     house.gate.leave()
@@ -188,7 +188,7 @@ async def test_a_caller_that_leaves_while_it_sends_ends_its_update(house: House)
         yield b"x"
         await asyncio.Event().wait()
 
-    update = asyncio.create_task(house.updates.push(body, Wish()))
+    update = asyncio.create_task(house.updates.push(body, UpdateOptions()))
     await until(house, State.STAGING)
     await asyncio.sleep(0.05)
     update.cancel()
@@ -222,7 +222,7 @@ async def test_restart_stops_groups_at_once_and_waits_for_what_is_none(house: Ho
     waiting = asyncio.create_task(alone())
     await held.wait()
     house.gate.let_in()  # a group, which is halted
-    update = asyncio.create_task(house.push(5, wish=Wish(Rule.RESTART)))
+    update = asyncio.create_task(house.push(5, wish=UpdateOptions(Rule.RESTART)))
     await until(house, State.ANNOUNCED)
     await settle()
     assert house.groups.halted
@@ -239,6 +239,6 @@ async def test_restart_stops_groups_at_once_and_waits_for_what_is_none(house: Ho
 async def test_groups_go_on_also_after_a_restart_that_failed(house: House) -> None:
     house.model.fail["load"] = [UpdateFailed("broken")]
     with pytest.raises(UpdateFailed):
-        await house.push(5, wish=Wish(Rule.RESTART))
+        await house.push(5, wish=UpdateOptions(Rule.RESTART))
     assert not house.groups.halted
     house.serves(0, all=0)

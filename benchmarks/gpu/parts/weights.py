@@ -19,7 +19,7 @@ from darts_server.types import UpdateRecord
 from darts_server.vllm.weights import VllmModel
 from darts_server.weights.coordinator import Rule
 from darts_server.weights.staging import Staging
-from darts_server.weights.updates import Updates, Wish
+from darts_server.weights.updates import UpdateOptions, Updates
 
 TITLE = "Weight update"
 PHASES = ("transfer", "check", "pause", "load", "resume")
@@ -39,7 +39,7 @@ MEASURED = (
     f"given to the API process in pieces of {PIECE >> 10} kB, as they come over HTTP; a network's time comes on top. "
     "GB/s are those of the whole update."
 )
-WISH = Wish(rule=Rule.KEEP)
+WISH = UpdateOptions(rule=Rule.KEEP)
 
 Seconds = dict[str, list[Mapping[str, float]]]
 """Of each update by phase, by path."""

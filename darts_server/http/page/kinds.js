@@ -22,7 +22,7 @@ const SELECTED = ["short", "long", "fill", "balanced"];
 const OPEN = ["waiting", "running", "finished"];
 const ENDS = Object.keys(KINDS).filter((kind) => !OPEN.includes(kind));
 
-const kindOf = (candidate) => candidate.end ?? candidate.reason ?? candidate.state;
+const kindOf = (candidate) => candidate.selected_as ?? candidate.reason ?? candidate.state;
 
 // Colours of the scheme that is in force, for canvases.
 let colours = {};

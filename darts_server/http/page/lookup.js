@@ -75,7 +75,7 @@ class Lookup {
       ["Prompt", prompt],
       ["Policy", group.policy],
       ["Outcome", group.error ? `${group.outcome}: ${group.error}` : group.outcome],
-      ["Selected of started", `${group.candidates.filter((each) => each.end).length} of ${group.candidates.length}`],
+      ["Selected of started", `${group.candidates.filter((each) => each.selected_as).length} of ${group.candidates.length}`],
       ["Took", seconds(group.duration)],
       ["Waited for the tail", group.tail_wait == null ? "–" : seconds(group.tail_wait)],
       ["Tokens generated, returned", `${count(group.generated)}, ${count(group.returned)}`],
@@ -90,7 +90,7 @@ class Lookup {
   #candidates({ candidates }) {
     const heads = ["#", "Fate", "Tokens", "Rank", "From–to, s", "Weights", "Reward"];
     const rows = candidates.slice(0, MOST_LISTED).map((each) => {
-      const fate = KINDS[each.end ?? each.reason] ?? "–";
+      const fate = KINDS[each.selected_as ?? each.reason] ?? "–";
       const versions = [each.weight_version_start, each.weight_version_end].filter((version) => version != null);
       const times = [each.start, each.stop].map((time) => (time == null ? "" : time.toFixed(2))).join("–");
       const said = [each.length, each.rank ?? "–", times, [...new Set(versions)].join("–") || "–", each.reward ?? "–"];

@@ -11,11 +11,11 @@ from darts_server.policy.allocation import PriceState, ShadowPrice, batch_candid
 from darts_server.policy.brownout import dimmed
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.budgets import SMALLEST_BATCH, Budgets
-from darts_server.rollout.allocation.cohort import Batch, Grant, Terms
+from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.rollout.learned.documents import Documents, Notes
 from darts_server.rollout.learned.prompts import Prompts
-from darts_server.types import BatchRecord, GroupRecord
+from darts_server.types import CohortRecord, GroupRecord
 
 Kind = tuple[str, int]
 """Policy and group size: what is allocated together must be comparable."""
@@ -26,7 +26,7 @@ class _Waiting:
     """Groups of one kind that wait for their number of candidates."""
 
     shaping: Shaping
-    groups: list[tuple[str, asyncio.Future[Grant]]] = field(default_factory=list)
+    groups: list[tuple[str, asyncio.Future[Allocation]]] = field(default_factory=list)
 
     @property
     def keys(self) -> list[str]:
@@ -46,7 +46,7 @@ class Allocator:
         budgets: Budgets,
         documents: Documents,
         window: float,
-        on_batch_end: Callable[[BatchRecord], None],
+        on_batch_end: Callable[[CohortRecord], None],
         clock: Callable[[], float],
         rng: np.random.Generator | None = None,
         scale: Callable[[], float] = lambda: 1.0,
@@ -63,16 +63,16 @@ class Allocator:
         self._waiting: dict[Kind, _Waiting] = {}
         self._carries: dict[Kind, float] = {}
 
-    async def grant(self, policy: str, shaping: Shaping, size: int, key: str) -> Grant:
+    async def grant(self, policy: str, shaping: Shaping, size: int, key: str) -> Allocation:
         """Candidates for a group of ``size`` of the prompt ``key``, at least ``size``."""
         if not shaping.batched:
-            return Grant(dimmed(shaping.candidates(size), size, self._scale()))
+            return Allocation(dimmed(shaping.candidates(size), size, self._scale()))
         loop = asyncio.get_running_loop()
         kind = (policy, size)
         if kind not in self._waiting:
             self._waiting[kind] = _Waiting(shaping)
             loop.call_later(self._window, self._close, kind)
-        answer: asyncio.Future[Grant] = loop.create_future()
+        answer: asyncio.Future[Allocation] = loop.create_future()
         self._waiting[kind].groups.append((key, answer))
         try:
             return await answer
@@ -83,11 +83,11 @@ class Allocator:
 
     def grant_together(
         self, policy: str, shaping: Shaping, size: int, keys: Sequence[str], budget: int | None = None
-    ) -> list[Grant]:
+    ) -> list[Allocation]:
         """Candidates for groups that make a batch by themselves; ``budget``: how many in all, else as ever."""
         counts, terms = self._allocate((policy, size), shaping, keys, budget)
-        batch = Batch(terms, self._on_batch_end, self._clock)
-        return [Grant(count, batch) for count in counts]
+        batch = Cohort(terms, self._on_batch_end, self._clock)
+        return [Allocation(count, batch) for count in counts]
 
     def learn(self, record: GroupRecord) -> None:
         """Take in how long the group's M-th shortest trajectory was, if its policy has deadlines."""
@@ -105,13 +105,13 @@ class Allocator:
             for _, answer in waiting.groups:
                 answer.set_exception(error)
             return
-        batch = Batch(terms, self._on_batch_end, self._clock)
+        batch = Cohort(terms, self._on_batch_end, self._clock)
         for (_, answer), count in zip(waiting.groups, counts, strict=True):
-            answer.set_result(Grant(count, batch))
+            answer.set_result(Allocation(count, batch))
 
     def _allocate(
         self, kind: Kind, shaping: Shaping, keys: Sequence[str], total: int | None = None
-    ) -> tuple[list[int], Terms]:
+    ) -> tuple[list[int], CohortTerms]:
         """``total``: candidates in all, where the caller says it."""
         groups = len(keys)
         budget = self._budgets.decide(shaping, kind[1], keys, None if total is None else total / groups)
@@ -128,7 +128,7 @@ class Allocator:
         rule = self.deadlines.rule(shaping)
         if rule is not None:
             self._with_deadlines.add(kind)
-        return counts, Terms(
+        return counts, CohortTerms(
             policy=kind[0],
             groups=groups,
             mean_candidates=mean,
@@ -168,7 +168,7 @@ def _spent(kind: Kind, shaping: Shaping, total: int, stds: Sequence[float | None
     return batch_candidates(apart, budget=total, low=low, high=high)
 
 
-def _give_back(grant: Grant) -> None:
+def _give_back(grant: Allocation) -> None:
     """The caller left before it took the grant."""
     if grant.batch is not None:
         grant.batch.dropped()

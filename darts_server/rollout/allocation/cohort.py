@@ -7,10 +7,10 @@ from math import ceil
 from typing import Protocol
 
 from darts_server.policy.deadline import Deadline
-from darts_server.types import BatchRecord, GroupRecord
+from darts_server.types import CohortRecord, GroupRecord
 
 
-class Member(Protocol):
+class CohortMember(Protocol):
     """A group of the batch."""
 
     def limit(self, tokens: int) -> None:
@@ -19,7 +19,7 @@ class Member(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class CohortTerms:
     """What a batch was given.
 
     ``mean_candidates``: M'. ``predicted_seconds``: ``None`` where nothing was predicted. ``deadline``: how its groups
@@ -45,10 +45,10 @@ class Terms:
         return min(max(ceil(size * candidates / self.mean_candidates), 1), size)
 
 
-class Batch:
+class Cohort:
     """Tells its groups the deadline once enough of them know their M-th shortest length."""
 
-    def __init__(self, terms: Terms, on_end: Callable[[BatchRecord], None], clock: Callable[[], float]) -> None:
+    def __init__(self, terms: CohortTerms, on_end: Callable[[CohortRecord], None], clock: Callable[[], float]) -> None:
         self.terms = terms
         self.tokens = terms.tokens
         self._on_end = on_end
@@ -56,22 +56,22 @@ class Batch:
         self._began_at = clock()
         self._left = terms.groups
         self._expected = terms.groups  # that may still tell what they need
-        self._members: set[Member] = set()
-        self._needs: dict[Member, int] = {}
+        self._members: set[CohortMember] = set()
+        self._needs: dict[CohortMember, int] = {}
         self._generated, self._returned = 0, 0
 
-    def join(self, member: Member) -> None:
+    def join(self, member: CohortMember) -> None:
         """A group of the batch began."""
         self._members.add(member)
         if self.tokens is not None:
             asyncio.get_running_loop().call_soon(self._announce, member)
 
-    def needs(self, member: Member, tokens: int) -> None:
-        """How long a group needs became known: the length at its `Terms.place`."""
+    def needs(self, member: CohortMember, tokens: int) -> None:
+        """How long a group needs became known: the length at its `CohortTerms.place`."""
         self._needs[member] = tokens
         self._look()
 
-    def ended(self, member: Member, record: GroupRecord | None = None) -> None:
+    def ended(self, member: CohortMember, record: GroupRecord | None = None) -> None:
         """A group ended, whichever way."""
         if record is not None:
             self._generated += record.generated_tokens
@@ -100,12 +100,12 @@ class Batch:
                 # In a turn of its own: the group that brought the news has not acted on it yet.
                 asyncio.get_running_loop().call_soon(self._announce, member)
 
-    def _announce(self, member: Member) -> None:
+    def _announce(self, member: CohortMember) -> None:
         if self.tokens is not None and member in self._members and not self.terms.explored:
             member.limit(self.tokens)
 
-    def _record(self) -> BatchRecord:
-        return BatchRecord(
+    def _record(self) -> CohortRecord:
+        return CohortRecord(
             policy=self.terms.policy,
             groups=self.terms.groups,
             mean_candidates=self.terms.mean_candidates,
@@ -119,8 +119,8 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class Allocation:
     """What one group was given: its number of candidates, and the batch it belongs to, if its policy has batches."""
 
     candidates: int
-    batch: Batch | None = None
+    batch: Cohort | None = None

@@ -8,14 +8,14 @@ from typing import Any
 from darts_server.engine.port import Generated
 from darts_server.rollout.batches.events import Belongs, Delta, Discarded
 from darts_server.rollout.run import GroupRun
-from darts_server.types import Sample, StopReason
+from darts_server.types import DiscardReason, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
     """Tokens ``start`` to ``stop`` of a candidate were told."""
 
-    candidate: "Followed"
+    candidate: "CandidateCursor"
     start: int
     stop: int
 
@@ -25,7 +25,7 @@ class Passage:
         return self.candidate.between(self.start, self.stop)
 
 
-class Followed:
+class CandidateCursor:
     """Makes the events of one candidate, from what it has generated at the moment of each.
 
     What was told of it is remembered in 12 bytes a token, to be told again, until it is discarded.
@@ -46,7 +46,7 @@ class Followed:
         assert self._run is not None
         self._end = Belongs(self.trajectory_id, self._number, sample, self._run.candidates[self._index].cut)
 
-    def close(self, reason: StopReason) -> None:
+    def close(self, reason: DiscardReason) -> None:
         """Nothing more comes of it. ``reason``: why it is discarded, if it is without having a reason of its own."""
         if self._end is None and self._run is not None:
             own = self._run.candidates[self._index].reason

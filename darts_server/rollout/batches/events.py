@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from darts_server.rollout.batches.submission import GroupResult, Unfinished
-from darts_server.types import Sample, StopReason
+from darts_server.types import DiscardReason, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Discarded:
     trajectory_id: str
     number: int
     length: int
-    reason: StopReason
+    reason: DiscardReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from darts_server.rollout.batches.cursor import Followed, Passage
+from darts_server.rollout.batches.cursor import CandidateCursor, Passage
 from darts_server.rollout.batches.events import (
     BatchBegan,
     Belongs,
@@ -19,7 +19,7 @@ from darts_server.rollout.batches.events import (
 )
 from darts_server.rollout.batches.submission import GroupResult
 from darts_server.rollout.run import GroupRun
-from darts_server.types import Sample, StopReason
+from darts_server.types import DiscardReason, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Feed:
         group = self._groups.setdefault(result.number, _Group(result.number, result.group_id, None))
         group.result = result
         # A candidate without an end of its own is one that a decided group still watches.
-        group.close(StopReason.WATCHED if result.error is None else StopReason.CANCELLED)
+        group.close(DiscardReason.WATCHED if result.error is None else DiscardReason.CANCELLED)
         self._change(result.number)
 
     def ended(self, end: EndOfBatch) -> None:
@@ -87,7 +87,7 @@ class Feed:
         if isinstance(end, Broken):
             self._groups.clear()
         for group in self._groups.values():
-            group.close(StopReason.CANCELLED)
+            group.close(DiscardReason.CANCELLED)
         self._change(*self._groups)
 
     # --- for listeners ------------------------------------------------------
@@ -187,17 +187,17 @@ class _Group:
         self.result: GroupResult | None = None
         self._group_id = group_id
         self._run = run
-        self._candidates: list[Followed] = []
+        self._candidates: list[CandidateCursor] = []
 
-    def candidates(self) -> Sequence[Followed]:
+    def candidates(self) -> Sequence[CandidateCursor]:
         """All that were started so far."""
         run = self._run
         if run is not None:
             for index in range(len(self._candidates), len(run.candidates)):
-                self._candidates.append(Followed(run, f"{self._group_id}:{index}", self.number, index))
+                self._candidates.append(CandidateCursor(run, f"{self._group_id}:{index}", self.number, index))
         return self._candidates
 
-    def close(self, reason: StopReason) -> None:
+    def close(self, reason: DiscardReason) -> None:
         """Nothing more comes of it. ``reason``: of candidates that have none to be discarded."""
         for candidate in self.candidates():
             candidate.close(reason)

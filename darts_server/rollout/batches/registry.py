@@ -9,7 +9,7 @@ from typing import Generic
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound
 from darts_server.rollout.batches.run import BatchRun, Form, Stream
-from darts_server.rollout.batches.submission import Asked, Submissions
+from darts_server.rollout.batches.submission import BatchRequest, Submissions
 
 KEY_HEADER = "Idempotency-Key"
 
@@ -65,7 +65,7 @@ class _Durable:
             self._timer.cancel()
 
 
-class Batches(Generic[RequestT, OutputT]):
+class BatchRegistry(Generic[RequestT, OutputT]):
     """Starts batches and finds them again.
 
     A batch with a claim is durable: it goes on for a while without its caller, and is kept after its end. One without
@@ -92,7 +92,7 @@ class Batches(Generic[RequestT, OutputT]):
         self._kept: dict[str, None] = {}  # durable ones that have ended, the oldest first
         self._claims: dict[tuple[bytes, str], _Claimed] = {}
 
-    async def open(self, asked: Asked, form: Form, claim: Claim | None = None) -> BatchRun:
+    async def open(self, asked: BatchRequest, form: Form, claim: Claim | None = None) -> BatchRun:
         """A batch that begins now, or began before under the same claim. The caller is to listen in the same turn.
 
         Raises:
@@ -145,7 +145,7 @@ class Batches(Generic[RequestT, OutputT]):
             if batch.form.stream is not Stream.NOTHING:
                 batch.fail(error)
 
-    async def _open(self, asked: Asked, form: Form, claim: Claim | None) -> BatchRun:
+    async def _open(self, asked: BatchRequest, form: Form, claim: Claim | None) -> BatchRun:
         submission = await self._submissions.submit(asked)
         batch = BatchRun(
             submission,

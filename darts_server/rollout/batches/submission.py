@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol
 
 from darts_server.engine.port import OutputT, Prompter, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
-from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BatchRequest:
     """What a caller submits: groups of ``group_size`` for each of ``prompts``.
 
     ``sampling``: the engine's sampling parameters by their names. ``policy``: changes to the server's policy, by the
@@ -81,7 +81,7 @@ class _Ready(Generic[RequestT]):
     request: RequestT
     key: str
     metadata: Mapping[str, object] | None
-    grant: Grant
+    grant: Allocation
 
 
 class Submissions(Generic[RequestT, OutputT]):
@@ -101,7 +101,7 @@ class Submissions(Generic[RequestT, OutputT]):
         self._prompter = prompter
         self._planner = planner
 
-    async def submit(self, asked: Asked) -> "Submission[RequestT, OutputT]":
+    async def submit(self, asked: BatchRequest) -> "Submission[RequestT, OutputT]":
         """A batch that is checked and allocated; nothing has been started.
 
         Raises:
@@ -123,7 +123,7 @@ class Submissions(Generic[RequestT, OutputT]):
         ready = [_Ready(i, *each) for i, each in enumerate(zip(requests, keys, metadata, grants, strict=True))]
         return Submission(batch_id, plan, ready, asked.num_groups, self._rollouts, self._prompter)
 
-    def _plan(self, asked: Asked) -> Plan:
+    def _plan(self, asked: BatchRequest) -> Plan:
         if not asked.prompts:
             raise InvalidRequest("prompts", "must have at least one prompt, got none")
         plan = self._planner(asked.policy).plan(asked.group_size, RequestOptions()) or Plan(
@@ -145,7 +145,7 @@ class Submissions(Generic[RequestT, OutputT]):
             )
         return plan
 
-    async def _request(self, asked: Asked, number: int, prompt: PromptSpec, request_id: str) -> RequestT:
+    async def _request(self, asked: BatchRequest, number: int, prompt: PromptSpec, request_id: str) -> RequestT:
         try:
             return await self._prompter.request(prompt, asked.sampling, asked.group_size, request_id)
         except InvalidRequest as error:
@@ -233,7 +233,7 @@ class Submission(Generic[RequestT, OutputT]):
                 ready.grant,
                 group_id=group_id,
                 prompt_key=ready.key,
-                lots=self._prompter.lots(ready.request),
+                tail_seed=self._prompter.tail_seed(ready.request),
                 early=follower is not None,
             )
             if follower is not None:

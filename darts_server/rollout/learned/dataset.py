@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from darts_server.policy.lengths import DatasetStats, Estimate, PromptStats, estimate
 from darts_server.policy.profile import LengthProfile, ProfileState
-from darts_server.rollout.debounce import Soon
+from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import Documents, Notes
 from darts_server.rollout.learned.prompts import observations
 from darts_server.types import GroupRecord, Outcome
@@ -28,7 +28,7 @@ class Dataset:
         self._profiles = Notes(documents, "profile", lambda value: ProfileState(**value))
         self._ratios: list[tuple[float, bool]] = []
         self._groups: list[tuple[int, Estimate]] = []
-        self._keep = Soon(KEEP_SECONDS, self._write)
+        self._keep = Debounce(KEEP_SECONDS, self._write)
 
     @property
     def stats(self) -> DatasetStats:

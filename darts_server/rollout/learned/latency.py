@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from darts_server.policy.latency import LatencyCurve, LatencyModel, LatencyState
-from darts_server.rollout.debounce import Soon
+from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import Documents, Notes
 
 KEY = "engine"
@@ -20,7 +20,7 @@ class Latency:
     def __init__(self, documents: Documents, capacity: int | None = None) -> None:
         self.capacity = capacity
         self._notes = Notes(documents, "latency", lambda value: LatencyState(**value))
-        self._keep = Soon(KEEP_SECONDS, self._write)
+        self._keep = Debounce(KEEP_SECONDS, self._write)
         self._model = LatencyModel(self._notes.load(KEY))
 
     @property

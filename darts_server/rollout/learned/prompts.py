@@ -96,4 +96,6 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
         truncated = c.finish_reason is FinishReason.LENGTH and not c.cut
         return c.finish_reason is FinishReason.STOP or (truncated and not beyond_limit)
 
-    return [Observation(c.tokens, censored=not whole(c)) for c in record.candidates[record.anew_from :] if c.tokens > 0]
+    return [
+        Observation(c.tokens, censored=not whole(c)) for c in record.candidates[record.restarted_from :] if c.tokens > 0
+    ]

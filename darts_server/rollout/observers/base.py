@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from darts_server.types import BatchRecord, GroupRecord, VoteOutcome
+from darts_server.types import CohortRecord, GroupRecord, VoteOutcome
 
 
 class GroupObserver(Protocol):
@@ -16,7 +16,7 @@ class GroupObserver(Protocol):
         """A group ended, whichever way. Said once per group."""
         ...
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         """All groups of a batch have ended."""
         ...
 

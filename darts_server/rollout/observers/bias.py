@@ -6,7 +6,7 @@ import numpy as np
 
 from darts_server.policy.lengths import completed
 from darts_server.rollout.learned.prompts import observations
-from darts_server.types import BatchRecord, GroupRecord, Outcome
+from darts_server.types import CohortRecord, GroupRecord, Outcome
 
 GROUPS = 256
 """Groups that are looked at: a step or a few."""
@@ -25,7 +25,7 @@ class LengthBias:
     def candidates_started(self, count: int) -> None:
         """Of no interest here."""
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         """Of no interest here."""
 
     def group_ended(self, record: GroupRecord) -> None:

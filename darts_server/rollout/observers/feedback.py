@@ -13,7 +13,7 @@ from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.base import RewardObserver
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
 from darts_server.rollout.observers.returned import Group, ReturnedGroups, Trajectory
-from darts_server.types import BatchRecord, GroupRecord, Returned
+from darts_server.types import CohortRecord, GroupRecord, Returned
 
 TURN = 64
 """Rewards taken in one turn of the event loop: ten milliseconds where each is named by 8,192 tokens."""
@@ -102,7 +102,7 @@ class Feedback:
     def candidates_started(self, count: int) -> None:
         """Of no interest here."""
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         """Of no interest here."""
 
     def trajectory_returned(self, returned: Returned) -> None:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from darts_server.rollout.run import GroupRun
-from darts_server.types import BatchRecord, CandidateRecord, GroupRecord
+from darts_server.types import CandidateRecord, CohortRecord, GroupRecord
 
 MOST_GROUPS = 256
 """Ended groups that a new viewer is told of, and running ones: the last step or two."""
@@ -59,7 +59,7 @@ class View:
     candidates: int
 
 
-class Live:
+class Monitor:
     """Implements the observer: keeps the last groups that ended.
 
     Args:
@@ -89,7 +89,7 @@ class Live:
     def candidates_started(self, count: int) -> None:
         self.candidates += count
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         """Of no interest here."""
 
     def group_ended(self, record: GroupRecord) -> None:
@@ -127,7 +127,7 @@ class Viewer:
     It is told what is new since it looked last, however long ago. So one that looks seldom costs less, not more.
     """
 
-    live: Live
+    live: Monitor
     _heard: int = 0
     _known: dict[str, GroupView] = field(default_factory=dict)
 
@@ -195,7 +195,7 @@ def _row(record: CandidateRecord) -> Row:
         "tokens": record.tokens,
         "start": record.started_at,
         "stop": record.ended_at,
-        "end": record.end,
+        "selected_as": record.selected_as,
         "reason": record.reason,
         "cut": record.cut or None,
         "quality": record.quality,
@@ -204,7 +204,7 @@ def _row(record: CandidateRecord) -> Row:
 
 
 def _state(record: CandidateRecord) -> str:
-    if record.end is not None:
+    if record.selected_as is not None:
         return "selected"
     if record.reason is not None:
         return "discarded"

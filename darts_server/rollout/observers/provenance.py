@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from darts_server.types import BatchRecord, GroupRecord
+from darts_server.types import CohortRecord, GroupRecord
 
 DEFAULT_KEPT = 10_000
 """Groups kept: the last dozens of training steps. A record of 12 candidates takes about 3 KB."""
@@ -22,7 +22,7 @@ class Provenance:
     def candidates_started(self, count: int) -> None:
         """Of no interest here."""
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         """Of no interest here."""
 
     def group_ended(self, record: GroupRecord) -> None:

@@ -30,7 +30,7 @@ class Scored:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class PendingLabel:
     """A trajectory. ``survival``: the probability with which it was kept so far, over all its scores."""
 
     scores: list[Scored] = field(default_factory=list)
@@ -39,18 +39,18 @@ class Flight:
     """Whether its last score could have it pruned, and it is not known yet whether it was."""
 
 
-class Flights:
+class PendingLabels:
     """By group id and candidate index, the newest within ``most_bytes``."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
         self._bytes = 0
-        self._flights: dict[tuple[str, int], Flight] = {}
+        self._flights: dict[tuple[str, int], PendingLabel] = {}
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    def find(self, group_id: str, index: int) -> Flight | None:
+    def find(self, group_id: str, index: int) -> PendingLabel | None:
         return self._flights.get((group_id, index))
 
     def add(self, group_id: str, index: int, scored: Scored) -> int:
@@ -60,7 +60,7 @@ class Flights:
             self.pop(group_id, index)  # a caller used its request id again: the newer one counts
             flight = None
         if flight is None:
-            flight = self._flights[group_id, index] = Flight()
+            flight = self._flights[group_id, index] = PendingLabel()
         flight.scores.append(scored)
         self._bytes += _size(scored)
         forgotten = 0
@@ -69,7 +69,7 @@ class Flights:
             forgotten += 1
         return forgotten
 
-    def pop(self, group_id: str, index: int) -> Flight | None:
+    def pop(self, group_id: str, index: int) -> PendingLabel | None:
         flight = self._flights.pop((group_id, index), None)
         if flight is not None:
             self._bytes -= sum(map(_size, flight.scores))

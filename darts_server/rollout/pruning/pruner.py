@@ -16,7 +16,7 @@ from darts_server.policy.survival import Pruning
 from darts_server.quality.evaluation import Evaluation, Figures
 from darts_server.quality.report import Report
 from darts_server.quality.values import Score, Status
-from darts_server.rollout.debounce import Soon
+from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import Blobs
 from darts_server.rollout.learned.documents import Documents
 from darts_server.rollout.observers.base import PruningObserver
@@ -24,8 +24,8 @@ from darts_server.rollout.pruning.detection import Point, Points, points, reache
 from darts_server.rollout.pruning.head_state import HeadState
 from darts_server.rollout.pruning.judge import Judgement
 from darts_server.rollout.pruning.judging import WHY, Judging, Kind, features, sureness, width_of
-from darts_server.rollout.pruning.pending_labels import Flights, Scored, compact
-from darts_server.types import BatchRecord, GroupRecord, PruningStatus
+from darts_server.rollout.pruning.pending_labels import PendingLabels, Scored, compact
+from darts_server.types import CohortRecord, GroupRecord, PruningStatus
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ class Pruner:
         self._observer = observer
         self._prunes = prunes
         self._clock = clock
-        self._keep = Soon(KEEP_SECONDS, self._write)
-        self._flights = Flights(judging.most_bytes)
+        self._keep = Debounce(KEEP_SECONDS, self._write)
+        self._flights = PendingLabels(judging.most_bytes)
         self._points: dict[Kind, Points] = {}
         self._head: TrainedHead | None = None
         calibration = judging.calibration
@@ -228,7 +228,7 @@ class Pruner:
     def candidates_started(self, count: int) -> None:
         """Of no interest here."""
 
-    def batch_ended(self, record: BatchRecord) -> None:
+    def cohort_ended(self, record: CohortRecord) -> None:
         """Of no interest here."""
 
     def group_ended(self, record: GroupRecord) -> None:

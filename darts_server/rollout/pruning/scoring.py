@@ -79,7 +79,7 @@ class Scoring:
     def close(self, candidates: Iterable[Candidate]) -> None:
         """The group has ended: nobody will reward those that were not selected."""
         for candidate in candidates:
-            if candidate.end is None:
+            if candidate.selected_as is None:
                 self.drop(candidate.index)
 
     def _told(self, index: int, probed: Probed) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from darts_server.exceptions import StateError
 from darts_server.policy.calibration import Calibration, Label, Status
-from darts_server.rollout.debounce import Soon
+from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import Blobs
 from darts_server.rollout.learned.documents import Documents
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
@@ -27,7 +27,7 @@ KEEP_SECONDS = 2.0
 """Between two writes of what was learned: up to some 100 KB for each kind."""
 
 
-class Sureness:
+class Confidence:
     """Calibrates the scores of trajectories with an answer, of the newest ``kept`` votes."""
 
     def __init__(self, documents: Documents, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION) -> None:
@@ -35,7 +35,7 @@ class Sureness:
         blobs = Blobs(documents, "vote")
         self._points: dict[str, Point] = {kind: Point(blobs, kind, calibration, width=0) for kind in KINDS}
         self._scores: OrderedDict[str, Mapping[int, Mapping[str, float]]] = OrderedDict()
-        self._keep = Soon(KEEP_SECONDS, self._write)
+        self._keep = Debounce(KEEP_SECONDS, self._write)
         self._read()
 
     def status(self, kind: str) -> Status:

@@ -12,12 +12,12 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.policy.calibration import Status
 from darts_server.policy.selection import InOrder
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.observers.base import VoteObserver
 from darts_server.rollout.plan import OFF
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.voting.confidence import KINDS, Sureness, scores_of
+from darts_server.rollout.voting.confidence import KINDS, Confidence, scores_of
 from darts_server.rollout.voting.poll import (
     LOG_ODDS,
     MAJORITY,
@@ -30,7 +30,7 @@ from darts_server.rollout.voting.poll import (
     extractor_of,
     weighting_of,
 )
-from darts_server.types import GroupRecord, PromptSpec, RequestOptions, Sample, StopReason, VoteOutcome
+from darts_server.types import DiscardReason, GroupRecord, PromptSpec, RequestOptions, Sample, VoteOutcome
 
 POLICY = "vote"
 """Under which the groups of votes are recorded. They are not shaped."""
@@ -106,7 +106,7 @@ class Votes(Generic[RequestT, OutputT]):
         self,
         rollouts: Rollouts[RequestT, OutputT],
         prompter: Prompter[RequestT, OutputT],
-        sureness: Sureness,
+        sureness: Confidence,
         observer: VoteObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -177,10 +177,10 @@ class Votes(Generic[RequestT, OutputT]):
             POLICY,
             group_id=vote_id,
             prompt_key=question.prompt.key or self._prompter.key(request),
-            lots=self._prompter.lots(request),
+            tail_seed=self._prompter.tail_seed(request),
             pruning=Pruning() if question.by_quality else None,  # nobody is pruned, for none can be spared
         )
-        run.open(InOrder(question.n), Grant(question.n))
+        run.open(InOrder(question.n), Allocation(question.n))
         return run
 
     def _measure(
@@ -224,7 +224,7 @@ class Votes(Generic[RequestT, OutputT]):
 
 
 def _stopped(record: GroupRecord) -> int:
-    return sum(candidate.reason is StopReason.DECIDED for candidate in record.candidates)
+    return sum(candidate.reason is DiscardReason.DECIDED for candidate in record.candidates)
 
 
 def _outcome(count: Count, early: bool) -> VoteOutcome:

@@ -8,7 +8,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.policy.tails import SampledTail
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
-from darts_server.rollout.allocation.cohort import Grant
+from darts_server.rollout.allocation.cohort import Allocation
 from tests.rollout.helpers import Documents, an_allocator
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +27,7 @@ async def together(allocator: Allocator, keys: list[str], shaping: Shaping = DAR
 
 async def test_a_uniform_policy_asks_nobody_and_waits_for_nobody() -> None:
     allocator = an_allocator(prompts(a=900.0), window=60)
-    assert await allocator.grant("uniform", Shaping(redundancy=1.5), SIZE, "a") == Grant(12)
+    assert await allocator.grant("uniform", Shaping(redundancy=1.5), SIZE, "a") == Allocation(12)
 
 
 async def test_in_a_batch_wider_prompts_get_more_and_the_budget_is_spent_exactly() -> None:
@@ -116,7 +116,7 @@ async def test_where_there_is_no_room_everyone_gets_less_of_the_redundancy_and_n
     full = await together(an_allocator(prompts(**stds), window=0.01), list(stds))
     for scale, each in ((1.0, 12), (0.5, 10), (0.0, 8)):
         allocator = an_allocator(prompts(**stds), window=0.01, scale=scale)
-        assert await allocator.grant("uniform", uniform, SIZE, "p0") == Grant(each)
+        assert await allocator.grant("uniform", uniform, SIZE, "p0") == Allocation(each)
         assert await together(allocator, list(stds)) == [dimmed(count, SIZE, scale) for count in full]
 
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from darts_server.policy.deadline import Deadline
-from darts_server.rollout.allocation.cohort import Batch, Terms
-from darts_server.types import BatchRecord
+from darts_server.rollout.allocation.cohort import Cohort, CohortTerms
+from darts_server.types import CohortRecord
 
 pytestmark = pytest.mark.anyio
 SURE = Deadline(exploration=0.0)
@@ -26,10 +26,10 @@ class Party:
     """A batch and its groups, all joined."""
 
     def __init__(self, groups: int, deadline: Deadline | None = SURE, **terms: int | bool) -> None:
-        self.records: list[BatchRecord] = []
+        self.records: list[CohortRecord] = []
         self.now = 10.0
-        self.batch = Batch(
-            Terms("cut", groups, 12.5, 3.25, deadline, **terms),  # type: ignore[arg-type]
+        self.batch = Cohort(
+            CohortTerms("cut", groups, 12.5, 3.25, deadline, **terms),  # type: ignore[arg-type]
             self.records.append,
             lambda: self.now,
         )
@@ -63,7 +63,7 @@ async def turn() -> None:
 def test_a_group_with_few_candidates_tells_the_same_share_of_them_and_no_group_more_than_its_size(
     candidates: int, place: int
 ) -> None:
-    assert Terms("cut", 16, 12.0).place(8, candidates) == place
+    assert CohortTerms("cut", 16, 12.0).place(8, candidates) == place
 
 
 # --- when the deadline is known -----------------------------------------------
@@ -195,7 +195,7 @@ async def test_the_record_is_made_once_when_the_last_group_has_ended_or_was_drop
     assert party.records == []
     party.now = 14.5
     party.batch.ended(party.members[2])
-    assert party.records == [BatchRecord("cut", 4, 12.5, 7, False, 3.25, 4.5)]
+    assert party.records == [CohortRecord("cut", 4, 12.5, 7, False, 3.25, 4.5)]
 
 
 async def test_a_batch_of_which_every_group_was_dropped_has_a_record_too() -> None:

@@ -8,7 +8,7 @@ import pytest
 from darts_server.policy.deadline import ENOUGH_RIGHT, Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.deadlines import Deadlines
-from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome
+from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
 SIZE = 8
@@ -18,7 +18,7 @@ CUTTING = Shaping(deadline=RULE)
 
 def explored(deadline: int, *lengths: int) -> GroupRecord:
     candidates = tuple(
-        CandidateRecord(i, tokens, FinishReason.STOP, End.SHORT, None, False, 0.0, 1.0, 0, 0)
+        CandidateRecord(i, tokens, FinishReason.STOP, SelectedAs.SHORT, None, False, 0.0, 1.0, 0, 0)
         for i, tokens in enumerate(lengths)
     )
     return GroupRecord(

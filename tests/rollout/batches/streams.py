@@ -11,9 +11,9 @@ from darts_server.exceptions import CandidateFailed, EngineRefused
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.batches.events import Belongs, Delta, Discarded, Event, GroupDecided
-from darts_server.rollout.batches.registry import Batches, Claim, Keeping
+from darts_server.rollout.batches.registry import BatchRegistry, Claim, Keeping
 from darts_server.rollout.batches.run import BatchRun, Form, Stream
-from darts_server.rollout.batches.submission import Asked, Submissions
+from darts_server.rollout.batches.submission import BatchRequest, Submissions
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, PromptSpec
 from tests.rollout.batches.test_submission import Texts
@@ -32,11 +32,11 @@ SHAPINGS = {
 POLICIES = [*SHAPINGS, "off"]
 
 
-def batches(house: House, policy: str, keeping: Keeping | None = None) -> Batches[str, list[int]]:
+def batches(house: House, policy: str, keeping: Keeping | None = None) -> BatchRegistry[str, list[int]]:
     """Whose listeners look at candidates in every turn of the loop."""
     planner = Planner(SHAPINGS, policy, Limits(64))
     clock = asyncio.get_running_loop().time
-    return Batches(Submissions(house.rollouts, Texts(), lambda _: planner), keeping, interval=0, clock=clock)
+    return BatchRegistry(Submissions(house.rollouts, Texts(), lambda _: planner), keeping, interval=0, clock=clock)
 
 
 def on_stepped_time(scenario: Coroutine[Any, Any, None]) -> None:
@@ -49,9 +49,9 @@ def claim(key: str = "key", body: bytes = b"body", owner: bytes = b"owner") -> C
     return Claim(owner, key, body)
 
 
-def ask(prompts: int, size: int = 4, num_groups: int | None = None) -> Asked:
+def ask(prompts: int, size: int = 4, num_groups: int | None = None) -> BatchRequest:
     specs = [PromptSpec(text=str(i), metadata={"place": i}) for i in range(prompts)]
-    return Asked(specs, size, num_groups=num_groups)
+    return BatchRequest(specs, size, num_groups=num_groups)
 
 
 def tokens(chunk: int = 4) -> Form:

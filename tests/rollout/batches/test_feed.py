@@ -11,7 +11,7 @@ from darts_server.engine.port import Generated
 from darts_server.engine.scripted import Script, generated, settle
 from darts_server.rollout.batches.events import BatchBegan, Belongs, Broken, Delta, Discarded, Done, GroupDecided
 from darts_server.rollout.batches.run import BatchRun, Form, Stream
-from darts_server.types import GroupRecord, StopReason
+from darts_server.types import DiscardReason, GroupRecord
 from tests.rollout.batches.streams import (
     POLICIES,
     Told,
@@ -63,7 +63,7 @@ def check_against_the_answer(told: Told, batch: BatchRun, shadow: bool) -> None:
             assert told_off == discarded(result.record)
 
 
-def discarded(record: GroupRecord) -> dict[int, tuple[int, StopReason]]:
+def discarded(record: GroupRecord) -> dict[int, tuple[int, DiscardReason]]:
     return {c.index: (c.tokens, c.reason) for c in record.candidates if c.reason is not None}
 
 

@@ -9,7 +9,7 @@ from darts_server.exceptions import Conflict, GroupAborted, InvalidRequest, NotF
 from darts_server.rollout.batches.events import Broken, Done
 from darts_server.rollout.batches.registry import Keeping
 from darts_server.rollout.batches.run import Form
-from darts_server.rollout.batches.submission import Asked
+from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.types import Outcome, PromptSpec
 from tests.rollout.batches.streams import ask, batches, claim, hear, on_stepped_time, play, tokens
 from tests.rollout.helpers import House, lengths
@@ -57,7 +57,7 @@ def test_a_claim_is_one_callers_and_for_one_body() -> None:
 def test_a_refused_batch_leaves_its_claim_free() -> None:
     async def scenario() -> None:
         ours = batches(House(lengths(5)), "shortest", KEEPING)
-        wrong = Asked([PromptSpec(text="x")], 4)
+        wrong = BatchRequest([PromptSpec(text="x")], 4)
         refused = await asyncio.gather(*(ours.open(wrong, WHOLE, claim()) for _ in range(2)), return_exceptions=True)
         assert [type(one) for one in refused] == [InvalidRequest, InvalidRequest]
         await ours.open(ask(1), WHOLE, claim(body=b"right"))

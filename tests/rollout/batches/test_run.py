@@ -12,16 +12,16 @@ from darts_server.policy.deadline import FEWEST
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
-from darts_server.rollout.allocation.cohort import Batch, Grant, Terms
+from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.run import GroupRun
-from darts_server.types import BatchRecord, FinishReason, GroupRecord, Outcome
+from darts_server.types import CohortRecord, FinishReason, GroupRecord, Outcome
 from tests.rollout.allocation.test_cohort import SURE, Listener, turn
 from tests.rollout.helpers import Documents, House, an_allocator, collect, lengths
 
 pytestmark = pytest.mark.anyio
 DARTS_CUT = Shaping(redundancy=1.5, adaptive=True, deadline=SURE)
-LOTS_FOR_3 = 0
-"""A seed of lots with which candidate 3 of five is the first to be drawn."""
+TAIL_SEED_FOR_3 = 0
+"""A seed of tail_seed with which candidate 3 of five is the first to be drawn."""
 
 
 # --- batches of groups that run ------------------------------------------------
@@ -58,10 +58,10 @@ async def test_groups_that_fail_or_are_cancelled_do_not_keep_the_others_from_the
 
 async def leaving_when_answered(
     allocator: Allocator, others: int
-) -> tuple[list[Grant | BaseException], asyncio.Task[Grant]]:
+) -> tuple[list[Allocation | BaseException], asyncio.Task[Allocation]]:
     """Groups that are allocated together; the last one's caller leaves when its answer is there and not taken."""
 
-    async def first() -> Grant:
+    async def first() -> Allocation:
         try:
             return await allocator.grant("cut", DARTS_CUT, 4, "first")
         finally:
@@ -77,10 +77,10 @@ async def leaving_when_answered(
 
 
 async def test_a_caller_that_leaves_while_its_grant_is_on_its_way_is_dropped_from_the_batch() -> None:
-    records: list[BatchRecord] = []
+    records: list[CohortRecord] = []
     grants, last = await leaving_when_answered(an_allocator(Documents(), on_batch_end=records.append), others=8)
     assert last.cancelled()
-    assert isinstance(grants[0], Grant)
+    assert isinstance(grants[0], Allocation)
     batch = grants[0].batch
     assert batch is not None
     members = [Listener() for _ in grants]
@@ -139,8 +139,9 @@ def gathered(house: House, name: str, candidates: int) -> GroupRun[str, list[int
     return run
 
 
-def a_batch(house: House, groups: int, **terms: int) -> Batch:
-    return Batch(Terms("cut", groups, 6.0, None, SURE, **terms), house.recorder.batch_ended, lambda: house.engine.now)  # type: ignore[arg-type]
+def a_batch(house: House, groups: int, **terms: int) -> Cohort:
+    made = CohortTerms("cut", groups, 6.0, None, SURE, **terms)  # type: ignore[arg-type]
+    return Cohort(made, house.recorder.cohort_ended, lambda: house.engine.now)
 
 
 async def test_a_group_that_knew_what_it_needs_before_it_was_opened_tells_its_batch_when_it_is() -> None:
@@ -150,7 +151,7 @@ async def test_a_group_that_knew_what_it_needs_before_it_was_opened_tells_its_ba
     for _ in range(5):
         await house.engine.step()
     batch = a_batch(house, 1)
-    run.open(Shaping(num_longest=0).rule(1), Grant(3, batch))
+    run.open(Shaping(num_longest=0).rule(1), Allocation(3, batch))
     assert batch.tokens == 5
     run.close()
 
@@ -160,7 +161,7 @@ async def test_a_group_that_failed_before_it_was_opened_is_dropped_from_its_batc
     house.engine.refuse = EngineRefused("no")
     run = gathered(house, "p", 4)
     await settle()
-    run.open(DARTS_CUT.rule(4), Grant(6, a_batch(house, 1)))
+    run.open(DARTS_CUT.rule(4), Allocation(6, a_batch(house, 1)))
     with pytest.raises(EngineRefused):
         await collect(run)
     assert len(house.recorder.batches) == 1
@@ -189,9 +190,9 @@ async def test_the_record_names_no_deadline_that_the_group_was_not_held_to() -> 
     # What makes the group complete also brings the deadline, which is less than the tail that is in it.
     script = [Script(2), Script(2), Script(2, delay=11), Script(12, reason=FinishReason.LENGTH), Script(3)]
     house = House(lambda _, index: script[index], {"cut": DARTS_CUT})
-    run = house.rollouts.gathering("p", "cut", group_id="p", lots=(LOTS_FOR_3,))
+    run = house.rollouts.gathering("p", "cut", group_id="p", tail_seed=(TAIL_SEED_FOR_3,))
     batch = a_batch(house, 1)
-    run.open(DARTS_CUT.rule(4), Grant(5, batch))
+    run.open(DARTS_CUT.rule(4), Allocation(5, batch))
     task = asyncio.create_task(collect(run))
     await house.engine.run()
     assert {t.index: len(t.output) for t in await task} == {0: 2, 1: 2, 2: 2, 3: 12}

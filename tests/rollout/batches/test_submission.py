@@ -10,7 +10,7 @@ from darts_server.engine.scripted import Script, generated, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.batches.submission import Asked, GroupResult, Submission, Submissions
+from darts_server.rollout.batches.submission import BatchRequest, GroupResult, Submission, Submissions
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, Outcome, PromptSpec, Sample
 from tests.rollout.helpers import House
@@ -37,7 +37,7 @@ class Texts:
     def key(self, request: str) -> str:
         return f"key of {request}"
 
-    def lots(self, request: str) -> Sequence[int] | None:
+    def tail_seed(self, request: str) -> Sequence[int] | None:
         return (1,)
 
     def sample(self, output: list[int]) -> Sample:
@@ -56,8 +56,8 @@ def submissions(house: House, default: str = "shortest") -> Submissions[str, lis
     return Submissions(house.rollouts, Texts(), planner)
 
 
-def asked(*texts: str, **more: object) -> Asked:
-    return Asked([PromptSpec(text=text) for text in texts], SIZE, **more)  # type: ignore[arg-type]
+def asked(*texts: str, **more: object) -> BatchRequest:
+    return BatchRequest([PromptSpec(text=text) for text in texts], SIZE, **more)  # type: ignore[arg-type]
 
 
 async def play(house: House, submission: Submission[str, list[int]]) -> list[GroupResult]:
@@ -127,10 +127,10 @@ async def test_all_groups_share_one_deadline_however_many_they_are() -> None:
         (asked("10", budget=9), "budget"),
         (asked("10", num_groups=2), "num_groups"),
         (asked("10", num_groups=0), "num_groups"),
-        (Asked([PromptSpec(text="10")], 65), "n"),
+        (BatchRequest([PromptSpec(text="10")], 65), "n"),
     ],
 )
-async def test_a_wrong_batch_starts_nothing(wrong: Asked, field: str) -> None:
+async def test_a_wrong_batch_starts_nothing(wrong: BatchRequest, field: str) -> None:
     house = House(script)
     with pytest.raises(InvalidRequest) as refused:
         await submissions(house).submit(wrong)

@@ -110,15 +110,15 @@ class SigningEngine:
 
 
 class RecordedRollouts(Rollouts[str, Signed]):
-    """Remembers the groups that were begun. Their lots can be repeated."""
+    """Remembers the groups that were begun. Their tail_seed can be repeated."""
 
-    def __init__(self, engine: SigningEngine, lots: int, *args: Any, **more: Any) -> None:
+    def __init__(self, engine: SigningEngine, tail_seed: int, *args: Any, **more: Any) -> None:
         super().__init__(engine, *args, **more)
         self.begun: dict[str, GroupRun[str, Signed]] = {}
-        self._lots = lots
+        self._lots = tail_seed
 
     def gathering(self, request: str, policy: str, **more: Any) -> GroupRun[str, Signed]:
-        run = super().gathering(request, policy, **{**more, "lots": (self._lots, len(self.begun))})
+        run = super().gathering(request, policy, **{**more, "tail_seed": (self._lots, len(self.begun))})
         self.begun[more["group_id"]] = run
         return run
 
@@ -154,7 +154,7 @@ class Hall:
         size: int = 4,
         wait: float = WAIT,
         window: float = 0,
-        lots: int = 0,
+        tail_seed: int = 0,
     ) -> None:
         self.script = script
         self.size = size
@@ -166,7 +166,7 @@ class Hall:
         self._others = asyncio.all_tasks()
         self.rollouts = RecordedRollouts(
             self.signing,
-            lots,
+            tail_seed,
             {"shaped": shaping},
             "shaped",
             Limits(64),

@@ -11,7 +11,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.serving.admission import Caller as From
 from darts_server.serving.admission import caller as caller_of
-from darts_server.types import BatchRecord, Outcome, StopReason
+from darts_server.types import CohortRecord, DiscardReason, Outcome
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import (
     POLICIES,
@@ -31,7 +31,7 @@ CUT = Shaping(redundancy=1.5, num_longest=1, deadline=Deadline())
 TRIALS = 80
 """Draws of one of four seats: enough that each way of falling is seen but once in ten thousand million runs."""
 LONG_TAIL = 5
-"""A seed of lots with which one of the last two of six candidates is the first to be drawn."""
+"""A seed of tail_seed with which one of the last two of six candidates is the first to be drawn."""
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ async def test_when_the_last_who_waits_has_its_own_what_still_runs_is_stopped() 
             record = hall.record("group-c0")
             assert record.outcome is Outcome.CANCELLED
             assert sorted(c.tokens for c in record.selected) == [5, 6, 7]
-            assert {c.reason for c in record.candidates if c.end is None} == {StopReason.CANCELLED}
+            assert {c.reason for c in record.candidates if c.selected_as is None} == {DiscardReason.CANCELLED}
             await hall.assert_empty()
         else:
             await hall.engine.run()
@@ -305,7 +305,7 @@ async def test_a_seat_that_was_served_is_not_vacant() -> None:
 async def test_a_seat_of_a_group_that_has_its_record_is_not_given_to_a_late_caller() -> None:
     # Nobody could find the group by the request of one that comes only now, while what was cut is on its way.
     for _ in range(8):
-        hall = Hall(lambda request, index: Script(60 if index else 2 + int(request[-1])), CUT, lots=LONG_TAIL)
+        hall = Hall(lambda request, index: Script(60 if index else 2 + int(request[-1])), CUT, tail_seed=LONG_TAIL)
         gone, *rest = await hall.all_come()
         gone.hang_up()
         hall.rollouts.begun["group-c0"].limit(9)
@@ -372,7 +372,7 @@ async def test_groups_that_are_sealed_together_are_allocated_together() -> None:
             hall.come(f"{prompt}/{number}", f"p{prompt}")
     await finish(hall, hall.callers)
     [batch] = hall.recorder.batches
-    assert isinstance(batch, BatchRecord)
+    assert isinstance(batch, CohortRecord)
     assert (batch.groups, batch.mean_candidates) == (9, 6)
 
 

@@ -41,7 +41,7 @@ class Crowd:
         self.seed = seed
         self.failures = failures
         self.size = self.random.choice([3, 4, 8, 8, 8])
-        self.hall = Hall(self.script, shaping, self.size, window=self.random.choice([0.0, 0.0, 1.0]), lots=seed)
+        self.hall = Hall(self.script, shaping, self.size, window=self.random.choice([0.0, 0.0, 1.0]), tail_seed=seed)
         self.leave_rate = self.random.choice([0.0, 0.1, 0.3])
         self.quiet_rate = self.random.choice([0.0, 0.02, 0.1])
         self.leaving: dict[int, list[Caller]] = {}
@@ -116,7 +116,7 @@ def check_who_got_what(crowd: Crowd) -> None:
         assert all(c.served for c in callers) or len(given_here) <= record.size
         if record.outcome is Outcome.CANCELLED:
             assert not all(c.served for c in callers), "somebody hung up"
-        assert all((c.end is None) != (c.reason is None) for c in record.candidates)
+        assert all((c.selected_as is None) != (c.reason is None) for c in record.candidates)
 
 
 def check_the_rule(crowd: Crowd) -> None:
@@ -131,7 +131,7 @@ def check_the_rule(crowd: Crowd) -> None:
         wanted = chosen(group.rule, hall.fates(record.group_id))  # type: ignore[arg-type]
         assert record.outcome is not Outcome.FAILED
         if record.outcome is Outcome.COMPLETED:
-            assert {c.index: c.end for c in record.selected if not c.cut} == {
+            assert {c.index: c.selected_as for c in record.selected if not c.cut} == {
                 i: end for i, end in wanted.items() if not record.candidates[i].cut
             }
             assert selected == wanted.keys()

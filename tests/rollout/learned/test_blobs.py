@@ -14,7 +14,7 @@ from darts_server.rollout.learned.blobs import PART_BYTES, Blob, Blobs
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.pruning.detection import Point
 from darts_server.rollout.pruning.head_state import KEY, SECONDS, HeadState
-from darts_server.rollout.pruning.pending_labels import Flights, Scored, compact
+from darts_server.rollout.pruning.pending_labels import PendingLabels, Scored, compact
 from darts_server.store import Store
 from tests.rollout.helpers import Documents
 
@@ -186,7 +186,7 @@ def test_half_precision_is_used_where_it_holds_the_numbers() -> None:
 
 def test_the_memory_is_bounded_and_given_back() -> None:
     point = Point(Blobs(Documents(), "test"), "head@10", Calibration(), 100)
-    flights = Flights(10_000)
+    flights = PendingLabels(10_000)
     forgotten = sum(flights.add(f"g{i}", 0, Scored(point, 10, np.zeros(100, np.float16))) for i in range(50))
     assert (len(flights), forgotten) == (14, 36)
     for i in range(50):

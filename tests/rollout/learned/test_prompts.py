@@ -4,12 +4,12 @@ import pytest
 
 from darts_server.exceptions import StateError
 from darts_server.rollout.learned.prompts import Prompts, key_of
-from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome, StopReason
+from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
 
-def candidate(index: int, tokens: int, finish: FinishReason | None, end: End | None = None) -> CandidateRecord:
-    reason = None if end else StopReason.LONGER_THAN_NEEDED
+def candidate(index: int, tokens: int, finish: FinishReason | None, end: SelectedAs | None = None) -> CandidateRecord:
+    reason = None if end else DiscardReason.LONGER_THAN_NEEDED
     return CandidateRecord(index, tokens, finish, end, reason, False, 0.0, 1.0, 3, 4)
 
 
@@ -18,8 +18,8 @@ def record(*candidates: CandidateRecord) -> GroupRecord:
 
 
 FINISHED = (
-    candidate(0, 10, FinishReason.STOP, End.SHORT),
-    candidate(1, 20, FinishReason.STOP, End.SHORT),
+    candidate(0, 10, FinishReason.STOP, SelectedAs.SHORT),
+    candidate(1, 20, FinishReason.STOP, SelectedAs.SHORT),
     candidate(2, 30, FinishReason.STOP),
 )
 
@@ -35,7 +35,7 @@ def test_a_group_whose_candidates_all_finished_gives_its_plain_mean_and_std() ->
 
 
 def test_a_pruned_candidate_counts_as_one_that_would_have_been_longer() -> None:
-    pruned = CandidateRecord(3, 15, None, None, StopReason.PRUNED, False, 0.0, 1.0, 3, 4, 0.2, 0.3)
+    pruned = CandidateRecord(3, 15, None, None, DiscardReason.PRUNED, False, 0.0, 1.0, 3, 4, 0.2, 0.3)
     with_it, without = Prompts(Documents()), Prompts(Documents())
     with_it.learn(record(*FINISHED, pruned))
     without.learn(record(*FINISHED))

@@ -3,14 +3,15 @@
 import pytest
 
 from darts_server.rollout.observers.bias import GROUPS, LengthBias
-from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome, StopReason
+from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs
 
 
 def group(*returned: int, stopped: tuple[int, ...] = (), outcome: Outcome = Outcome.COMPLETED) -> GroupRecord:
     kept = [
-        CandidateRecord(i, n, FinishReason.STOP, End.SHORT, None, False, 0, 1, 0, 0) for i, n in enumerate(returned)
+        CandidateRecord(i, n, FinishReason.STOP, SelectedAs.SHORT, None, False, 0, 1, 0, 0)
+        for i, n in enumerate(returned)
     ]
-    gone = [CandidateRecord(9, n, None, None, StopReason.TAIL_PRUNED, False, 0, 1, 0, 0) for n in stopped]
+    gone = [CandidateRecord(9, n, None, None, DiscardReason.TAIL_PRUNED, False, 0, 1, 0, 0) for n in stopped]
     return GroupRecord("g", "p", "uniform", len(kept), outcome, (*kept, *gone), 0.0, 1.0, None)
 
 
@@ -43,7 +44,7 @@ def test_stopped_candidates_count_as_the_longer_ones_they_are() -> None:
 
 def test_one_that_hit_the_length_limit_was_generated_as_long_as_it_is() -> None:
     bias = LengthBias()
-    truncated = CandidateRecord(0, 256, FinishReason.LENGTH, End.FILL, None, False, 0, 1, 0, 0)
+    truncated = CandidateRecord(0, 256, FinishReason.LENGTH, SelectedAs.FILL, None, False, 0, 1, 0, 0)
     bias.group_ended(GroupRecord("g", "p", "uniform", 1, Outcome.COMPLETED, (truncated,), 0.0, 1.0, None))
     assert bias.mean("generated") == bias.mean("returned") == 256
 

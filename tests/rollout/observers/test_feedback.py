@@ -20,7 +20,7 @@ from darts_server.rollout.learned.rewards import DATASET_KIND, KEY, PROMPT_KIND,
 from darts_server.rollout.observers.feedback import MOST_INDICES, TURN, Feedback, Report, Reward
 from darts_server.rollout.observers.returned import fingerprint
 from darts_server.store import Store
-from darts_server.types import CandidateRecord, End, FinishReason, GroupRecord, Outcome, Returned
+from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, Returned, SelectedAs
 from tests.rollout.helpers import SHAPINGS, Documents, House, collect, lengths
 
 pytestmark = pytest.mark.anyio
@@ -85,7 +85,7 @@ class Made:
 
     def record(self, started_at: float = 0.0) -> GroupRecord:
         candidates = [
-            CandidateRecord(i, len(tokens), FinishReason.STOP, End.SHORT, None, False, 0.0, 1.0, 0, 0)
+            CandidateRecord(i, len(tokens), FinishReason.STOP, SelectedAs.SHORT, None, False, 0.0, 1.0, 0, 0)
             for i, tokens in enumerate(self.trajectories)
         ]
         size = len(candidates)
@@ -391,7 +391,7 @@ async def test_every_trajectory_that_a_caller_gets_can_be_rewarded(policy: str) 
     rewards = [by_id(f"g:{t.index}", 1.0) if t.index % 2 else by_tokens([ord("g")], t.output, 0.0) for t in got]
     assert await trainer.feedback.report(rewards) == Report(matched=4)
     assert trainer.told == [("g", {t.index: bool(t.index % 2) for t in got})]
-    discarded = [by_id(f"g:{c.index}", 1.0) for c in record.candidates if c.end is None]
+    discarded = [by_id(f"g:{c.index}", 1.0) for c in record.candidates if c.selected_as is None]
     assert (await trainer.feedback.report(discarded)).unknown == len(discarded) == 2
 
 

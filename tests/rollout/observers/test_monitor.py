@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.rollout.observers.monitor import MOST_OF_GROUP, Live, Running, View, Viewer
+from darts_server.rollout.observers.monitor import MOST_OF_GROUP, Monitor, Running, View, Viewer
 from darts_server.rollout.run import GroupRun
-from darts_server.types import End, FinishReason
+from darts_server.types import FinishReason, SelectedAs
 from tests.rollout.helpers import House, lengths
 from tests.rollout.learned.test_prompts import candidate, record
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.anyio
 Told = dict[str, dict[str, Any]]
 
 
-def watched(house: House, **most: int) -> Live:
-    live = Live(lambda: house.rollouts, clock=lambda: float(house.engine.now), **most)
+def watched(house: House, **most: int) -> Monitor:
+    live = Monitor(lambda: house.rollouts, clock=lambda: float(house.engine.now), **most)
     house.rollouts._observers += (live,)
     return live
 
@@ -36,7 +36,7 @@ def merge(told: Told, view: View) -> Told:
     return told
 
 
-def everything(live: Live) -> Told:
+def everything(live: Monitor) -> Told:
     return merge({}, Viewer(live).look())
 
 
@@ -82,8 +82,8 @@ async def test_only_what_changed_is_told() -> None:
     [group] = viewer.look().groups
     assert group.fields == {"ended": 9, "outcome": "completed"}
     assert group.candidates == [
-        {"index": 0, "state": "selected", "end": "short"},
-        {"index": 1, "state": "selected", "tokens": 9, "stop": 9, "end": "short"},
+        {"index": 0, "state": "selected", "selected_as": "short"},
+        {"index": 1, "state": "selected", "tokens": 9, "stop": 9, "selected_as": "short"},
         {"index": 2, "state": "discarded", "tokens": 9, "stop": 9, "reason": "longer_than_needed"},
     ]
     assert viewer.look().groups == []
@@ -124,7 +124,7 @@ async def test_no_more_is_told_and_kept_than_there_is_room_for_and_what_makes_ro
 def test_of_a_very_large_group_the_first_candidates_are_told_even_if_they_fill_the_room() -> None:
     house = House(lengths(1))
     live = watched(house, most_candidates=100)
-    live.group_ended(record(*(candidate(i, 5, FinishReason.STOP, End.SHORT) for i in range(3000))))
+    live.group_ended(record(*(candidate(i, 5, FinishReason.STOP, SelectedAs.SHORT) for i in range(3000))))
     [group] = Viewer(live).look().groups
     assert (len(group.candidates), group.fields["started"]) == (MOST_OF_GROUP, 3000)
 
@@ -156,7 +156,7 @@ async def test_nothing_is_looked_at_while_nobody_looks() -> None:
             raise AssertionError
 
     asked: Running = Unasked()
-    live = Live(lambda: asked, most_groups=5)
+    live = Monitor(lambda: asked, most_groups=5)
     house.rollouts._observers += (live,)
     for number in range(20):
         house.run(2, group_id=f"g{number}")

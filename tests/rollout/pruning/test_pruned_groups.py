@@ -13,7 +13,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.policy.survival import Pruning
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.feedback import Feedback, Reward
-from darts_server.types import StopReason
+from darts_server.types import DiscardReason
 from tests.quality.worlds import WIDTH, World
 from tests.rollout.helpers import Documents, House
 from tests.rollout.pruning.judges import QUICKLY, Bench
@@ -61,14 +61,14 @@ class Trained:
         self.groups += 1
         self.bench.version = self.groups // 16
         self.bench.now += 1
-        run = self.house.run(SIZE, self.policy, group_id=name, lots=self.groups)
+        run = self.house.run(SIZE, self.policy, group_id=name, tail_seed=self.groups)
         back = await self.house.group(run)
         assert len(back) == SIZE
         rewards = [
             Reward(float(self.right[name, t.index]), self.right[name, t.index], f"{name}:{t.index}") for t in back
         ]
         assert (await self.feedback.report(rewards)).matched == SIZE
-        return sum(c.reason is StopReason.PRUNED for c in self.house.record(name).candidates)
+        return sum(c.reason is DiscardReason.PRUNED for c in self.house.record(name).candidates)
 
 
 @pytest.mark.parametrize("policy", ["arrol", "darts+arrol"])

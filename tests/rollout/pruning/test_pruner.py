@@ -15,7 +15,7 @@ from darts_server.rollout.pruning.detection import AIM_EVERY, MOST_RULES, Surviv
 from darts_server.rollout.pruning.judge import Judgement
 from darts_server.rollout.pruning.judging import WHY, Judging, Kind
 from darts_server.rollout.pruning.pruner import STEP_GROUPS, UNPROBED_TOKENS
-from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, PruningStatus, StopReason
+from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome, PruningStatus
 from tests.quality.worlds import QUICK, WIDTH, World
 from tests.rollout.helpers import Documents
 from tests.rollout.pruning.judges import QUICKLY, Bench
@@ -300,7 +300,7 @@ async def test_states_that_never_came_are_counted_for_policies_that_prune() -> N
 
 def a_record(policy: str, *candidates: tuple[int, float | None]) -> GroupRecord:
     made = [
-        CandidateRecord(i, tokens, FinishReason.STOP, None, StopReason.MIDDLE, False, 0.0, 1.0, 0, 0, quality)
+        CandidateRecord(i, tokens, FinishReason.STOP, None, DiscardReason.MIDDLE, False, 0.0, 1.0, 0, 0, quality)
         for i, (tokens, quality) in enumerate(candidates)
     ]
     return GroupRecord("g", "p", policy, 1, Outcome.COMPLETED, made, 0.0, 1.0, None)

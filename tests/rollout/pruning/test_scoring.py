@@ -15,12 +15,12 @@ from darts_server.policy.events import Scored
 from darts_server.policy.named import named
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.allocation.cohort import Grant
-from darts_server.rollout.batches.submission import Asked, Submissions
+from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.batches.submission import BatchRequest, Submissions
 from darts_server.rollout.joining import Joining
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.pruning.scoring import Scoring
-from darts_server.types import CandidateRecord, End, PromptSpec, RequestOptions, StopReason
+from darts_server.types import CandidateRecord, DiscardReason, PromptSpec, RequestOptions, SelectedAs
 from tests.rollout.batches.test_submission import Texts, play
 from tests.rollout.helpers import House, lengths
 from tests.rollout.pruning.judged import Hasty, Oracle, states
@@ -54,11 +54,11 @@ async def test_a_candidate_that_does_not_survive_its_score_is_stopped_there() ->
     judge = Oracle(4)
     house = a_house(judge, [20], {0: (0.9, NEVER), 2: (0.25, SURELY)})
     candidates = await played(house)
-    assert [c.reason for c in candidates] == [StopReason.PRUNED, None, StopReason.MIDDLE, None]
+    assert [c.reason for c in candidates] == [DiscardReason.PRUNED, None, DiscardReason.MIDDLE, None]
     assert (candidates[0].tokens, candidates[0].finish_reason) == (4, None)
     assert candidates[0].quality == pytest.approx(0.9)
     assert [c.survival for c in candidates] == [0.0, 1.0, 1.0, 1.0]
-    assert {c.end for c in candidates} == {None, End.BALANCED}
+    assert {c.selected_as for c in candidates} == {None, SelectedAs.BALANCED}
     assert sorted(judge.draws) == [(1, 1.0), (2, 1.0), (3, 1.0)]
     assert sorted(judge.drops) == [0, 2]
 
@@ -66,14 +66,14 @@ async def test_a_candidate_that_does_not_survive_its_score_is_stopped_there() ->
 async def test_those_are_returned_whose_scores_are_nearest_the_target() -> None:
     house = a_house(Oracle(4), [20], {0: (1.0, 1.0), 1: (0.75, 1.0), 2: (1.0, 1.0), 3: (0.0, 1.0)})
     candidates = await played(house)
-    assert [c.index for c in candidates if c.end is End.BALANCED] == [0, 3]
+    assert [c.index for c in candidates if c.selected_as is SelectedAs.BALANCED] == [0, 3]
 
 
 async def test_no_more_are_pruned_than_the_group_can_spare_and_the_judge_knows() -> None:
     judge = Oracle(4)
     house = a_house(judge, [20], dict.fromkeys(range(6), (0.5, NEVER)))
     candidates = await played(house, size=3)
-    assert [c.reason for c in candidates].count(StopReason.PRUNED) == 3
+    assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 3
     assert judge.draws == [(3, 1.0), (4, 1.0), (5, 1.0)]
     assert sorted(judge.drops) == [0, 1, 2]
 
@@ -83,7 +83,7 @@ async def test_one_that_ends_before_the_detection_point_is_not_scored() -> None:
     candidates = await played(a_house(judge, [3, 20], dict.fromkeys(range(4), (0.5, NEVER))))
     assert candidates[0].quality is None
     assert 0 not in {index for index, _ in judge.states}
-    assert candidates[0].reason is not StopReason.PRUNED
+    assert candidates[0].reason is not DiscardReason.PRUNED
 
 
 async def test_the_latest_score_counts_and_survival_multiplies() -> None:
@@ -116,7 +116,7 @@ async def test_of_a_score_after_the_groups_end_the_judge_hears_if_the_candidate_
     assert not judge.states
     for _ in range(3):
         await house.engine.step()
-    returned = [(c.index, 4) for c in candidates if c.end is not None]
+    returned = [(c.index, 4) for c in candidates if c.selected_as is not None]
     assert judge.states == returned
     assert sorted([*judge.drops, *(index for index, _ in returned)]) == [0, 1, 2, 3]
 
@@ -126,7 +126,7 @@ async def test_a_state_that_comes_before_the_start_was_told_waits_for_it() -> No
     house = House(states([20], {0: (0.9, NEVER)}), SHAPINGS, judge=judge, engine=Hasty)
     house.engine.probe_width = 2
     candidates = await played(house)
-    assert (candidates[0].reason, candidates[0].tokens) == (StopReason.PRUNED, 0)
+    assert (candidates[0].reason, candidates[0].tokens) == (DiscardReason.PRUNED, 0)
 
 
 async def test_the_judge_need_not_remember_failed_stopped_and_cancelled_ones() -> None:
@@ -151,7 +151,7 @@ async def test_a_pruned_candidate_is_replaced_if_the_policy_refills() -> None:
     house = a_house(judge, [20], dict.fromkeys(range(10), (0.5, NEVER)))
     candidates = await played(house, policy="refill")
     assert len(candidates) == 6  # three times the group's size, instead of two
-    assert [c.reason for c in candidates].count(StopReason.PRUNED) == 4
+    assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 4
 
 
 async def test_darts_chooses_by_length_among_the_survivors() -> None:
@@ -159,8 +159,8 @@ async def test_darts_chooses_by_length_among_the_survivors() -> None:
     run = house.run(2, "darts+arrol")
     trajectories = await house.group(run)
     candidates = house.record("g").candidates
-    assert candidates[1].reason is StopReason.PRUNED
-    assert candidates[2].end is End.SHORT
+    assert candidates[1].reason is DiscardReason.PRUNED
+    assert candidates[2].selected_as is SelectedAs.SHORT
     assert len(trajectories) == 2
 
 
@@ -195,7 +195,7 @@ async def test_by_both_a_state_is_scored_with_the_log_probs_of_its_tokens() -> N
     judge = Oracle(4, 8, with_logprobs=True)
     house = a_house(judge, [20], {0: (0.9, NEVER), 2: (0.25, SURELY)})
     candidates = await played(house)
-    assert [c.reason for c in candidates] == [StopReason.PRUNED, None, StopReason.MIDDLE, None]
+    assert [c.reason for c in candidates] == [DiscardReason.PRUNED, None, DiscardReason.MIDDLE, None]
     assert sorted(judge.states) == [(0, 4), *((i, tokens) for i in (1, 2, 3) for tokens in (4, 8))]
 
 
@@ -242,7 +242,7 @@ async def test_by_log_probs_each_point_is_scored_once_by_just_the_tokens_up_to_i
 async def test_by_log_probs_candidates_are_pruned_too() -> None:
     judge = Oracle(4, by_logprobs=True)
     candidates = await played(House(lengths(20), SHAPINGS, judge=judge))
-    assert [c.reason for c in candidates] == [StopReason.PRUNED, StopReason.PRUNED, None, None]
+    assert [c.reason for c in candidates] == [DiscardReason.PRUNED, DiscardReason.PRUNED, None, None]
     assert sorted(judge.drops) == [0, 1]
 
 
@@ -302,7 +302,7 @@ async def test_pruning_is_refused_where_nothing_can_be_scored(
     house.engine.probe_width = width
     planner = Planner(SHAPINGS, "arrol", Limits(64))
     submissions = Submissions(house.rollouts, Texts(), lambda _: planner)
-    asked = Asked([PromptSpec(text="5")], 2)
+    asked = BatchRequest([PromptSpec(text="5")], 2)
     if message is None:
         assert house.plan(2, "arrol").policy == "arrol"
         assert (await submissions.submit(asked)).size == 1
@@ -336,10 +336,10 @@ async def test_a_caller_who_wants_all_survivors_gets_them_and_no_fewer_than_the_
     policy: str, pruned: int
 ) -> None:
     house = a_house(Oracle(4), [20], dict.fromkeys(range(pruned), (0.5, NEVER)))
-    asked = Asked([PromptSpec(text="5")], 2, survivors=True, budget=4)
+    asked = BatchRequest([PromptSpec(text="5")], 2, survivors=True, budget=4)
     [result] = await play(house, await batches_under(house, policy).submit(asked))
     assert result.record is not None
-    gone = [c.index for c in result.record.candidates if c.reason is StopReason.PRUNED]
+    gone = [c.index for c in result.record.candidates if c.reason is DiscardReason.PRUNED]
     assert gone == list(range(min(pruned, 2)))
     assert list(result.samples) == [i for i in range(4) if i not in gone]
 
@@ -347,7 +347,7 @@ async def test_a_caller_who_wants_all_survivors_gets_them_and_no_fewer_than_the_
 async def test_survivors_of_a_policy_that_does_not_prune_are_refused() -> None:
     house = a_house(Oracle(4), [20], {})
     with pytest.raises(InvalidRequest, match="'darts' prunes nobody; leave it out, or name one that prunes") as refused:
-        await batches_under(house, "darts").submit(Asked([PromptSpec(text="5")], 2, survivors=True))
+        await batches_under(house, "darts").submit(BatchRequest([PromptSpec(text="5")], 2, survivors=True))
     assert refused.value.field == "survivors"
 
 
@@ -355,7 +355,7 @@ async def test_who_listens_to_tokens_hears_of_survivors_when_all_have_ended() ->
     house = a_house(Oracle(4), [10, 20], {1: (0.5, NEVER)})
     plan = house.plan(2, "arrol")
     plan = replace(plan, shaping=replace(plan.shaping, survivors=True))
-    run = house.rollouts.run("p", plan, Grant(4), group_id="g", lots=(7,), early=True)
+    run = house.rollouts.run("p", plan, Allocation(4), group_id="g", tail_seed=(7,), early=True)
     trajectories = await house.group(run)
     assert [(t.index, t.last) for t in trajectories] == [(0, False), (2, False), (3, True)]
     assert run.ended

@@ -20,12 +20,12 @@ from darts_server.policy.survival import Pruning
 from darts_server.rollout.learned.blobs import Blobs
 from darts_server.rollout.pruning.judge import Judgement
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.voting.confidence import KINDS, Sureness
+from darts_server.rollout.voting.confidence import KINDS, Confidence
 from darts_server.rollout.voting.poll import SHORT_TEXT, Poll, extractor_of, weighting_of
 from darts_server.rollout.voting.votes import Question, Voted, Votes
 from darts_server.serving.admission import Admission, Bounds
 from darts_server.store import Store
-from darts_server.types import FinishReason, Outcome, PromptSpec, Sample, StopReason, VoteOutcome
+from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, Sample, VoteOutcome
 from tests.rollout.helpers import Documents, House
 
 pytestmark = pytest.mark.anyio
@@ -74,7 +74,7 @@ class Booth:
     def __init__(self, *voters: Voter, documents: Documents | None = None) -> None:
         self.house = House(lambda _, i: voters[i].script or Script(voters[i].length))
         self.judge = Opinion()
-        self.sureness = Sureness(documents or Documents())
+        self.sureness = Confidence(documents or Documents())
         self.sampling: Mapping[str, object] = {}
         self.ended: list[tuple[VoteOutcome, int]] = []
         self.votes = Votes(self.house.rollouts, self, self.sureness, self, lambda: self.house.engine.now)
@@ -89,7 +89,7 @@ class Booth:
     def key(self, request: str) -> str:
         return f"key of {request}"
 
-    def lots(self, request: str) -> Sequence[int] | None:
+    def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
 
     def sample(self, output: list[int]) -> Sample:
@@ -134,7 +134,7 @@ async def test_the_rest_is_stopped_once_the_leader_cannot_be_caught() -> None:
     assert [ballot.index for ballot in voted.ballots] == [0, 1, 2, 3, 4]
     assert booth.house.engine.now == 50
     reasons = [candidate.reason for candidate in voted.record.candidates]
-    assert reasons == [None] * 5 + [StopReason.DECIDED] * 3
+    assert reasons == [None] * 5 + [DiscardReason.DECIDED] * 3
     assert voted.record.outcome is Outcome.DECIDED
     assert booth.ended == [(VoteOutcome.DECIDED_EARLY, 3)]
     assert booth.house.rollouts.running == 0
@@ -170,7 +170,7 @@ async def test_what_ended_in_the_same_step_counts_though_it_is_not_needed() -> N
     booth = Booth(*(Voter(s.length, "a", script=replace(s, delay=13 - s.length)) for s in steps[:4]), Voter(99, "b"))
     voted = await booth.hold(question(5))
     assert [ballot.index for ballot in voted.ballots] == [0, 1, 2, 3]
-    assert [c.reason for c in voted.record.candidates] == [None] * 4 + [StopReason.DECIDED]
+    assert [c.reason for c in voted.record.candidates] == [None] * 4 + [DiscardReason.DECIDED]
 
 
 async def test_a_failed_candidate_is_replaced() -> None:
@@ -237,14 +237,14 @@ async def test_without_any_score_all_weigh_the_same_and_nothing_is_decided_early
     assert set(voted.count.weight_of.values()) == {0.5}
 
 
-def trained() -> Sureness:
+def trained() -> Confidence:
     """One that knows: the likelier a trajectory, the likelier it is right."""
     rng, documents = Random(0), Documents()
     labels = [(score, float(rng.random() < score), 1.0) for score in (rng.random() for _ in range(LABELS))]
     for kind in KINDS:
         data = np.asarray(labels, dtype="<f8").tobytes()
         Blobs(documents, "vote").save(kind, data, {"steps": 0, "width": 0})
-    return Sureness(documents)
+    return Confidence(documents)
 
 
 async def test_log_odds_are_of_what_rewards_said() -> None:
@@ -268,35 +268,35 @@ async def test_rewards_of_votes_are_what_scores_are_worth_and_outlive_a_restart(
     booth.sureness.rewarded("unknown", 0, 1.0, True)
     assert [booth.sureness.status(kind) for kind in KINDS] == [Status.FEW_LABELS] * 2
     booth.sureness._keep.now()
-    [label] = Sureness(documents)._points["logprob"].calibrator.state.labels
+    [label] = Confidence(documents)._points["logprob"].calibrator.state.labels
     assert label == pytest.approx((math.exp(-1.0), 1.0, 1.0))
 
 
 async def test_as_many_labels_as_are_remembered_outlive_a_restart() -> None:
     with Store() as store:
-        sureness, rng = Sureness(store), Random(0)
+        sureness, rng = Confidence(store), Random(0)
         for number in range(BUFFER):
             sureness.remember("vote", {number: {kind: rng.random() for kind in KINDS}})
             sureness.rewarded("vote", number, 1.0, True)
         sureness._keep.now()
         for kind in KINDS:
-            assert len(Sureness(store)._points[kind].calibrator.state.labels) == BUFFER
+            assert len(Confidence(store)._points[kind].calibrator.state.labels) == BUFFER
 
 
 async def test_votes_that_cannot_be_kept_or_read_are_counted_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     store = Store()
-    sureness = Sureness(store)
+    sureness = Confidence(store)
     sureness.remember("vote", {0: {"logprob": 0.5}})
     sureness.rewarded("vote", 0, 1.0, True)
     store.close()
     sureness._keep.now()
     assert "was not kept" in caplog.text
-    assert Sureness(store).status("logprob") is Status.NO_LABELS
+    assert Confidence(store).status("logprob") is Status.NO_LABELS
     assert "cannot be read" in caplog.text
 
 
 async def test_only_the_newest_votes_are_remembered() -> None:
-    sureness = Sureness(Documents(), kept=1)
+    sureness = Confidence(Documents(), kept=1)
     for name in ("old", "new"):
         sureness.remember(name, {0: {"logprob": 0.5}})
         sureness.rewarded(name, 0, 1.0, True)
@@ -323,7 +323,7 @@ async def test_the_judge_forgets_whom_the_vote_does_not_wait_for() -> None:
     booth = Booth(*(scored(length, "a", 0.75) for length in (10, 20, 30, 40))).judging()
     voted = await booth.hold(question(4, weights="log_odds", score="head"))
     assert voted.decided_early
-    assert booth.judge.gone == [i for i, c in enumerate(voted.record.candidates) if c.reason is StopReason.DECIDED]
+    assert booth.judge.gone == [i for i, c in enumerate(voted.record.candidates) if c.reason is DiscardReason.DECIDED]
 
 
 async def test_a_majority_has_nobody_scored() -> None:
