@@ -13,12 +13,12 @@ from darts_server.doctor.findings import Finding
 from darts_server.doctor.serving import address, before_the_start, of_vllm
 from darts_server.exceptions import DartsError, InvalidSetting
 from darts_server.http import errors, page
-from darts_server.http.access import Access, Keys, check_listening
-from darts_server.http.group_id import GroupIdHeader
-from darts_server.http.headers import read_options
-from darts_server.http.live import Viewed
+from darts_server.http.resources.monitor import Viewed
 from darts_server.http.routes import router
-from darts_server.http.security import BodyLimits, Guard
+from darts_server.http.security.access import Access, Keys, check_listening
+from darts_server.http.security.middleware import BodyLimits, Guard
+from darts_server.http.shaping.group_id import GroupIdHeader
+from darts_server.http.shaping.headers import read_options
 from darts_server.journal import Journal
 from darts_server.metrics import AccessMetrics, Metrics, QualityMetrics, QualitySources, Sources, WeightMetrics
 from darts_server.policy.brownout import Brownout

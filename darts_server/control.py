@@ -26,7 +26,7 @@ class Configurable(Protocol):
 
 
 class Control:
-    """The settings in force. Implements :class:`darts_server.http.policy.PolicyControl`."""
+    """The settings in force. Implements :class:`darts_server.http.resources.policy.PolicyControl`."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

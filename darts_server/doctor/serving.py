@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from darts_server.doctor import folders, machine
 from darts_server.doctor.findings import Finding, fail, ok, warn
 from darts_server.exceptions import InvalidSetting
-from darts_server.http.access import Access, check_listening
+from darts_server.http.security.access import Access, check_listening
 from darts_server.settings import Settings
 
 

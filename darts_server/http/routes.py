@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter, Depends
 
 from darts_server.exceptions import NotFound
-from darts_server.http import live, lora, policy, rewards, rollouts, state, vote, weights
 from darts_server.http.openapi import BEARER, FAILURES
-from darts_server.http.wire import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
+from darts_server.http.resources import lora, monitor, policy, rewards, rollouts, state, vote, weights
+from darts_server.http.resources.groups import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards, summary
@@ -29,7 +29,7 @@ def router(
     votes: Callable[[], Votes[Any, Any]],
     feedback: Callable[[], Feedback],
     updates: Callable[[], Updates],
-    viewed: live.Viewed,
+    viewed: monitor.Viewed,
     guarded: bool,
 ) -> APIRouter:
     """The routes. ``guarded``: whether their description says that they ask for a key; `Guard` does the asking."""
@@ -61,5 +61,5 @@ def router(
     api.include_router(policy.routes(control))
     api.include_router(weights.routes(updates))
     api.include_router(lora.routes(updates))
-    api.include_router(live.routes(viewed))
+    api.include_router(monitor.routes(viewed))
     return api

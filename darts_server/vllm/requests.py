@@ -9,7 +9,7 @@ from typing import Any
 from starlette.datastructures import State
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.options import checked_option
+from darts_server.http.shaping.options import checked_option
 from darts_server.types import RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS
 

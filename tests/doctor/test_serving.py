@@ -8,7 +8,7 @@ from darts_server.cli import main
 from darts_server.demo.server import MODEL
 from darts_server.doctor.findings import Verdict
 from darts_server.doctor.serving import address, probe
-from darts_server.http.access import Access, Keys
+from darts_server.http.security.access import Access, Keys
 from darts_server.settings import load
 from darts_server.vllm import checks
 

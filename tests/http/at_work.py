@@ -15,10 +15,10 @@ from fastapi import FastAPI, Response
 from darts_server.control import Control
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http import errors, page
-from darts_server.http.access import Access, Keys
-from darts_server.http.live import Viewed
+from darts_server.http.resources.monitor import Viewed
 from darts_server.http.routes import router
-from darts_server.http.security import BodyLimits, Guard
+from darts_server.http.security.access import Access, Keys
+from darts_server.http.security.middleware import BodyLimits, Guard
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards

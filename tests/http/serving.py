@@ -10,11 +10,11 @@ from starlette.testclient import TestClient
 
 from darts_server.control import Control
 from darts_server.http import errors
-from darts_server.http.access import Access, Keys
-from darts_server.http.group_id import STATE_KEY, GroupIdHeader
+from darts_server.http.resources.state import State
 from darts_server.http.routes import router
-from darts_server.http.security import BodyLimits, Guard
-from darts_server.http.state import State
+from darts_server.http.security.access import Access, Keys
+from darts_server.http.security.middleware import BodyLimits, Guard
+from darts_server.http.shaping.group_id import STATE_KEY, GroupIdHeader
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.feedback import Feedback

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.testclient import TestClient
 
-from darts_server.http.group_id import HEADER
+from darts_server.http.shaping.group_id import HEADER
 from tests.http.serving import client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")

@@ -17,8 +17,8 @@ from darts_server import app as wired
 from darts_server import settings
 from darts_server.demo.server import MODEL
 from darts_server.engine.scripted import Script, ScriptedEngine
-from darts_server.http.access import Access
-from darts_server.http.security_routes import kind_of_route
+from darts_server.http.security.access import Access
+from darts_server.http.security.route_table import kind_of_route
 from darts_server.store import Store
 from darts_server.vllm import server
 from darts_server.vllm.compat.entrypoints import build_app
@@ -28,7 +28,7 @@ ENTRYPOINTS = Path(vllm.entrypoints.__path__[0])
 OTHER_APPS = {"launchers/dp_supervisor.py", "cli/preload.py"}
 """Of processes that we do not start."""
 DECLARED = re.compile(r"@(?:router|app)\.(get|post|put|patch|delete|head|websocket)\(\s*\"(/[^\"]*)\"")
-REMEDY = "put it in darts_server/http/security_routes.py: may everyone call it, who has a key, an admin, nobody?"
+REMEDY = "put it in darts_server/http/security/route_table.py: may everyone call it, who has a key, an admin, nobody?"
 EVERYTHING = (
     *("--enable-scale-out", "--enable-tokenizer-info-endpoint", "--enable-offline-docs", "--enable-lora"),
     *("--profiler-config", '{"profiler": "torch", "torch_profiler_dir": "/tmp/profiles"}'),

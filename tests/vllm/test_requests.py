@@ -5,7 +5,7 @@ import pytest
 from starlette.datastructures import State
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.headers import read_options
+from darts_server.http.shaping.headers import read_options
 from darts_server.types import RequestOptions
 from darts_server.vllm.requests import attach, current_options, demanded, merged, with_raw_names
 

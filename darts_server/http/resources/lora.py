@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from darts_server.http.body import parsed, read_body
 from darts_server.http.openapi import binary_body, json_body
-from darts_server.http.weights import (
+from darts_server.http.resources.weights import (
     LARGEST_REQUEST,
     LARGEST_VERSION,
     RULE,

@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from darts_server.engine.scripted import settle
-from darts_server.http.events import LARGEST_PIECE, STILL_HERE, pieces
+from darts_server.http.resources.rollouts_events import LARGEST_PIECE, STILL_HERE, pieces
 from darts_server.rollout.batches.run import Stream
 from tests.rollout.batches.streams import ask, batches, claim, tokens
 from tests.rollout.helpers import House, lengths

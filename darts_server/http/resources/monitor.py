@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from darts_server.http.events import MEDIA_TYPE
-from darts_server.http.weights import UpdateAnswer
+from darts_server.http.resources.rollouts_events import MEDIA_TYPE
+from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.rollout.learned.rewards import Rewards, summary
 from darts_server.rollout.observers.monitor import GroupView, Monitor, View, Viewer
 from darts_server.types import DiscardReason, Outcome, SelectedAs

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.options import checked_option
+from darts_server.http.shaping.options import checked_option
 from darts_server.types import RequestOptions
 
 PREFIX = "x-darts-"

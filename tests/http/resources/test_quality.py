@@ -1,7 +1,7 @@
 """What our routes tell of a candidate's score."""
 
-from darts_server.http.rollouts_wire import GroupOut
-from darts_server.http.wire import GroupAnswer
+from darts_server.http.resources.groups import GroupAnswer
+from darts_server.http.resources.rollouts_models import GroupOut
 from darts_server.rollout.batches.submission import GroupResult
 from darts_server.rollout.observers.feedback import GroupRewards
 from darts_server.types import CandidateRecord, DiscardReason, FinishReason, Sample, SelectedAs

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.options import LARGEST_GROUP, NAME_CHARS, checked_option
+from darts_server.http.shaping.options import LARGEST_GROUP, NAME_CHARS, checked_option
 
 NAMES = ("policy", "prompt_key", "group_id")
 

@@ -7,9 +7,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from darts_server.http.body import parsed, read_body
-from darts_server.http.connection import while_connected
+from darts_server.http.disconnect import while_connected
 from darts_server.http.openapi import json_body
-from darts_server.http.vote_wire import VoteIn, VoteOut
+from darts_server.http.resources.vote_models import VoteIn, VoteOut
 from darts_server.rollout.voting.votes import Question, Votes
 
 LARGEST_BODY = 16 * 1024 * 1024

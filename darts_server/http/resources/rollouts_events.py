@@ -8,7 +8,7 @@ import anyio
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from darts_server.http.rollouts_wire import GroupOut, UnfinishedOut, UsageOut, error_object
+from darts_server.http.resources.rollouts_models import GroupOut, UnfinishedOut, UsageOut, error_object
 from darts_server.rollout.batches.events import BatchBegan, Belongs, Broken, Delta, Discarded, Done, Event, GroupDecided
 from darts_server.rollout.batches.run import BatchRun, Listener, Stream
 

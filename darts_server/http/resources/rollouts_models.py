@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationInfo, fi
 
 from darts_server.exceptions import DartsError
 from darts_server.http.errors import body_of
-from darts_server.http.options import NAME_CHARS
+from darts_server.http.shaping.options import NAME_CHARS
 from darts_server.rollout.batches.submission import GroupResult, Unfinished
 from darts_server.types import CandidateRecord, DiscardReason, FinishReason, SelectedAs
 

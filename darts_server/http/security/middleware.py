@@ -20,10 +20,10 @@ from darts_server.exceptions import (
     TooLarge,
     Unauthorized,
 )
-from darts_server.http.access import Access, Kind
 from darts_server.http.body import STALL_SECONDS
 from darts_server.http.errors import body_of, headers_of, status_of
-from darts_server.http.security_routes import has_own_limits, kind_of
+from darts_server.http.security.access import Access, Kind
+from darts_server.http.security.route_table import has_own_limits, kind_of
 from darts_server.serving.admission import Caller, caller
 from darts_server.serving.lifecycle import Life
 

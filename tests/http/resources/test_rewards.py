@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from darts_server.http.rewards import MOST_REWARDS
+from darts_server.http.resources.rewards import MOST_REWARDS
 from tests.http.serving import client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")

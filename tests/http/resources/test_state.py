@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from darts_server.exceptions import DartsError, StateDamaged, StateError, StateFull
 from darts_server.http import errors
-from darts_server.http.state import routes
+from darts_server.http.resources.state import routes
 from darts_server.store import Store
 from tests.http.serving import client
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.http.access import LARGEST_KEY_FILE, Access, Keys
+from darts_server.http.security.access import LARGEST_KEY_FILE, Access, Keys
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from starlette.websockets import WebSocketDisconnect
 
 from darts_server.exceptions import EngineDead, ServerStopping
 from darts_server.http import errors
-from darts_server.http.access import Access, Keys
-from darts_server.http.security import BodyLimits, Guard
+from darts_server.http.security.access import Access, Keys
+from darts_server.http.security.middleware import BodyLimits, Guard
 from darts_server.serving.admission import Admission, Bounds, caller
 from darts_server.serving.lifecycle import Life
 

@@ -14,8 +14,8 @@ from httpx import ASGITransport, AsyncClient
 from starlette.types import Message
 
 from darts_server.engine.scripted import settle
-from darts_server.http.events import MEDIA_TYPE
-from darts_server.http.live import LiveAnswer, LiveStream, Viewed, pieces, routes
+from darts_server.http.resources.monitor import LiveAnswer, LiveStream, Viewed, pieces, routes
+from darts_server.http.resources.rollouts_events import MEDIA_TYPE
 from darts_server.policy.patterns import RewardStats, one
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.monitor import Viewer

@@ -8,8 +8,8 @@ import pytest
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import parsed
 from darts_server.http.openapi import json_body
-from darts_server.http.vote import EXAMPLES
-from darts_server.http.vote_wire import VoteIn
+from darts_server.http.resources.vote import EXAMPLES
+from darts_server.http.resources.vote_models import VoteIn
 
 ASKED: dict[str, Any] = {"prompt": "7a-5b*4>", "n": 8, "pattern": "#([0-9])"}
 

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.headers import GROUP, KNOWN, POLICY, PROMPT_KEY, read_options
-from darts_server.http.options import checked_option
+from darts_server.http.shaping.headers import GROUP, KNOWN, POLICY, PROMPT_KEY, read_options
+from darts_server.http.shaping.options import checked_option
 from darts_server.types import RequestOptions
 
 

@@ -6,7 +6,7 @@ A test builds the whole app and fails for a route that is not here. At run time 
 import re
 from functools import cache
 
-from darts_server.http.access import Kind
+from darts_server.http.security.access import Kind
 
 ANY = "*"
 """Whatever the method."""

@@ -9,10 +9,17 @@ from starlette.responses import JSONResponse, Response
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import parsed, read_body
-from darts_server.http.connection import while_connected
-from darts_server.http.events import MEDIA_TYPE, EventStream
+from darts_server.http.disconnect import while_connected
 from darts_server.http.openapi import json_body
-from darts_server.http.rollouts_wire import CancelledOut, GroupOut, RolloutsIn, RolloutsOut, UnfinishedOut, UsageOut
+from darts_server.http.resources.rollouts_events import MEDIA_TYPE, EventStream
+from darts_server.http.resources.rollouts_models import (
+    CancelledOut,
+    GroupOut,
+    RolloutsIn,
+    RolloutsOut,
+    UnfinishedOut,
+    UsageOut,
+)
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, Claim
 from darts_server.rollout.batches.run import BatchRun, Form, Stream
 from darts_server.rollout.batches.submission import BatchRequest

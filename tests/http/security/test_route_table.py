@@ -1,7 +1,7 @@
 import pytest
 
-from darts_server.http.access import Kind
-from darts_server.http.security_routes import OWN_LIMITS, TABLE, has_own_limits, kind_of, kind_of_route
+from darts_server.http.security.access import Kind
+from darts_server.http.security.route_table import OWN_LIMITS, TABLE, has_own_limits, kind_of, kind_of_route
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 from darts_server.http.body import read_body
 from darts_server.http.openapi import binary_body
-from darts_server.http.wire import StateAnswer
+from darts_server.http.resources.groups import StateAnswer
 from darts_server.rollout.learned.prompts import KIND
 
 FILE_NAME = "darts-state"

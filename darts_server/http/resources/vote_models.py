@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, field_validator, model_validator
 
-from darts_server.http.options import NAME_CHARS
-from darts_server.http.rollouts_wire import DiscardedOut
+from darts_server.http.resources.rollouts_models import DiscardedOut
+from darts_server.http.shaping.options import NAME_CHARS
 from darts_server.rollout.voting.poll import Ballot
 from darts_server.rollout.voting.votes import Question, Voted
 from darts_server.types import CandidateRecord, FinishReason, PromptSpec
