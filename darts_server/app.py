@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from darts_server.control import Control
 from darts_server.doctor import findings
 from darts_server.doctor.findings import Finding
-from darts_server.doctor.serving import address, before_the_start, of_vllm
+from darts_server.doctor.serving import check_address, check_local, check_vllm
 from darts_server.exceptions import DartsError, InvalidSetting
 from darts_server.http import errors, page
 from darts_server.http.resources.monitor import Viewed
@@ -76,7 +76,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         StateError: what was learned before cannot be read; it was not touched.
     """
     args = server.parse(vllm_argv)
-    if failing := findings.failing(before_the_start(settings, args)):
+    if failing := findings.failing(check_local(settings, args)):
         raise InvalidSetting("\n".join(map(str, failing)))
     access = _access(settings, server.taken_keys(args))
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
@@ -88,12 +88,12 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
     """Say of everything that a server needs whether it is there. Nothing is started."""
     args = server.parse(vllm_argv)
-    yield from before_the_start(settings, args)
+    yield from check_local(settings, args)
     try:
-        yield address(args, _access(settings, server.taken_keys(args)), settings.allow_unauthenticated)
+        yield check_address(args, _access(settings, server.taken_keys(args)), settings.allow_unauthenticated)
     except InvalidSetting as error:
         yield findings.fail("keys", str(error))
-    yield from of_vllm(args, named=bool(args.model_tag) or "--model" in vllm_argv)
+    yield from check_vllm(args, has_model=bool(args.model_tag) or "--model" in vllm_argv)
 
 
 def _access(settings: Settings, keys: Sequence[str]) -> Access:

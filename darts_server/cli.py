@@ -1,4 +1,4 @@
-"""The command line: flags become settings, settings run."""
+"""The command line: choose a command, read its flags into settings, run it."""
 
 import argparse
 import sys
@@ -12,14 +12,28 @@ from darts_server.exceptions import InvalidSetting, StateError
 
 USAGE_ERROR = 2
 
-EXAMINE = """\
-Look whether a server could be started with these settings and flags, the same as serve takes: a line for each thing
-that it needs, with the remedy where something is wrong. Nothing is started. The exit code is 1 if anything failed.
+ABOUT = """\
+Rollout server for LLM reinforcement learning: vLLM's own server, plus shaped groups. A trainer requests n trajectories
+of a prompt; the server starts more, stops those that can no longer be in the group, and returns exactly n.
+"""
+
+FIRST_STEPS = """\
+first steps:
+  darts-server demo                            see what shaping saves, on a tiny model, in about a minute
+  darts-server doctor Qwen/Qwen3-8B            check that a server could start with this model and these flags
+  darts-server serve Qwen/Qwen3-8B --port 8000
+
+darts-server COMMAND --help explains a command.
+"""
+
+DOCTOR = """\
+Check whether a server could start with these settings and flags, the same as serve takes. Prints a line for each thing
+that it needs, with the remedy where something is wrong. Nothing is started. The exit code is 1 if a check failed.
 """
 
 SERVE = """\
-Serve MODEL as vLLM does, with all its routes and flags, and give requests with n > 1 shaped groups: more candidates
-are started than asked for, those that can no longer be in the group are stopped, and exactly n are returned.
+Serve MODEL as vLLM does, with all its routes and flags, and shape the groups of requests with n > 1: more candidates
+are started than requested, those that can no longer be in the group are stopped, and exactly n are returned.
 """
 
 SERVE_MORE = """\
@@ -27,69 +41,87 @@ All of vLLM's flags work too, e.g. --port 8000 --max-model-len 8192 --tensor-par
   darts-server serve --help=all           every vLLM flag
   darts-server serve --help=FLAG          vLLM's help on one flag or section
 
-The server listens on 127.0.0.1 unless --host says otherwise. A request is left alone if it has n = 1, names the model
+The server listens on 127.0.0.1 unless --host says otherwise. A request is not shaped if it has n = 1, names the model
 as MODEL:raw, or carries the header "X-Darts-Policy: off".
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the process's exit code."""
+    """Run one command and return the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="darts-server", description="Rollout server for LLM reinforcement learning.")
+    parser = argparse.ArgumentParser(
+        prog="darts-server",
+        description=ABOUT,
+        epilog=FIRST_STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("serve", help="serve a model with shaped groups", add_help=False)
-    commands.add_parser("doctor", help="say what would keep a server from starting", add_help=False)
-    commands.add_parser("version", help="print the version of darts-server and of vLLM")
+    for name, (_, help_text) in COMMANDS.items():
+        commands.add_parser(name, help=help_text, add_help=False)
     parser.add_argument("--version", action="store_true", help="the same as the command")
-    if arguments[:1] == ["--version"]:  # argparse would ask for a command
-        return _version()
-    # What follows is read by parsers of its own: ours first, then vLLM's.
-    command = parser.parse_args(arguments[:1]).command
+    if arguments[:1] == ["--version"]:  # argparse would insist on a command
+        return _version([])
+    # The remaining arguments have parsers of their own: ours first, then vLLM's.
+    run, _ = COMMANDS[parser.parse_args(arguments[:1]).command]
     try:
-        return COMMANDS[command](arguments[1:])
+        return run(arguments[1:])
     except (InvalidSetting, StateError) as error:
         print(f"darts-server: {error}", file=sys.stderr)
         return USAGE_ERROR
 
 
 def _serve(argv: list[str]) -> int:
-    parser = _parser("serve", SERVE, SERVE_MORE)
+    parser = _settings_parser("serve", SERVE, SERVE_MORE)
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         return 0
-    loaded, for_vllm = _loaded(parser, argv)
+    loaded, vllm_argv = _load_settings(parser, argv)
     logs.set_up(loaded.log_format, loaded.log_level)
 
     from darts_server import app  # imports vLLM, which takes seconds
 
-    return app.serve(loaded, for_vllm)
+    return app.serve(loaded, vllm_argv)
 
 
 def _doctor(argv: list[str]) -> int:
-    parser = _parser("doctor", EXAMINE, "")
+    parser = _settings_parser("doctor", DOCTOR, "")
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         return 0
     try:
-        loaded, for_vllm = _loaded(parser, argv)
+        loaded, vllm_argv = _load_settings(parser, argv)
     except InvalidSetting as error:
-        return _told([findings.fail("settings", str(error)), findings.warn("all else", "not looked at")])
-    logs.set_up("console", "ERROR")  # what vLLM says beside its flags is for a server
+        return _print_findings([findings.fail("settings", str(error)), findings.warn("the rest", "not checked")])
+    logs.set_up("console", "ERROR")  # vLLM logs while it parses its flags; only a server's log needs that
 
     from darts_server import app  # imports vLLM, which takes seconds
 
-    return _told(chain([findings.ok("settings", "valid")], app.examine(loaded, for_vllm)))
+    return _print_findings(chain([findings.ok("settings", "valid")], app.examine(loaded, vllm_argv)))
 
 
-def _told(said: Iterable[findings.Finding]) -> int:
+def _print_findings(found: Iterable[findings.Finding]) -> int:
+    """Print each finding as soon as it is there; return the exit code."""
     failed = False
-    for finding in said:
+    for finding in found:
         print(finding, flush=True)
         failed |= finding.verdict is findings.Verdict.FAIL
     return int(failed)
 
 
-def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
+def _demo(argv: list[str]) -> int:
+    from darts_server.demo import command
+
+    return command.main(argv)
+
+
+def _version(_: list[str]) -> int:
+    from darts_server.vllm.compat import vllm_version
+
+    print(f"darts-server {version('darts-server')}, vLLM {vllm_version() or 'not installed'}")
+    return 0
+
+
+def _settings_parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"darts-server {command}",
         usage="%(prog)s MODEL [options] [any vLLM flag]",
@@ -103,21 +135,19 @@ def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentPar
     return parser
 
 
-def _loaded(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[settings.Settings, list[str]]:
-    """Our settings, and what is left for vLLM."""
-    ours, for_vllm = parser.parse_known_args(argv)
+def _load_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[settings.Settings, list[str]]:
+    """Return our settings, and the remaining arguments for vLLM."""
+    ours, vllm_argv = parser.parse_known_args(argv)
     flags = vars(ours)
-    return settings.load(flags, flags.pop("darts_config")), for_vllm
+    return settings.load(flags, flags.pop("darts_config")), vllm_argv
 
 
-def _version(_: Sequence[str] = ()) -> int:
-    from darts_server.vllm.compat import vllm_version
-
-    print(f"darts-server {version('darts-server')}, vLLM {vllm_version() or 'not installed'}")
-    return 0
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"serve": _serve, "doctor": _doctor, "version": _version}
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "serve": (_serve, "serve a model with shaped groups"),
+    "demo": (_demo, "see what shaped groups save, on a tiny model that comes with the package"),
+    "doctor": (_doctor, "check whether a server could start"),
+    "version": (_version, "print the versions of darts-server and vLLM"),
+}
 
 
 if __name__ == "__main__":

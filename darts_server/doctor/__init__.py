@@ -1,1 +1,1 @@
-"""Start-up checks: what would stop the server, or trouble it, found in seconds and without its engine."""
+"""Start-up checks: find in seconds, without starting an engine, what would stop the server or trouble it later."""

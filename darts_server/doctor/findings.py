@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,33 +8,33 @@ from enum import StrEnum
 class Verdict(StrEnum):
     OK = "ok"
     WARN = "warn"
-    """The server starts, and may fall short later."""
+    """The server starts, but something may fail later."""
     FAIL = "FAIL"
-    """It would not start, or could not serve."""
+    """The server would not start, or could not serve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``says`` has the remedy too, if one is needed."""
+    """What a check found. ``message`` includes the remedy where one is needed."""
 
     verdict: Verdict
-    what: str
-    says: str
+    subject: str
+    message: str
 
     def __str__(self) -> str:
-        return f"{self.verdict:<5} {self.what:<10} {self.says}"
+        return f"{self.verdict:<5} {self.subject:<10} {self.message}"
 
 
-def ok(what: str, says: str) -> Finding:
-    return Finding(Verdict.OK, what, says)
+def ok(subject: str, message: str) -> Finding:
+    return Finding(Verdict.OK, subject, message)
 
 
-def warn(what: str, says: str) -> Finding:
-    return Finding(Verdict.WARN, what, says)
+def warn(subject: str, message: str) -> Finding:
+    return Finding(Verdict.WARN, subject, message)
 
 
-def fail(what: str, says: str) -> Finding:
-    return Finding(Verdict.FAIL, what, says)
+def fail(subject: str, message: str) -> Finding:
+    return Finding(Verdict.FAIL, subject, message)
 
 
 def failing(findings: Iterable[Finding]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Checks of the folders that are written to."""
+"""Check the folders that the server reads from and writes to."""
 
 import os
 import shutil
@@ -12,46 +12,46 @@ from darts_server.exceptions import StateError
 from darts_server.store import Store
 
 STATE_FILE = "state.db"
-LEAST_STATE = 100 * 1024 * 1024
-"""Bytes: a kilobyte for each of a hundred thousand prompts."""
-MODELS_STAGED = 2
-"""Weights that come, and those that are put back if they fail."""
+MIN_STATE_BYTES = 100 * 1024 * 1024
+"""A kilobyte for each of a hundred thousand prompts."""
+STAGED_MODELS = 2
+"""The new weights, and the old ones that are restored if loading fails."""
 
 
-def state(folder: Path | None, least: int = LEAST_STATE) -> Finding:
-    """Nothing is created, and a file that is there is only opened."""
+def check_state(folder: Path | None, min_bytes: int = MIN_STATE_BYTES) -> Finding:
+    """Check ``--state-dir``. Nothing is created, and an existing file is only opened."""
     if folder is None:
-        return ok("state", "what is learned is kept in memory, and lost at the end; --state-dir keeps it")
+        return ok("state", "kept in memory and lost when the server stops; --state-dir keeps it")
     try:
         if (folder / STATE_FILE).exists():
             Store(folder).close()
     except StateError as error:
         return fail("state", str(error))
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        return fail("state", f"{nearest} cannot be written to; choose another --state-dir, or change its owner")
-    if (free := shutil.disk_usage(nearest).free) < least:
-        return warn("state", f"{folder} has {free / GIB:.2f} GiB left: make room, or new lengths are not kept")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        return fail("state", f"{existing} is not writable; choose another --state-dir, or change its owner")
+    if (free := shutil.disk_usage(existing).free) < min_bytes:
+        return warn("state", f"{folder} has {free / GIB:.2f} GiB left: make room, or new lengths are not stored")
     return ok("state", str(folder))
 
 
-def weights(root: Path | None, staging: Path | None, model_bytes: int | None) -> Iterator[Finding]:
-    """``model_bytes``: ``None`` where it is not known."""
+def check_weights(root: Path | None, staging: Path | None, model_bytes: int | None) -> Iterator[Finding]:
+    """Check the folders for new weights. ``model_bytes``: size of the model, ``None`` if unknown."""
     if root is not None:
         readable = os.access(root, os.R_OK | os.X_OK)
         yield (
-            ok("weights", f"may come from {root}")
+            ok("weights", f"may be loaded from {root}")
             if readable
-            else fail("weights", f"--weights-root {root} cannot be read; change its owner or rights")
+            else fail("weights", f"--weights-root {root} is not readable; change its owner or permissions")
         )
     folder = staging or Path(tempfile.gettempdir())
     if not os.access(folder, os.W_OK | os.X_OK):
-        yield fail("staging", f"{folder} cannot be written to; choose another --weights-staging")
+        yield fail("staging", f"{folder} is not writable; choose another --weights-staging")
         return
     free = shutil.disk_usage(folder).free
-    says = f"{folder} has {free / GIB:.1f} GiB left for pushed weights"
-    needed = MODELS_STAGED * (model_bytes or 0)
+    message = f"{folder} has {free / GIB:.1f} GiB left for pushed weights"
+    needed = STAGED_MODELS * (model_bytes or 0)
     if free < needed:
-        yield warn("staging", f"{says}, and two models have {needed / GIB:.1f}: choose another --weights-staging")
+        yield warn("staging", f"{message}, and two models need {needed / GIB:.1f}: choose another --weights-staging")
     else:
-        yield ok("staging", says)
+        yield ok("staging", message)

@@ -1,0 +1,132 @@
+"""``darts-server demo``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+
+import httpx
+
+from darts_server.demo.problems import Problem, sample_problem
+from darts_server.demo.report import RAW, Run, table, verdict
+from darts_server.demo.rollouts import TIMEOUT_SECONDS, Step, request_groups
+from darts_server.demo.server import DARTS, serving
+
+DESCRIPTION = """\
+See what shaped groups save, in about a minute on two CPU cores: start a server with real vLLM on a tiny model that
+comes with the package, request the same batches raw and shaped, and compare their times and lengths.
+"""
+
+EPILOG = """\
+The model (451,648 parameters) does arithmetic; the task has a verifier, so the table shows right answers too. Each step
+requests one batch as a trainer does: a group for every prompt, and the step takes as long as its slowest group. "raw"
+is plain sampling (--policy off); the policies start more candidates than are returned and stop the others early. All
+of them get the same prompts in turn, and every ratio in the table is against raw in the same run.
+
+examples:
+  darts-server demo                                the defaults: raw against uniform and darts_cut
+  darts-server demo --steps 30                     more batches: steadier figures
+  darts-server demo --policies darts first_finish  other policies
+
+The folder --out has the picture (if matplotlib is installed) and the server's log afterwards. Next, with a model and
+a trainer of your own: darts-server serve --help
+"""
+
+POLICIES = ("uniform", "darts_cut")
+PROMPT_SEED = 8
+WARM_UP_PROMPTS = 4  # the engine's first requests take seconds, which no run should pay for
+NO_VLLM = 'vLLM is not installed: pip install "darts-server[cpu]", or "darts-server[gpu]" with an NVIDIA GPU'
+NO_MATPLOTLIB = "matplotlib is not installed, so there will be no picture; for one: pip install matplotlib"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo; return the exit code."""
+    options = parse_arguments(argv)
+    log = options.out / "server.log"
+    can_draw = find_spec("matplotlib") is not None
+    try:
+        if find_spec("vllm") is None:
+            raise RuntimeError(NO_VLLM)
+        if not can_draw:
+            print(NO_MATPLOTLIB)
+        print(f"Starting a server; importing vLLM takes about half a minute. Log: {log}", flush=True)
+        with serving(DARTS, log, port=options.port) as server:
+            raw, *shaped = measure(server.url, options)
+    except httpx.HTTPError as error:
+        return _fail(f"{error}\nThe server's log is {log}")
+    except (RuntimeError, OSError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted; its server has been stopped")
+    report(raw, shaped, options.picture if can_draw else None)
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"darts-server demo: {message}", file=sys.stderr)
+    return 1
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "darts-server demo", description=DESCRIPTION, epilog=EPILOG, formatter_class=form, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=8, metavar="N", help="batches under each policy (default: %(default)s)")
+    add("--prompts", type=int, default=16, metavar="N", help="prompts in a batch, a group each (default: %(default)s)")
+    add("--group-size", type=int, default=8, metavar="N", help="trajectories a group, 2 or more (default: %(default)s)")
+    add("--policies", nargs="+", default=POLICIES, metavar="NAME", help=f"compared with raw (default: {_joined()})")
+    add("--port", type=int, default=0, help="where the server listens (default: a free port)")
+    add("--out", type=Path, default=Path("darts-demo"), help="folder for picture and log (default: %(default)s)")
+    add("--picture", type=Path, metavar="FILE", help="file of the picture (default: demo.png in --out)")
+    options = parser.parse_args(argv)
+    if min(options.steps, options.prompts) < 1 or options.group_size < 2:
+        parser.error("--steps and --prompts must be at least 1, and --group-size at least 2")
+    options.picture = options.picture or options.out / "demo.png"
+    return options
+
+
+def _joined() -> str:
+    return " ".join(POLICIES)
+
+
+def measure(url: str, options: argparse.Namespace) -> list[Run]:
+    """Request every batch under every policy, raw first in the result.
+
+    The policies take turns within each step and change places from step to step, so that none has the quieter machine
+    or the warmer prefix cache.
+    """
+    rng, names = Random(PROMPT_SEED), [RAW, *options.policies]
+    steps: dict[str, list[Step]] = {name: [] for name in names}
+    with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
+
+        def request(problems: Sequence[Problem], name: str) -> Step:
+            return request_groups(client, problems, options.group_size, "off" if name == RAW else name)
+
+        for name in names:
+            request([sample_problem(rng) for _ in range(WARM_UP_PROMPTS)], name)
+        for number in range(options.steps):
+            problems = [sample_problem(rng) for _ in range(options.prompts)]
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                steps[name].append(request(problems, name))
+            times = ", ".join(f"{name} {steps[name][-1].seconds:.2f} s" for name in names)
+            print(f"step {number + 1} of {options.steps}: {times}", flush=True)
+    return [Run(name, steps[name]) for name in names]
+
+
+def report(raw: Run, shaped: Sequence[Run], picture: Path | None) -> None:
+    """Print the table and what it says; draw the picture."""
+    groups = sum(len(step.lengths) for step in raw.steps)
+    print(f"\n{groups} groups, {len(raw.lengths)} trajectories returned by each run\n\n{table(raw, shaped)}\n")
+    print("One run: figures vary from run to run, and times most of all if the machine does other work.")
+    print(*(verdict(raw, run) for run in shaped), sep="\n")
+    if picture is not None:
+        from darts_server.demo.picture import draw  # needs matplotlib, which is optional
+
+        draw([raw, *shaped], picture)
+        print(f"Picture: {picture}")

@@ -1,0 +1,40 @@
+import socket
+from pathlib import Path
+
+import pytest
+
+from darts_server.cli import main
+from darts_server.demo.command import POLICIES, parse_arguments
+
+
+def test_picture_goes_into_the_folder_unless_it_has_a_path_of_its_own() -> None:
+    assert parse_arguments(["--out", "here"]).picture == Path("here/demo.png")
+    assert parse_arguments(["--out", "here", "--picture", "there.png"]).picture == Path("there.png")
+
+
+@pytest.mark.parametrize("argv", [["--steps", "0"], ["--prompts", "0"], ["--group-size", "1"], ["--port", "x"]])
+def test_values_that_make_no_sense_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(argv)
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_help_explains_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["demo", "--help"])
+    out = capsys.readouterr().out
+    assert all(policy in out for policy in ("raw", *POLICIES))
+
+
+def test_demo_says_how_to_install_vllm_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("darts_server.demo.command.find_spec", lambda _: None)
+    assert main(["demo"]) == 1
+    assert 'pip install "darts-server[cpu]"' in capsys.readouterr().err
+
+
+def test_demo_fails_where_its_port_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["demo", "--port", str(taken.getsockname()[1]), "--out", str(tmp_path)]) == 1
+    assert "in use" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from darts_server.demo.report import Run, table, verdict
+from darts_server.demo.rollouts import Step
+
+RAW = Run("raw", [Step([1.0, 3.0], [(3, 20, 22, 255), (10, 10, 10, 10)], right=4, generated=340, seconds=4.0)])
+
+
+def shaped(seconds: float = 3.0) -> Run:
+    lengths = [(3, 20, 22, 35), (10, 10, 10, 10)]
+    return Run("uniform", [Step([0.5, 2.0], lengths, right=6, generated=170, seconds=seconds)])
+
+
+def cells(raw: Run, others: Sequence[Run]) -> dict[str, list[str]]:
+    """The table's cells, by the name of the row."""
+    rows = [line.split("  ", 1) for line in table(raw, others).splitlines()[2:] if not line.startswith("-")]
+    return {name.strip(): rest.split() for name, rest in rows}
+
+
+def test_table_has_raw_each_policy_and_its_ratio_to_raw() -> None:
+    assert cells(RAW, [shaped()]) == {
+        "wall time, all steps (s)": ["4.00", "3.00", "0.75"],
+        "wall time, median step (s)": ["4.00", "3.00", "0.75"],
+        "tokens generated": ["340", "170", "0.50"],
+        "tokens returned": ["340", "120", "0.35"],
+        "tokens discarded": ["0", "50", "-"],
+        "length, mean (tokens)": ["42.5", "15.0", "0.35"],
+        "length, 95th percentile": ["173", "30", "0.18"],
+        "length, longest": ["255", "35", "0.14"],
+        "length, std within a group": ["52.1", "5.7", "0.11"],
+        "right answers": ["50.0%", "75.0%", "1.50"],
+    }
+
+
+def test_table_has_two_columns_for_every_policy() -> None:
+    rows = cells(RAW, [shaped(), shaped(8.0)])
+    assert rows["wall time, all steps (s)"] == ["4.00", "3.00", "0.75", "8.00", "2.00"]
+
+
+def test_table_leaves_out_the_ratio_to_nothing() -> None:
+    none = Run("raw", [Step([1.0], [(3, 3)], right=0, generated=6, seconds=1.0)])
+    assert cells(none, [none])["right answers"] == ["0.0%", "0.0%", "-"]
+
+
+def test_all_steps_of_a_run_count() -> None:
+    twice = Run("raw", [*RAW.steps, *RAW.steps])
+    assert (twice.seconds, twice.generated, twice.returned, twice.right) == (8.0, 680, 680, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pace"), [(3.0, "faster than raw"), (4.4, "about as fast as raw"), (5.0, "slower than raw")]
+)
+def test_verdict_calls_a_run_faster_only_if_the_difference_is_clear(seconds: float, pace: str) -> None:
+    assert verdict(RAW, shaped(seconds)) == (
+        "uniform: 0.50 x the generated tokens for the same 8 trajectories; "
+        f"a step took {seconds / 4:.2f} x the time (median): {pace} here."
+    )
+
+
+def test_one_step_that_was_slowed_down_does_not_decide_the_verdict() -> None:
+    [step] = RAW.steps
+    slow_once = Run("raw", [step, step, replace(step, seconds=400.0)])
+    assert "a step took 1.00 x the time" in verdict(slow_once, Run("darts", [step, step, step]))
