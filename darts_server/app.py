@@ -49,9 +49,9 @@ from darts_server.types import GroupRecord
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmPrompts, VllmRollouts, VllmVotes
 from darts_server.vllm.life import Living
-from darts_server.weights.coordinator import Limits, Rule
+from darts_server.weights.coordinator import Rule, UpdateSettings
 from darts_server.weights.port import Groups, Model
-from darts_server.weights.pull import Hosts
+from darts_server.weights.pull import AllowedHosts
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 
@@ -172,9 +172,9 @@ def wiring(
         return made
 
     def updates(model: Model, groups: Groups, model_name: str) -> Updates:
-        limits = Limits(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
+        limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
         observers = (WeightMetrics(model_name), journal)
-        hosts = Hosts(frozenset(filter(None, settings.weights_hosts.split(","))))
+        hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
         weights.part = Updates(model, gate, staging, settings.weights_root, limits, observers, groups, hosts)
         return weights.part
 

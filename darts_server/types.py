@@ -237,7 +237,7 @@ class UpdateRecord:
 
     ``version``: what is served after it. ``source``: by which way the weights came. ``seconds``: by phase, of those
     that were begun: ``transfer``, ``check``, ``wait`` for groups, ``pause``, ``load``, ``restore``, ``resume``.
-    ``adapter``: the name of the one that was updated; ``None`` for the model itself.
+    ``lora``: the name of the LoRA adapter that was updated; ``None`` for the model itself.
     """
 
     version: int
@@ -247,7 +247,7 @@ class UpdateRecord:
     partial: bool
     seconds: Mapping[str, float]
     error: str | None = None
-    adapter: str | None = None
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from benchmarks.gpu.traced import Lengths, TracedEngine
 from benchmarks.gpu.watched import RepeatableRollouts, WatchedRollouts
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.learned.documents import Documents
+from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.observers.base import GroupObserver
 from darts_server.rollout.plan import OFF, Limits
@@ -72,7 +72,7 @@ class Bench:
     def shape_with(
         self,
         policies: Mapping[str, Shaping],
-        documents: Documents,
+        documents: DocumentStore,
         lengths: Lengths,
         observers: Sequence[GroupObserver],
     ) -> VllmRollouts:

@@ -25,10 +25,10 @@ from ._errors import (
 )
 from ._events import Delta, Discard, Done, Event, GroupEvent, TrajectoryEvent
 from ._knowledge import (
-    AdapterRecord,
     CandidateRecord,
     GroupRecord,
     LengthEstimate,
+    LoraRecord,
     PromptRecord,
     PromptRewards,
     ShadowRecord,
@@ -44,7 +44,6 @@ from ._sync import Client
 from ._votes import Vote, Voter
 
 __all__ = [
-    "AdapterRecord",
     "AsyncClient",
     "AsyncRollouts",
     "BadRequest",
@@ -62,6 +61,7 @@ __all__ = [
     "GroupEvent",
     "GroupRecord",
     "LengthEstimate",
+    "LoraRecord",
     "NotFound",
     "Overloaded",
     "Prompt",

@@ -112,7 +112,7 @@ def push_weights(
     return Call("PUT", f"{API}/weights", _weights, False, options)
 
 
-def push_adapter(
+def push_lora(
     name: str,
     config: str,
     content: Iterable[bytes] | AsyncIterable[bytes],
@@ -123,16 +123,16 @@ def push_adapter(
     headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
     params = {"config": config} | _update(rule, version)
     options = {"content": content, "headers": headers, "params": params}
-    return Call("PUT", _adapter_path(name), _weights, False, options)
+    return Call("PUT", _lora_path(name), _weights, False, options)
 
 
-def load_adapter(name: str, path: str, rule: Rule | None, version: int | None) -> Call[WeightsRecord]:
+def load_lora(name: str, path: str, rule: Rule | None, version: int | None) -> Call[WeightsRecord]:
     options = {"json": {"path": path} | _update(rule, version)}
-    return Call("POST", _adapter_path(name), _weights, False, options)
+    return Call("POST", _lora_path(name), _weights, False, options)
 
 
-def remove_adapter(name: str) -> Call[WeightsRecord]:
-    return Call("DELETE", _adapter_path(name), _weights, False)
+def remove_lora(name: str) -> Call[WeightsRecord]:
+    return Call("DELETE", _lora_path(name), _weights, False)
 
 
 def load_weights(
@@ -146,7 +146,7 @@ def batch_path(batch_id: str) -> str:
     return f"{ROLLOUTS}/{_escaped(batch_id)}"
 
 
-def _adapter_path(name: str) -> str:
+def _lora_path(name: str) -> str:
     return f"{API}/weights/lora/{_escaped(name)}"
 
 

@@ -108,8 +108,8 @@ class UpdateRecord(Wire):
     """How an update of the weights ended. `version` is served after it.
 
     `outcome`: "completed"; "refused" before the engine was touched; "failed", and the old weights are served; "lost".
-    `source`: "push", "disk", "http", "delete", or "vllm" for its own routes. `adapter`: the name of the one that was
-    updated, None for the model itself. `seconds` by phase, such as "transfer", "wait", "load".
+    `source`: "push", "disk", "http", "delete", or "vllm" for its own routes. `lora`: name of the LoRA adapter
+    that was updated, None for the model itself. `seconds` by phase, such as "transfer", "wait", "load".
     """
 
     version: int
@@ -119,11 +119,11 @@ class UpdateRecord(Wire):
     partial: bool
     seconds: dict[str, float]
     error: str | None
-    adapter: str | None = None
+    lora: str | None = None
 
 
-class AdapterRecord(Wire):
-    """An adapter that was pushed, in the update that brought `version`. `scale`: of the product of its matrices."""
+class LoraRecord(Wire):
+    """A LoRA adapter that was pushed, in the update that brought `version`. `scale`: of the product of its matrices."""
 
     name: str
     version: int
@@ -136,13 +136,13 @@ class WeightsRecord(Wire):
 
     `rule` is for updates that name none. `last` is the last update that ended, `last_error` of the last that failed.
     `intact`: whether all that the model holds is of that version; if not, a trainer died while it wrote, and a full set
-    puts it right. `adapters`: those that were pushed.
+    puts it right. `loras`: the LoRA adapters that were pushed.
     """
 
     version: int
     state: str
     intact: bool = True
     rule: str
-    adapters: Sequence[AdapterRecord] = ()
+    loras: Sequence[LoraRecord] = ()
     last: UpdateRecord | None
     last_error: str | None

@@ -104,19 +104,19 @@ class AsyncWeightsApi:
 
         The rest is as in `push`. Unauthorized if the server was started without `--enable-lora`.
         """
-        adapter = await asyncio.to_thread(_adapter_of, source, config, AsyncPieces)
-        call = _calls.push_adapter(name, *adapter, rule, version)
+        adapter = await asyncio.to_thread(_read_lora, source, config, AsyncPieces)
+        call = _calls.push_lora(name, *adapter, rule, version)
         return await self._connection.answer(call)
 
     async def load_lora(
         self, name: str, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None
     ) -> WeightsRecord:
         """Like `push_lora`, of a folder on the server's machine, under its `--weights-root`. It takes a copy."""
-        return await self._connection.answer(_calls.load_adapter(name, os.fspath(path), rule, version))
+        return await self._connection.answer(_calls.load_lora(name, os.fspath(path), rule, version))
 
     async def remove_lora(self, name: str) -> WeightsRecord:
         """Have an adapter served no more, when all that runs has ended. BadRequest if there is none of that name."""
-        return await self._connection.answer(_calls.remove_adapter(name))
+        return await self._connection.answer(_calls.remove_lora(name))
 
     async def load(
         self, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None, partial: bool = False
@@ -164,18 +164,18 @@ class WeightsApi:
         version: int | None = None,
     ) -> WeightsRecord:
         """See `AsyncWeightsApi.push_lora`."""
-        adapter = _adapter_of(source, config, Pieces)
-        return self._connection.answer(_calls.push_adapter(name, *adapter, rule, version))
+        adapter = _read_lora(source, config, Pieces)
+        return self._connection.answer(_calls.push_lora(name, *adapter, rule, version))
 
     def load_lora(
         self, name: str, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None
     ) -> WeightsRecord:
         """See `AsyncWeightsApi.load_lora`."""
-        return self._connection.answer(_calls.load_adapter(name, os.fspath(path), rule, version))
+        return self._connection.answer(_calls.load_lora(name, os.fspath(path), rule, version))
 
     def remove_lora(self, name: str) -> WeightsRecord:
         """See `AsyncWeightsApi.remove_lora`."""
-        return self._connection.answer(_calls.remove_adapter(name))
+        return self._connection.answer(_calls.remove_lora(name))
 
     def load(
         self, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None, partial: bool = False
@@ -190,7 +190,7 @@ class WeightsApi:
         return self._connection.answer(_calls.load_weights("url", url, rule, version, partial))
 
 
-def _adapter_of(source: Source, config: Mapping[str, Any] | None, pieces: type[SizedT]) -> tuple[str, SizedT, int]:
+def _read_lora(source: Source, config: Mapping[str, Any] | None, pieces: type[SizedT]) -> tuple[str, SizedT, int]:
     """Configuration, tensors and their size.
 
     Raises:

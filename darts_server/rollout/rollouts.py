@@ -19,7 +19,7 @@ from darts_server.rollout.allocation.budgets import Budgets
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.joining import Assembly, Joining
 from darts_server.rollout.learned.dataset import Dataset
-from darts_server.rollout.learned.documents import Documents
+from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.ledger import Ledger
@@ -66,7 +66,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         policies: Mapping[str, Shaping],
         default_policy: str,
         limits: Limits,
-        documents: Documents,
+        documents: DocumentStore,
         observers: Sequence[GroupObserver] = (),
         peek_interval: float = 0.02,
         batch_window: float = 0.02,
@@ -284,10 +284,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         if run := self._runs.get(group_id):
             run.abort()
 
-    async def restart(self) -> None:
-        """Stop the candidates of every group that can be started anew, and return when the others have ended.
+    async def halt(self) -> None:
+        """Stop the candidates of every group that can be restarted, and return when the others have ended.
 
-        Groups that begin before `go_on` start nothing either.
+        Groups that begin before `resume` start nothing either.
         """
         self._halted = True
         going = [run for run in list(self._runs.values()) if not run.halt()]
@@ -295,15 +295,15 @@ class Rollouts(Generic[RequestT, OutputT]):
             self._left.clear()
             await self._left.wait()
 
-    def go_on(self) -> None:
-        """Start the candidates of halted groups anew. Harmless if there are none."""
+    def resume(self) -> None:
+        """Restart the candidates of halted groups. Harmless if there are none."""
         self._halted = False
         for run in list(self._runs.values()):
             run.go_on()
 
-    def abort_all(self, why: str) -> None:
+    def abort_all(self, reason: str) -> None:
         """End every group that runs, with an error for its callers."""
-        self.fail_all(GroupAborted(why))
+        self.fail_all(GroupAborted(reason))
 
     def hurry(self) -> None:
         """No further request will come: no group of single requests waits for any."""

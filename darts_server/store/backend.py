@@ -40,14 +40,14 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-MOST_IN_MEMORY = 2**18
+MAX_IN_MEMORY = 2**18
 """Documents of each kind. Of prompts they are some hundred bytes each, and data sets seldom have more of these."""
 
 
 class Memory:
     """A backend that forgets everything with its process, and of each kind all but the ``most`` written last."""
 
-    def __init__(self, most: int = MOST_IN_MEMORY) -> None:
+    def __init__(self, most: int = MAX_IN_MEMORY) -> None:
         self._most = most
         self._texts: dict[str, dict[str, str]] = {}
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from darts_server.exceptions import StateDamaged, StateError, StateTooNew
-from darts_server.store.backend import MOST_IN_MEMORY, Memory
+from darts_server.store.backend import MAX_IN_MEMORY, Memory
 from darts_server.store.contents import Contents
 from darts_server.store.database import Database
 from darts_server.store.document import Document, Scalar, decode, encode, named
@@ -16,7 +16,7 @@ from darts_server.store.writer import Writer
 class Store(AbstractContextManager["Store"]):
     """Documents by kind and key, in ``folder``/state.db, or in memory without a folder. For all threads.
 
-    Memory has the last ``most_in_memory`` of each kind, so that it does not grow for ever; a file has all.
+    Memory has the last ``max_in_memory`` of each kind, so that it does not grow for ever; a file has all.
 
     ``put`` never waits for the disk: a thread writes what is new twice a second, so a killed process loses the last
     second at most. A write that fails is tried again until it succeeds; meanwhile ``fault`` says why, and memory has
@@ -33,8 +33,8 @@ class Store(AbstractContextManager["Store"]):
     {'mean': 812.5, 'count': 16}
     """
 
-    def __init__(self, folder: Path | None = None, most_in_memory: int = MOST_IN_MEMORY) -> None:
-        self._contents = Contents(Memory(most_in_memory) if folder is None else Database(folder))
+    def __init__(self, folder: Path | None = None, max_in_memory: int = MAX_IN_MEMORY) -> None:
+        self._contents = Contents(Memory(max_in_memory) if folder is None else Database(folder))
         self._writer = Writer(self._contents.write)
         self._closed = False
 

@@ -5,15 +5,15 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from darts_server.vllm.lora import VllmAdapters
+from darts_server.vllm.lora import VllmLoras
 from darts_server.weights.updates import Updates
 
 
 class ControlledLLM(AsyncLLM):
-    """Answers and errors are vLLM's own. ``updates`` and ``adapters`` are set once, after construction."""
+    """Answers and errors are vLLM's own. ``updates`` and ``loras`` are set once, after construction."""
 
     updates: Updates | None = None
-    adapters: VllmAdapters | None = None
+    loras: VllmLoras | None = None
     weight_version: int = 0
     asleep: bool = False
     """Whether it was sent to sleep and not woken."""
@@ -24,8 +24,8 @@ class ControlledLLM(AsyncLLM):
         Raises:
             NotFound: the adapter was removed while the request waited.
         """
-        if self.adapters is not None and more.get("lora_request") is not None:
-            more["lora_request"] = self.adapters.current(more["lora_request"])
+        if self.loras is not None and more.get("lora_request") is not None:
+            more["lora_request"] = self.loras.current(more["lora_request"])
         return await super().add_request(*args, **more)
 
     async def add_lora(self, lora_request: Any) -> bool:
@@ -34,8 +34,8 @@ class ControlledLLM(AsyncLLM):
         Raises:
             Conflict
         """
-        if self.adapters is not None:
-            self.adapters.check_foreign(lora_request)
+        if self.loras is not None:
+            self.loras.check_foreign(lora_request)
         return await super().add_lora(lora_request)
 
     async def pause_generation(
@@ -72,17 +72,17 @@ class ControlledLLM(AsyncLLM):
             UpdateRunning, UpdateFailed, WeightsLost
         """
         start = super().start_weight_update
-        await (start() if self.updates is None else self.updates.elsewhere.start(start))
+        await (start() if self.updates is None else self.updates.external.start(start))
 
     async def start_draft_weight_update(self) -> None:
         """The same for a draft model."""
         start = super().start_draft_weight_update
-        await (start() if self.updates is None else self.updates.elsewhere.start(start))
+        await (start() if self.updates is None else self.updates.external.start(start))
 
     async def update_weights(self, request: Any) -> None:
         """As vLLM's; what fails ends the update."""
         write = partial(super().update_weights, request)
-        await (write() if self.updates is None else self.updates.elsewhere.write(write, _names(request)))
+        await (write() if self.updates is None else self.updates.external.write(write, _names(request)))
 
     async def finish_weight_update(self, *args: Any, **more: Any) -> None:
         """As vLLM's; and then groups go on."""
@@ -93,7 +93,7 @@ class ControlledLLM(AsyncLLM):
             await self.collective_rpc("darts_pack_heads")
             self.weight_version = version
 
-        await (finished(self.weight_version + 1) if self.updates is None else self.updates.elsewhere.finish(finished))
+        await (finished(self.weight_version + 1) if self.updates is None else self.updates.external.finish(finished))
 
 
 def _names(request: Any) -> list[str]:

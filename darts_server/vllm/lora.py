@@ -9,7 +9,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import Conflict, InvalidRequest, NotFound, UpdateFailed
 from darts_server.vllm.requests import RAW_SUFFIX
-from darts_server.weights.lora_config import Layers
+from darts_server.weights.lora_config import LoraLayers
 
 if TYPE_CHECKING:
     from darts_server.vllm.llm import ShapingLLM
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 WEIGHT = ".weight"
 
 
-class VllmAdapters:
-    """Implements :class:`darts_server.weights.port.Adapted`.
+class VllmLoras:
+    """Implements :class:`darts_server.weights.port.LoraEngine`.
 
     An adapter keeps vLLM's number for it when it is replaced. So a request that began with the one before goes on with
     the new one, and none ever asks the engine for an adapter that is not there, of which it would die.
@@ -32,17 +32,17 @@ class VllmAdapters:
         self._raw_names: set[str] = set()
         self._ours: dict[str, LoRARequest] = {}
         self._gone: set[int] = set()
-        self._layers: Layers | None = None
+        self._layers: LoraLayers | None = None
 
     def serve(self, registry: Any, raw_names: set[str]) -> None:
         """``registry``: vLLM's, of the names that its server serves. ``raw_names``: those that are never shaped."""
         self._registry = registry
         self._raw_names = raw_names
 
-    async def layers(self) -> Layers:
+    async def layers(self) -> LoraLayers:
         if self._layers is None:
             tensors = await self._model.checkpoint()
-            (names,) = await self._llm.collective_rpc("darts_adapted_layers")
+            (names,) = await self._llm.collective_rpc("darts_lora_layers")
             shapes = {
                 name: file.tensors[name + WEIGHT].shape
                 for name in names
@@ -50,7 +50,7 @@ class VllmAdapters:
             }
             config: Any = self._llm.vllm_config.lora_config
             plain = {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
-            self._layers = Layers(plain, config.max_lora_rank)
+            self._layers = LoraLayers(plain, config.max_lora_rank)
         return self._layers
 
     def check_name(self, name: str) -> None:

@@ -167,7 +167,7 @@ async def engine(args: Namespace, wiring: Wiring) -> AsyncIterator[ShapingLLM]:
             steps.listener = llm.rollouts.step
             if wiring.updates is not None:
                 model = VllmModel(llm)
-                llm.adapters = model.adapted
+                llm.loras = model.loras
                 llm.updates = wiring.updates(model, llm.rollouts, args.served_model_name[0])
             yield llm
     finally:
@@ -184,8 +184,8 @@ async def app(llm: ShapingLLM, args: Namespace, wiring: Wiring) -> FastAPI:
     names: list[str] = args.served_model_name
     raw_names = set(names[len(names) // 2 :])
     attach(application.state, wiring.read_options, raw_names)
-    if llm.adapters is not None:
-        llm.adapters.serve(application.state.openai_serving_models, raw_names)
+    if llm.loras is not None:
+        llm.loras.serve(application.state.openai_serving_models, raw_names)
     application.middleware_stack = None  # vLLM has built it already; now it is built anew, with what is added
     wiring.extend(application)
     return application

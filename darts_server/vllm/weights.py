@@ -11,8 +11,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateUnsupported
 from darts_server.vllm.compat.engine import tell_version
-from darts_server.vllm.lora import VllmAdapters
-from darts_server.weights.tensors import Expected, TensorSet, read
+from darts_server.vllm.lora import VllmLoras
+from darts_server.weights.tensors import ExpectedTensors, TensorSet, read
 
 if TYPE_CHECKING:
     from darts_server.vllm.llm import ShapingLLM
@@ -36,20 +36,20 @@ class VllmModel:
     def __init__(self, llm: "ShapingLLM") -> None:
         self._llm = llm
         self._original: TensorSet | None = None
-        self.adapted = None if llm.vllm_config.lora_config is None else VllmAdapters(llm, self)
+        self.loras = None if llm.vllm_config.lora_config is None else VllmLoras(llm, self)
 
     @property
     def weight_version(self) -> int:
         return self._llm.weight_version
 
-    async def expected(self) -> Expected:
+    async def expected(self) -> ExpectedTensors:
         tensors = {name: file.tensors[name] for name, file in (await self.original()).items()}
         embeddings = [name for name in tensors if name.endswith(EMBEDDING)]
         tied = self._ties and len(embeddings) == 1
-        return Expected(tensors, {HEAD: embeddings[0]} if tied else {})
+        return ExpectedTensors(tensors, {HEAD: embeddings[0]} if tied else {})
 
     async def original(self) -> TensorSet:
-        if self.adapted is not None:
+        if self.loras is not None:
             raise UpdateUnsupported(
                 "weights of a model that takes adapters cannot be replaced here; push adapters alone, or start the "
                 "server without --enable-lora"

@@ -58,7 +58,7 @@ class WorkerExtension:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def darts_adapted_layers(self) -> list[str]:
+    def darts_lora_layers(self) -> list[str]:
         """Names of the linear layers that adapters can change, as checkpoints have them."""
         worker: Any = self
         manager = worker.model_runner.lora_manager._adapter_manager

@@ -18,7 +18,7 @@ from darts_server.weights.states import Machine, Move, State
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-ELSEWHERE = "vllm"
+VLLM_ROUTES = "vllm"
 """The source of an update that came by vLLM's own routes."""
 UPDATE, TRAINER = "update", "trainer"
 """Who may close the gate."""
@@ -38,7 +38,7 @@ class Rule(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class UpdateSettings:
     """``wait``: seconds that groups are waited for. ``step``: seconds of any other step."""
 
     rule: Rule = Rule.FINISH
@@ -48,13 +48,16 @@ class Limits:
 
 @dataclass(slots=True)
 class Update:
-    """The one under way. ``rule``: ``None`` where a trainer has paused the engine by itself. ``adapter``: its name,
-    where not the model itself is updated."""
+    """An update in progress.
+
+    ``rule``: ``None`` if the trainer paused the engine itself. ``lora``: name of the LoRA adapter that is updated;
+    ``None`` for the model itself.
+    """
 
     source: str
     rule: Rule | None
     partial: bool = False
-    adapter: str | None = None
+    lora: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -71,7 +74,7 @@ class Coordinator:
         self,
         model: Model,
         gate: Gate,
-        limits: Limits,
+        limits: UpdateSettings,
         observers: Sequence[UpdateObserver] = (),
         groups: Groups | None = None,
     ) -> None:
@@ -173,7 +176,7 @@ class Coordinator:
             outcome = UpdateOutcome.COMPLETED if error is None else UpdateOutcome.FAILED
             record = self._end(update, UpdateOutcome.LOST if self.state is State.LOST else outcome, error)
             if self._groups is not None:
-                self._groups.go_on()
+                self._groups.resume()
         return record
 
     def lose(self, what: str) -> WeightsLost:
@@ -238,7 +241,7 @@ class Coordinator:
     # --- helpers ------------------------------------------------------------
 
     def _busy(self) -> UpdateRunning:
-        ends = "POST /finish_weight_update ends it" if self._by == ELSEWHERE else f"it is {self.state}"
+        ends = "POST /finish_weight_update ends it" if self._by == VLLM_ROUTES else f"it is {self.state}"
         return UpdateRunning(f"an update by {self._by} is under way; {ends}; try again then")
 
     async def _let_out(self, update: Update) -> None:
@@ -253,7 +256,7 @@ class Coordinator:
 
     async def _restart(self) -> None:
         if self._groups is not None:
-            await self._groups.restart()
+            await self._groups.halt()
         await self._gate.emptied(but_for_groups=True)
 
     async def _resume(self, update: Update) -> None:
@@ -282,7 +285,7 @@ class Coordinator:
             source=update.source,
             rule=update.rule,
             partial=update.partial,
-            adapter=update.adapter,
+            lora=update.lora,
             seconds=update.seconds,
             error=None if error is None else str(error) or type(error).__name__,
         )

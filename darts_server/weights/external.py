@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from darts_server.exceptions import UpdateError, UpdateFailed
-from darts_server.weights.coordinator import ELSEWHERE, Coordinator, Update
+from darts_server.weights.coordinator import VLLM_ROUTES, Coordinator, Update
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.port import Model
 
@@ -46,7 +46,7 @@ class ExternalUpdates:
         if self._session is not None:
             return await start()  # the engine refuses it
         coordinator = self._coordinator
-        update = Update(ELSEWHERE, None if coordinator.held else coordinator.limits.rule)
+        update = Update(VLLM_ROUTES, None if coordinator.held else coordinator.limits.rule)
         coordinator.begin(update, coordinator.version + 1)
         await coordinator.stop(update)
         session = self._session = _Session(update)

@@ -44,7 +44,7 @@ PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, 
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterConfig:
+class LoraConfig:
     """``alpha`` and ``rslora``: what the scale is made of."""
 
     rank: int
@@ -58,7 +58,7 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class LoraLayers:
     """What an adapter can change. ``shapes``: of the weights, (outputs, inputs), by the name of the layer."""
 
     shapes: Mapping[str, tuple[int, int]]
@@ -70,7 +70,7 @@ class Layers:
         return 8 * self.max_rank * sum(map(sum, self.shapes.values())) + LARGEST_HEADER
 
 
-def read_config(text: str | bytes, field: str) -> AdapterConfig:
+def read_config(text: str | bytes, field: str) -> LoraConfig:
     """PEFT's ``adapter_config.json``; ``r`` and ``lora_alpha`` are enough.
 
     Raises:
@@ -91,10 +91,10 @@ def read_config(text: str | bytes, field: str) -> AdapterConfig:
         raise InvalidRequest(field, "use_rslora must be true or false")
     for key, value in given.items():
         _check_key(key, value, field)
-    return AdapterConfig(rank, alpha, rslora)
+    return LoraConfig(rank, alpha, rslora)
 
 
-def check(layers: Layers, config: AdapterConfig, given: TensorSet, field: str) -> None:
+def check(layers: LoraLayers, config: LoraConfig, given: TensorSet, field: str) -> None:
     """
     Raises:
         InvalidRequest: of ``field``; names the first tensor that does not fit, or the rank.
@@ -112,7 +112,7 @@ def check(layers: Layers, config: AdapterConfig, given: TensorSet, field: str) -
             raise InvalidRequest(field, f"tensor {twin} is missing, and {name} is there; send both")
 
 
-def written(config: AdapterConfig, given: TensorSet) -> str:
+def written(config: LoraConfig, given: TensorSet) -> str:
     """``adapter_config.json`` of an adapter that was checked, with nothing in it that was not."""
     targets = sorted({name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP) for name in given})
     return json.dumps(
@@ -139,7 +139,7 @@ def _check_key(key: str, value: Any, field: str) -> None:
         )
 
 
-def _check_tensor(layers: Layers, rank: int, name: str, tensor: Tensor, field: str) -> None:
+def _check_tensor(layers: LoraLayers, rank: int, name: str, tensor: Tensor, field: str) -> None:
     layer = name.removesuffix(DOWN if name.endswith(DOWN) else UP).removeprefix(PREFIX)
     if name not in (f"{PREFIX}{layer}{DOWN}", f"{PREFIX}{layer}{UP}"):
         raise InvalidRequest(field, f"tensor {name} is not one of an adapter's, {PREFIX}LAYER{DOWN} or …{UP}")

@@ -12,16 +12,16 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.weights.lora_config import LARGEST_CONFIG, AdapterConfig, read_config
+from darts_server.weights.lora_config import LARGEST_CONFIG, LoraConfig, read_config
 from darts_server.weights.staging import BUFFER, Staging
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FIELD = "path"
-KIND, LINK = ".adapter", "adapter-"
+KIND, LINK = ".lora", "lora-"
 """How the names of folders with adapters end, and how those of links begin."""
 
 
-class AdapterFiles:
+class LoraFiles:
     """Those of this server."""
 
     def __init__(self, staging: Staging) -> None:
@@ -57,7 +57,7 @@ class AdapterFiles:
                 link.unlink(missing_ok=True)
 
 
-def config_in(folder: Path) -> AdapterConfig:
+def config_in(folder: Path) -> LoraConfig:
     """
     Raises:
         InvalidRequest: it is not there, or not taken.

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Protocol
 
 from darts_server.types import UpdateRecord
-from darts_server.weights.lora_config import Layers
-from darts_server.weights.tensors import Expected, TensorSet
+from darts_server.weights.lora_config import LoraLayers
+from darts_server.weights.tensors import ExpectedTensors, TensorSet
 
 
-class Adapted(Protocol):
+class LoraEngine(Protocol):
     """What of a model low-rank adapters change, and those that it has."""
 
-    async def layers(self) -> Layers:
+    async def layers(self) -> LoraLayers:
         """
         Raises:
             UpdateUnsupported: adapters cannot be pushed here; the message says why.
@@ -48,7 +48,7 @@ class Model(Protocol):
     """A model in an engine."""
 
     @property
-    def adapted(self) -> Adapted | None:
+    def loras(self) -> LoraEngine | None:
         """``None``: it was started without adapters."""
         ...
 
@@ -57,7 +57,7 @@ class Model(Protocol):
         """The version that it serves."""
         ...
 
-    async def expected(self) -> Expected:
+    async def expected(self) -> ExpectedTensors:
         """What a full set of its weights has.
 
         Raises:
@@ -114,16 +114,16 @@ class Model(Protocol):
 class Groups(Protocol):
     """The groups that run."""
 
-    async def restart(self) -> None:
-        """Stop all that can be started anew, at once, and return when the others have ended."""
+    async def halt(self) -> None:
+        """Stop every group that can be restarted, and return when the others have ended."""
         ...
 
-    def go_on(self) -> None:
-        """Start anew what was stopped. Harmless if nothing was."""
+    def resume(self) -> None:
+        """Restart the groups that `halt` stopped. Harmless if there are none."""
         ...
 
-    def abort_all(self, why: str) -> None:
-        """End them all, with an error for their callers."""
+    def abort_all(self, reason: str) -> None:
+        """Abort every group, with an error for its caller."""
         ...
 
 

@@ -15,7 +15,7 @@ MOST_REDIRECTS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
+class AllowedHosts:
     """``names``: ``host``, or ``host:port`` for that port alone; an IPv6 address in brackets."""
 
     names: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ class Hosts:
 
 
 async def pulled(
-    hosts: Hosts, url: str, limit: int, transport: httpx.AsyncBaseTransport | None = None
+    hosts: AllowedHosts, url: str, limit: int, transport: httpx.AsyncBaseTransport | None = None
 ) -> AsyncIterator[bytes]:
     """The bytes at ``url`` as they come, at most ``limit``. Redirects are followed on the same host.
 

@@ -53,7 +53,7 @@ TensorSet = Mapping[str, TensorFile]
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedTensors:
     """What a full set for a model has.
 
     ``tied``: names that may come besides, each with the name of the tensor that it must equal.
@@ -96,7 +96,7 @@ def read_file(path: Path, field: str) -> TensorFile:
     return TensorFile(path, tensors, stamp)
 
 
-def check(expected: Expected, given: TensorSet, *, partial: bool, field: str) -> TensorSet:
+def check(expected: ExpectedTensors, given: TensorSet, *, partial: bool, field: str) -> TensorSet:
     """The tensors of a set that a model takes, all of which fit it.
 
     Raises:
@@ -131,7 +131,7 @@ def by_file(tensors: TensorSet) -> dict[Path, list[str]]:
     return files
 
 
-def _check_one(expected: Expected, given: TensorSet, name: str, file: TensorFile, field: str) -> None:
+def _check_one(expected: ExpectedTensors, given: TensorSet, name: str, file: TensorFile, field: str) -> None:
     tensor, twin = file.tensors[name], expected.tied.get(name)
     wanted = expected.tensors.get(twin or name)
     if wanted is None:

@@ -12,12 +12,12 @@ from darts_server.exceptions import UpdateFailed
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateRecord
 from darts_server.weights.change import Changes
-from darts_server.weights.coordinator import Coordinator, Limits, Rule, Update
+from darts_server.weights.coordinator import Coordinator, Rule, Update, UpdateSettings
 from darts_server.weights.external import ExternalUpdates
 from darts_server.weights.loaded import LoadedWeights
-from darts_server.weights.lora import Adapters
+from darts_server.weights.lora import Loras
 from darts_server.weights.port import Groups, Model, UpdateObserver
-from darts_server.weights.pull import Hosts, pulled
+from darts_server.weights.pull import AllowedHosts, pulled
 from darts_server.weights.roots import allowed
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State
@@ -50,21 +50,21 @@ class Updates:
         gate: Gate,
         staging: Staging,
         root: Path | None = None,
-        limits: Limits | None = None,
+        limits: UpdateSettings | None = None,
         observers: Sequence[UpdateObserver] = (),
         groups: Groups | None = None,
-        hosts: Hosts | None = None,
+        hosts: AllowedHosts | None = None,
     ) -> None:
         self._model = model
         self._staging = staging
         self._root = root
-        self._hosts = hosts or Hosts()
+        self._hosts = hosts or AllowedHosts()
         self._held = LoadedWeights(model)
-        self.coordinator = Coordinator(model, gate, limits or Limits(), observers, groups)
-        self.elsewhere = ExternalUpdates(self.coordinator, self._held, model)
+        self.coordinator = Coordinator(model, gate, limits or UpdateSettings(), observers, groups)
+        self.external = ExternalUpdates(self.coordinator, self._held, model)
         """Updates that do not come this way."""
         self._changes = Changes(self.coordinator, model)
-        self.adapters = Adapters(self.coordinator, self._changes, model.adapted, staging, root)
+        self.loras = Loras(self.coordinator, self._changes, model.loras, staging, root)
         """Of the model that is served."""
 
     @property

@@ -29,7 +29,7 @@ from darts_server.serving.admission import Admission, Bounds
 from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
 from darts_server.store import Store
-from darts_server.store.backend import MOST_IN_MEMORY
+from darts_server.store.backend import MAX_IN_MEMORY
 from darts_server.types import GroupRecord
 from faults.soak.world import QUICK, WIDTH, Engine, LocalHead, Texts, VirtualLoop, script
 
@@ -49,7 +49,7 @@ class Kept:
 
     groups: int = DEFAULT_KEPT
     votes: int = DEFAULT_KEPT
-    documents: int = MOST_IN_MEMORY
+    documents: int = MAX_IN_MEMORY
     flight_bytes: int = 4 * 1024 * 1024
     labels: int = BUFFER
     vote_labels: int = BUFFER
@@ -63,7 +63,7 @@ class House:
     def __init__(self, loop: VirtualLoop, kept: Kept, state_dir: Path | None = None, seed: int = 0) -> None:
         self.engine = Engine(script(seed))
         self.engine.capacity, self.engine.probe_width = CAPACITY, WIDTH
-        self.store = store = Store(state_dir, most_in_memory=kept.documents)
+        self.store = store = Store(state_dir, max_in_memory=kept.documents)
         self.registry = CollectorRegistry()
         self.metrics = Metrics(MODEL, registry=self.registry)
         self.gate = Gate()

@@ -151,10 +151,10 @@ async def _train(house: House) -> None:
             if rule == "finish":
                 await house.gate.emptied()
             elif rule == "restart":
-                await house.rollouts.restart()
+                await house.rollouts.halt()
             house.engine.weight_version += 1
         finally:
-            house.rollouts.go_on()
+            house.rollouts.resume()
             house.gate.open("weights")
 
 

@@ -139,7 +139,7 @@ def test_a_hundred_thousand_keys(tmp_path: Path) -> None:
 
 
 def test_memory_forgets_of_each_kind_what_was_written_longest_ago() -> None:
-    with Store(most_in_memory=3) as store:
+    with Store(max_in_memory=3) as store:
         store.put("other", "a", {"n": 0})
         for number in range(3):
             store.put("prompt", str(number), {"n": number})
@@ -154,7 +154,7 @@ def test_memory_forgets_of_each_kind_what_was_written_longest_ago() -> None:
 
 
 def test_a_file_has_all(tmp_path: Path) -> None:
-    with Store(tmp_path, most_in_memory=3) as store:
+    with Store(tmp_path, max_in_memory=3) as store:
         for number in range(5):
             store.put("prompt", str(number), {"n": number})
         store.flush()

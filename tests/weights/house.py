@@ -7,20 +7,20 @@ from pathlib import Path
 from safetensors.numpy import save
 
 from darts_server.serving.gate import Gate
-from darts_server.weights.coordinator import Limits
+from darts_server.weights.coordinator import UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State
 from darts_server.weights.updates import UpdateOptions, Updates
 from tests.weights.model import SHAPES, FakeGroups, FakeModel, Heard, tensors
 
-HASTY = Limits(step=2.0)
+HASTY = UpdateSettings(step=2.0)
 """Far more than a step takes on a busy machine."""
 
 
 class House:
     """The room on a fake model."""
 
-    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
+    def __init__(self, folder: Path, limits: UpdateSettings | None = None) -> None:
         self.root = folder / "root"
         self.root.mkdir()
         self.model = FakeModel(folder)
@@ -60,20 +60,20 @@ class Trainer:
 
     def __init__(self, house: House) -> None:
         self._house = house
-        self._elsewhere = house.updates.elsewhere
+        self._external = house.updates.external
 
     async def start(self) -> None:
-        await self._elsewhere.start(lambda: self._house.model.step("start"))
+        await self._external.start(lambda: self._house.model.step("start"))
 
     async def write(self, names: Sequence[str] = ()) -> None:
-        await self._elsewhere.write(lambda: self._house.model.step("write"), names)
+        await self._external.write(lambda: self._house.model.step("write"), names)
 
     async def finish(self) -> None:
         async def finished(version: int) -> None:
             await self._house.model.step("finish")
             self._house.model.weight_version = version
 
-        await self._elsewhere.finish(finished)
+        await self._external.finish(finished)
 
     async def update(self, names: Sequence[str] = ()) -> None:
         await self.start()

@@ -1,4 +1,4 @@
-"""Adapters for the model of :mod:`tests.weights.model`."""
+"""Loras for the model of :mod:`tests.weights.model`."""
 
 import json
 from collections.abc import AsyncIterator
@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from darts_server.weights.lora_config import Layers
+from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.tensors import Tensor, TensorFile, TensorSet
 from tests.weights.house import House
 
-LAYERS = Layers({"layers.0": (3, 2), "layers.1": (2, 2)}, 4)
+LAYERS = LoraLayers({"layers.0": (3, 2), "layers.1": (2, 2)}, 4)
 CONFIG = json.dumps({"r": 2, "lora_alpha": 2})
 BASE = "base_model.model."
 
@@ -48,4 +48,4 @@ async def push(house: House, value: float | bytes, name: str = "a", config: str 
         assert len(data) <= limit
         yield data
 
-    await house.updates.adapters.push(name, config, body, **more)  # type: ignore[arg-type]
+    await house.updates.loras.push(name, config, body, **more)  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import UpdateRecord
-from darts_server.weights.lora_config import Layers
-from darts_server.weights.tensors import Expected, TensorSet, read
+from darts_server.weights.lora_config import LoraLayers
+from darts_server.weights.tensors import ExpectedTensors, TensorSet, read
 
 SHAPES = {"embed_tokens.weight": (4, 2), "layers.0.weight": (2, 2), "layers.1.weight": (2, 2)}
 TIED = {"lm_head.weight": "embed_tokens.weight"}
@@ -45,11 +45,11 @@ class FakeModel:
         self.during: dict[str, Callable[[], object]] = {}
         self.running = False
         self.stands = False
-        self.adapted: FakeAdapted | None = FakeAdapted(self)
+        self.loras: FakeLoras | None = FakeLoras(self)
         self._checkpoint = write(folder / "checkpoint" / "model.safetensors", 0.0)
 
-    async def expected(self) -> Expected:
-        return Expected({name: file.tensors[name] for name, file in (await self.original()).items()}, TIED)
+    async def expected(self) -> ExpectedTensors:
+        return ExpectedTensors({name: file.tensors[name] for name, file in (await self.original()).items()}, TIED)
 
     async def original(self) -> TensorSet:
         await self.step("original", told=False)
@@ -97,16 +97,16 @@ class FakeModel:
             raise error
 
 
-class FakeAdapted:
-    """Implements :class:`darts_server.weights.port.Adapted`. ``served``: the scale of what is read there, by name."""
+class FakeLoras:
+    """Implements :class:`darts_server.weights.port.LoraEngine`. ``served``: scales by name."""
 
     def __init__(self, model: FakeModel) -> None:
         self.served: dict[str, float] = {}
         self._model = model
 
-    async def layers(self) -> Layers:
+    async def layers(self) -> LoraLayers:
         await self._model.step("layers", told=False)
-        return Layers({"layers.0": (3, 2), "layers.1": (2, 2)}, 4)
+        return LoraLayers({"layers.0": (3, 2), "layers.1": (2, 2)}, 4)
 
     def check_name(self, name: str) -> None:
         if name == "model":
@@ -132,14 +132,14 @@ class FakeGroups:
         self.aborted: list[str] = []
         self.halted = False
 
-    async def restart(self) -> None:
+    async def halt(self) -> None:
         self.halted = True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.halted = False
 
-    def abort_all(self, why: str) -> None:
-        self.aborted.append(why)
+    def abort_all(self, reason: str) -> None:
+        self.aborted.append(reason)
 
 
 class Heard:

@@ -7,7 +7,7 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.types import UpdateOutcome
-from darts_server.weights.coordinator import Limits, Rule
+from darts_server.weights.coordinator import Rule, UpdateSettings
 from darts_server.weights.states import State
 from darts_server.weights.updates import UpdateOptions
 from tests.weights.house import House, enter, until
@@ -15,7 +15,7 @@ from tests.weights.house import House, enter, until
 pytestmark = pytest.mark.anyio
 
 STEPS = ["start", "write", "finish"]
-BRIEF = Limits(step=1.0)
+BRIEF = UpdateSettings(step=1.0)
 
 
 async def test_an_update_goes_through_the_rule_and_everyone_hears_of_it(house: House) -> None:
@@ -36,7 +36,7 @@ async def test_an_update_goes_through_the_rule_and_everyone_hears_of_it(house: H
 
 
 async def test_under_keep_what_runs_is_not_waited_for(tmp_path: Path) -> None:
-    house = House(tmp_path, Limits(Rule.KEEP))
+    house = House(tmp_path, UpdateSettings(Rule.KEEP))
     house.gate.let_in()
     await house.trainer.update()
     house.gate.leave()
@@ -45,7 +45,7 @@ async def test_under_keep_what_runs_is_not_waited_for(tmp_path: Path) -> None:
 
 
 async def test_groups_that_do_not_end_fail_it_before_anything_is_touched(tmp_path: Path) -> None:
-    house = House(tmp_path, Limits(wait=0.1))
+    house = House(tmp_path, UpdateSettings(wait=0.1))
     house.gate.let_in()
     with pytest.raises(UpdateFailed, match="groups still run"):
         await house.trainer.start()

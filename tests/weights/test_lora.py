@@ -1,4 +1,4 @@
-"""Adapters of a fake model: what is served after each end that an update can have."""
+"""Loras of a fake model: what is served after each end that an update can have."""
 
 import asyncio
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.anyio
 
 def served(house: House) -> Mapping[str, float]:
     """What the engine has; the same as is told, and its files are there alone."""
-    assert house.model.adapted is not None
-    names = set(house.updates.adapters.served)
-    assert set(house.model.adapted.served) == names
-    assert {path.name for path in house.staging.others("adapter-*")} == {f"adapter-{name}" for name in names}
-    assert len(house.staging.others("*.adapter")) == len(names)
-    return house.model.adapted.served
+    assert house.model.loras is not None
+    names = set(house.updates.loras.served)
+    assert set(house.model.loras.served) == names
+    assert {path.name for path in house.staging.others("lora-*")} == {f"lora-{name}" for name in names}
+    assert len(house.staging.others("*.lora")) == len(names)
+    return house.model.loras.served
 
 
 async def test_an_adapter_comes_is_replaced_and_goes(house: House) -> None:
@@ -45,11 +45,11 @@ async def test_an_adapter_comes_is_replaced_and_goes(house: House) -> None:
     await push(house, 6, "b", rule=Rule.KEEP)
     await push(house, 7, version=40)
     assert served(house) == {"a": 7, "b": 6}
-    assert {name: one.version for name, one in house.updates.adapters.served.items()} == {"a": 40, "b": 2}
-    await house.updates.adapters.remove("a")
+    assert {name: one.version for name, one in house.updates.loras.served.items()} == {"a": 40, "b": 2}
+    await house.updates.loras.remove("a")
     assert served(house) == {"b": 6}
     house.serves(41, all=0)
-    assert [(record.source, record.adapter, record.rule) for record in house.heard.records] == [
+    assert [(record.source, record.lora, record.rule) for record in house.heard.records] == [
         ("push", "a", "finish"),
         ("push", "b", "keep"),
         ("push", "a", "finish"),
@@ -59,11 +59,11 @@ async def test_an_adapter_comes_is_replaced_and_goes(house: House) -> None:
 
 async def test_a_folder_is_copied(house: House) -> None:
     folder = save_to(house.root / "step-1", 5)
-    await house.updates.adapters.load("a", "step-1")
+    await house.updates.loras.load("a", "step-1")
     (folder / "adapter_model.safetensors").unlink()
     assert served(house) == {"a": 5}
     with pytest.raises(InvalidRequest, match=r"adapter_model.safetensors: No such file") as caught:
-        await house.updates.adapters.load("a", str(folder))
+        await house.updates.loras.load("a", str(folder))
     assert caught.value.field == "path"
     assert served(house) == {"a": 5}
 
@@ -80,15 +80,15 @@ async def test_what_is_bad_changes_nothing(house: House) -> None:
         ("is no JSON", push(house, 6, config="?")),
         ("is 1, which is served already", push(house, 6, version=1)),
         ("is the model itself", push(house, 6, "model")),
-        ("has more than 65536 bytes", house.updates.adapters.load("a", "big")),
-        ("adapter_config.json: No such file", house.updates.adapters.load("a", "none")),
-        ("is outside", house.updates.adapters.load("a", "/etc")),
+        ("has more than 65536 bytes", house.updates.loras.load("a", "big")),
+        ("adapter_config.json: No such file", house.updates.loras.load("a", "none")),
+        ("is outside", house.updates.loras.load("a", "/etc")),
     ):
         with pytest.raises(InvalidRequest, match=words):
             await act
         assert served(house) == {"a": 5}
     with pytest.raises(NotFound):
-        await house.updates.adapters.remove("b")
+        await house.updates.loras.remove("b")
     house.serves(1, all=0)
 
 
@@ -97,7 +97,7 @@ async def test_a_folder_with_more_than_an_adapter_has_is_refused(house: House) -
     with (house.root / "huge" / "adapter_model.safetensors").open("ab") as file:
         file.truncate(200_000_000)  # sparse: it takes no room
     with pytest.raises(InvalidRequest, match="which no adapter here has"):
-        await house.updates.adapters.load("a", "huge")
+        await house.updates.loras.load("a", "huge")
     assert served(house) == {}
 
 
@@ -119,7 +119,7 @@ async def test_a_removal_that_fails_leaves_the_adapter(house: House) -> None:
     await push(house, 5)
     house.model.fail["remove"] = [UpdateFailed("broken")]
     with pytest.raises(UpdateFailed, match="broken"):
-        await house.updates.adapters.remove("a")
+        await house.updates.loras.remove("a")
     assert served(house) == {"a": 5}
     house.serves(1, all=0)
 
@@ -148,10 +148,10 @@ async def test_one_update_at_a_time_of_adapters_and_weights(house: House) -> Non
 
 async def test_models_without_adapters_or_for_which_none_are_taken_say_so(tmp_path: Path) -> None:
     model = FakeModel(tmp_path)
-    model.adapted = None
+    model.loras = None
     with Staging(tmp_path) as staging:
         updates = Updates(model, Gate(), staging, tmp_path)
-        for act in (updates.adapters.load("a", "x"), updates.adapters.remove("a")):
+        for act in (updates.loras.load("a", "x"), updates.loras.remove("a")):
             with pytest.raises(Forbidden, match="--enable-lora"):
                 await act
 

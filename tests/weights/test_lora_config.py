@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.weights.lora_config import AdapterConfig, check, read_config, written
-from darts_server.weights.lora_config import Layers as Adaptable
+from darts_server.weights.lora_config import LoraConfig, LoraLayers, check, read_config, written
 from tests.weights.lora_sets import LAYERS, tensors_of
 
 GOOD: dict[str, Any] = {"r": 2, "lora_alpha": 6}
@@ -26,7 +25,7 @@ def test_the_configuration_that_peft_writes_is_taken() -> None:
         "alpha_pattern": {},
         "modules_to_save": None,
     }
-    assert read_config(json.dumps(GOOD | more), "config") == AdapterConfig(2, 6)
+    assert read_config(json.dumps(GOOD | more), "config") == LoraConfig(2, 6)
     assert read_config(json.dumps(GOOD), "config").scale == 3
     assert read_config(json.dumps(GOOD | {"use_rslora": True}), "config").scale == pytest.approx(6 / math.sqrt(2))
 
@@ -63,8 +62,8 @@ def test_other_configurations_are_refused_by_their_key(given: Any, words: str) -
 
 def test_what_fits_is_written_for_the_engine_with_nothing_else() -> None:
     given = tensors_of("layers.0", "layers.1")
-    check(LAYERS, AdapterConfig(2, 6), given, "body")
-    assert json.loads(written(AdapterConfig(2, 6), given)) == {
+    check(LAYERS, LoraConfig(2, 6), given, "body")
+    assert json.loads(written(LoraConfig(2, 6), given)) == {
         "peft_type": "LORA",
         "r": 2,
         "lora_alpha": 6,
@@ -77,13 +76,13 @@ def test_what_fits_is_written_for_the_engine_with_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("config", "names", "words"),
     [
-        (AdapterConfig(5, 1), ["layers.0"], "r is 5, and the server takes 4"),
-        (AdapterConfig(2, 1), [], "has no tensor"),
-        (AdapterConfig(2, 1), ["layers.2"], "layers.2.lora_A.weight is of no layer"),
-        (AdapterConfig(3, 1), ["layers.0"], r"layers.0.lora_A.weight is F32 of shape \[2, 2\]"),
+        (LoraConfig(5, 1), ["layers.0"], "r is 5, and the server takes 4"),
+        (LoraConfig(2, 1), [], "has no tensor"),
+        (LoraConfig(2, 1), ["layers.2"], "layers.2.lora_A.weight is of no layer"),
+        (LoraConfig(3, 1), ["layers.0"], r"layers.0.lora_A.weight is F32 of shape \[2, 2\]"),
     ],
 )
-def test_what_does_not_fit_is_named(config: AdapterConfig, names: list[str], words: str) -> None:
+def test_what_does_not_fit_is_named(config: LoraConfig, names: list[str], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         check(LAYERS, config, tensors_of(*names), "body")
 
@@ -101,18 +100,18 @@ def test_other_names_are_refused(name: str, words: str) -> None:
     file = next(iter(given.values()))
     file = type(file)(file.path, {**file.tensors, name: next(iter(file.tensors.values()))}, file.stamp)
     with pytest.raises(InvalidRequest, match=words):
-        check(LAYERS, AdapterConfig(2, 1), {name: file}, "body")
+        check(LAYERS, LoraConfig(2, 1), {name: file}, "body")
 
 
 def test_integers_and_single_matrices_are_refused() -> None:
     given = tensors_of("layers.0", dtype="I32")
     with pytest.raises(InvalidRequest, match="must have floats"):
-        check(LAYERS, AdapterConfig(2, 1), given, "body")
+        check(LAYERS, LoraConfig(2, 1), given, "body")
     up = "base_model.model.layers.0.lora_B.weight"
     with pytest.raises(InvalidRequest, match=r"lora_A\.weight is missing"):
-        check(LAYERS, AdapterConfig(2, 1), {up: tensors_of("layers.0")[up]}, "body")
+        check(LAYERS, LoraConfig(2, 1), {up: tensors_of("layers.0")[up]}, "body")
 
 
 def test_no_more_bytes_may_come_than_an_adapter_can_have() -> None:
-    small, large = Adaptable({"a": (3, 2)}, 1), Adaptable({"a": (3, 2)}, 2)
+    small, large = LoraLayers({"a": (3, 2)}, 1), LoraLayers({"a": (3, 2)}, 2)
     assert large.most_bytes - small.most_bytes == 8 * (3 + 2)

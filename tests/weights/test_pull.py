@@ -8,7 +8,7 @@ from safetensors.numpy import save
 
 from darts_server.exceptions import Forbidden, InvalidRequest
 from darts_server.serving.gate import Gate
-from darts_server.weights.pull import MOST_REDIRECTS, Hosts, pulled
+from darts_server.weights.pull import MOST_REDIRECTS, AllowedHosts, pulled
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import UpdateOptions, Updates
 from tests.weights.house import House
@@ -16,7 +16,7 @@ from tests.weights.model import SHAPES, tensors
 
 pytestmark = pytest.mark.anyio
 
-HOSTS = Hosts(frozenset({"trainer:8001", "other", "[::1]"}))
+HOSTS = AllowedHosts(frozenset({"trainer:8001", "other", "[::1]"}))
 URL = "http://trainer:8001/w"
 Answer = Callable[[httpx.Request], httpx.Response]
 
@@ -61,7 +61,7 @@ def test_others_are_not(url: str, message: str) -> None:
 
 def test_by_default_none_is() -> None:
     with pytest.raises(Forbidden, match="--weights-hosts"):
-        Hosts().check(URL)
+        AllowedHosts().check(URL)
 
 
 async def test_bytes_come_as_they_are() -> None:
@@ -148,7 +148,7 @@ async def test_what_was_pulled_is_checked_and_served_like_what_was_pushed(
     server, name = await served(save(tensors(5)), cut)
     async with server:
         with Staging(tmp_path) as staging:
-            updates = Updates(house.model, Gate(), staging, hosts=Hosts(frozenset({name})))
+            updates = Updates(house.model, Gate(), staging, hosts=AllowedHosts(frozenset({name})))
             if cut:
                 with pytest.raises(InvalidRequest, match="could not be pulled"):
                     await updates.pull(f"http://{name}/w", UpdateOptions())

@@ -6,10 +6,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.weights.tensors import Expected, Tensor, check, read
+from darts_server.weights.tensors import ExpectedTensors, Tensor, check, read
 from tests.weights.model import SHAPES, TIED, tensors, write
 
-EXPECTED = Expected({name: Tensor(shape, "F32") for name, shape in SHAPES.items()}, TIED)
+EXPECTED = ExpectedTensors({name: Tensor(shape, "F32") for name, shape in SHAPES.items()}, TIED)
 
 
 def checked(folder: Path, given: dict[str, np.ndarray], *, partial: bool = False) -> list[str]:

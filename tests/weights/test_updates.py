@@ -14,7 +14,7 @@ from darts_server.exceptions import (
     UpdateRunning,
     UpdateUnsupported,
 )
-from darts_server.weights.coordinator import Limits, Rule
+from darts_server.weights.coordinator import Rule, UpdateSettings
 from darts_server.weights.states import State
 from darts_server.weights.updates import UpdateOptions, Updates
 from tests.weights.house import House, enter, until
@@ -140,7 +140,7 @@ async def test_finish_waits_for_what_runs_and_lets_nothing_begin(house: House) -
 
 
 async def test_finish_gives_up_when_groups_do_not_end(tmp_path: Path) -> None:
-    house = House(tmp_path, Limits(wait=0.2))
+    house = House(tmp_path, UpdateSettings(wait=0.2))
     house.gate.let_in()
     with pytest.raises(UpdateFailed, match=r"wait took longer than 0\.2 s; groups still run; see --weights-wait"):
         await house.push(5)

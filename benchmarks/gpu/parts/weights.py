@@ -39,7 +39,7 @@ MEASURED = (
     f"given to the API process in pieces of {PIECE >> 10} kB, as they come over HTTP; a network's time comes on top. "
     "GB/s are those of the whole update."
 )
-WISH = UpdateOptions(rule=Rule.KEEP)
+OPTIONS = UpdateOptions(rule=Rule.KEEP)
 
 Seconds = dict[str, list[Mapping[str, float]]]
 """Of each update by phase, by path."""
@@ -102,8 +102,8 @@ async def updated(bench: Bench, budget: Budget, result: Table, folder: Path, abo
     with Staging(folder) as staging:
         updates = Updates(VllmModel(bench.llm), bench.llm.gate, staging, folder)
         ways: dict[str, Callable[[], Awaitable[UpdateRecord]]] = {
-            DISK: lambda: updates.load(FILE, WISH),
-            PUSHED: lambda: updates.push(lambda _: _pieces(folder / FILE), WISH),
+            DISK: lambda: updates.load(FILE, OPTIONS),
+            PUSHED: lambda: updates.push(lambda _: _pieces(folder / FILE), OPTIONS),
         }
         for number in range(bench.sizes.updates):
             for path in about:

@@ -1,4 +1,4 @@
-"""``/darts/v1/weights/lora``: low-rank adapters for the model, pushed or read from a folder of the server's machine."""
+"""``/darts/v1/weights/lora``: LoRA adapters for the model, pushed or read from a folder of the server's machine."""
 
 from collections.abc import Callable
 from typing import Annotated, Literal
@@ -28,8 +28,8 @@ Name = Annotated[
 ]
 
 
-class AdapterIn(BaseModel):
-    """An adapter on the server's machine."""
+class LoraIn(BaseModel):
+    """A LoRA adapter on the server's machine."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -56,20 +56,20 @@ def routes(updates: Callable[[], Updates]) -> APIRouter:
         version: Annotated[int | None, Query(ge=0, le=LARGEST_VERSION, description=VERSION)] = None,
     ) -> WeightsAnswer:
         """Serves this adapter under that name, in place of the one before, or changes nothing."""
-        await updates().adapters.push(name, config, body_of(request), _rule(rule), version)
+        await updates().loras.push(name, config, body_of(request), _rule(rule), version)
         return answer(updates())
 
-    @api.post("/weights/lora/{name}", openapi_extra=json_body(AdapterIn))
+    @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load(name: Name, request: Request) -> WeightsAnswer:
         """Serves the adapter in that folder under that name, or changes nothing."""
-        body = parsed(AdapterIn, await read_body(request, LARGEST_REQUEST))
-        await updates().adapters.load(name, body.path, _rule(body.rule), body.version)
+        body = parsed(LoraIn, await read_body(request, LARGEST_REQUEST))
+        await updates().loras.load(name, body.path, _rule(body.rule), body.version)
         return answer(updates())
 
     @api.delete("/weights/lora/{name}")
     async def remove(name: Name) -> WeightsAnswer:
         """Serves the adapter no more, when all that runs has ended."""
-        await updates().adapters.remove(name)
+        await updates().loras.remove(name)
         return answer(updates())
 
     return api

@@ -47,7 +47,7 @@ class UpdateAnswer(BaseModel):
     version: int = Field(description="Served after it.")
     outcome: Literal["completed", "refused", "failed", "lost"]
     source: str = Field(description="`push`, `disk`, `http`, `delete`, or `vllm` for its own routes.")
-    adapter: str | None = Field(description="Its name, if not the model itself was updated.")
+    lora: str | None = Field(description="Name of the LoRA adapter that was updated; null for the model itself.")
     rule: str | None
     partial: bool
     seconds: dict[str, float] = Field(
@@ -61,7 +61,7 @@ class UpdateAnswer(BaseModel):
             version=record.version,
             outcome=record.outcome.value,
             source=record.source,
-            adapter=record.adapter,
+            lora=record.lora,
             rule=record.rule,
             partial=record.partial,
             seconds=dict(record.seconds),
@@ -69,8 +69,8 @@ class UpdateAnswer(BaseModel):
         )
 
 
-class AdapterAnswer(BaseModel):
-    """An adapter that was pushed."""
+class LoraAnswer(BaseModel):
+    """A LoRA adapter that was pushed."""
 
     name: str = Field(description="That of the model in requests.")
     version: int = Field(description="Of the update that it came with.")
@@ -85,7 +85,7 @@ class WeightsAnswer(BaseModel):
     state: str = Field(description="`serving`, or how far an update is.")
     intact: bool = Field(description="Whether all that the model holds is of that version. If not, send a full set.")
     rule: str = Field(description="For updates that name none.")
-    adapters: list[AdapterAnswer]
+    loras: list[LoraAnswer]
     last: UpdateAnswer | None = Field(description="The last update that ended, whichever way.")
     last_error: str | None = Field(description="Of the last update that did not succeed.")
 
@@ -107,15 +107,18 @@ def routes(updates: Callable[[], Updates]) -> APIRouter:
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
     ) -> WeightsAnswer:
         """Gives the model these weights, or changes nothing. Answers when they are served."""
-        await updates().push(body_of(request), _wish(rule, version, partial))
+        await updates().push(body_of(request), _options(rule, version, partial))
         return answer(updates())
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
         """Gives the model weights from there, or changes nothing. Answers when they are served."""
         body = parsed(WeightsIn, await read_body(request, LARGEST_REQUEST))
-        wish = _wish(body.rule, body.version, body.partial)
-        await (updates().load(body.path, wish) if "path" in body.model_fields_set else updates().pull(body.url, wish))
+        options = _options(body.rule, body.version, body.partial)
+        if "path" in body.model_fields_set:
+            await updates().load(body.path, options)
+        else:
+            await updates().pull(body.url, options)
         return answer(updates())
 
     return api
@@ -126,7 +129,7 @@ def body_of(request: Request) -> Callable[[int], AsyncIterator[bytes]]:
     return lambda limit: chunks_of(request, limit)
 
 
-def _wish(rule: str | None, version: int | None, partial: bool) -> UpdateOptions:
+def _options(rule: str | None, version: int | None, partial: bool) -> UpdateOptions:
     return UpdateOptions(None if rule is None else Rule(rule), version, partial)
 
 
@@ -137,9 +140,9 @@ def answer(updates: Updates) -> WeightsAnswer:
         state=updates.state.value,
         intact=updates.intact,
         rule=updates.rule.value,
-        adapters=[
-            AdapterAnswer(name=name, version=one.version, rank=one.config.rank, scale=one.config.scale)
-            for name, one in updates.adapters.served.items()
+        loras=[
+            LoraAnswer(name=name, version=one.version, rank=one.config.rank, scale=one.config.scale)
+            for name, one in updates.loras.served.items()
         ],
         last=None if updates.last is None else UpdateAnswer.of(updates.last),
         last_error=updates.last_error,

@@ -13,7 +13,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.budgets import SMALLEST_BATCH, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
-from darts_server.rollout.learned.documents import Documents, Notes
+from darts_server.rollout.learned.documents import DocumentStore, StoredValues
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.types import CohortRecord, GroupRecord
 
@@ -44,7 +44,7 @@ class Allocator:
         self,
         prompts: Prompts,
         budgets: Budgets,
-        documents: Documents,
+        documents: DocumentStore,
         window: float,
         on_batch_end: Callable[[CohortRecord], None],
         clock: Callable[[], float],
@@ -53,7 +53,7 @@ class Allocator:
     ) -> None:
         self._prompts = prompts
         self._budgets = budgets
-        self._prices = Notes(documents, "price", lambda value: PriceState(**value))
+        self._prices = StoredValues(documents, "price", lambda value: PriceState(**value))
         self.deadlines = Deadlines(documents, rng or np.random.default_rng())
         self._with_deadlines: set[Kind] = set()
         self._window = window

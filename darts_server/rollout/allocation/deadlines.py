@@ -8,7 +8,7 @@ import numpy as np
 
 from darts_server.policy.deadline import Deadline, Losses, RecentNeeds
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.learned.documents import Documents, Notes
+from darts_server.rollout.learned.documents import DocumentStore, StoredValues
 from darts_server.types import GroupRecord, Outcome
 
 KEY = "all"
@@ -17,9 +17,9 @@ KEY = "all"
 class Deadlines:
     """What is learned of deadlines is in ``documents``, by policy and group size."""
 
-    def __init__(self, documents: Documents, rng: np.random.Generator) -> None:
-        self._needs = Notes(documents, "deadline", _needs)
-        self._losses = Notes(documents, "losses", lambda value: Losses(**value))
+    def __init__(self, documents: DocumentStore, rng: np.random.Generator) -> None:
+        self._needs = StoredValues(documents, "deadline", _needs)
+        self._losses = StoredValues(documents, "losses", lambda value: Losses(**value))
         self._rng = rng
 
     @property

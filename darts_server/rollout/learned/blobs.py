@@ -11,7 +11,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from darts_server.rollout.learned.documents import Documents
+from darts_server.rollout.learned.documents import DocumentStore
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class _Entry:
     numbers: Mapping[str, int]
 
 
-class Blobs:
-    """Blobs of one kind. One thread at a time may save a key."""
+class BlobStore:
+    """BlobStore of one kind. One thread at a time may save a key."""
 
-    def __init__(self, documents: Documents, kind: str) -> None:
+    def __init__(self, documents: DocumentStore, kind: str) -> None:
         self._documents = documents
         self._kind = kind
 

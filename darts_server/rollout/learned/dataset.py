@@ -5,7 +5,7 @@ from dataclasses import asdict
 from darts_server.policy.lengths import DatasetStats, Estimate, PromptStats, estimate
 from darts_server.policy.profile import LengthProfile, ProfileState
 from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import Documents, Notes
+from darts_server.rollout.learned.documents import DocumentStore, StoredValues
 from darts_server.rollout.learned.prompts import observations
 from darts_server.types import GroupRecord, Outcome
 
@@ -22,10 +22,10 @@ class Dataset:
     A step ends when the weight version changes, as the trainer's does, or after `STEP_GROUPS` groups.
     """
 
-    def __init__(self, documents: Documents) -> None:
-        self._stats = Notes(documents, "dataset", lambda value: DatasetStats(**value))
-        self._steps = Notes(documents, "step", lambda value: [(int(v), Estimate(m, s)) for v, m, s in value])
-        self._profiles = Notes(documents, "profile", lambda value: ProfileState(**value))
+    def __init__(self, documents: DocumentStore) -> None:
+        self._stats = StoredValues(documents, "dataset", lambda value: DatasetStats(**value))
+        self._steps = StoredValues(documents, "step", lambda value: [(int(v), Estimate(m, s)) for v, m, s in value])
+        self._profiles = StoredValues(documents, "profile", lambda value: ProfileState(**value))
         self._ratios: list[tuple[float, bool]] = []
         self._groups: list[tuple[int, Estimate]] = []
         self._keep = Debounce(KEEP_SECONDS, self._write)

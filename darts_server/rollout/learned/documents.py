@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 Scalar = str | int | float | bool | None
 
 
-class Documents(Protocol):
+class DocumentStore(Protocol):
     """The part of the store that is used here."""
 
     def get(self, kind: str, key: str) -> dict[str, Scalar] | None: ...
@@ -20,7 +20,7 @@ class Documents(Protocol):
     def put(self, kind: str, key: str, document: Mapping[str, Scalar]) -> None: ...
 
 
-class Notes:
+class StoredValues:
     """Small JSON values of one kind, read and written whole.
 
     They are read anew each time, so what another process learned or a restore brought counts at once. One that cannot
@@ -30,7 +30,7 @@ class Notes:
     else, wrote something else.
     """
 
-    def __init__(self, documents: Documents, kind: str, read: Callable[[Any], Any] = lambda value: value) -> None:
+    def __init__(self, documents: DocumentStore, kind: str, read: Callable[[Any], Any] = lambda value: value) -> None:
         self._documents = documents
         self._kind = kind
         self._read = read

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from darts_server.policy.latency import LatencyCurve, LatencyModel, LatencyState
 from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import Documents, Notes
+from darts_server.rollout.learned.documents import DocumentStore, StoredValues
 
 KEY = "engine"
 KEEP_SECONDS = 2.0
@@ -17,9 +17,9 @@ class Latency:
     ``capacity``: most sequences that the engine runs at once, ``None`` if unknown.
     """
 
-    def __init__(self, documents: Documents, capacity: int | None = None) -> None:
+    def __init__(self, documents: DocumentStore, capacity: int | None = None) -> None:
         self.capacity = capacity
-        self._notes = Notes(documents, "latency", lambda value: LatencyState(**value))
+        self._notes = StoredValues(documents, "latency", lambda value: LatencyState(**value))
         self._keep = Debounce(KEEP_SECONDS, self._write)
         self._model = LatencyModel(self._notes.load(KEY))
 

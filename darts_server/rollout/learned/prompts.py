@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from darts_server.exceptions import StateError
 from darts_server.policy.lengths import Observation, PromptStats, prompt_key, updated
-from darts_server.rollout.learned.documents import Documents
+from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def key_of(token_ids: Sequence[int], *beside: str) -> str:
 class Prompts:
     """Length statistics by prompt key."""
 
-    def __init__(self, documents: Documents) -> None:
+    def __init__(self, documents: DocumentStore) -> None:
         self._documents = documents
         self._unreadable = False
 

@@ -6,7 +6,7 @@ from functools import reduce
 from operator import add
 
 from darts_server.policy.patterns import Moments, Pattern, RewardStats, restored
-from darts_server.rollout.learned.documents import Documents, Notes
+from darts_server.rollout.learned.documents import DocumentStore, StoredValues
 
 PROMPT_KIND = "prompt_rewards"
 DATASET_KIND = "dataset_rewards"
@@ -41,9 +41,9 @@ class RewardSummary:
 class Rewards:
     """Statistics of rewards, by prompt key and over all prompts."""
 
-    def __init__(self, documents: Documents) -> None:
-        self._prompts = Notes(documents, PROMPT_KIND, restored)
-        self._dataset = Notes(documents, DATASET_KIND, restored)
+    def __init__(self, documents: DocumentStore) -> None:
+        self._prompts = StoredValues(documents, PROMPT_KIND, restored)
+        self._dataset = StoredValues(documents, DATASET_KIND, restored)
 
     def of_prompt(self, key: str) -> RewardStats | None:
         """``None`` if none of its trajectories got a reward."""

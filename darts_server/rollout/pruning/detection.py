@@ -7,7 +7,7 @@ import numpy as np
 
 from darts_server.policy.calibration import Calibration, CalibrationState, Calibrator
 from darts_server.policy.survival import Aim, Pruning
-from darts_server.rollout.learned.blobs import Blobs
+from darts_server.rollout.learned.blobs import BlobStore
 
 RECENT = 1024
 """Chances of trajectories scored last, whoever survived. Some steps of a usual batch."""
@@ -49,7 +49,7 @@ class Point:
     another model, and is not taken.
     """
 
-    def __init__(self, blobs: Blobs, key: str, calibration: Calibration, width: int) -> None:
+    def __init__(self, blobs: BlobStore, key: str, calibration: Calibration, width: int) -> None:
         self.key = key
         self.survival = Survival()
         self.changed = False
@@ -96,7 +96,7 @@ class Point:
             return None, f"cannot be read ({error})"
 
 
-def points(blobs: Blobs, kind: str, detect_at: tuple[int, ...], calibration: Calibration, width: int) -> Points:
+def points(blobs: BlobStore, kind: str, detect_at: tuple[int, ...], calibration: Calibration, width: int) -> Points:
     """The detection points of one kind of score, by number of tokens, ascending."""
     return {tokens: Point(blobs, f"{kind}@{tokens}", calibration, width) for tokens in detect_at}
 

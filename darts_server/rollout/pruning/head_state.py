@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from darts_server.exceptions import InvalidRequest, StateError
-from darts_server.rollout.learned.blobs import Blobs
+from darts_server.rollout.learned.blobs import BlobStore
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Restorable(Protocol):
 class HeadState:
     """Keeps the newest state of a head. Any thread may call any method; none waits for another's write."""
 
-    def __init__(self, blobs: Blobs, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, blobs: BlobStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._blobs = blobs
         self._clock = clock
         self._lock = threading.Lock()

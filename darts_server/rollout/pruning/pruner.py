@@ -17,8 +17,8 @@ from darts_server.quality.evaluation import Evaluation, Figures
 from darts_server.quality.report import Report
 from darts_server.quality.values import Score, Status
 from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.blobs import Blobs
-from darts_server.rollout.learned.documents import Documents
+from darts_server.rollout.learned.blobs import BlobStore
+from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.rollout.observers.base import PruningObserver
 from darts_server.rollout.pruning.detection import Point, Points, points, reached
 from darts_server.rollout.pruning.head_state import HeadState
@@ -85,7 +85,7 @@ class Pruner:
         judging: Judging,
         width: Callable[[], int | None],
         new_head: NewHead,
-        documents: Documents,
+        documents: DocumentStore,
         weight_version: Callable[[], int],
         observer: PruningObserver,
         prunes: Callable[[str], bool],
@@ -94,7 +94,7 @@ class Pruner:
         self._judging = judging
         self._width = width
         self._new_head = new_head
-        self._blobs = Blobs(documents, KIND)
+        self._blobs = BlobStore(documents, KIND)
         self._head_state = HeadState(self._blobs, clock)
         self._weight_version = weight_version
         self._observer = observer

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from darts_server.exceptions import StateError
 from darts_server.policy.calibration import Calibration, Label, Status
 from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.blobs import Blobs
-from darts_server.rollout.learned.documents import Documents
+from darts_server.rollout.learned.blobs import BlobStore
+from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
 from darts_server.rollout.pruning.detection import Point
 from darts_server.rollout.pruning.judging import Kind, sureness
@@ -30,9 +30,11 @@ KEEP_SECONDS = 2.0
 class Confidence:
     """Calibrates the scores of trajectories with an answer, of the newest ``kept`` votes."""
 
-    def __init__(self, documents: Documents, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION) -> None:
+    def __init__(
+        self, documents: DocumentStore, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION
+    ) -> None:
         self._kept = kept
-        blobs = Blobs(documents, "vote")
+        blobs = BlobStore(documents, "vote")
         self._points: dict[str, Point] = {kind: Point(blobs, kind, calibration, width=0) for kind in KINDS}
         self._scores: OrderedDict[str, Mapping[int, Mapping[str, float]]] = OrderedDict()
         self._keep = Debounce(KEEP_SECONDS, self._write)

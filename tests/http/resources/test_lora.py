@@ -31,11 +31,11 @@ def test_an_adapter_is_pushed_named_and_removed(here: TestClient, tmp_path: Path
     assert answer.status_code == 200
     body = answer.json()
     assert body == here.get("/darts/v1/weights").json()
-    assert body["adapters"] == [{"name": "a", "version": 7, "rank": 2, "scale": 1.0}]
-    assert (body["last"]["adapter"], body["last"]["source"], body["last"]["rule"]) == ("a", "push", "keep")
+    assert body["loras"] == [{"name": "a", "version": 7, "rank": 2, "scale": 1.0}]
+    assert (body["last"]["lora"], body["last"]["source"], body["last"]["rule"]) == ("a", "push", "keep")
     save_to(tmp_path / "step-1", 6)
     assert here.post(URL, json={"path": "step-1"}).json()["last"]["source"] == "disk"
-    assert here.delete(URL).json()["adapters"] == []
+    assert here.delete(URL).json()["loras"] == []
     assert here.delete(URL).status_code == 404
 
 
@@ -59,7 +59,7 @@ def test_what_is_wrong_is_named(here: TestClient) -> None:
 
 
 def test_a_server_without_adapters_says_what_to_do(here: TestClient, model: FakeModel, tmp_path: Path) -> None:
-    model.adapted = None
+    model.loras = None
     with Staging(tmp_path) as staging, client(updates=Updates(model, Gate(), staging, tmp_path)) as caller:
         answer = caller.put(URL, params={"config": CONFIG}, content=bytes_of(5))
         assert answer.status_code == 403

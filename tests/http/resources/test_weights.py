@@ -60,7 +60,7 @@ def test_before_any_update_there_is_none_to_tell_of(here: TestClient) -> None:
         "state": "serving",
         "intact": True,
         "rule": "finish",
-        "adapters": [],
+        "loras": [],
         "last": None,
         "last_error": None,
     }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from darts_server.exceptions import StateError
 from darts_server.policy.calibration import Calibration
-from darts_server.rollout.learned.blobs import PART_BYTES, Blob, Blobs
+from darts_server.rollout.learned.blobs import PART_BYTES, Blob, BlobStore
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.pruning.detection import Point
 from darts_server.rollout.pruning.head_state import KEY, SECONDS, HeadState
@@ -23,7 +23,7 @@ from tests.rollout.helpers import Documents
 def test_what_was_saved_is_loaded_from_a_real_store(size: int) -> None:
     data = bytes(i % 251 for i in range(size))
     with Store() as store:
-        blobs = Blobs(store, "test")
+        blobs = BlobStore(store, "test")
         assert blobs.load("a") is None
         assert blobs.digest("a") is None
         for numbers in ({"steps": 1}, {"steps": 2}, {}):
@@ -55,7 +55,7 @@ class Dying(Documents):
 def test_whenever_it_is_killed_there_is_the_one_or_the_other_whole(puts: int) -> None:
     one, other = b"1" * (3 * PART_BYTES), b"2" * (2 * PART_BYTES + 1)
     store = Dying(100)
-    blobs = Blobs(store, "test")
+    blobs = BlobStore(store, "test")
     blobs.save("a", b"before", {})
     blobs.save("a", one, {})
     store.left = puts
@@ -74,7 +74,7 @@ def test_whenever_it_is_killed_there_is_the_one_or_the_other_whole(puts: int) ->
 
 def test_what_is_not_whole_or_of_another_version_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
     store = Documents()
-    blobs = Blobs(store, "test")
+    blobs = BlobStore(store, "test")
     blobs.save("a", b"x" * (2 * PART_BYTES), {})
     part = next(name for name in store.kept if name[0] == "test_part")
     for document in ({"data": "eA=="}, {"data": "no base64"}, {}, None):
@@ -91,7 +91,7 @@ def test_what_is_not_whole_or_of_another_version_is_not_there(caplog: pytest.Log
 
 def test_old_parts_take_no_room() -> None:
     store = Documents()
-    blobs = Blobs(store, "test")
+    blobs = BlobStore(store, "test")
     for _ in range(4):
         blobs.save("a", b"x" * (4 * PART_BYTES), {})
     taken = sum(len(str(document)) for document in store.kept.values())
@@ -117,7 +117,7 @@ class Restored:
 
 
 def test_a_head_is_kept_now_and_then_and_at_the_end() -> None:
-    blobs, clock = Blobs(Documents(), "test"), Clock()
+    blobs, clock = BlobStore(Documents(), "test"), Clock()
     state = HeadState(blobs, clock)
     state.trained(b"1")
     state.trained(b"2")
@@ -136,19 +136,19 @@ def test_a_head_is_kept_now_and_then_and_at_the_end() -> None:
 
 def test_what_somebody_else_put_there_is_restored_and_not_overwritten() -> None:
     store, clock, head = Documents(), Clock(), Restored()
-    state = HeadState(Blobs(store, "test"), clock)
+    state = HeadState(BlobStore(store, "test"), clock)
     state.refresh(head)
     assert head.told == []
     state.trained(b"mine")
     state.refresh(head)
     assert head.told == []
-    Blobs(store, "test").save(KEY, b"restored", {})
+    BlobStore(store, "test").save(KEY, b"restored", {})
     clock.now += SECONDS
     state.trained(b"mine, later")
     state.refresh(head)
     state.keep()
     assert head.told == [b"restored"]
-    assert Blobs(store, "test").load(KEY) == Blob(b"restored", {})
+    assert BlobStore(store, "test").load(KEY) == Blob(b"restored", {})
     store.kept.clear()
     state.refresh(head)
     assert head.told[-1] == b""
@@ -165,13 +165,13 @@ def test_a_store_that_fails_loses_no_head(caplog: pytest.LogCaptureFixture) -> N
 
     caplog.set_level(logging.WARNING)
     store = Failing()
-    state = HeadState(Blobs(store, "test"), Clock())
+    state = HeadState(BlobStore(store, "test"), Clock())
     state.trained(b"1")
     state.refresh(Restored())
     assert "the disk is gone" in caplog.text
     store.fails = False
     state.keep()
-    assert Blobs(store, "test").load(KEY) == Blob(b"1", {})
+    assert BlobStore(store, "test").load(KEY) == Blob(b"1", {})
 
 
 # --- trajectories in flight -----------------------------------------------------
@@ -185,7 +185,7 @@ def test_half_precision_is_used_where_it_holds_the_numbers() -> None:
 
 
 def test_the_memory_is_bounded_and_given_back() -> None:
-    point = Point(Blobs(Documents(), "test"), "head@10", Calibration(), 100)
+    point = Point(BlobStore(Documents(), "test"), "head@10", Calibration(), 100)
     flights = PendingLabels(10_000)
     forgotten = sum(flights.add(f"g{i}", 0, Scored(point, 10, np.zeros(100, np.float16))) for i in range(50))
     assert (len(flights), forgotten) == (14, 36)

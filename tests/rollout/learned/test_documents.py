@@ -9,7 +9,7 @@ from darts_server.exceptions import StateError
 from darts_server.policy.allocation import PriceState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.learned.documents import Notes, Scalar
+from darts_server.rollout.learned.documents import Scalar, StoredValues
 from tests.rollout.helpers import Documents, House, an_allocator, collect, lengths
 
 
@@ -32,15 +32,15 @@ class Faulty(Documents):
 @pytest.mark.parametrize("value", [0, "text", None, [1, 2.5, "x"], {"a": {"b": [None]}}])
 def test_what_was_saved_is_loaded_by_kind_and_key(value: Any) -> None:
     documents = Documents()
-    Notes(documents, "price").save("a", value)
-    assert Notes(documents, "price").load("a") == value
-    assert Notes(documents, "price").load("b") is None
-    assert Notes(documents, "needs").load("a") is None
+    StoredValues(documents, "price").save("a", value)
+    assert StoredValues(documents, "price").load("a") == value
+    assert StoredValues(documents, "price").load("b") is None
+    assert StoredValues(documents, "needs").load("a") is None
 
 
 def test_they_are_read_anew_each_time() -> None:
     documents = Documents()
-    mine, anothers = Notes(documents, "price"), Notes(documents, "price")
+    mine, anothers = StoredValues(documents, "price"), StoredValues(documents, "price")
     mine.save("a", 1)
     assert mine.load("a") == 1
     anothers.save("a", 2)
@@ -51,7 +51,7 @@ def test_they_are_read_anew_each_time() -> None:
 
 def test_what_is_loaded_is_made_of_the_json() -> None:
     documents = Documents()
-    notes = Notes(documents, "price", lambda value: PriceState(**value))
+    notes = StoredValues(documents, "price", lambda value: PriceState(**value))
     notes.save("a", {"recent": [1.5], "debt": 2, "carry": 0})
     assert notes.load("a") == PriceState((1.5,), 2, 0)
     assert notes.load("b") is None
@@ -75,7 +75,7 @@ def test_what_is_not_what_it_should_be_counts_as_not_there(
 ) -> None:
     documents = Documents()
     documents.put("price", "a", document)
-    notes = Notes(documents, "price", lambda value: PriceState(**value))
+    notes = StoredValues(documents, "price", lambda value: PriceState(**value))
     assert notes.load("a") is None
     assert notes.load("a") is None
     assert caplog.text.count("what was learned as price cannot be read; it is learned anew") == 1
@@ -85,7 +85,7 @@ def test_what_is_not_what_it_should_be_counts_as_not_there(
 
 def test_a_store_that_cannot_be_read_is_said_once_until_it_can_be_again(caplog: pytest.LogCaptureFixture) -> None:
     documents = Faulty()
-    notes = Notes(documents, "price")
+    notes = StoredValues(documents, "price")
     notes.save("a", 1)
     for times in (1, 2):
         documents.fault = "the file was cut off"
@@ -97,7 +97,7 @@ def test_a_store_that_cannot_be_read_is_said_once_until_it_can_be_again(caplog: 
 
 def test_one_that_cannot_be_read_is_said_once_though_others_can_be(caplog: pytest.LogCaptureFixture) -> None:
     documents = Documents()
-    notes = Notes(documents, "price")
+    notes = StoredValues(documents, "price")
     notes.save("good", 1)
     documents.put("price", "bad", {"value": "{"})
     for _ in range(5):
@@ -108,7 +108,7 @@ def test_one_that_cannot_be_read_is_said_once_though_others_can_be(caplog: pytes
 def test_what_cannot_be_kept_is_said_and_costs_nobody_anything(caplog: pytest.LogCaptureFixture) -> None:
     documents = Faulty()
     documents.fault = "the store is closed"
-    Notes(documents, "price").save("a", 1)
+    StoredValues(documents, "price").save("a", 1)
     assert documents.kept == {}
     assert "price a was not kept: the store is closed" in caplog.text
 

@@ -13,7 +13,7 @@ from darts_server.policy.survival import Pruning
 from darts_server.quality.head import Head
 from darts_server.quality.report import Report
 from darts_server.quality.values import HeadSettings, Status
-from darts_server.rollout.learned.documents import Documents as Store
+from darts_server.rollout.learned.documents import DocumentStore as Store
 from darts_server.rollout.pruning.judge import Judgement
 from darts_server.rollout.pruning.judging import Judging
 from darts_server.rollout.pruning.pruner import Pruner

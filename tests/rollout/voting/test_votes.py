@@ -17,7 +17,7 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
 from darts_server.policy.calibration import BUFFER, Status
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.learned.blobs import Blobs
+from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.pruning.judge import Judgement
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.voting.confidence import KINDS, Confidence
@@ -243,7 +243,7 @@ def trained() -> Confidence:
     labels = [(score, float(rng.random() < score), 1.0) for score in (rng.random() for _ in range(LABELS))]
     for kind in KINDS:
         data = np.asarray(labels, dtype="<f8").tobytes()
-        Blobs(documents, "vote").save(kind, data, {"steps": 0, "width": 0})
+        BlobStore(documents, "vote").save(kind, data, {"steps": 0, "width": 0})
     return Confidence(documents)
 
 

@@ -39,7 +39,7 @@ FULL_CONFIG = {
 }
 
 
-def adapter(seed: int, *kinds: str, rank: int = RANK) -> Weights:
+def lora(seed: int, *kinds: str, rank: int = RANK) -> Weights:
     """Random matrices for all layers, or for those of some kinds."""
     random = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -104,22 +104,22 @@ def staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(root: Path, staging: Path) -> Iterator[Server]:
     flags = ("--enable-lora", "--max-lora-rank", "8", "--weights-root", str(root), "--weights-staging", str(staging))
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with serving(DARTS, root.parent / "adapters.log", *flags, env=env) as running:
+    with serving(DARTS, root.parent / "lora.log", *flags, env=env) as running:
         yield running
 
 
 def test_a_pushed_adapter_is_a_model_of_its_own_and_the_next_takes_its_place(server: Server) -> None:
     base = sampled(server)
     version = told(server)["version"]
-    last = right(server, push(server, adapter(1)), merged(adapter(1)))
-    assert (last["adapter"], last["source"], last["version"]) == ("ad", "push", version + 1)
+    last = right(server, push(server, lora(1)), merged(lora(1)))
+    assert (last["lora"], last["source"], last["version"]) == ("ad", "push", version + 1)
     assert last["seconds"].keys() == {"transfer", "check", "wait", "pause", "load", "resume"}
     first = sampled(server, "ad:raw")
     assert first != base
-    assert told(server)["adapters"] == [{"name": "ad", "version": version + 1, "rank": 4, "scale": 2.0}]
-    right(server, push(server, adapter(2), version=50), merged(adapter(2)))
+    assert told(server)["loras"] == [{"name": "ad", "version": version + 1, "rank": 4, "scale": 2.0}]
+    right(server, push(server, lora(2), version=50), merged(lora(2)))
     assert sampled(server, "ad:raw") != first
-    right(server, push(server, adapter(1), rule="keep"), merged(adapter(1)))
+    right(server, push(server, lora(1), rule="keep"), merged(lora(1)))
     assert sampled(server, "ad:raw") == first
     assert sampled(server) == base
     assert server.metric("darts_weight_version") == 51
@@ -129,65 +129,65 @@ def test_a_pushed_adapter_is_a_model_of_its_own_and_the_next_takes_its_place(ser
 
 def test_layers_ranks_scales_and_precisions_may_differ(server: Server) -> None:
     """Of fused layers an adapter may have a part alone."""
-    some = adapter(3, "q_proj", "v_proj", "down_proj")
+    some = lora(3, "q_proj", "v_proj", "down_proj")
     right(server, push(server, some, config=FULL_CONFIG), merged(some))
-    wide = adapter(4, "o_proj", "up_proj", rank=8)
+    wide = lora(4, "o_proj", "up_proj", rank=8)
     config = {"r": 8, "lora_alpha": 4, "use_rslora": True}
     right(server, push(server, wide, config=config), merged(wide, 4 / math.sqrt(8)))
-    half = {name: tensor.bfloat16() for name, tensor in adapter(5).items()}
+    half = {name: tensor.bfloat16() for name, tensor in lora(5).items()}
     right(server, push(server, half), merged(half))
 
 
 def test_adapters_are_served_beside_each_other(server: Server) -> None:
     """One slot in the engine, by default: each is read from its files again when its turn comes."""
-    right(server, push(server, adapter(6), "one"), merged(adapter(6)), "one")
-    right(server, push(server, adapter(7), "two"), merged(adapter(7)), "two")
+    right(server, push(server, lora(6), "one"), merged(lora(6)), "one")
+    right(server, push(server, lora(7), "two"), merged(lora(7)), "two")
     for _ in range(2):
-        assert apart(server, merged(adapter(6)), "one:raw") < 1e-5
-        assert apart(server, merged(adapter(7)), "two:raw") < 1e-5
+        assert apart(server, merged(lora(6)), "one:raw") < 1e-5
+        assert apart(server, merged(lora(7)), "two:raw") < 1e-5
     for name in ("one", "two"):
         assert delete(server, name).status_code == 200
     answer = httpx.post(f"{server.url}/v1/completions", json={"model": "one", "prompt": PROMPT})
     assert answer.status_code == 404
     assert delete(server, "one").status_code == 404
-    right(server, push(server, adapter(8), "one"), merged(adapter(8)), "one")
+    right(server, push(server, lora(8), "one"), merged(lora(8)), "one")
     assert delete(server, "one").json()["last"]["source"] == "delete"
 
 
 def test_a_folder_is_taken_as_peft_writes_it(server: Server, root: Path) -> None:
     folder = root / "step-1"
     folder.mkdir()
-    save_file(adapter(9), folder / "adapter_model.safetensors")
+    save_file(lora(9), folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
-    assert right(server, post(server, "step-1"), merged(adapter(9)))["source"] == "disk"
+    assert right(server, post(server, "step-1"), merged(lora(9)))["source"] == "disk"
     (folder / "adapter_model.safetensors").unlink()
-    assert apart(server, merged(adapter(9)), "ad:raw") < 1e-5
+    assert apart(server, merged(lora(9)), "ad:raw") < 1e-5
     answer = post(server, "step-1")
     assert answer.status_code == 400
     assert "must be a folder with adapter_config.json and adapter_model.safetensors" in answer.text
 
 
 def test_the_client_pushes_folders_and_bytes(server: Server, tmp_path: Path) -> None:
-    save_file(adapter(10), tmp_path / "adapter_model.safetensors")
+    save_file(lora(10), tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
     with Client(server.url) as client:
         record = client.weights.push_lora("mine", tmp_path)
-        assert apart(server, merged(adapter(10)), "mine:raw") < 1e-5
+        assert apart(server, merged(lora(10)), "mine:raw") < 1e-5
         assert record.last is not None
-        assert record.last.adapter == "mine"
-        assert {one.name for one in record.adapters} == {"ad", "mine"}
-        client.weights.push_lora("mine", save(adapter(11)), config=CONFIG, rule="restart")
-        assert apart(server, merged(adapter(11)), "mine:raw") < 1e-5
+        assert record.last.lora == "mine"
+        assert {one.name for one in record.loras} == {"ad", "mine"}
+        client.weights.push_lora("mine", save(lora(11)), config=CONFIG, rule="restart")
+        assert apart(server, merged(lora(11)), "mine:raw") < 1e-5
         with pytest.raises(BadRequest, match="r is 16, and the server takes 8"):
-            client.weights.push_lora("mine", save(adapter(11)), config={"r": 16, "lora_alpha": 1})
-        assert [one.name for one in client.weights.remove_lora("mine").adapters] == ["ad"]
+            client.weights.push_lora("mine", save(lora(11)), config={"r": 16, "lora_alpha": 1})
+        assert [one.name for one in client.weights.remove_lora("mine").loras] == ["ad"]
 
 
 def test_bad_adapters_change_nothing_and_are_told_of(server: Server, root: Path, staging: Path) -> None:
-    right(server, push(server, adapter(12)), merged(adapter(12)))
+    right(server, push(server, lora(12)), merged(lora(12)))
     before, known = sampled(server, "ad:raw"), told(server)
     name = f"{BASE}{LAYERS[0]}.lora_A.weight"
-    whole = adapter(13)
+    whole = lora(13)
     without = {each: tensor for each, tensor in whole.items() if each != name}
     (root / "link").symlink_to(root)
     for answer, words in (
@@ -200,7 +200,7 @@ def test_bad_adapters_change_nothing_and_are_told_of(server: Server, root: Path,
             "tensor model.norm.lora_A.weight is not",
         ),
         (push(server, other(1)), "is not one of an adapter's"),
-        (push(server, adapter(13, rank=16), config={"r": 16, "lora_alpha": 1}), "r is 16, and the server takes 8"),
+        (push(server, lora(13, rank=16), config={"r": 16, "lora_alpha": 1}), "r is 16, and the server takes 8"),
         (push(server, whole, config="{"), "config: is no JSON"),
         (push(server, whole, config=CONFIG | {"use_dora": True}), "'use_dora' is set"),
         (push(server, whole, "tiny"), "is the model itself"),
@@ -214,16 +214,16 @@ def test_bad_adapters_change_nothing_and_are_told_of(server: Server, root: Path,
     assert push(server, whole, "a%00b").status_code == 400
     assert sampled(server, "ad:raw") == before
     after = told(server)
-    assert (after["version"], after["adapters"]) == (known["version"], known["adapters"])
+    assert (after["version"], after["loras"]) == (known["version"], known["loras"])
     (ours,) = staging.iterdir()
-    assert sorted(path.suffix for path in ours.iterdir()) == ["", "", ".adapter"]
+    assert sorted(path.suffix for path in ours.iterdir()) == ["", "", ".lora"]
 
 
 def test_weights_and_foreign_adapters_are_refused_with_reasons(server: Server, tmp_path: Path) -> None:
     answer = put(server, other(1))
     assert answer.status_code == 501
     assert "--enable-lora" in answer.json()["error"]["message"]
-    save_file(adapter(14), tmp_path / "adapter_model.safetensors")
+    save_file(lora(14), tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
     body = {"lora_name": "ad", "lora_path": str(tmp_path), "load_inplace": True}
     before = sampled(server, "ad:raw")
@@ -232,13 +232,13 @@ def test_weights_and_foreign_adapters_are_refused_with_reasons(server: Server, t
     assert sampled(server, "ad:raw") == before
     body = {"lora_name": "theirs", "lora_path": str(tmp_path)}
     assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
-    assert push(server, adapter(14), "theirs").status_code == 409
-    assert apart(server, merged(adapter(14)), "theirs") < 1e-5
+    assert push(server, lora(14), "theirs").status_code == 409
+    assert apart(server, merged(lora(14)), "theirs") < 1e-5
 
 
 def test_groups_that_run_come_through_and_one_that_waits_for_a_removed_adapter_is_told(server: Server) -> None:
     """Groups, pushes by each rule, and a removal, all at once: each caller gets a whole group, or a reason."""
-    assert push(server, adapter(15), "busy").status_code == 200
+    assert push(server, lora(15), "busy").status_code == 200
     body = {"model": "busy", "prompt": PROMPT, "n": 4, "max_tokens": 200, "temperature": 1.0, "ignore_eos": True}
 
     def group(_: int) -> httpx.Response:
@@ -256,12 +256,12 @@ def test_groups_that_run_come_through_and_one_that_waits_for_a_removed_adapter_i
         answers = [callers.submit(group, index) for index in range(6)]
         waiting.wait_started(server, started + 4)
         for seed, rule in ((16, "restart"), (17, "keep"), (18, "finish")):
-            assert push(server, adapter(seed), "busy", rule=rule).status_code == 200
+            assert push(server, lora(seed), "busy", rule=rule).status_code == 200
         for each in answers:
             answer = each.result()
             assert answer.status_code == 200, answer.text
             assert len(answer.json()["choices"]) == 4
-        assert apart(server, merged(adapter(18)), "busy:raw") < 1e-5
+        assert apart(server, merged(lora(18)), "busy:raw") < 1e-5
         started = server.metric("darts_candidates_started_total")
         first = callers.submit(group, 0)
         waiting.wait_started(server, started + 4)
