@@ -9,8 +9,8 @@ with Client("http://localhost:8000") as client:
 ```
 """
 
-from ._async import AsyncClient
-from ._dataset import to_dataset, to_rows
+from ._async_client import AsyncClient
+from ._async_rollouts import AsyncRollouts
 from ._errors import (
     BadRequest,
     ConnectionFailed,
@@ -23,8 +23,22 @@ from ._errors import (
     TimedOut,
     Unauthorized,
 )
-from ._events import Delta, Discard, Done, Event, GroupEvent, TrajectoryEvent
-from ._knowledge import (
+from ._models import (
+    Delta,
+    Discard,
+    Discarded,
+    Done,
+    Event,
+    FinishReason,
+    Group,
+    GroupEvent,
+    Trajectory,
+    TrajectoryEvent,
+    Unfinished,
+    Usage,
+)
+from ._prompts import Prompt, Prompts, PromptSpec, RolloutPrompt, RolloutPrompts
+from ._records import (
     CandidateRecord,
     GroupRecord,
     LengthEstimate,
@@ -35,12 +49,9 @@ from ._knowledge import (
     UpdateRecord,
     WeightsRecord,
 )
-from ._models import Discarded, FinishReason, Group, Trajectory, Unfinished, Usage
-from ._requests import Prompt, Prompts
-from ._rewards import Reward, RewardCounts
-from ._rollouts import AsyncRollouts, Rollouts
-from ._rollouts_request import PromptSpec, RolloutPrompt, RolloutPrompts
-from ._sync import Client
+from ._rewards import Reward, RewardCounts, to_dataset, to_rows
+from ._sync_client import Client
+from ._sync_rollouts import Rollouts
 from ._votes import Vote, Voter
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Everything this package raises about the server:
+"""The errors that this package raises about the server, and the translation of httpx's into them:
 
 * DartsError
   + ConnectionFailed     no connection, or it broke
@@ -9,10 +9,16 @@
     - NotFound           404
     - Overloaded         429, 503
     - ServerFault        any other 5xx
-  + ProtocolError        an answer that is not what was asked for
+  + ProtocolError        the answer does not match the request
 
-A mistake in the arguments that needs no server to be seen is a ValueError or a TypeError.
+An invalid argument that can be detected without the server raises ValueError or TypeError.
 """
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import httpx
+from httpx_sse import SSEError
 
 
 class DartsError(Exception):
@@ -28,7 +34,7 @@ class TimedOut(DartsError):
 
 
 class ProtocolError(DartsError):
-    """The server's answer is not what was asked for, and must not be trained on."""
+    """The server's answer does not match the request, and must not be trained on."""
 
 
 class StatusError(DartsError):
@@ -38,7 +44,7 @@ class StatusError(DartsError):
     each is None where the server sent none.
     """
 
-    # Only the message has no default: an exception is unpickled, in another worker, from its positional arguments.
+    # Only the message has no default: unpickling in another process passes nothing else.
     def __init__(
         self,
         message: str,
@@ -58,20 +64,107 @@ class StatusError(DartsError):
 
 
 class BadRequest(StatusError):
-    """The server refused the request as it stands; `param` names the field, if the server said which."""
+    """The server rejected the request; `param` names the field, if the server sent one."""
 
 
 class Unauthorized(StatusError):
-    """The API key is missing, wrong, or not enough."""
+    """The API key is missing, wrong, or lacks the permission."""
 
 
 class NotFound(StatusError):
-    """No such route or model, or nothing is kept under this id any more."""
+    """There is no such route or model, or the server no longer keeps this id."""
 
 
 class Overloaded(StatusError):
-    """The server takes no work at the moment; `retry_after` says when it may again."""
+    """The server accepts no work at the moment; `retry_after` says when it may again."""
 
 
 class ServerFault(StatusError):
     """The server failed."""
+
+
+_BY_STATUS: dict[int, type[StatusError]] = {
+    400: BadRequest,
+    409: BadRequest,
+    422: BadRequest,
+    401: Unauthorized,
+    403: Unauthorized,
+    404: NotFound,
+    429: Overloaded,
+    503: Overloaded,
+}
+
+# A proxy's error page is long; its beginning says what happened.
+_MAX_MESSAGE_CHARS = 500
+
+
+@contextmanager
+def translate_errors(request: str) -> Iterator[None]:
+    """Translate httpx's exceptions into ours; `request` names the request in the message."""
+    try:
+        yield
+    except SSEError as exc:
+        raise ProtocolError(f"{request}: {_describe(exc)}") from exc
+    except httpx.TimeoutException as exc:
+        raise TimedOut(f"{request}: {_describe(exc)}") from exc
+    except httpx.TransportError as exc:
+        raise ConnectionFailed(f"{request}: {_describe(exc)}") from exc
+    except httpx.RequestError as exc:
+        raise ProtocolError(f"{request}: {_describe(exc)}") from exc
+
+
+def was_never_sent(error: DartsError) -> bool:
+    """Return whether no byte of the request can have reached the server."""
+    return isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout)
+
+
+def raise_for_status(response: httpx.Response) -> None:
+    """Raise the error that belongs to an error status."""
+    if not response.is_success:
+        error = _error_object(response)
+        raise _status_error(response.status_code, error, response.reason_phrase, _retry_after(response))
+
+
+def error_from_object(error: Mapping[str, object]) -> StatusError:
+    """Convert an error object inside an answer; its code is the status that it would have had as an answer."""
+    code = error.get("code")
+    return _status_error(code if isinstance(code, int) else 500, error, "the server failed")
+
+
+def _status_error(
+    status: int, error: Mapping[str, object], default_message: str, retry_after: float | None = None
+) -> StatusError:
+    kind = _BY_STATUS.get(status, ServerFault if status >= 500 else StatusError)
+    message = _text(error.get("message")) or _text(error.get("detail")) or default_message
+    code = error.get("code")
+    return kind(
+        f"HTTP {status}: {message[:_MAX_MESSAGE_CHARS]}",
+        status_code=status,
+        type=_text(error.get("type")),
+        param=_text(error.get("param")),
+        code=code if isinstance(code, str | int) else None,
+        retry_after=retry_after,
+    )
+
+
+def _error_object(response: httpx.Response) -> dict[str, object]:
+    """Return OpenAI's error object; a body of another form becomes its message."""
+    try:
+        body = response.json()
+    except ValueError:
+        return {"message": response.text.strip()}
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return error if isinstance(error, dict) else {"message": error}
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else None
+
+
+def _describe(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__

@@ -1,26 +1,26 @@
-"""One forward pass of a causal LM over rows that continue sequences of different lengths.
+"""Sequences of tokens with their cached keys and values, and one forward pass of a causal LM that continues several.
 
-Keys and values are kept for each sequence on its own, and padded into one cache for the pass.
+The cache of each sequence is kept separately. For a forward pass they are padded into one.
 """
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-# Their frequencies follow the longest sequence of the batch: a prefix is computed otherwise than within the whole.
-_SHIFTING_ROPE = ("dynamic", "longrope")
+# Their frequencies depend on the longest sequence of the batch, so the same prefix gets other keys in another batch.
+_CHANGING_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeysValues:
-    """What attention keeps of consecutive tokens.
+    """The cached keys and values of consecutive tokens.
 
-    `keys` are [layers, heads, tokens, size of a key], `values` are [layers, heads, tokens, size of a value].
+    `keys`: [layers, heads, tokens, size of a key], `values`: [layers, heads, tokens, size of a value].
     """
 
     keys: Tensor
@@ -29,17 +29,18 @@ class KeysValues:
     def __len__(self) -> int:
         return self.keys.shape[2]
 
-    def then(self, later: "KeysValues") -> "KeysValues":
-        """These tokens and the later ones, copied."""
+    def concat(self, later: "KeysValues") -> "KeysValues":
+        """Return a copy of these tokens followed by the later ones."""
         keys = torch.cat([self.keys, later.keys], dim=2)
         return KeysValues(keys, torch.cat([self.values, later.values], dim=2))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`inputs` continue the tokens of `past`; the log-probs of `targets` are wanted, `targets[i]` after `inputs[i]`.
+    """One sequence of a forward pass: `inputs` continue the tokens of `past`.
 
-    Without targets only the keys and values of the inputs are.
+    The log-probs of `targets` are computed, `targets[i]` after `inputs[i]`; without targets only the keys and values of
+    the inputs.
     """
 
     past: Sequence[KeysValues]
@@ -51,13 +52,124 @@ class Row:
 class Result:
     """Keys and values of a row's inputs; log-probs and entropies [targets], float32, in nats."""
 
-    kept: KeysValues
+    cache: KeysValues
     logprobs: Tensor
     entropies: Tensor | None
 
 
-def refuse_unsupported(model: Any) -> None:
-    """Raise ValueError, naming what is in the way, if prefixes of this model cannot be computed ahead and kept."""
+@dataclass(slots=True, eq=False)
+class TokenSequence:
+    """Tokens that are forwarded in order, all but the last: no token is known to follow that one."""
+
+    tokens: list[int]
+    num_forwarded: int = 0
+    cache: KeysValues | None = None  # of the forwarded ones
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that can be forwarded now."""
+        return len(self.tokens) - 1 - self.num_forwarded
+
+    def past(self) -> list[KeysValues]:
+        """Return the caches that the next tokens attend to."""
+        return [] if self.cache is None else [self.cache]
+
+    def next_row(self, count: int) -> Row:
+        """Return the next `count` tokens as a row of a forward pass."""
+        return Row(self.past(), self.tokens[self.num_forwarded : self.num_forwarded + count], [])
+
+    def add_result(self, result: Result) -> None:
+        """Append the result of the row that was forwarded."""
+        self.cache = result.cache if self.cache is None else self.cache.concat(result.cache)
+        self.num_forwarded += len(result.cache)
+
+
+@dataclass(slots=True, eq=False)
+class PromptSequence(TokenSequence):
+    """A prompt. Its last token is the first of each candidate, so that the first completion token is scored too."""
+
+    is_closed: bool = False  # no candidate is added any more
+    candidates: "list[CandidateSequence]" = field(default_factory=list)
+
+    def drop_cache_if_unused(self) -> None:
+        """Drop the cache, and skip pending tokens, once no candidate can attend to them."""
+        if self.is_closed and not any(candidate.may_continue for candidate in self.candidates):
+            self.cache, self.num_forwarded = None, len(self.tokens) - 1
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CandidateSequence(TokenSequence):
+    """The last token of its prompt, then its own. It attends to the prompt's cache without a copy."""
+
+    trajectory_id: str
+    number: int
+    prompt: PromptSequence
+    is_finished: bool = False
+    logprobs: list[Tensor] = field(default_factory=list)
+    entropies: list[Tensor] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Completion tokens added so far."""
+        return len(self.tokens) - 1
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether it has, or may get, tokens to forward."""
+        return not self.is_finished or self.num_pending > 0
+
+    def past(self) -> list[KeysValues]:
+        return [*self.prompt.past(), *TokenSequence.past(self)]
+
+    def next_row(self, count: int) -> Row:
+        start, end = self.num_forwarded, self.num_forwarded + count
+        return Row(self.past(), self.tokens[start:end], self.tokens[start + 1 : end + 1])
+
+    def add_result(self, result: Result) -> None:
+        TokenSequence.add_result(self, result)
+        self.logprobs.append(result.logprobs)
+        if result.entropies is not None:
+            self.entropies.append(result.entropies)
+        self.drop_cache_if_done()
+
+    def finish(self, length: int) -> None:
+        """Finish with the first `length` tokens; drop the others."""
+        del self.tokens[length + 1 :]
+        self.num_forwarded = min(self.num_forwarded, length)
+        self.is_finished = True
+        self.drop_cache_if_done()
+
+    def drop_cache_if_done(self) -> None:
+        """Drop the cache once no token remains to be forwarded."""
+        if not self.may_continue:
+            self.cache = None
+            self.prompt.drop_cache_if_unused()
+
+    def concat(self, chunks: list[Tensor]) -> Tensor:
+        """Concatenate log-probs or entropies to [length]; those past the end of a finished candidate are left out."""
+        return torch.cat(chunks)[: self.length] if chunks else torch.empty(0)
+
+
+def next_batch(sequences: Iterable[TokenSequence], batch_tokens: int) -> list[tuple[TokenSequence, Row]]:
+    """Choose the rows of the next forward pass: most pending tokens first, for rows of similar length and fairness.
+
+    Rows times (longest past + most inputs), so with padding, are at most `batch_tokens`; a single row may have that
+    many inputs beside its past.
+    """
+    batch: list[tuple[TokenSequence, Row]] = []
+    longest_past = 0
+    for sequence in sorted(sequences, key=lambda sequence: sequence.num_pending, reverse=True):
+        row = sequence.next_row(min(sequence.num_pending, batch_tokens))
+        longest_past = max(longest_past, sum(map(len, row.past)))
+        most_inputs = len(batch[0][1].inputs) if batch else len(row.inputs)
+        if batch and (len(batch) + 1) * (longest_past + most_inputs) > batch_tokens:
+            break
+        batch.append((sequence, row))
+    return batch
+
+
+def check_supported(model: Any) -> None:
+    """Raise ValueError, with the reason, if the keys and values of a prefix of this model cannot be cached."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper hides the arguments
     config, arguments = plain.config, inspect.signature(plain.forward).parameters
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
@@ -67,8 +179,8 @@ def refuse_unsupported(model: Any) -> None:
         "reads positions from the attention mask (ALiBi)": getattr(config, "alibi", False),
         f"has layers without full attention ({', '.join(sorted(kind.__name__ for kind in kinds))})": kinds
         != {DynamicLayer},
-        f"has rotary embeddings that change with the length ({' or '.join(_SHIFTING_ROPE)})": _rope_shifts(config),
-        "lies on several devices": len({parameter.device for parameter in plain.parameters()}) > 1,
+        f"has rotary embeddings that change with the length ({' or '.join(_CHANGING_ROPE)})": _rope_changes(config),
+        "is on several devices": len({parameter.device for parameter in plain.parameters()}) > 1,
     }
     for reason, holds in reasons.items():
         if holds:
@@ -77,56 +189,55 @@ def refuse_unsupported(model: Any) -> None:
 
 @torch.no_grad()
 def forward(model: Any, rows: Sequence[Row], *, temperature: float, entropy: bool) -> list[Result]:
-    """Forward all rows at once. Raises ValueError if the model is in training mode, where dropout would be at work."""
+    """Forward all rows at once; raise ValueError if the model is in training mode, where dropout would be active."""
     if model.training:
         raise ValueError("model: is in training mode; call model.eval() first")
-    cache, lengths = _padded([row.past for row in rows], model.config)
+    cache, lengths = _pad_caches([row.past for row in rows], model.config)
     counts = [len(row.inputs) for row in rows]
-    before, width = max(lengths), max(counts)
+    past_width, input_width = max(lengths), max(counts)
     logits = model(
         **_inputs(rows, lengths, model.device),
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=width if any(row.targets for row in rows) else 1,
+        logits_to_keep=input_width if any(row.targets for row in rows) else 1,
     ).logits
-    kept = _appended(cache, before, counts)
+    new = _split_new(cache, past_width, counts)
     return [
-        Result(kept[number], *_scores(logits[number], row.targets, temperature, entropy))
-        for number, row in enumerate(rows)
+        Result(new[index], *_score(logits[index], row.targets, temperature, entropy)) for index, row in enumerate(rows)
     ]
 
 
-def _padded(rows: Sequence[Sequence[KeysValues]], config: Any) -> tuple[DynamicCache, list[int]]:
-    """A cache with one row for each sequence, made of its parts, and the tokens in each row.
+def _pad_caches(rows: Sequence[Sequence[KeysValues]], config: Any) -> tuple[DynamicCache, list[int]]:
+    """Return a cache with one row for each sequence, joined from its parts, and the number of tokens in each row.
 
-    A row's tokens come first, zeros after; the attention mask has to leave the zeros out.
+    Each row is padded with zeros at its end; the attention mask has to exclude them.
     """
     cache = DynamicCache(config=config)
     lengths = [sum(map(len, parts)) for parts in rows]
-    kept = [part for parts in rows for part in parts]
-    if kept:
-        keys = _stacked([[part.keys for part in parts] for parts in rows], kept[0].keys, max(lengths))
-        values = _stacked([[part.values for part in parts] for parts in rows], kept[0].values, max(lengths))
+    all_parts = [part for parts in rows for part in parts]
+    if all_parts:
+        keys = _stack([[part.keys for part in parts] for parts in rows], all_parts[0].keys, max(lengths))
+        values = _stack([[part.values for part in parts] for parts in rows], all_parts[0].values, max(lengths))
         for layer in range(len(keys)):
             cache.update(keys[layer], values[layer], layer)
     return cache, lengths
 
 
-def _appended(cache: Any, before: int, counts: Sequence[int]) -> list[KeysValues]:
-    """The first `counts[row]` tokens of each row that a forward pass put behind the `before` that were there.
+def _split_new(cache: Any, past_width: int, counts: Sequence[int]) -> list[KeysValues]:
+    """Return the first `counts[row]` tokens that a forward pass appended to each row after `past_width` positions.
 
-    They are copies, so that the padded cache can go.
+    They are copies, so that the padded cache can be freed.
     """
-    keys = torch.stack([layer.keys[:, :, before:] for layer in cache.layers])
-    values = torch.stack([layer.values[:, :, before:] for layer in cache.layers])
+    keys = torch.stack([layer.keys[:, :, past_width:] for layer in cache.layers])
+    values = torch.stack([layer.values[:, :, past_width:] for layer in cache.layers])
     return [
         KeysValues(keys[:, row, :, :count].clone(), values[:, row, :, :count].clone())
         for row, count in enumerate(counts)
     ]
 
 
-def _stacked(rows: Sequence[Sequence[Tensor]], like: Tensor, width: int) -> Tensor:
-    """[layers, rows, heads, width, size], with each row's parts one after the other and zeros behind them."""
+def _stack(rows: Sequence[Sequence[Tensor]], like: Tensor, width: int) -> Tensor:
+    """Return [layers, rows, heads, width, size]: the parts of each row, then zeros."""
     layers, heads, _, size = like.shape
     result = like.new_zeros(layers, len(rows), heads, width, size)
     for row, parts in enumerate(rows):
@@ -138,31 +249,32 @@ def _stacked(rows: Sequence[Sequence[Tensor]], like: Tensor, width: int) -> Tens
 
 
 def _inputs(rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Token ids and positions [rows, most inputs] and the mask [rows, longest past + most inputs], padded at the end.
+    """Return ids and positions [rows, most inputs] and the mask [rows, longest past + most inputs], padded at the end.
 
-    The mask leaves out what pads the past, which lies between a row's past and its inputs, and what pads the inputs.
+    The mask excludes the padding of the past, which lies between a row's past and its inputs, and that of the inputs.
     """
     counts = torch.tensor([len(row.inputs) for row in rows])
     past = torch.tensor(lengths)
-    places = torch.arange(int(counts.max())).expand(len(rows), -1)
-    ids = torch.zeros(places.shape, dtype=torch.long)
-    for number, row in enumerate(rows):
-        ids[number, : len(row.inputs)] = torch.tensor(row.inputs)
-    positions = past[:, None] + places.minimum(counts[:, None] - 1)  # padding repeats the last, which surely exists
+    offsets = torch.arange(int(counts.max())).expand(len(rows), -1)
+    ids = torch.zeros(offsets.shape, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, : len(row.inputs)] = torch.tensor(row.inputs)
+    # Padding repeats the last position, since a higher one may be beyond the model's.
+    positions = past[:, None] + offsets.minimum(counts[:, None] - 1)
     cached = torch.arange(int(past.max())) < past[:, None]
-    mask = torch.cat([cached, places < counts[:, None]], dim=1).long()
+    mask = torch.cat([cached, offsets < counts[:, None]], dim=1).long()
     return {"input_ids": ids.to(device), "position_ids": positions.to(device), "attention_mask": mask.to(device)}
 
 
-def _scores(logits: Tensor, targets: Sequence[int], temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Row by row, so that float32 log-probs over the vocabulary exist for one row at a time."""
+def _score(logits: Tensor, targets: Sequence[int], temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs and entropies of one row, so that float32 over the vocabulary exists for one row at a time."""
     scores = (logits[: len(targets)].float() / temperature).log_softmax(dim=-1)
-    chosen = torch.tensor(targets, dtype=torch.long, device=logits.device)
-    logprobs = scores.gather(-1, chosen[:, None]).squeeze(-1)
+    target_ids = torch.tensor(targets, dtype=torch.long, device=logits.device)
+    logprobs = scores.gather(-1, target_ids[:, None]).squeeze(-1)
     return logprobs, torch.special.entr(scores.exp()).sum(dim=-1) if entropy else None
 
 
-def _rope_shifts(config: Any) -> bool:
+def _rope_changes(config: Any) -> bool:
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for all layers, or by layer type
-    return any(part.get("rope_type") in _SHIFTING_ROPE for part in kinds)
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]  # else `rope` is for all layers
+    return any(part.get("rope_type") in _CHANGING_ROPE for part in [rope, *by_layer_type])

@@ -1,27 +1,53 @@
-"""What a caller gets: groups of trajectories."""
+"""What a caller gets: groups of trajectories, and the events of a stream."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from ._errors import StatusError
-from ._wire import Wire
+import httpx
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+
+from ._errors import ProtocolError, StatusError
 
 FinishReason = Literal["stop", "length"]
 
 
+class WireModel(BaseModel):
+    """Part of an answer. Unknown fields, of a later server, are ignored; a wrong type is not converted."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def parse(model: type[ModelT], content: str | bytes, source: str) -> ModelT:
+    """Parse JSON; raise ProtocolError, with `source` and the field in its message, if it does not fit the model."""
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        field_path = ".".join(str(part) for part in first["loc"]) or "body"
+        raise ProtocolError(f"{source}: {field_path}: {first['msg']}") from exc
+
+
+def parse_response(model: type[ModelT], response: httpx.Response) -> ModelT:
+    """Parse the body of a response, as `parse` does."""
+    return parse(model, response.content, response.url.path)
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One generated answer to a prompt.
+    """One completion of a prompt.
 
     `token_ids` are the generated tokens, without the prompt. `logprobs` holds the natural log-probability of each of
-    them, so it is as long as `token_ids`; it is None when none were asked for. `index` counts from 0 within the group.
+    them, so it is as long as `token_ids`; it is None when none were requested. `index` counts from 0 within the group.
 
-    What follows is known of rollouts alone. `trajectory_id` is its name for rewards. `rank` is its place in the group
-    by length, 0 for the shortest; `end` says from which end of the length order it was selected (`short`, `long`,
-    `fill`; `balanced` if it was for its quality). `cut`: it was cut at the group's `deadline`. `quality` is its chance
-    to end correct as it was scored on the way; None if it was not. The versions are those of the weights it began and
-    ended with.
+    The other fields are set for rollouts only. `trajectory_id` is its name for rewards. `rank` is its place in the
+    group by length, 0 for the shortest; `selected_as` is the rule that selected it (`short`, `long`, `fill`;
+    `balanced` if it was selected for its quality). `cut`: it was cut at the group's `deadline`. `quality` is the
+    probability of a correct answer that was predicted while it ran; None if it was not scored. The versions are those
+    of the weights at its start and at its end.
     """
 
     index: int
@@ -38,8 +64,8 @@ class Trajectory:
     weight_version_end: int | None = None
 
 
-class Discarded(Wire):
-    """A candidate that was not returned: its tokens as far as it came, and why."""
+class Discarded(WireModel):
+    """A candidate that was not returned: the tokens it had generated, and the reason."""
 
     trajectory_id: str
     length: int
@@ -48,15 +74,15 @@ class Discarded(Wire):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one prompt: exactly as many as were asked for, in the order of their index.
+    """The trajectories of one prompt: exactly `group_size` of them, in the order of their index.
 
-    `prompt_token_ids` is None when the server did not return them, and for rollouts when they were not given.
+    `prompt_token_ids` is None when the server did not return them; for rollouts, when the caller did not send them.
     `group_id` is the server's name for the group; the groups of one OpenAI-style request share it. `number` is the
-    prompt's place among those that were asked for.
+    index of the prompt in the request.
 
-    What follows is known of rollouts alone. `prompt_key` is the name that the prompt's lengths are remembered under,
-    `metadata` what the caller sent with it. `candidates` were started; `deadline` is the length in tokens at which the
-    tail was cut. `error`: why the group failed; then it has no trajectories.
+    The other fields are set for rollouts only. `prompt_key` is the name that the prompt's statistics are kept under,
+    `metadata` what the caller sent with it. `candidates` is how many were started; `deadline` is the length in tokens
+    at which the tail was cut. `seconds` is the duration. `error`: why the group failed; then it has no trajectories.
     """
 
     group_id: str | None
@@ -78,8 +104,8 @@ class Group:
         return tuple(len(trajectory.token_ids) for trajectory in self.trajectories)
 
 
-class Usage(Wire):
-    """Tokens of a batch, and the seconds it took."""
+class Usage(WireModel):
+    """Tokens of a batch, and its duration in seconds."""
 
     generated: int
     returned: int
@@ -87,9 +113,62 @@ class Usage(Wire):
     seconds: float
 
 
-class Unfinished(Wire):
-    """A prompt whose group was not among the first `num_groups`, for the next step."""
+class Unfinished(WireModel):
+    """A prompt whose group was not among the first `num_groups`; submit it again with the next step."""
 
     number: int
     prompt_key: str | None
     metadata: dict[str, Any] | None
+
+
+class Delta(WireModel):
+    """New tokens, from position `start`, of a candidate that may still be selected. `number` is its prompt's index.
+
+    `logprobs` are those of these tokens, None if they were not requested.
+    """
+
+    trajectory_id: str
+    number: int
+    start: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[FiniteFloat, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryEvent:
+    """A candidate was selected; all of its tokens. If it was `cut`, its deltas may have gone further."""
+
+    trajectory_id: str
+    number: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    text: str
+    finish_reason: FinishReason
+    cut: bool
+
+
+class Discard(WireModel):
+    """A candidate was discarded, for this reason; no event of it follows."""
+
+    trajectory_id: str
+    number: int
+    length: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvent:
+    """A group is complete, or has failed with its `error`."""
+
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of the batch."""
+
+    usage: Usage
+    unfinished: tuple[Unfinished, ...]
+
+
+Event = Delta | TrajectoryEvent | Discard | GroupEvent | Done

@@ -1,16 +1,16 @@
-"""A progress bar for a batch. It needs rich, which is imported when a bar is asked for."""
+"""A progress bar for a batch. It needs rich, which is imported only when a bar is drawn."""
 
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ._events import Event, GroupEvent
+from ._models import Event, GroupEvent
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-class Bar:
-    """Groups that are decided of `total`, and tokens that were generated for them each second."""
+class ProgressBar:
+    """Groups that are complete, of `total`, and tokens that were generated for them per second."""
 
     def __init__(self, total: int) -> None:
         self._progress = _rich_progress()
@@ -26,8 +26,8 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
-    def see(self, event: Event) -> None:
-        """Count a group when it is decided."""
+    def update(self, event: Event) -> None:
+        """Count the group that the event completes, if any."""
         if not isinstance(event, GroupEvent):
             return
         self._tokens += sum(event.group.lengths) + sum(d.length for d in event.group.discarded)
@@ -36,8 +36,8 @@ class Bar:
         self._progress.update(self._task, advance=1, tokens=speed)
 
 
-class NoBar:
-    """In the place of a bar."""
+class NoProgressBar:
+    """Draws nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -45,13 +45,13 @@ class NoBar:
     def __exit__(self, *exc_info: object) -> None:
         pass
 
-    def see(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         pass
 
 
-def bar(wanted: bool, total: int) -> Bar | NoBar:
-    """A bar if one is wanted; ImportError, with the remedy, if it cannot be drawn."""
-    return Bar(total) if wanted else NoBar()
+def progress_bar(enabled: bool, total: int) -> ProgressBar | NoProgressBar:
+    """Return a bar if enabled; raise ImportError, which names the extra to install, if rich is missing."""
+    return ProgressBar(total) if enabled else NoProgressBar()
 
 
 def _rich_progress() -> "Progress":

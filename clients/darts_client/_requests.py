@@ -1,88 +1,174 @@
-"""Arguments in, the body and the headers of `/v1/completions` out."""
+"""What all requests share: URLs and headers, timeouts, and when a request is sent again."""
 
-import operator
-from collections.abc import Mapping, Sequence
+import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any
+from urllib.parse import quote
 
-Prompt = str | Sequence[int]
-"""A prompt: text, or token ids."""
+import httpx
 
-Prompts = Prompt | Sequence[Prompt]
-"""One prompt or several."""
+from ._errors import ConnectionFailed, DartsError, Overloaded, ServerFault, StatusError, TimedOut, was_never_sent
 
-# The names that the client itself puts into the body, and the parser relies on.
-_RESERVED = frozenset({"prompt", "n", "stream", "return_token_ids"})
+API = "/darts/v1"
+
+FIRST_DELAY = 0.5
+MAX_DELAY = 10.0
+# A caller should decide about a server that asks for a longer pause than this.
+MAX_RETRY_AFTER = 60.0
+# A gateway that lost its server: the request may have been served, so only an idempotent one is sent again.
+_GATEWAY = frozenset({502, 504})
+
+# The route only reads the engine's state, so a later answer means that the server is not well.
+HEALTH_TIMEOUT = 10.0
+# Loading a model takes a minute or more; two probes a second cost nothing beside it.
+HEALTH_POLL_INTERVAL = 0.5
+# What a server that is still starting, or a proxy before it, answers. Waiting does not cure any other error.
+STARTING_ERRORS = (ConnectionFailed, TimedOut, Overloaded, ServerFault)
+
+
+def root_url(base_url: str) -> str:
+    """Return the server's root, whether or not the URL ends in the API below it.
+
+    >>> root_url("http://localhost:8000/v1/")
+    'http://localhost:8000'
+    """
+    if not base_url.startswith(("http://", "https://")):
+        raise ValueError(f"base_url must begin with http:// or https://, got {base_url!r}")
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def auth_headers(api_key: str | None) -> dict[str, str]:
+    """Return the header that carries the API key, if there is one."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+
+def quote_segment(name: str) -> str:
+    """Escape a name for use as one segment of a path; dots too, since `..` would climb out of it.
+
+    >>> quote_segment("../a b")
+    '%2E%2E%2Fa%20b'
+    """
+    return quote(name, safe="").replace(".", "%2E")
+
+
+def batch_path(batch_id: str) -> str:
+    """Return the path of a batch of rollouts."""
+    return f"{API}/rollouts/{quote_segment(batch_id)}"
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A request, and what its answer is checked against."""
+class TransportOptions:
+    """Timeouts in seconds, and the number of retries.
 
-    prompts: tuple[str | list[int], ...]
-    group_size: int
-    logprobs: bool
-    body: dict[str, Any]
-    headers: dict[str, str]
-
-
-def split_prompts(prompts: Prompts) -> list[str | list[int]]:
-    """The prompts as a list, whatever form they came in.
-
-    >>> split_prompts([1, 2, 3])
-    [[1, 2, 3]]
-    >>> split_prompts(["a", "b"])
-    ['a', 'b']
+    `timeout`: for an answer that comes at once. `connect_timeout`: for a connection. `idle_timeout`: for the next bytes
+    of a stream. `retries`: how many times a request is sent again; 0 for never.
     """
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) == 0:
-        raise ValueError("prompts is empty")
-    if isinstance(prompts[0], Integral):
-        return [as_token_ids(prompts)]
-    return [prompt if isinstance(prompt, str) else as_token_ids(prompt) for prompt in prompts]
+
+    timeout: float = 600.0
+    connect_timeout: float = 10.0
+    idle_timeout: float = 60.0
+    retries: int = 5
+
+    def __post_init__(self) -> None:
+        if self.retries < 0:
+            raise ValueError(f"retries must be at least 0, got {self.retries}")
+
+    def request_timeout(self) -> httpx.Timeout:
+        """Return httpx's timeouts for an answer that comes at once: the server is silent while it generates."""
+        return httpx.Timeout(self.timeout, connect=self.connect_timeout)
+
+    def stream_timeout(self, limit: "TimeLimit") -> httpx.Timeout:
+        """Return httpx's timeouts for a stream: a silent one is a lost connection."""
+        connect, read = limit.bound(self.connect_timeout), limit.bound(self.idle_timeout)
+        return httpx.Timeout(self.timeout, connect=connect, read=read)
 
 
-def completion_request(
-    prompts: Prompts,
-    *,
-    model: str,
-    group_size: int,
-    max_tokens: int,
-    temperature: float,
-    seed: int | None,
-    policy: str | None,
-    logprobs: bool,
-    sampling: Mapping[str, object],
-) -> CompletionRequest:
-    """One request for all of `prompts`."""
-    listed = split_prompts(prompts)
-    if len({type(prompt) for prompt in listed}) > 1:
-        raise ValueError("one request takes text prompts or token ids, not both")
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, got {group_size}")
-    if clash := _RESERVED & sampling.keys():
-        raise ValueError(f"the client sets {', '.join(sorted(clash))} itself")
+class RetrySchedule:
+    """The retries of one request.
 
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": listed,
-        "n": group_size,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "return_token_ids": True,
-        **sampling,
-    }
-    if seed is not None:
-        body["seed"] = seed
-    if logprobs:
-        body["logprobs"] = 0  # the sampled token's alone
-    headers = {} if policy is None else {"X-Darts-Policy": policy}
-    return CompletionRequest(tuple(listed), group_size, logprobs, body, headers)
+    `idempotent`: the request may be served twice. `retry_timeouts`: a timeout means a lost connection, not a slow
+    answer. `random`: returns numbers in [0, 1).
+    """
+
+    def __init__(
+        self,
+        retries: int,
+        *,
+        idempotent: bool,
+        retry_timeouts: bool = False,
+        random: Callable[[], float] = random.random,
+    ) -> None:
+        self._retries_left = retries
+        self._delay = FIRST_DELAY
+        self._idempotent = idempotent
+        self._retry_timeouts = retry_timeouts
+        self._random = random
+
+    def delay_after(self, error: DartsError) -> float:
+        """Return the seconds to wait before the next try: at least the server's `Retry-After`, with random jitter.
+
+        Raises:
+            DartsError: `error` itself, where another try is not safe, cannot help, or no retry is left.
+        """
+        if self._retries_left <= 0 or not self._is_retryable(error):
+            raise error
+        self._retries_left -= 1
+        delay = self._delay * (1 + self._random()) / 2
+        self._delay = min(2 * self._delay, MAX_DELAY)
+        retry_after = error.retry_after if isinstance(error, StatusError) else None
+        return max(delay, retry_after or 0.0)
+
+    def _is_retryable(self, error: DartsError) -> bool:
+        match error:
+            case Overloaded():
+                return error.retry_after is not None and error.retry_after <= MAX_RETRY_AFTER
+            case StatusError():
+                return self._idempotent and error.status_code in _GATEWAY
+            case ConnectionFailed():
+                return self._idempotent or was_never_sent(error)
+            case TimedOut():
+                return (self._idempotent and self._retry_timeouts) or was_never_sent(error)
+            case _:
+                return False
 
 
-def as_token_ids(tokens: Any) -> list[int]:
-    """Plain integers; TypeError for anything that is none."""
-    # `index` takes numpy's integers as well, which JSON does not, and refuses what only looks like a token id.
-    return [operator.index(token) for token in tokens]
+class TimeLimit:
+    """A limit of the total time of a stream, counted from now; None for no limit."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._end = None if seconds is None else clock() + seconds
+
+    def bound(self, seconds: float) -> float:
+        """Shorten a timeout to the time that is left, but to no less than a millisecond."""
+        return seconds if self._end is None else min(seconds, max(self._end - self._clock(), 0.001))
+
+    def raise_if_over(self) -> None:
+        """Raise TimedOut if the time is over."""
+        if self._end is not None and self._clock() >= self._end:
+            raise TimedOut(f"the batch was not complete after {self._seconds:g} s")
+
+
+class HealthDeadline:
+    """The time to wait for a server that is starting, counted from now."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._end = clock() + seconds
+
+    def probe_timeout(self) -> float:
+        """Return the timeout of the next probe; never so short that it cannot succeed."""
+        return min(HEALTH_TIMEOUT, max(self._time_left(), HEALTH_POLL_INTERVAL))
+
+    def delay_after(self, error: DartsError) -> float:
+        """Return the seconds to wait before the next probe; raise TimedOut when no time is left."""
+        left = self._time_left()
+        if left <= 0:
+            raise TimedOut(f"not healthy after {self._seconds:g} s, last answer: {error}") from error
+        return min(HEALTH_POLL_INTERVAL, left)
+
+    def _time_left(self) -> float:
+        return self._end - self._clock()

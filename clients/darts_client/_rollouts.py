@@ -1,201 +1,171 @@
-"""A batch as an iterator, blocking and not: connects, reads, connects again, and stops what its caller leaves."""
+"""`/darts/v1/rollouts`: requests are built, and the groups of its answers are checked."""
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing, closing, suppress
-from typing import Generic, Self, TypeVar
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+from uuid import uuid4
 
-import anyio
+from pydantic import FiniteFloat
 
-from ._batch import Batch
-from ._connection import AsyncConnection, Connection
-from ._errors import DartsError
-from ._events import Event, GroupEvent
-from ._models import Group, Unfinished, Usage
-from ._progress import Bar, NoBar
-from ._time_limit import TimeLimit
+from ._errors import ProtocolError, error_from_object
+from ._models import Discarded, FinishReason, Group, Trajectory, WireModel
+from ._prompts import RolloutPrompts, drop_none, list_rollout_prompts
 
-# The server answers this at once. One that does not notices by itself, a minute later, that nobody listens.
-LEAVE_SECONDS = 5.0
-
-ItemT = TypeVar("ItemT")
+Tokens = tuple[tuple[int, ...], tuple[float, ...] | None]
+"""Token ids and their log-probs."""
 
 
-class _Told(Generic[ItemT]):
-    """What a batch has told so far: all of it once the iteration has ended by itself."""
+@dataclass(frozen=True, slots=True)
+class RolloutsRequest:
+    """A request, and what its events are checked against.
 
-    def __init__(self, batch: Batch, pick: Callable[[Event], ItemT | None], bar: Bar | NoBar) -> None:
-        self._batch = batch
-        self._pick = pick
-        self._bar = bar
+    `token_ids`: of each prompt, None where the prompt came in another form. `num_groups`: how many groups complete the
+    batch. `idempotency_key`: makes the batch durable.
+    """
 
-    @property
-    def id(self) -> str | None:
-        """The server's name for the batch; None before the first event."""
-        return self._batch.id
-
-    @property
-    def policy(self) -> str | None:
-        """The policy that shapes it; None before the first event."""
-        return self._batch.policy
-
-    @property
-    def usage(self) -> Usage | None:
-        """Tokens and seconds; None before the end."""
-        return self._batch.usage
-
-    @property
-    def unfinished(self) -> Sequence[Unfinished]:
-        """Prompts that were not needed, for there were `num_groups` groups without them."""
-        return self._batch.unfinished
-
-    @property
-    def failed(self) -> Sequence[Group]:
-        """Groups that could not be made, each with its `error` and no trajectories."""
-        return tuple(self._batch.failed)
+    token_ids: tuple[tuple[int, ...] | None, ...]
+    num_groups: int
+    group_size: int
+    logprobs: bool
+    stream: Literal["groups", "tokens"]
+    content: bytes
+    idempotency_key: str | None
 
 
-class AsyncRollouts(_Told[ItemT]):
-    """An asynchronous iterator over a batch. To leave it, as a context manager or by cancellation, stops the batch."""
+class TrajectoryPayload(WireModel):
+    """A trajectory in a `group` event; in a token stream its tokens came before, in `delta` events."""
 
-    def __init__(
-        self, connection: AsyncConnection, batch: Batch, pick: Callable[[Event], ItemT | None], bar: Bar | NoBar
-    ) -> None:
-        super().__init__(batch, pick, bar)
-        self._connection = connection
-        self._items = self._read()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> ItemT:
-        return await anext(self._items)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Stop the batch if it still runs."""
-        await self._items.aclose()
-
-    async def _read(self) -> AsyncGenerator[ItemT, None]:
-        try:
-            with self._bar:
-                async with aclosing(self._events()) as events:
-                    async for event in events:
-                        self._bar.see(event)
-                        if (item := self._pick(event)) is not None:
-                            yield item
-        finally:
-            await self._leave()
-
-    async def _events(self) -> AsyncGenerator[Event, None]:
-        while not self._batch.over:
-            method, path, options = self._batch.connect()
-            try:
-                async with self._connection.events(method, path, self._batch.limit, **options) as source:
-                    async for sse in source:
-                        if (event := self._batch.take(sse)) is not None:
-                            yield event
-                        if self._batch.over:
-                            return
-                raise self._batch.lost()
-            except DartsError as exc:
-                delay = self._batch.delay_after(exc)
-            await asyncio.sleep(delay)
-
-    async def _leave(self) -> None:
-        with suppress(DartsError), anyio.move_on_after(LEAVE_SECONDS, shield=True):
-            if self._batch.unnamed:
-                await self._learn_id()
-            if (call := self._batch.leave()) is not None:
-                await self._connection.send(call.method, call.path)
-
-    async def _learn_id(self) -> None:
-        method, path, options = self._batch.connect()
-        async with self._connection.events(method, path, TimeLimit(LEAVE_SECONDS), **options) as source:
-            async for sse in source:
-                self._batch.take(sse)
-                if not self._batch.unnamed:
-                    return
+    trajectory_id: str
+    token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[FiniteFloat, ...] | None = None
+    text: str
+    finish_reason: FinishReason
+    length: int
+    rank: int
+    selected_as: str | None = None
+    cut: bool = False
+    quality: FiniteFloat | None = None
+    weight_version_start: int | None = None
+    weight_version_end: int | None = None
 
 
-class Rollouts(_Told[ItemT]):
-    """An iterator over a batch. To leave it, as a context manager or for good, stops the batch."""
+class GroupPayload(WireModel):
+    """The `group` event."""
 
-    def __init__(
-        self, connection: Connection, batch: Batch, pick: Callable[[Event], ItemT | None], bar: Bar | NoBar
-    ) -> None:
-        super().__init__(batch, pick, bar)
-        self._connection = connection
-        self._items = self._read()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> ItemT:
-        return next(self._items)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop the batch if it still runs."""
-        self._items.close()
-
-    def _read(self) -> Generator[ItemT, None, None]:
-        try:
-            with self._bar, closing(self._events()) as events:
-                for event in events:
-                    self._bar.see(event)
-                    if (item := self._pick(event)) is not None:
-                        yield item
-        finally:
-            self._leave()
-
-    def _events(self) -> Generator[Event, None, None]:
-        while not self._batch.over:
-            method, path, options = self._batch.connect()
-            try:
-                with self._connection.events(method, path, self._batch.limit, **options) as source:
-                    for sse in source:
-                        if (event := self._batch.take(sse)) is not None:
-                            yield event
-                        if self._batch.over:
-                            return
-                raise self._batch.lost()
-            except DartsError as exc:
-                delay = self._batch.delay_after(exc)
-            time.sleep(delay)
-
-    def _leave(self) -> None:
-        with suppress(DartsError):
-            if self._batch.unnamed:
-                self._learn_id()
-            if (call := self._batch.leave()) is not None:
-                self._connection.send(call.method, call.path, timeout=LEAVE_SECONDS)
-
-    def _learn_id(self) -> None:
-        method, path, options = self._batch.connect()
-        with self._connection.events(method, path, TimeLimit(LEAVE_SECONDS), **options) as source:
-            for sse in source:
-                self._batch.take(sse)
-                if not self._batch.unnamed:
-                    return
+    number: int
+    group_id: str
+    prompt_key: str | None = None
+    metadata: dict[str, Any] | None = None
+    candidates: int
+    deadline: int | None = None
+    mixed_versions: bool = False
+    trajectories: tuple[TrajectoryPayload, ...]
+    discarded: tuple[Discarded, ...] = ()
+    seconds: float | None = None
+    error: dict[str, Any] | None = None
 
 
-def whole_group(event: Event) -> Group | None:
-    """The group that an event completes, if it does."""
-    return event.group if isinstance(event, GroupEvent) and event.group.error is None else None
+def rollouts_request(
+    prompts: RolloutPrompts,
+    *,
+    group_size: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int | None,
+    logprobs: bool,
+    sampling: Mapping[str, Any],
+    policy: str | Mapping[str, Any] | None,
+    budget: int | None,
+    num_groups: int | None,
+    chunk_tokens: int | None,
+    durable: bool,
+    idempotency_key: str | None,
+) -> RolloutsRequest:
+    """Build one request for all of `prompts`: a stream of tokens if `chunk_tokens` is given, else of groups."""
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
+    if idempotency_key is not None and not durable:
+        raise ValueError("idempotency_key makes a batch durable; leave durable=False out")
+    prompt_list = list_rollout_prompts(prompts)
+    stream: Literal["groups", "tokens"] = "groups" if chunk_tokens is None else "tokens"
+    own_sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+    options = {
+        "policy": {"name": policy} if isinstance(policy, str) else policy,
+        "budget": budget,
+        "num_groups": num_groups,
+        "chunk_tokens": chunk_tokens,
+    }
+    body = {
+        "prompts": prompt_list,
+        "group_size": group_size,
+        "sampling": drop_none(own_sampling) | dict(sampling),
+        "stream": stream,
+        **drop_none(options),
+    }
+    return RolloutsRequest(
+        token_ids=tuple(tuple(p["token_ids"]) if "token_ids" in p else None for p in prompt_list),
+        num_groups=len(prompt_list) if num_groups is None else num_groups,
+        group_size=group_size,
+        logprobs=logprobs,
+        stream=stream,
+        content=json.dumps(body, allow_nan=False, separators=(",", ":")).encode(),
+        idempotency_key=(idempotency_key or uuid4().hex) if durable else None,
+    )
 
 
-def any_event(event: Event) -> Event | None:
-    """The event itself."""
-    return event
+def tokens_in_payload(payload: TrajectoryPayload) -> Tokens:
+    """Return the tokens that the payload itself contains."""
+    if payload.token_ids is None:
+        raise ProtocolError(f"trajectory {payload.trajectory_id} has no token_ids")
+    return payload.token_ids, payload.logprobs
+
+
+def build_group(
+    payload: GroupPayload, request: RolloutsRequest, tokens: Callable[[TrajectoryPayload], Tokens]
+) -> Group:
+    """Build the group; raise ProtocolError unless it has exactly `group_size` trajectories, or an error and none."""
+    expected = 0 if payload.error is not None else request.group_size
+    if len(payload.trajectories) != expected:
+        raise ProtocolError(f"group {payload.number} has {len(payload.trajectories)} trajectories, not {expected}")
+    return Group(
+        group_id=payload.group_id,
+        prompt_token_ids=request.token_ids[payload.number],
+        trajectories=tuple(
+            _trajectory(index, trajectory, tokens(trajectory), request.logprobs)
+            for index, trajectory in enumerate(payload.trajectories)
+        ),
+        number=payload.number,
+        prompt_key=payload.prompt_key,
+        metadata=payload.metadata,
+        candidates=payload.candidates,
+        deadline=payload.deadline,
+        mixed_versions=payload.mixed_versions,
+        discarded=payload.discarded,
+        seconds=payload.seconds,
+        error=None if payload.error is None else error_from_object(payload.error),
+    )
+
+
+def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_logprobs: bool) -> Trajectory:
+    token_ids, logprobs = tokens
+    name = f"trajectory {payload.trajectory_id}"
+    if len(token_ids) != payload.length:
+        raise ProtocolError(f"{name} has {len(token_ids)} tokens, but its length is {payload.length}")
+    if with_logprobs and (logprobs is None or len(logprobs) != payload.length):
+        count = "no" if logprobs is None else len(logprobs)
+        raise ProtocolError(f"{name} has {payload.length} tokens but {count} logprobs")
+    return Trajectory(
+        index=index,
+        text=payload.text,
+        token_ids=token_ids,
+        logprobs=logprobs if with_logprobs else None,
+        finish_reason=payload.finish_reason,
+        trajectory_id=payload.trajectory_id,
+        rank=payload.rank,
+        selected_as=payload.selected_as,
+        cut=payload.cut,
+        quality=payload.quality,
+        weight_version_start=payload.weight_version_start,
+        weight_version_end=payload.weight_version_end,
+    )

@@ -1,26 +1,24 @@
-"""Votes: arguments in, the body of `/darts/v1/vote` out; its answer in, models out."""
+"""`/darts/v1/vote`: requests are built, and answers are checked."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import httpx
 from pydantic import FiniteFloat
 
 from ._errors import ProtocolError
-from ._models import Discarded, FinishReason, Usage
-from ._rollouts_request import Chat, given, prompt_body
-from ._wire import Wire, parsed
+from ._models import Discarded, FinishReason, Usage, WireModel
+from ._prompts import Chat, drop_none, prompt_body
 
 Weights = Literal["majority", "rank", "log_odds"]
 Score = Literal["head", "logprob", "lowest_logprob"]
 
 
-class Voter(Wire):
-    """A trajectory that came to its end. Without an `answer` it has no vote.
+class Voter(WireModel):
+    """A finished trajectory. Without an `answer` it has no vote.
 
-    `score`: by which its vote was weighed, None if that is not known. `weight`: of its vote. `logprobs` are of
-    `token_ids`, None if none were asked for.
+    `score`: the score that its vote is weighted by, None if there is none. `weight`: of its vote. `logprobs` are those
+    of `token_ids`, None if they were not requested.
     """
 
     trajectory_id: str
@@ -36,12 +34,13 @@ class Voter(Wire):
     weight_version_end: int | None
 
 
-class Vote(Wire):
-    """What came out of a vote.
+class Vote(WireModel):
+    """The result of a vote.
 
-    `answer`: the heaviest, None if no trajectory has one. `weights`: of each answer, the heaviest first; `votes`: how
-    many trajectories have it. `decided_early`: candidates were stopped because they could change nothing.
-    `calibration`: of log-odds by log-probs, "ready" or why all votes weigh the same. `id` is that of its group.
+    `answer`: the one with the largest weight, None if no trajectory has one. `weights`: of each answer, the largest
+    first; `votes`: the number of trajectories with that answer. `decided_early`: candidates were stopped because they
+    could not change the result. `calibration`: of log-odds from log-probs, "ready" or why all votes have equal weight.
+    `id` is the id of its group.
     """
 
     id: str
@@ -69,31 +68,32 @@ def vote_body(
     key: str | None,
     sampling: dict[str, Any],
 ) -> dict[str, Any]:
-    """The body of a request; a list of patterns is the answers there may be."""
-    form = prompt_body(prompt)
-    plain = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+    """Build the body of a request; a list of patterns is the list of possible answers."""
+    prompt_json = prompt_body(prompt)
+    own_sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
     options = {"weights": weights, "score": score, "key": key}
     return {
-        "messages" if "messages" in form else "prompt": next(iter(form.values())),
+        "messages" if "messages" in prompt_json else "prompt": next(iter(prompt_json.values())),
         "n": n,
         "pattern": pattern if isinstance(pattern, str) else {"choices": list(pattern)},
-        "sampling": given(plain) | sampling,
-        **given(options),
+        "sampling": drop_none(own_sampling) | sampling,
+        **drop_none(options),
     }
 
 
-def parse_vote(body: dict[str, Any], answer: httpx.Response) -> Vote:
-    """The vote; ProtocolError unless its tally is that of its trajectories, and these are whole."""
-    vote = parsed(Vote, answer.content, answer.url.path)
+def check_vote(body: dict[str, Any], vote: Vote) -> Vote:
+    """Return the vote; raise ProtocolError unless its trajectories are complete and add up to its tally."""
     for voter in vote.trajectories:
         if voter.length != len(voter.token_ids):
-            raise ProtocolError(f"{voter.trajectory_id} has {len(voter.token_ids)} tokens but says {voter.length}")
+            raise ProtocolError(
+                f"{voter.trajectory_id} has {len(voter.token_ids)} tokens, but its length is {voter.length}"
+            )
         if body["sampling"].get("logprobs") and len(voter.logprobs or ()) != voter.length:
-            raise ProtocolError(f"{voter.trajectory_id} has not one logprob for each token")
-    given_answers = Counter(voter.answer for voter in vote.trajectories if voter.answer is not None)
-    if given_answers != vote.votes or set(vote.weights) != set(vote.votes):
-        raise ProtocolError(f"vote {vote.id} says {vote.votes}, but its trajectories {dict(given_answers)}")
-    heaviest = max(vote.weights.values(), default=None)
-    if heaviest != (None if vote.answer is None else vote.weights.get(vote.answer)):
-        raise ProtocolError(f"vote {vote.id} went to {vote.answer!r}, which is not the heaviest of {vote.weights}")
+            raise ProtocolError(f"{voter.trajectory_id} does not have one logprob for each token")
+    counted = Counter(voter.answer for voter in vote.trajectories if voter.answer is not None)
+    if counted != vote.votes or set(vote.weights) != set(vote.votes):
+        raise ProtocolError(f"vote {vote.id} has the tally {vote.votes}, but its trajectories {dict(counted)}")
+    largest = max(vote.weights.values(), default=None)
+    if largest != (None if vote.answer is None else vote.weights.get(vote.answer)):
+        raise ProtocolError(f"the answer of vote {vote.id}, {vote.answer!r}, has not the largest of {vote.weights}")
     return vote

@@ -1,15 +1,15 @@
 """A trainer's log-probs while the rollout still runs: needs the extra `darts-client[overlap]`.
 
-The forward pass over what has come already overlaps with the generation of the rest (DARTS, arXiv 2605.30859,
+The forward pass over tokens that have arrived overlaps with the generation of the rest (DARTS, arXiv 2605.30859,
 token-level streaming).
 
 ```python
 overlap = Overlap(model.eval(), temperature=1.0)
 for number, token_ids in enumerate(prompts):
-    overlap.prompt(number, token_ids)
+    overlap.add_prompt(number, token_ids)
 with client.stream_tokens(prompts, group_size=8, max_tokens=512) as events:
     for event in events:
-        overlap.feed(event)
+        overlap.add_event(event)
         overlap.step()
 old = {trajectory_id: overlap.logprobs(trajectory_id) for trajectory_id in returned}
 ```
@@ -23,22 +23,21 @@ from typing import Any
 try:
     from torch import Tensor
 
-    from ._fed import Candidate, Fed, Prompt, next_batch
-    from ._forward import forward, refuse_unsupported
+    from ._forward import CandidateSequence, PromptSequence, TokenSequence, check_supported, forward, next_batch
 except ModuleNotFoundError as exc:
     raise ModuleNotFoundError(f"{exc.msg}: darts_client.overlap needs darts-client[overlap]", name=exc.name) from exc
 
-from ._events import Delta, Discard, Done, Event, GroupEvent, TrajectoryEvent
+from ._models import Delta, Discard, Done, Event, GroupEvent, TrajectoryEvent
 
-# The logits are the largest thing: 2.5 GB in bfloat16 if all tokens are new and the vocabulary has 150,000.
+# The logits take the most memory: 2.5 GB in bfloat16 if all tokens are new and the vocabulary has 150,000.
 _BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """What one step computed of a trajectory: its tokens `start` .. `start + len(logprobs)`.
+    """The result of one step for a trajectory: its tokens `start` .. `start + len(logprobs)`.
 
-    `logprobs` and `entropies` are in nats, float32, on the model's device; `entropies` is None unless asked for.
+    `logprobs` and `entropies` are in nats, float32, on the model's device; `entropies` is None unless requested.
     """
 
     trajectory_id: str
@@ -48,20 +47,21 @@ class Chunk:
 
 
 class Overlap:
-    """Log-probs of candidates that are still being generated, under the model as it stands.
+    """Log-probs, under the present weights of a model, of candidates that are still being generated.
 
-    Each candidate's keys and values are kept, so that each token is forwarded once; a prompt's are computed once and
-    shared. They go with `drop`, with `close`, and after `finish`. One `Overlap` is for one batch of prompts and one set
-    of weights: make another after an update.
+    The keys and values of each candidate are cached, so that each token is forwarded once; those of a prompt are
+    computed once and shared. `drop`, `close_prompt`, and the last step after `finish` free them. Make an `Overlap` for
+    each batch of prompts and each version of the weights.
 
-    Nothing here has a gradient: these are the log-probs of the old policy or of a reference, not those to
-    differentiate. They equal one forward pass over the whole up to rounding.
+    The log-probs have no gradient: they are those of the old policy or of a reference, not those to differentiate. They
+    equal those of one forward pass over the whole sequence up to rounding.
 
     `model` is a causal LM of transformers in eval mode with full attention in every layer; ValueError for any other.
-    `temperature` divides the logits. `entropy` asks for the entropy of each token's distribution too. `batch_tokens`
-    bounds a forward pass: rows times (longest past + most new tokens); one row alone may have that many new ones.
+    `temperature` divides the logits. With `entropy` the entropy of each token's distribution is computed too.
+    `batch_tokens` bounds a forward pass: rows times (longest past + most new tokens); a single row may have that many
+    new tokens.
 
-    Not for several threads at once.
+    Not thread-safe.
     """
 
     def __init__(
@@ -71,189 +71,190 @@ class Overlap:
             raise ValueError(f"temperature must be a number above 0, got {temperature}")
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
-        refuse_unsupported(model)
+        check_supported(model)
         self._model = model
         self._temperature = temperature
         self._entropy = entropy
         self._batch_tokens = batch_tokens
-        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
-        self._prompts: dict[int, Prompt] = {}
-        self._candidates: dict[str, Candidate] = {}
+        self._vocabulary_size = int(model.get_input_embeddings().num_embeddings)
+        self._prompts: dict[int, PromptSequence] = {}
+        self._candidates: dict[str, CandidateSequence] = {}
         self._dropped: set[str] = set()
 
     def __contains__(self, trajectory_id: str) -> bool:
-        """Whether the trajectory was added and not dropped."""
+        """Return whether the trajectory was added and not dropped."""
         return trajectory_id in self._candidates
 
     @property
-    def waiting(self) -> int:
-        """Tokens, of prompts too, that `step` could forward."""
-        return sum(fed.waiting for fed in self._all())
+    def pending_tokens(self) -> int:
+        """Tokens, of prompts too, that `step` can forward now."""
+        return sum(sequence.num_pending for sequence in self._sequences())
 
     @property
-    def kept_tokens(self) -> int:
-        """Tokens whose keys and values are kept; those of a prompt count once."""
-        return sum(len(fed.kept) for fed in self._all() if fed.kept is not None)
+    def cached_tokens(self) -> int:
+        """Tokens whose keys and values are cached; those of a prompt count once."""
+        return sum(len(sequence.cache) for sequence in self._sequences() if sequence.cache is not None)
 
-    def prompt(self, number: int, token_ids: Sequence[int]) -> None:
-        """Name a prompt, as soon as it is known: it is forwarded before its candidates come."""
+    def add_prompt(self, number: int, token_ids: Sequence[int]) -> None:
+        """Add a prompt; it can be forwarded before its candidates arrive."""
         if number in self._prompts:
-            raise ValueError(f"prompt {number} is there already")
+            raise ValueError(f"prompt {number} was already added")
         if not token_ids:
             raise ValueError(f"prompt {number} has no tokens")
-        self._prompts[number] = Prompt(self._checked(token_ids))
+        self._prompts[number] = PromptSequence(self._check_tokens(token_ids))
 
-    def add(self, trajectory_id: str, number: int, token_ids: Sequence[int], start: int | None = None) -> None:
-        """Queue tokens that prompt `number`'s candidate has generated.
+    def add_tokens(self, trajectory_id: str, number: int, token_ids: Sequence[int], start: int | None = None) -> None:
+        """Append tokens that a candidate of prompt `number` has generated.
 
-        `start` is the place of the first of them, and is checked. Raises ValueError, and changes nothing, for tokens
+        `start` is the position of the first of them, and is checked. Raises ValueError, and changes nothing, for tokens
         that are missing or repeated, an unknown or closed prompt, and a trajectory that is finished or dropped.
         """
-        self._not_dropped(trajectory_id)
-        tokens = self._checked(token_ids)
-        known = self._candidates.get(trajectory_id)
-        length = 0 if known is None else known.length
+        self._check_not_dropped(trajectory_id)
+        tokens = self._check_tokens(token_ids)
+        candidate = self._candidates.get(trajectory_id)
+        length = 0 if candidate is None else candidate.length
         if start is not None and start != length:
-            kind = "are missing before" if start > length else "came already"
-            raise ValueError(f"trajectory {trajectory_id!r}: tokens {kind}: {length} are there, these start at {start}")
-        if known is None:
-            known = self._started(trajectory_id, number)
-        elif known.number != number:
-            raise ValueError(f"trajectory {trajectory_id!r} belongs to prompt {known.number}, not {number}")
-        elif known.finished:
+            problem = "are missing" if start > length else "are repeated"
+            raise ValueError(f"trajectory {trajectory_id!r}: tokens {problem}: it has {length}, these start at {start}")
+        if candidate is None:
+            candidate = self._add_candidate(trajectory_id, number)
+        elif candidate.number != number:
+            raise ValueError(f"trajectory {trajectory_id!r} belongs to prompt {candidate.number}, not {number}")
+        elif candidate.is_finished:
             raise ValueError(f"trajectory {trajectory_id!r} is finished")
-        known.tokens += tokens
+        candidate.tokens += tokens
 
     def finish(self, trajectory_id: str, length: int | None = None) -> None:
-        """No token comes any more, and of those that came the first `length` count (all, if left out).
+        """Finish a trajectory with its first `length` tokens, or all of them.
 
-        What waits is still forwarded; its keys and values go then.
+        Its pending tokens are still forwarded; then its keys and values are freed.
         """
-        candidate = self._known(trajectory_id)
-        if candidate.finished:
+        candidate = self._candidate(trajectory_id)
+        if candidate.is_finished:
             raise ValueError(f"trajectory {trajectory_id!r} is finished")
         if length is not None and not 0 <= length <= candidate.length:
-            raise ValueError(f"trajectory {trajectory_id!r}: has {length} tokens, but {candidate.length} came")
+            raise ValueError(f"trajectory {trajectory_id!r}: length is {length}, but {candidate.length} tokens came")
         candidate.finish(candidate.length if length is None else length)
 
     def drop(self, trajectory_id: str) -> None:
-        """Forget a trajectory with everything computed for it. Nothing of it may be added again."""
-        candidate = self._known(trajectory_id)
+        """Remove a trajectory with everything computed for it. It cannot be added again."""
+        candidate = self._candidate(trajectory_id)
         del self._candidates[trajectory_id]
         self._dropped.add(trajectory_id)
         candidate.prompt.candidates.remove(candidate)
-        candidate.prompt.forget_if_unused()
+        candidate.prompt.drop_cache_if_unused()
 
-    def close(self, number: int) -> None:
-        """Prompt `number` is decided: its candidates that are not finished are dropped, and none may come."""
-        prompt = self._known_prompt(number)
-        for candidate in [candidate for candidate in prompt.candidates if not candidate.finished]:
+    def close_prompt(self, number: int) -> None:
+        """Drop the candidates of a prompt that are not finished, and accept no more."""
+        prompt = self._prompt(number)
+        for candidate in [candidate for candidate in prompt.candidates if not candidate.is_finished]:
             self.drop(candidate.trajectory_id)
-        prompt.closed = True
-        prompt.forget_if_unused()
+        prompt.is_closed = True
+        prompt.drop_cache_if_unused()
 
-    def feed(self, event: Event) -> None:
-        """Take an event of `stream_tokens`: tokens are added, and what is decided is finished, dropped and closed."""
+    def add_event(self, event: Event) -> None:
+        """Apply an event of `stream_tokens`: tokens are added, trajectories finished or dropped, prompts closed."""
         match event:
             case Delta():
-                self.add(event.trajectory_id, event.number, event.token_ids, start=event.start)
+                self.add_tokens(event.trajectory_id, event.number, event.token_ids, start=event.start)
             case TrajectoryEvent():
                 self.finish(event.trajectory_id, len(event.token_ids))
             case Discard():
                 self._discard(event.trajectory_id)
             case GroupEvent(group) if group.number is not None:
-                self.close(group.number)
+                self.close_prompt(group.number)
             case Done():
                 for prompt in event.unfinished:
-                    self.close(prompt.number)
+                    self.close_prompt(prompt.number)
 
-    def feed_wire(self, name: str, data: Mapping[str, Any]) -> None:
-        """Take a server-sent event of a token stream as it came: its name and its JSON."""
+    def add_raw_event(self, name: str, data: Mapping[str, Any]) -> None:
+        """Apply a server-sent event of a token stream, given by its name and its JSON."""
         match name:
             case "delta":
-                self.add(data["trajectory_id"], data["number"], data["token_ids"], start=data["start"])
+                self.add_tokens(data["trajectory_id"], data["number"], data["token_ids"], start=data["start"])
             case "trajectory":
                 self.finish(data["trajectory_id"], data["length"])
             case "discard":
                 self._discard(data["trajectory_id"])
             case "group":
-                self.close(data["number"])
+                self.close_prompt(data["number"])
             case "done":
                 for prompt in data["unfinished"]:
-                    self.close(prompt["number"])
+                    self.close_prompt(prompt["number"])
 
     def step(self) -> list[Chunk]:
-        """Forward one batch of what waits and return the log-probs that came of it.
+        """Forward one batch of pending tokens and return the log-probs that it computed.
 
-        Prompts go first; a step over prompts returns none, so loop over `waiting`, not over what is returned. If the
-        forward pass fails nothing has changed.
+        Prompts are forwarded first and return none, so loop until `pending_tokens` is 0, not until the result is empty.
+        If the forward pass fails nothing has changed.
         """
-        prompts = [prompt for prompt in self._prompts.values() if prompt.waiting]
-        candidates = [candidate for candidate in self._candidates.values() if candidate.waiting]
+        prompts = [prompt for prompt in self._prompts.values() if prompt.num_pending]
+        candidates = [candidate for candidate in self._candidates.values() if candidate.num_pending]
         batch = next_batch(prompts or candidates, self._batch_tokens)
         if not batch:
             return []
         rows = [row for _, row in batch]
         results = forward(self._model, rows, temperature=self._temperature, entropy=self._entropy)
         chunks = []
-        for (fed, _), result in zip(batch, results, strict=True):
-            if isinstance(fed, Candidate):
-                chunks.append(Chunk(fed.trajectory_id, fed.fed, result.logprobs, result.entropies))
-            fed.take(result)
+        for (sequence, _), result in zip(batch, results, strict=True):
+            if isinstance(sequence, CandidateSequence):
+                start = sequence.num_forwarded
+                chunks.append(Chunk(sequence.trajectory_id, start, result.logprobs, result.entropies))
+            sequence.add_result(result)
         return chunks
 
     def logprobs(self, trajectory_id: str) -> Tensor:
-        """Natural log-probs [tokens], float32, of all tokens added so far; what waits is forwarded first."""
-        candidate = self._computed(trajectory_id)
-        return candidate.joined(candidate.logprobs)
+        """Return the natural log-probs [tokens], float32, of all tokens added; pending ones are forwarded first."""
+        candidate = self._forward_all(trajectory_id)
+        return candidate.concat(candidate.logprobs)
 
     def entropies(self, trajectory_id: str) -> Tensor:
-        """Entropies [tokens], in nats, float32, of the distributions of these tokens, at the temperature."""
+        """Return the entropies [tokens], in nats, float32, of the distributions of these tokens, at the temperature."""
         if not self._entropy:
-            raise ValueError("entropy was not asked for: make the Overlap with entropy=True")
-        candidate = self._computed(trajectory_id)
-        return candidate.joined(candidate.entropies)
+            raise ValueError("entropies are not computed: make the Overlap with entropy=True")
+        candidate = self._forward_all(trajectory_id)
+        return candidate.concat(candidate.entropies)
 
     def _discard(self, trajectory_id: str) -> None:
-        if trajectory_id in self:  # else it was discarded before its first token was told
+        if trajectory_id in self:  # else it was discarded before its first delta
             self.drop(trajectory_id)
 
-    def _computed(self, trajectory_id: str) -> Candidate:
-        candidate = self._known(trajectory_id)
-        while candidate.waiting:
+    def _forward_all(self, trajectory_id: str) -> CandidateSequence:
+        candidate = self._candidate(trajectory_id)
+        while candidate.num_pending:
             self.step()
         return candidate
 
-    def _all(self) -> list[Fed]:
+    def _sequences(self) -> list[TokenSequence]:
         return [*self._prompts.values(), *self._candidates.values()]
 
-    def _started(self, trajectory_id: str, number: int) -> Candidate:
-        prompt = self._known_prompt(number)
-        if prompt.closed:
-            raise ValueError(f"prompt {number} is closed, trajectory {trajectory_id!r} comes too late")
-        started = Candidate(prompt.tokens[-1:], trajectory_id=trajectory_id, number=number, prompt=prompt)
-        prompt.candidates.append(started)
-        self._candidates[trajectory_id] = started
-        return started
+    def _add_candidate(self, trajectory_id: str, number: int) -> CandidateSequence:
+        prompt = self._prompt(number)
+        if prompt.is_closed:
+            raise ValueError(f"prompt {number} is closed, trajectory {trajectory_id!r} cannot be added")
+        candidate = CandidateSequence(prompt.tokens[-1:], trajectory_id=trajectory_id, number=number, prompt=prompt)
+        prompt.candidates.append(candidate)
+        self._candidates[trajectory_id] = candidate
+        return candidate
 
-    def _known(self, trajectory_id: str) -> Candidate:
-        self._not_dropped(trajectory_id)
+    def _candidate(self, trajectory_id: str) -> CandidateSequence:
+        self._check_not_dropped(trajectory_id)
         if trajectory_id not in self._candidates:
             raise ValueError(f"unknown trajectory {trajectory_id!r}: add its first tokens before")
         return self._candidates[trajectory_id]
 
-    def _not_dropped(self, trajectory_id: str) -> None:
+    def _check_not_dropped(self, trajectory_id: str) -> None:
         if trajectory_id in self._dropped:
             raise ValueError(f"trajectory {trajectory_id!r} was dropped")
 
-    def _known_prompt(self, number: int) -> Prompt:
+    def _prompt(self, number: int) -> PromptSequence:
         if number not in self._prompts:
-            raise ValueError(f"unknown prompt {number}: give its tokens with prompt() before")
+            raise ValueError(f"unknown prompt {number}: add it with add_prompt() before")
         return self._prompts[number]
 
-    def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        """Outside the vocabulary a GPU would only say that an assertion failed."""
+    def _check_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Reject ids outside the vocabulary; on a GPU these would only fail an assertion without a message."""
         for token_id in token_ids:
-            if not 0 <= token_id < self._vocabulary:
-                raise ValueError(f"token id {token_id} is not among the {self._vocabulary} of the model's vocabulary")
+            if not 0 <= token_id < self._vocabulary_size:
+                raise ValueError(f"token id {token_id} is not in the model's vocabulary of {self._vocabulary_size}")
         return list(token_ids)

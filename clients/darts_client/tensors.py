@@ -16,18 +16,18 @@ except ModuleNotFoundError as exc:
     raise ModuleNotFoundError(f"{exc.msg}: darts_client.tensors needs darts-client[torch]", name=exc.name) from exc
 
 from ._models import Group, Trajectory
-from ._rewards import by_group
+from ._rewards import values_by_group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensors:
-    """N trajectories, group after group, each in the order of its group.
+    """N trajectories, group after group, each group in its order.
 
-    `prompt_ids`, `prompt_mask`: (N, P) int64 and bool, padded on the left; None unless every prompt's tokens are known.
+    `prompt_ids`, `prompt_mask`: (N, P) int64 and bool, padded on the left; None unless all prompts have token ids.
     `completion_ids`, `completion_mask`: (N, C) int64 and bool, padded on the right.
-    `logprobs`: (N, C) float32 of the engine's policy, 0 in the padding; None unless all trajectories have theirs.
+    `logprobs`: (N, C) float32 of the engine's policy, 0 in the padding; None unless all trajectories have them.
     `rewards`, `advantages`: (N,) float32; None without rewards.
-    `group`: (N,) int64, each trajectory's place among the groups.
+    `group`: (N,) int64, the index of each trajectory's group.
     """
 
     prompt_ids: Tensor | None
@@ -48,7 +48,7 @@ def to_tensors(
     scale: bool = True,
     eps: float = 1e-6,
 ) -> Tensors:
-    """The trajectories of all groups, on the CPU.
+    """Return the trajectories of all groups as tensors on the CPU.
 
     `rewards` holds a list for each group. An advantage is relative to its group (GRPO, arXiv 2402.03300, section
     4.1.2): (r - mean) / (std + `eps`) with the sample's standard deviation. Without `scale` it is r - mean (Dr. GRPO,
@@ -57,52 +57,52 @@ def to_tensors(
     Raises:
         ValueError: there is no trajectory, or not one reward for each.
     """
-    members = [(place, group, t) for place, group in enumerate(groups) for t in group.trajectories]
+    members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
     if not members:
         raise ValueError("the groups have no trajectories")
     completions = [t.token_ids for _, _, t in members]
-    completion_ids, completion_mask = _padded(completions, pad_id, left=False)
-    prompt_ids, prompt_mask = _prompts([group for _, group, _ in members], pad_id)
-    rows = None if rewards is None else [torch.tensor(row) for row in by_group(groups, rewards)]
+    completion_ids, completion_mask = _pad(completions, pad_id, left=False)
+    prompt_ids, prompt_mask = _pad_prompts([group for _, group, _ in members], pad_id)
+    rows = None if rewards is None else [torch.tensor(row) for row in values_by_group(groups, rewards)]
     return Tensors(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
         completion_ids=completion_ids,
         completion_mask=completion_mask,
-        logprobs=_logprobs([t for _, _, t in members], completion_mask),
+        logprobs=_pad_logprobs([t for _, _, t in members], completion_mask),
         rewards=None if rows is None else torch.cat(rows),
         advantages=None if rows is None else torch.cat([_advantages(row, scale, eps) for row in rows]),
-        group=torch.tensor([place for place, _, _ in members]),
+        group=torch.tensor([index for index, _, _ in members]),
     )
 
 
 def _advantages(rewards: Tensor, scale: bool, eps: float) -> Tensor:
     centred = rewards - rewards.mean()
-    if not scale or len(rewards) < 2:  # one alone has no deviation, and none from itself
+    if not scale or len(rewards) < 2:  # a single one has no standard deviation
         return centred
     return centred / (rewards.std() + eps)
 
 
-def _prompts(groups: Sequence[Group], pad_id: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    known = [group.prompt_token_ids for group in groups if group.prompt_token_ids is not None]
-    return _padded(known, pad_id, left=True) if len(known) == len(groups) else (None, None)
+def _pad_prompts(groups: Sequence[Group], pad_id: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    prompts = [group.prompt_token_ids for group in groups if group.prompt_token_ids is not None]
+    return _pad(prompts, pad_id, left=True) if len(prompts) == len(groups) else (None, None)
 
 
-def _logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:
-    known = [t.logprobs for t in trajectories if t.logprobs is not None]
-    if len(known) < len(trajectories):
+def _pad_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:
+    rows = [t.logprobs for t in trajectories if t.logprobs is not None]
+    if len(rows) < len(trajectories):
         return None
-    filled = torch.zeros(mask.shape)
-    filled[mask] = torch.tensor([value for row in known for value in row])
-    return filled
+    padded = torch.zeros(mask.shape)
+    padded[mask] = torch.tensor([value for row in rows for value in row])
+    return padded
 
 
-def _padded(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
-    """Ids and a mask that is true where they are no padding."""
+def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Return the ids and a mask that is false in the padding."""
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
-    places = torch.arange(width)
-    mask = (width - 1 - places if left else places) < lengths[:, None]
+    positions = torch.arange(width)
+    mask = (width - 1 - positions if left else positions) < lengths[:, None]
     ids = torch.full((len(rows), width), pad_id)
     ids[mask] = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
     return ids, mask

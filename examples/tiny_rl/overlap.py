@@ -109,7 +109,7 @@ class Trainer:
         """Forward while the events come, and compare with how long the other way took."""
         overlap, began = Overlap(self.model, batch_tokens=BATCH_TOKENS), time.perf_counter()
         for number, prompt in enumerate(self.prompts):
-            overlap.prompt(number, prompt)
+            overlap.add_prompt(number, prompt)
         groups, streamed = follow(overlap, events)
         ended = time.perf_counter()
         rows = rows_of(groups, self.prompts)
@@ -124,17 +124,17 @@ def follow(overlap: Overlap, events: Iterable[Event]) -> tuple[list[Group], floa
     Thread(target=read, args=(events, arrived), daemon=True).start()
     groups: list[Group] = []
     while True:
-        while overlap.waiting and arrived.empty():
+        while overlap.pending_tokens and arrived.empty():
             overlap.step()
         when, event = arrived.get()
         if event is None:
             break
         if isinstance(event, Exception):
             raise event
-        overlap.feed(event)
+        overlap.add_event(event)
         if isinstance(event, GroupEvent):
             groups.append(event.group)
-    while overlap.waiting:
+    while overlap.pending_tokens:
         overlap.step()
     return groups, when
 

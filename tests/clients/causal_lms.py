@@ -1,4 +1,4 @@
-"""Small causal LMs with random weights, the tiny RL task's model, and what one forward pass of each says."""
+"""Small causal LMs with random weights, the tiny RL task's model, and log-probs from one forward pass of each."""
 
 from functools import cache
 from random import Random
@@ -11,7 +11,7 @@ from darts_server.demo.server import MODEL
 
 VOCABULARY = 40
 
-# Weights large enough for attention to decide what comes out: with the usual ones all tokens are about equally likely.
+# Weights large enough for attention to matter: with the usual ones all tokens are about equally likely.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -49,7 +49,7 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def causal_lm(architecture: str, options: dict[str, Any], **more: Any) -> Any:
-    """A model with random weights, always the same ones, in eval mode."""
+    """Return a model with random weights, always the same ones, in eval mode."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture, **options)
     model: Any = AutoModelForCausalLM
@@ -58,34 +58,34 @@ def causal_lm(architecture: str, options: dict[str, Any], **more: Any) -> Any:
 
 @cache
 def small(name: str = "llama", attention: str = "sdpa") -> Any:
-    """One of SUPPORTED."""
+    """Return a model of SUPPORTED."""
     return causal_lm(*SUPPORTED[name], attn_implementation=attention)
 
 
 @cache
 def tiny() -> Any:
-    """The policy of the tiny RL task."""
+    """Return the policy of the tiny RL task."""
     model: Any = AutoModelForCausalLM
     return model.from_pretrained(MODEL).eval()
 
 
 def scores(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """[completion, vocabulary]: log-probs from one forward pass without cache or padding."""
+    """Return log-probs [completion, vocabulary] from one forward pass without cache or padding."""
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=torch.tensor([prompt + completion])).logits[0]
     return (logits[len(prompt) - 1 : -1].float() / temperature).log_softmax(-1)
 
 
-def whole(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """[completion]: log-probs of its tokens."""
+def expected_logprobs(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Return the log-probs [completion] of its tokens."""
     return scores(model, prompt, completion, temperature)[range(len(completion)), completion]
 
 
 def tokens(seed: int, count: int) -> list[int]:
-    """Random token ids."""
+    """Return random token ids."""
     return Random(seed).choices(range(VOCABULARY), k=count)
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To 1e-5."""
+    """Compare with a tolerance of 1e-5."""
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0.0)

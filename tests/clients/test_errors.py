@@ -1,9 +1,24 @@
 import pickle
+from typing import Any
 
+import httpx
 import pytest
+from httpx_sse import SSEError
 
 import darts_client
-from darts_client import DartsError, Overloaded, StatusError
+from darts_client import (
+    BadRequest,
+    ConnectionFailed,
+    DartsError,
+    NotFound,
+    Overloaded,
+    ProtocolError,
+    ServerFault,
+    StatusError,
+    TimedOut,
+    Unauthorized,
+)
+from darts_client._errors import raise_for_status, translate_errors
 
 
 def public_errors() -> list[type[DartsError]]:
@@ -11,7 +26,7 @@ def public_errors() -> list[type[DartsError]]:
     return [kind for kind in public if isinstance(kind, type) and issubclass(kind, DartsError)]
 
 
-def test_the_tree_has_one_root_and_its_docstring_draws_every_error() -> None:
+def test_all_errors_have_one_base_and_are_drawn_in_the_docstring() -> None:
     from darts_client import _errors
 
     assert len(public_errors()) == 10
@@ -20,13 +35,112 @@ def test_the_tree_has_one_root_and_its_docstring_draws_every_error() -> None:
 
 
 @pytest.mark.parametrize("kind", public_errors())
-def test_every_error_survives_a_move_to_another_process(kind: type[DartsError]) -> None:
-    moved = pickle.loads(pickle.dumps(kind("what happened")))
-    assert type(moved) is kind
-    assert str(moved) == "what happened"
+def test_errors_can_be_pickled(kind: type[DartsError]) -> None:
+    unpickled = pickle.loads(pickle.dumps(kind("what happened")))
+    assert type(unpickled) is kind
+    assert str(unpickled) == "what happened"
 
 
-def test_a_moved_status_error_keeps_what_the_server_said() -> None:
+def test_a_pickled_status_error_keeps_its_attributes() -> None:
     error = Overloaded("busy", status_code=429, type="t", param="p", code=7, retry_after=2.0)
-    moved: StatusError = pickle.loads(pickle.dumps(error))
-    assert (moved.status_code, moved.type, moved.param, moved.code, moved.retry_after) == (429, "t", "p", 7, 2.0)
+    unpickled: StatusError = pickle.loads(pickle.dumps(error))
+    assert (unpickled.status_code, unpickled.type, unpickled.param, unpickled.code, unpickled.retry_after) == (
+        429,
+        "t",
+        "p",
+        7,
+        2.0,
+    )
+
+
+def error_for(response: httpx.Response) -> StatusError:
+    with pytest.raises(StatusError) as caught:
+        raise_for_status(response)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, BadRequest),
+        (409, BadRequest),
+        (422, BadRequest),
+        (401, Unauthorized),
+        (403, Unauthorized),
+        (404, NotFound),
+        (429, Overloaded),
+        (503, Overloaded),
+        (500, ServerFault),
+        (502, ServerFault),
+        (307, StatusError),
+        (413, StatusError),
+    ],
+)
+def test_each_status_has_its_error(status: int, kind: type[StatusError]) -> None:
+    error = error_for(httpx.Response(status, json={"error": {"message": "no"}}))
+    assert type(error) is kind
+    assert error.status_code == status
+
+
+def test_a_success_raises_nothing() -> None:
+    raise_for_status(httpx.Response(200))
+
+
+def test_the_error_has_the_fields_of_the_error_object() -> None:
+    body = {"error": {"message": "n is too large", "type": "invalid_request_error", "param": "n", "code": 400}}
+    error = error_for(httpx.Response(400, json=body))
+    assert str(error) == "HTTP 400: n is too large"
+    assert (error.type, error.param, error.code) == ("invalid_request_error", "n", 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"json": {"error": "Unauthorized"}}, "Unauthorized"),
+        ({"json": {"object": "error", "message": "old form"}}, "old form"),
+        ({"json": {"detail": "Not Found"}}, "Not Found"),
+        ({"json": {"detail": [{"loc": ["body", "n"]}]}}, "[{'loc': ['body', 'n']}]"),
+        ({"json": ["a", "list"]}, "['a', 'list']"),
+        ({"json": None}, "Not Found"),
+        ({"json": {"error": {"message": None, "code": [1]}}}, "Not Found"),
+        ({"text": "<h1>gateway</h1>\n"}, "<h1>gateway</h1>"),
+        ({"content": b"\xff\xfe"}, "\ufffd\ufffd"),
+        ({"content": b""}, "Not Found"),
+        ({"text": "x" * 10_000}, "x" * 500),
+    ],
+)
+def test_any_body_yields_a_message(body: dict[str, Any], message: str) -> None:
+    error = error_for(httpx.Response(404, **body))
+    assert str(error) == f"HTTP 404: {message}"
+    assert error.code is None
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("3", 3.0), ("soon", None), ("-1", None), (None, None)])
+def test_retry_after_is_seconds_or_none(value: str | None, seconds: float | None) -> None:
+    headers = {} if value is None else {"Retry-After": value}
+    assert error_for(httpx.Response(429, headers=headers)).retry_after == seconds
+
+
+@pytest.mark.parametrize(
+    ("foreign", "kind"),
+    [
+        (httpx.ReadTimeout(""), TimedOut),
+        (httpx.ConnectTimeout("slow"), TimedOut),
+        (httpx.ConnectError("refused"), ConnectionFailed),
+        (httpx.RemoteProtocolError("disconnected"), ConnectionFailed),
+        (httpx.DecodingError("not gzip"), ProtocolError),
+        (SSEError("not a stream"), ProtocolError),
+    ],
+)
+def test_httpx_errors_are_translated_and_remain_the_cause(foreign: httpx.RequestError, kind: type[DartsError]) -> None:
+    with (
+        pytest.raises(kind, match=rf"^GET /health: {type(foreign).__name__}") as caught,
+        translate_errors("GET /health"),
+    ):
+        raise foreign
+    assert caught.value.__cause__ is foreign
+
+
+def test_other_exceptions_are_not_translated() -> None:
+    with pytest.raises(KeyError), translate_errors("GET /health"):
+        raise KeyError("a bug")

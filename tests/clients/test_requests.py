@@ -1,94 +1,191 @@
-from typing import Any
+from collections.abc import Callable
 
+import httpx
 import pytest
 
-from darts_client._requests import CompletionRequest, Prompts, completion_request, split_prompts
+from darts_client import (
+    BadRequest,
+    ConnectionFailed,
+    DartsError,
+    NotFound,
+    Overloaded,
+    ProtocolError,
+    ServerFault,
+    TimedOut,
+)
+from darts_client._errors import translate_errors
+from darts_client._requests import (
+    FIRST_DELAY,
+    HEALTH_POLL_INTERVAL,
+    HEALTH_TIMEOUT,
+    MAX_DELAY,
+    MAX_RETRY_AFTER,
+    HealthDeadline,
+    RetrySchedule,
+    TimeLimit,
+    TransportOptions,
+    auth_headers,
+    root_url,
+)
 
 
-def build(prompts: Prompts = "a", **changes: Any) -> CompletionRequest:
-    plain: dict[str, Any] = {
-        "model": "tiny",
-        "group_size": 2,
-        "max_tokens": 16,
-        "temperature": 1.0,
-        "seed": None,
-        "policy": None,
-        "logprobs": True,
-        "sampling": {},
-    }
-    return completion_request(prompts, **(plain | changes))
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def translate(error: httpx.RequestError) -> DartsError:
+    try:
+        with translate_errors("GET /"):
+            raise error
+    except DartsError as translated:
+        return translated
+
+
+CONNECT_ERROR = translate(httpx.ConnectError("refused"))
+CONNECT_TIMEOUT = translate(httpx.ConnectTimeout("slow"))
+READ_ERROR = translate(httpx.ReadError("reset"))
+READ_TIMEOUT = translate(httpx.ReadTimeout("slow"))
+GATEWAY = ServerFault("bad gateway", status_code=502)
+FAULT = ServerFault("failed", status_code=500)
+OVERLOADED = Overloaded("busy", status_code=503, retry_after=1.0)
+
+
+def is_retried(error: DartsError, *, idempotent: bool, retry_timeouts: bool = False) -> bool:
+    try:
+        RetrySchedule(1, idempotent=idempotent, retry_timeouts=retry_timeouts).delay_after(error)
+    except type(error):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("error", [CONNECT_ERROR, CONNECT_TIMEOUT, OVERLOADED])
+def test_a_request_that_the_server_did_not_accept_is_always_retried(error: DartsError) -> None:
+    assert is_retried(error, idempotent=False)
+
+
+@pytest.mark.parametrize("error", [READ_ERROR, GATEWAY])
+def test_a_request_that_the_server_may_have_accepted_is_retried_only_if_idempotent(error: DartsError) -> None:
+    assert is_retried(error, idempotent=True)
+    assert not is_retried(error, idempotent=False)
+
+
+def test_a_read_timeout_is_retried_on_streams_only() -> None:
+    assert is_retried(READ_TIMEOUT, idempotent=True, retry_timeouts=True)
+    assert not is_retried(READ_TIMEOUT, idempotent=True)
+    assert not is_retried(READ_TIMEOUT, idempotent=False, retry_timeouts=True)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "listed"),
+    "error",
     [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ((1, 2), [[1, 2]]),
-        ([[1], [2, 3]], [[1], [2, 3]]),
-        (["a", [1]], ["a", [1]]),
-        ([[1], "a"], [[1], "a"]),
+        BadRequest("no", status_code=400),
+        NotFound("gone", status_code=404),
+        FAULT,
+        Overloaded("the engine is dead", status_code=503),
+        Overloaded("come tomorrow", status_code=429, retry_after=MAX_RETRY_AFTER + 1),
+        ProtocolError("nonsense"),
     ],
 )
-def test_prompts_come_in_every_form(prompts: Prompts, listed: list[str | list[int]]) -> None:
-    assert split_prompts(prompts) == listed
+def test_errors_that_another_try_does_not_cure_are_raised_at_once(error: DartsError) -> None:
+    assert not is_retried(error, idempotent=True, retry_timeouts=True)
 
 
-def test_no_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompts is empty"):
-        split_prompts([])
+def delays(random: Callable[[], float], error: DartsError, count: int = 8) -> list[float]:
+    schedule = RetrySchedule(count, idempotent=True, random=random)
+    return [schedule.delay_after(error) for _ in range(count)]
 
 
-def test_what_is_no_token_id_is_refused() -> None:
-    with pytest.raises(TypeError):
-        split_prompts([[1, 2.5]])  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        split_prompts([1, [2]])  # type: ignore[arg-type]
+def test_delays_double_up_to_a_maximum_with_jitter_of_a_half() -> None:
+    longest = delays(lambda: 1.0, READ_ERROR)
+    assert longest[:4] == [FIRST_DELAY, 2 * FIRST_DELAY, 4 * FIRST_DELAY, 8 * FIRST_DELAY]
+    assert longest[-1] == MAX_DELAY
+    assert delays(lambda: 0.0, READ_ERROR) == [delay / 2 for delay in longest]
 
 
-def test_the_body_asks_for_a_group_with_tokens_and_their_logprobs() -> None:
-    assert build(["a", "b"]).body == {
-        "model": "tiny",
-        "prompt": ["a", "b"],
-        "n": 2,
-        "max_tokens": 16,
-        "temperature": 1.0,
-        "return_token_ids": True,
-        "logprobs": 0,
-    }
+def test_a_delay_is_at_least_retry_after() -> None:
+    assert delays(lambda: 0.0, OVERLOADED)[:4] == [1.0, 1.0, 1.0, 2.0]
 
 
-def test_logprobs_can_be_left_out() -> None:
-    assert "logprobs" not in build(logprobs=False).body
+def test_the_error_is_raised_after_the_last_retry() -> None:
+    schedule = RetrySchedule(2, idempotent=True)
+    for _ in range(2):
+        schedule.delay_after(READ_ERROR)
+    with pytest.raises(ConnectionFailed):
+        schedule.delay_after(READ_ERROR)
 
 
-def test_a_seed_of_zero_is_a_seed() -> None:
-    assert build(seed=0).body["seed"] == 0
+def test_retries_may_be_0_but_not_negative() -> None:
+    with pytest.raises(TimedOut):
+        RetrySchedule(0, idempotent=True).delay_after(CONNECT_TIMEOUT)
+    with pytest.raises(ValueError, match="retries"):
+        TransportOptions(retries=-1)
 
 
-def test_the_policy_is_a_header() -> None:
-    assert build(policy="off").headers == {"X-Darts-Policy": "off"}
-    assert build().headers == {}
+def test_no_time_limit_bounds_nothing() -> None:
+    clock = Clock()
+    limit = TimeLimit(None, clock)
+    clock.now += 1e9
+    limit.raise_if_over()
+    assert limit.bound(60) == 60
 
 
-def test_other_sampling_names_go_through() -> None:
-    body = build(sampling={"top_p": 0.9, "stop": ["\n"]}).body
-    assert (body["top_p"], body["stop"]) == (0.9, ["\n"])
+def test_a_time_limit_bounds_every_timeout_and_its_end_is_an_error() -> None:
+    clock = Clock()
+    limit = TimeLimit(10, clock)
+    assert limit.bound(60) == 10
+    clock.now += 9
+    limit.raise_if_over()
+    assert limit.bound(60) == 1
+    clock.now += 1
+    assert 0 < limit.bound(60) < 0.1
+    with pytest.raises(TimedOut, match="after 10 s"):
+        limit.raise_if_over()
 
 
-@pytest.mark.parametrize("name", ["prompt", "n", "stream", "return_token_ids"])
-def test_the_names_that_the_parser_relies_on_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        build(sampling={name: 1})
+def test_a_health_probe_takes_no_longer_than_the_time_left_but_long_enough_to_succeed() -> None:
+    clock = Clock()
+    deadline = HealthDeadline(60, clock)
+    assert deadline.probe_timeout() == HEALTH_TIMEOUT
+    clock.now += 58
+    assert deadline.probe_timeout() == 2
+    clock.now += 2
+    assert deadline.probe_timeout() == HEALTH_POLL_INTERVAL
 
 
-def test_text_and_tokens_in_one_request_are_refused() -> None:
-    mixed: list[str | list[int]] = ["a", [1]]
-    with pytest.raises(ValueError, match="not both"):
-        build(mixed)
+def test_the_last_delay_ends_at_the_deadline() -> None:
+    clock = Clock()
+    deadline = HealthDeadline(10, clock)
+    assert deadline.delay_after(TimedOut("slow")) == HEALTH_POLL_INTERVAL
+    clock.now += 9.75
+    assert deadline.delay_after(TimedOut("slow")) == 0.25
 
 
-def test_an_empty_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="group_size"):
-        build(group_size=0)
+def test_the_last_error_is_the_cause_of_the_timeout() -> None:
+    clock = Clock()
+    deadline = HealthDeadline(10, clock)
+    clock.now += 10
+    refused = ConnectionFailed("refused")
+    with pytest.raises(TimedOut, match=r"not healthy after 10 s, last answer: refused") as caught:
+        deadline.delay_after(refused)
+    assert caught.value.__cause__ is refused
+
+
+BASE_URLS = ["http://server", "http://server/", "http://server/v1", "http://server/v1/"]
+
+
+@pytest.mark.parametrize("base_url", BASE_URLS)
+def test_the_base_url_may_end_in_v1(base_url: str) -> None:
+    assert root_url(base_url) == "http://server"
+
+
+def test_a_url_without_a_scheme_is_rejected() -> None:
+    with pytest.raises(ValueError, match="localhost:8000"):
+        root_url("localhost:8000")
+
+
+def test_the_api_key_is_a_bearer_token() -> None:
+    assert auth_headers("secret") == {"Authorization": "Bearer secret"}
+    assert auth_headers(None) == {}

@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -5,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_client import Group, Reward, RewardCounts, Trajectory
-from darts_client._rewards import listed_rewards, portions, reward_body
+from darts_client import Group, Reward, RewardCounts, Trajectory, to_dataset, to_rows
+from darts_client._rewards import as_rewards, rewards_body, split_rewards
 
 
 def member(index: int, name: str | None = "g") -> Trajectory:
@@ -21,29 +22,29 @@ def named(*pairs: tuple[str, float]) -> list[Reward]:
     return [Reward(trajectory_id=name, reward=value) for name, value in pairs]
 
 
-def test_all_forms_mean_the_same() -> None:
+def test_all_forms_of_rewards_are_equivalent() -> None:
     group = pair()
     first, second = group.trajectories
     expected = named(("g:0", 1.0), ("g:1", 0.0))
-    assert listed_rewards(expected) == expected
-    assert listed_rewards(iter(expected)) == expected
-    assert listed_rewards({"g:0": 1, "g:1": 0}) == expected
-    assert listed_rewards({first: 1.0, second: 0.0}) == expected
-    assert listed_rewards(group, [1.0, 0.0]) == expected
-    assert listed_rewards([group], [[1.0, 0.0]]) == expected
-    assert listed_rewards([]) == []
+    assert as_rewards(expected) == expected
+    assert as_rewards(iter(expected)) == expected
+    assert as_rewards({"g:0": 1, "g:1": 0}) == expected
+    assert as_rewards({first: 1.0, second: 0.0}) == expected
+    assert as_rewards(group, [1.0, 0.0]) == expected
+    assert as_rewards([group], [[1.0, 0.0]]) == expected
+    assert as_rewards([]) == []
 
 
-def test_groups_of_the_openai_route_are_named_by_their_tokens() -> None:
-    first, _ = listed_rewards(pair(None, (7, 8)), [1.0, 0.0])
+def test_trajectories_without_an_id_are_named_by_their_tokens() -> None:
+    first, _ = as_rewards(pair(None, (7, 8)), [1.0, 0.0])
     assert (first.trajectory_id, first.prompt_token_ids, first.completion_token_ids) == (None, (7, 8), (0,))
-    body = reward_body([first])
+    body = rewards_body([first])
     assert body == {"rewards": [{"prompt_token_ids": [7, 8], "completion_token_ids": [0], "reward": 1.0}]}
 
 
-def test_correct_is_said_only_where_it_is_known() -> None:
-    told = [Reward(trajectory_id="g:0", reward=-1.0, correct=True), Reward(trajectory_id="g:1", reward=2)]
-    assert reward_body(told)["rewards"] == [
+def test_correct_is_sent_only_if_given() -> None:
+    rewards = [Reward(trajectory_id="g:0", reward=-1.0, correct=True), Reward(trajectory_id="g:1", reward=2)]
+    assert rewards_body(rewards)["rewards"] == [
         {"trajectory_id": "g:0", "reward": -1.0, "correct": True},
         {"trajectory_id": "g:1", "reward": 2.0},
     ]
@@ -55,37 +56,88 @@ WRONG: list[Callable[[], Any]] = [
     lambda: Reward(reward=1.0, trajectory_id="g:0", prompt_token_ids=[1]),
     lambda: Reward(reward=1.0, completion_token_ids=[2]),
     lambda: Reward(reward=float("nan"), trajectory_id="g:0"),
-    lambda: listed_rewards(pair(), [1.0]),
-    lambda: listed_rewards([pair(), pair()], [[1.0, 0.0]]),
-    lambda: listed_rewards(pair()),
-    lambda: listed_rewards(pair(None), [1.0, 0.0]),
-    lambda: listed_rewards({member(0, None): 1.0}),
-    lambda: listed_rewards({"g:0": 1.0}, [1.0]),
+    lambda: as_rewards(pair(), [1.0]),
+    lambda: as_rewards([pair(), pair()], [[1.0, 0.0]]),
+    lambda: as_rewards(pair()),
+    lambda: as_rewards(pair(None), [1.0, 0.0]),
+    lambda: as_rewards({member(0, None): 1.0}),
+    lambda: as_rewards({"g:0": 1.0}, [1.0]),
 ]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_would_reach_no_trajectory_is_refused(wrong: Callable[[], Any]) -> None:
+def test_rewards_that_match_no_trajectory_are_rejected(wrong: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=r"reward|trajector|values"):
         wrong()
 
 
-def test_a_list_of_something_else_is_refused() -> None:
+def test_a_list_of_another_type_is_rejected() -> None:
     with pytest.raises(TypeError, match="Reward objects"):
-        listed_rewards([1.0, 2.0])  # type: ignore[arg-type]
+        as_rewards([1.0, 2.0])  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(0, 30), max_size=40))
-def test_portions_are_all_rewards_in_order_each_within_the_bounds(sizes: Sequence[int]) -> None:
+def test_rewards_are_split_in_order_within_the_limits(sizes: Sequence[int]) -> None:
     given_rewards = [Reward(reward=1.0, prompt_token_ids=[], completion_token_ids=[0] * size) for size in sizes]
-    cut = list(portions(given_rewards, most_rewards=5, most_tokens=40))
-    assert [reward for _, some in cut for reward in some] == given_rewards
-    assert all(given_rewards[offset] is some[0] for offset, some in cut)
-    assert all(len(some) <= 5 and sum(r.tokens for r in some) <= 40 for _, some in cut)
+    requests = list(split_rewards(given_rewards, max_rewards=5, max_tokens=40))
+    assert [reward for _, part in requests for reward in part] == given_rewards
+    assert all(given_rewards[offset] is part[0] for offset, part in requests)
+    assert all(len(part) <= 5 and sum(r.num_tokens for r in part) <= 40 for _, part in requests)
 
 
-def test_counts_add_up_and_indices_are_those_of_the_whole_list() -> None:
+def test_counts_are_added_and_indices_refer_to_the_whole_list() -> None:
     first = RewardCounts(matched=3, repeated=1, unknown=1, unknown_indices=(2,))
     later = RewardCounts(matched=1, repeated=0, unknown=2, unknown_indices=(0, 4))
     both = first.plus(later, offset=5)
     assert (both.matched, both.repeated, both.unknown, both.unknown_indices) == (4, 1, 3, (2, 5, 9))
+
+
+def group(**fields: Any) -> Group:
+    members = tuple(
+        Trajectory(k, f"answer {k}", tuple(range(k)), tuple(-0.5 for _ in range(k)), "stop", f"g:{k}") for k in (1, 2)
+    )
+    return Group("g", (5, 6), members, number=0, metadata={"answer": 8}, **fields)
+
+
+def test_each_trajectory_is_a_row() -> None:
+    first, second = to_rows([group(prompt_key="key")], [[1.0, 0.0]])
+    assert first == {
+        "group_id": "g",
+        "number": 0,
+        "prompt_key": "key",
+        "metadata": {"answer": 8},
+        "prompt_token_ids": [5, 6],
+        "trajectory_id": "g:1",
+        "token_ids": [0],
+        "logprobs": [-0.5],
+        "text": "answer 1",
+        "finish_reason": "stop",
+        "cut": False,
+        "weight_version": None,
+        "reward": 1.0,
+    }
+    assert (second["trajectory_id"], second["reward"]) == ("g:2", 0.0)
+
+
+def test_missing_fields_are_none_in_a_row() -> None:
+    plain = Group(None, None, (Trajectory(0, "", (1,), None, "length"),))
+    [row] = to_rows([plain])
+    missing = ("group_id", "prompt_key", "metadata", "prompt_token_ids", "trajectory_id", "logprobs", "reward")
+    assert [row[name] for name in missing] == [None] * len(missing)
+
+
+def test_rows_need_one_reward_for_each_trajectory() -> None:
+    with pytest.raises(ValueError, match="2 trajectories but 1 rewards"):
+        to_rows([group()], [[1.0]])
+
+
+def test_a_dataset_has_the_rows() -> None:
+    pytest.importorskip("datasets")
+    dataset = to_dataset([group()], [[1.0, 0.0]])
+    assert dataset.to_list() == to_rows([group()], [[1.0, 0.0]])
+
+
+def test_the_error_without_datasets_names_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="to_rows"):
+        to_dataset([group()])

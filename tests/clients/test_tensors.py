@@ -26,25 +26,25 @@ def group(*members: Row, prompt: tuple[int, ...] | None = (1, 2)) -> Group:
 
 
 @given(st.lists(st.lists(rows, min_size=1, max_size=4), min_size=1, max_size=4), st.integers(0, 3))
-def test_what_goes_in_comes_out_between_the_padding(batch: list[list[Row]], pad_id: int) -> None:
-    groups = [group(*members, prompt=tuple(range(1, place + 2))) for place, members in enumerate(batch)]
-    made = to_tensors(groups, pad_id=pad_id)
-    assert made.prompt_ids is not None
-    assert made.prompt_mask is not None
-    assert made.logprobs is not None
-    listed = [(place, tokens, logprobs) for place, members in enumerate(batch) for tokens, logprobs in members]
-    assert made.group.tolist() == [place for place, _, _ in listed]
-    for n, (place, tokens, logprobs) in enumerate(listed):
+def test_tensors_hold_all_tokens_and_logprobs_between_the_padding(batch: list[list[Row]], pad_id: int) -> None:
+    groups = [group(*members, prompt=tuple(range(1, index + 2))) for index, members in enumerate(batch)]
+    tensors = to_tensors(groups, pad_id=pad_id)
+    assert tensors.prompt_ids is not None
+    assert tensors.prompt_mask is not None
+    assert tensors.logprobs is not None
+    expected = [(index, tokens, logprobs) for index, members in enumerate(batch) for tokens, logprobs in members]
+    assert tensors.group.tolist() == [index for index, _, _ in expected]
+    for n, (index, tokens, logprobs) in enumerate(expected):
         count = len(tokens)
-        assert made.completion_ids[n, :count].tolist() == tokens
-        assert made.logprobs[n, :count].tolist() == logprobs
-        assert made.completion_mask[n].tolist() == [k < count for k in range(made.completion_ids.shape[1])]
-        assert (made.completion_ids[n, count:] == pad_id).all()
-        assert (made.logprobs[n, count:] == 0).all()
-        prompt = list(range(1, place + 2))
-        assert made.prompt_ids[n, -len(prompt) :].tolist() == prompt
-        assert made.prompt_ids[n][made.prompt_mask[n]].tolist() == prompt
-        assert (made.prompt_ids[n][~made.prompt_mask[n]] == pad_id).all()
+        assert tensors.completion_ids[n, :count].tolist() == tokens
+        assert tensors.logprobs[n, :count].tolist() == logprobs
+        assert tensors.completion_mask[n].tolist() == [k < count for k in range(tensors.completion_ids.shape[1])]
+        assert (tensors.completion_ids[n, count:] == pad_id).all()
+        assert (tensors.logprobs[n, count:] == 0).all()
+        prompt = list(range(1, index + 2))
+        assert tensors.prompt_ids[n, -len(prompt) :].tolist() == prompt
+        assert tensors.prompt_ids[n][tensors.prompt_mask[n]].tolist() == prompt
+        assert (tensors.prompt_ids[n][~tensors.prompt_mask[n]] == pad_id).all()
 
 
 @given(st.lists(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=5), min_size=1, max_size=4))
@@ -60,37 +60,37 @@ def test_advantages_are_relative_to_their_group(rewards: list[list[float]]) -> N
     torch.testing.assert_close(scaled, by_hand, atol=1e-3, rtol=1e-3)
 
 
-def test_equal_rewards_give_no_advantage() -> None:
-    made = to_tensors([group(([1], [0.0]), ([2], [0.0]))], [[1.0, 1.0]])
-    assert made.advantages is not None
-    assert made.rewards is not None
-    assert (made.advantages.tolist(), made.rewards.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+def test_equal_rewards_have_advantage_0() -> None:
+    tensors = to_tensors([group(([1], [0.0]), ([2], [0.0]))], [[1.0, 1.0]])
+    assert tensors.advantages is not None
+    assert tensors.rewards is not None
+    assert (tensors.advantages.tolist(), tensors.rewards.tolist()) == ([0.0, 0.0], [1.0, 1.0])
 
 
-def test_what_is_not_known_of_all_is_left_out() -> None:
-    bare = Group("g", None, (Trajectory(0, "", (1,), None, "stop"),))
-    made = to_tensors([group(([1, 2], [0.0, -1.0])), bare])
-    assert (made.prompt_ids, made.prompt_mask, made.logprobs) == (None, None, None)
-    assert (made.rewards, made.advantages) == (None, None)
-    assert made.completion_ids.tolist() == [[1, 2], [1, 0]]
+def test_fields_that_some_trajectories_lack_are_none() -> None:
+    plain = Group("g", None, (Trajectory(0, "", (1,), None, "stop"),))
+    tensors = to_tensors([group(([1, 2], [0.0, -1.0])), plain])
+    assert (tensors.prompt_ids, tensors.prompt_mask, tensors.logprobs) == (None, None, None)
+    assert (tensors.rewards, tensors.advantages) == (None, None)
+    assert tensors.completion_ids.tolist() == [[1, 2], [1, 0]]
 
 
-def test_types_are_what_a_model_takes() -> None:
-    made = to_tensors([group(([1], [0.0]))], [[1]])
-    assert made.completion_ids.dtype == made.group.dtype == torch.int64
-    assert made.completion_mask.dtype == torch.bool
-    assert made.logprobs is not None
-    assert made.rewards is not None
-    assert made.logprobs.dtype == made.rewards.dtype == torch.float32
+def test_dtypes_are_those_of_a_models_inputs() -> None:
+    tensors = to_tensors([group(([1], [0.0]))], [[1]])
+    assert tensors.completion_ids.dtype == tensors.group.dtype == torch.int64
+    assert tensors.completion_mask.dtype == torch.bool
+    assert tensors.logprobs is not None
+    assert tensors.rewards is not None
+    assert tensors.logprobs.dtype == tensors.rewards.dtype == torch.float32
 
 
 @pytest.mark.parametrize("rewards", [[[1.0]], [[1.0, 2.0], [1.0]], []])
-def test_rewards_must_be_one_for_each(rewards: Sequence[Sequence[float]]) -> None:
+def test_one_reward_for_each_trajectory_is_required(rewards: Sequence[Sequence[float]]) -> None:
     with pytest.raises(ValueError, match="rewards"):
         to_tensors([group(([1], [0.0]), ([2], [0.0]))], rewards)
 
 
-def test_nothing_is_refused() -> None:
+def test_groups_without_trajectories_are_rejected() -> None:
     with pytest.raises(ValueError, match="no trajectories"):
         to_tensors([Group("g", None, ())])
 

@@ -8,27 +8,27 @@ import pytest
 from darts_client import AsyncClient, BadRequest, Client, ProtocolError, Vote
 from darts_server.engine.scripted import Script
 
-from .answers import URL
-from .serving import Served, serving
-from .test_resources import Known
+from .servers import RunningServer, serving
+from .test_async_resources import FakeServer
+from .vllm_answers import URL
 
 LENGTHS = (7, 4, 7, 7, 900)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    """Whose trajectories say how many tokens they have."""
+def server() -> Iterator[RunningServer]:
+    """A server whose trajectories contain their number of tokens as text."""
     with serving(lambda _, index: Script(LENGTHS[index % len(LENGTHS)])) as served:
         yield served
 
 
 @pytest.fixture
-def client(server: Served) -> Iterator[Client]:
+def client(server: RunningServer) -> Iterator[Client]:
     with Client(server.url) as client:
         yield client
 
 
-def test_a_vote_is_counted_and_the_rest_stopped(client: Client, server: Served) -> None:
+def test_a_decided_vote_stops_the_remaining_candidates(client: Client, server: RunningServer) -> None:
     vote = client.vote("p", n=5, max_tokens=1000, pattern="^([0-9]+) tokens")
     assert (vote.answer, vote.weights, vote.votes) == ("7", {"7": 3.0, "4": 1.0}, {"7": 3, "4": 1})
     assert (vote.decided_early, vote.calibration) == (True, None)
@@ -41,11 +41,11 @@ def test_a_vote_is_counted_and_the_rest_stopped(client: Client, server: Served) 
     assert (group.outcome, group.policy, group.group_size) == ("decided", "vote", 5)
 
 
-def test_log_probs_weigh_and_come_only_if_asked_for(client: Client) -> None:
+def test_votes_are_weighted_by_logprobs_which_are_returned_on_request(client: Client) -> None:
     vote = client.vote([5, 6], n=4, max_tokens=9, pattern=["4", "7"], weights="rank", score="logprob", seed=1)
     assert (vote.answer, vote.votes, vote.weights) == ("7", {"7": 3, "4": 1}, {"7": 1.0, "4": 1.0})
     assert [v.score is not None for v in vote.trajectories] == [True] * 4
-    assert vote.trajectories[1].weight == 1.0, "the likeliest"
+    assert vote.trajectories[1].weight == 1.0, "the most likely one"
     assert vote.trajectories[0].logprobs is None
     vote = client.vote("p", n=2, max_tokens=9, pattern="([0-9])", weights="log_odds", score="logprob", logprobs=True)
     assert vote.trajectories[0].logprobs == tuple(-k / 8 for k in range(7))
@@ -53,17 +53,17 @@ def test_log_probs_weigh_and_come_only_if_asked_for(client: Client) -> None:
     rewards = {v.trajectory_id: 1.0 for v in vote.trajectories}
     assert client.rewards(rewards).matched == 2
     vote = client.vote("p", n=2, max_tokens=9, pattern="([0-9])", weights="log_odds", score="logprob")
-    assert vote.calibration == "few_labels", "rewards of votes are what scores are worth"
+    assert vote.calibration == "few_labels", "rewards of votes calibrate the scores"
 
 
-def test_a_vote_without_answers_has_none(client: Client) -> None:
+def test_a_vote_may_have_no_answer(client: Client) -> None:
     vote = client.vote("p", n=2, max_tokens=9, pattern="boxed")
     assert (vote.answer, vote.weights, vote.votes) == (None, {}, {})
     assert [(v.answer, v.weight) for v in vote.trajectories] == [(None, None)] * 2
 
 
 @pytest.mark.anyio
-async def test_the_async_client_does_the_same(server: Served) -> None:
+async def test_the_async_client_does_the_same(server: RunningServer) -> None:
     async with AsyncClient(server.url) as client:
         assert (await client.vote("p", n=1, max_tokens=9, pattern="([0-9])", key="k", top_p=0.5)).answer == "7"
 
@@ -84,18 +84,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "param"), WRONG)
-def test_what_cannot_be_is_refused_by_its_field(client: Client, change: dict[str, Any], param: str) -> None:
-    asked: dict[str, Any] = {"prompt": "p", "n": 2, "max_tokens": 9, "pattern": "([0-9])"} | change
+def test_the_error_of_an_invalid_vote_names_the_field(client: Client, change: dict[str, Any], param: str) -> None:
+    arguments: dict[str, Any] = {"prompt": "p", "n": 2, "max_tokens": 9, "pattern": "([0-9])"} | change
     with pytest.raises(BadRequest) as refused:
-        client.vote(**asked)
+        client.vote(**arguments)
     assert refused.value.param == param
 
 
-def test_a_chat_goes_as_messages() -> None:
-    server = Known(POST=ANSWER)
+def test_a_chat_is_sent_as_messages() -> None:
+    server = FakeServer(POST=ANSWER)
     with Client(URL, transport=server.transport) as client:
         client.vote([{"role": "user", "content": "p"}], n=2, max_tokens=9, pattern=["4"], seed=3, min_p=0.1)
-    assert server.last == ("POST", "/darts/v1/vote")
+    assert server.last_route == ("POST", "/darts/v1/vote")
     assert json.loads(server.requests[0].content) == {
         "messages": [{"role": "user", "content": "p"}],
         "n": 2,
@@ -129,27 +129,27 @@ ANSWER: dict[str, Any] = {
     "discarded": [],
     "usage": {"generated": 2, "returned": 2, "wasted": 0, "seconds": 0.1},
 }
-SPOILT: list[tuple[dict[str, Any], str]] = [
+MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"votes": {"4": 2}}, "but its trajectories"),
     ({"weights": {"5": 1.0}}, "but its trajectories"),
-    ({"answer": None}, "not the heaviest"),
-    ({"answer": "5"}, "not the heaviest"),
-    ({"trajectories": [VOTER | {"length": 3}]}, "says 3"),
+    ({"answer": None}, "has not the largest"),
+    ({"answer": "5"}, "has not the largest"),
+    ({"trajectories": [VOTER | {"length": 3}]}, "its length is 3"),
     ({"weights": {"4": "1"}}, "weights.4"),
 ]
 
 
-@pytest.mark.parametrize(("change", "match"), SPOILT)
-def test_a_vote_that_does_not_add_up_is_refused(change: dict[str, Any], match: str) -> None:
-    ask: Callable[..., Vote] = Client(URL, transport=Known(POST=ANSWER | change).transport).vote
+@pytest.mark.parametrize(("change", "match"), MALFORMED)
+def test_an_inconsistent_vote_is_rejected(change: dict[str, Any], match: str) -> None:
+    vote: Callable[..., Vote] = Client(URL, transport=FakeServer(POST=ANSWER | change).transport).vote
     with pytest.raises(ProtocolError, match=match):
-        ask("p", n=1, max_tokens=9, pattern="(4)")
+        vote("p", n=1, max_tokens=9, pattern="(4)")
 
 
-def test_missing_log_probs_are_refused() -> None:
+def test_missing_logprobs_are_rejected() -> None:
     answer = httpx.Response(200, json=ANSWER)
     with (
         Client(URL, transport=httpx.MockTransport(lambda _: answer)) as client,
-        pytest.raises(ProtocolError, match="not one logprob"),
+        pytest.raises(ProtocolError, match="does not have one logprob"),
     ):
         client.vote("p", n=1, max_tokens=9, pattern="(4)", logprobs=True)

@@ -1,4 +1,4 @@
-"""Weights as both clients send them: over transports that look on, and to the server's own routes over a socket."""
+"""Weights sent by both clients: over recording transports, and to the server's own routes over a socket."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from darts_client import (
     TimedOut,
     Unauthorized,
 )
-from darts_client._weights import PIECE
+from darts_client._io import PIECE_SIZE
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.serving.gate import Gate
 from darts_server.weights.coordinator import Update
@@ -30,10 +30,10 @@ from darts_server.weights.updates import Updates
 from tests.http.serving import client as routes
 from tests.weights.model import SHAPES, FakeModel, tensors, write
 
-from .answers import URL
-from .serving import listening
+from .servers import listening
+from .vllm_answers import URL
 
-LARGE = bytes(range(256)) * (2 * PIECE // 256) + b"end"
+LARGE = bytes(range(256)) * (2 * PIECE_SIZE // 256) + b"end"
 UPDATE = {
     "version": 8,
     "outcome": "completed",
@@ -46,8 +46,8 @@ UPDATE = {
 WEIGHTS = {"version": 8, "state": "serving", "rule": "finish", "last": UPDATE, "last_error": None}
 
 
-class Taking(httpx.BaseTransport, httpx.AsyncBaseTransport):
-    """Takes bodies piece by piece. ``errors``: what is raised for the first ones, after all of the body came."""
+class Recorder(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Records bodies piece by piece. ``errors``: raised for the first ones, after the whole body was read."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
@@ -56,23 +56,23 @@ class Taking(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         assert isinstance(request.stream, Iterable)
-        return self._taken(request, list(request.stream))
+        return self._record(request, list(request.stream))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         assert isinstance(request.stream, AsyncIterable)
-        return self._taken(request, [piece async for piece in request.stream])
+        return self._record(request, [piece async for piece in request.stream])
 
-    def _taken(self, request: httpx.Request, body: list[bytes]) -> httpx.Response:
+    def _record(self, request: httpx.Request, body: list[bytes]) -> httpx.Response:
         self.requests.append(request)
         self.bodies.append(body)
         if self.errors:
             raise self.errors.pop(0)
         return httpx.Response(200, json=WEIGHTS)
 
-    def took(self, data: bytes) -> bool:
-        """Whether each body is this, announced with its size and in pieces that fit in the memory."""
+    def received_only(self, data: bytes) -> bool:
+        """Return whether each body is this data, with its size as Content-Length and in small pieces."""
         sizes = {request.headers["content-length"] for request in self.requests}
-        small = all(len(piece) <= PIECE for body in self.bodies for piece in body)
+        small = all(len(piece) <= PIECE_SIZE for body in self.bodies for piece in body)
         return sizes == {str(len(data))} and small and all(b"".join(body) == data for body in self.bodies)
 
 
@@ -83,41 +83,41 @@ def large(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_served_is_told_with_the_last_update() -> None:
-    with Client(URL, transport=Taking()) as client:
+def test_the_weights_record_has_the_last_update() -> None:
+    with Client(URL, transport=Recorder()) as client:
         weights = client.weights.get()
     assert (weights.version, weights.state, weights.rule, weights.last_error) == (8, "serving", "finish", None)
     assert weights.last is not None
     assert (weights.last.outcome, weights.last.seconds) == ("completed", {"transfer": 1.0, "load": 0.5})
 
 
-def test_a_file_arrives_as_it_is_in_pieces(large: Path) -> None:
-    server = Taking()
+def test_a_file_is_sent_unchanged_in_pieces(large: Path) -> None:
+    server = Recorder()
     with Client(URL, transport=server) as client:
         for source in (large, str(large), LARGE):
             assert client.weights.push(source).version == 8
-    assert server.took(LARGE)
+    assert server.received_only(LARGE)
     assert [len(body) for body in server.bodies] == [3, 3, 3]
     assert {(request.method, request.url.path) for request in server.requests} == {("PUT", "/darts/v1/weights")}
 
 
 @pytest.mark.anyio
-async def test_a_file_arrives_as_it_is_in_pieces_async(large: Path) -> None:
-    server = Taking()
+async def test_a_file_is_sent_unchanged_in_pieces_async(large: Path) -> None:
+    server = Recorder()
     async with AsyncClient(URL, transport=server) as client:
         for source in (large, str(large), LARGE):
             assert (await client.weights.push(source)).version == 8
-    assert server.took(LARGE)
+    assert server.received_only(LARGE)
     assert [len(body) for body in server.bodies] == [3, 3, 3]
 
 
-def test_only_what_was_never_sent_is_sent_again_from_its_beginning(large: Path) -> None:
-    server = Taking(httpx.ConnectError("refused"))
+def test_a_push_is_retried_from_its_beginning_only_if_it_was_never_sent(large: Path) -> None:
+    server = Recorder(httpx.ConnectError("refused"))
     with Client(URL, transport=server) as client:
         client.weights.push(large)
     assert len(server.bodies) == 2
-    assert server.took(LARGE)
-    server = Taking(httpx.ReadTimeout("slow"), httpx.ReadError("reset"))
+    assert server.received_only(LARGE)
+    server = Recorder(httpx.ReadTimeout("slow"), httpx.ReadError("reset"))
     with Client(URL, transport=server) as client:
         with pytest.raises(TimedOut, match="slow"):
             client.weights.push(large)
@@ -127,43 +127,43 @@ def test_only_what_was_never_sent_is_sent_again_from_its_beginning(large: Path) 
 
 
 @pytest.mark.anyio
-async def test_only_what_was_never_sent_is_sent_again_from_its_beginning_async(large: Path) -> None:
-    server = Taking(httpx.ConnectError("refused"))
+async def test_a_push_is_retried_from_its_beginning_only_if_it_was_never_sent_async(large: Path) -> None:
+    server = Recorder(httpx.ConnectError("refused"))
     async with AsyncClient(URL, transport=server) as client:
         await client.weights.push(large)
         assert len(server.bodies) == 2
-        assert server.took(LARGE)
+        assert server.received_only(LARGE)
         server.errors = [httpx.ReadError("reset")]
         with pytest.raises(ConnectionFailed, match="reset"):
             await client.weights.push(large)
     assert len(server.bodies) == 3
 
 
-class Stuck(httpx.AsyncBaseTransport):
-    """Takes one piece, and then no more."""
+class Stalled(httpx.AsyncBaseTransport):
+    """Reads one piece of a body, and then no more."""
 
     def __init__(self) -> None:
-        self.began = asyncio.Event()
+        self.started = asyncio.Event()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         assert isinstance(request.stream, AsyncIterable)
         async for _ in request.stream:
-            self.began.set()
+            self.started.set()
             await asyncio.Event().wait()
         raise AssertionError("it had only one piece")
 
 
 def is_open(path: Path) -> bool:
-    """Whether this process has the file open."""
+    """Return whether this process has the file open."""
     return path in {link.resolve() for link in Path("/proc/self/fd").iterdir()}
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_push_lets_go_of_its_file(large: Path) -> None:
-    server = Stuck()
+async def test_a_cancelled_push_closes_its_file(large: Path) -> None:
+    server = Stalled()
     async with AsyncClient(URL, transport=server) as client:
         push = asyncio.create_task(client.weights.push(large))
-        await server.began.wait()
+        await server.started.wait()
         assert is_open(large)
         push.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -174,8 +174,8 @@ async def test_a_cancelled_push_lets_go_of_its_file(large: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_cannot_be_read_is_not_begun_to_be_sent(tmp_path: Path) -> None:
-    server = Taking()
+async def test_a_file_that_cannot_be_read_sends_no_request(tmp_path: Path) -> None:
+    server = Recorder()
     for path in (tmp_path, tmp_path / "nothing"):
         with Client(URL, transport=server) as client, pytest.raises(OSError, match=path.name):
             client.weights.push(path)
@@ -186,28 +186,32 @@ async def test_what_cannot_be_read_is_not_begun_to_be_sent(tmp_path: Path) -> No
 
 
 @pytest.mark.anyio
-async def test_wishes_are_told_and_what_is_left_out_is_the_servers() -> None:
-    server = Taking()
-    wish: dict[str, Any] = {"rule": "keep", "version": 0, "partial": True}
+async def test_update_options_are_sent_only_if_given() -> None:
+    server = Recorder()
+    options: dict[str, Any] = {"rule": "keep", "version": 0, "partial": True}
     with Client(URL, transport=server) as client:
         client.weights.push(b"w")
-        client.weights.push(b"w", **wish)
+        client.weights.push(b"w", **options)
         client.weights.load(Path("step 7"))
-        client.weights.load("step 7", **wish)
-        client.weights.pull("http://trainer/w", **wish)
+        client.weights.load("step 7", **options)
+        client.weights.pull("http://trainer/w", **options)
     async with AsyncClient(URL, transport=server) as asynchronous:
-        await asynchronous.weights.push(b"w", **wish)
-        await asynchronous.weights.load(Path("step 7"), **wish)
-        await asynchronous.weights.pull("http://trainer/w", **wish)
+        await asynchronous.weights.push(b"w", **options)
+        await asynchronous.weights.load(Path("step 7"), **options)
+        await asynchronous.weights.pull("http://trainer/w", **options)
         assert (await asynchronous.weights.get()).version == 8
-    plain, wished, named, both, pulled, pushed, loaded, again, _ = server.requests
+    plain, with_options, load, load_with_options, pull, push_async, load_async, pull_async, _ = server.requests
     assert dict(plain.url.params) == {"partial": "false"}
-    assert dict(wished.url.params) == dict(pushed.url.params) == {"rule": "keep", "version": "0", "partial": "true"}
-    assert (named.method, named.url.path) == ("POST", "/darts/v1/weights")
+    assert (
+        dict(with_options.url.params)
+        == dict(push_async.url.params)
+        == {"rule": "keep", "version": "0", "partial": "true"}
+    )
+    assert (load.method, load.url.path) == ("POST", "/darts/v1/weights")
     assert json.loads(server.bodies[2][0]) == {"path": "step 7", "partial": False}
-    assert json.loads(server.bodies[3][0]) == json.loads(server.bodies[6][0]) == {"path": "step 7", **wish}
-    assert json.loads(server.bodies[4][0]) == json.loads(server.bodies[7][0]) == {"url": "http://trainer/w", **wish}
-    assert both.url == loaded.url == named.url == pulled.url == again.url
+    assert json.loads(server.bodies[3][0]) == json.loads(server.bodies[6][0]) == {"path": "step 7", **options}
+    assert json.loads(server.bodies[4][0]) == json.loads(server.bodies[7][0]) == {"url": "http://trainer/w", **options}
+    assert load.url == load_with_options.url == load_async.url == pull.url == pull_async.url
 
 
 @pytest.fixture
@@ -230,7 +234,7 @@ def url(updates: Updates) -> Iterator[str]:
             yield listener.url
 
 
-def test_the_servers_own_routes_take_what_is_sent(url: str, model: FakeModel, tmp_path: Path) -> None:
+def test_the_server_applies_what_is_sent(url: str, model: FakeModel, tmp_path: Path) -> None:
     with Client(url) as client:
         assert client.weights.get().last is None
         record = client.weights.push(save(tensors(5)), rule="keep", version=7)
@@ -245,7 +249,7 @@ def test_the_servers_own_routes_take_what_is_sent(url: str, model: FakeModel, tm
 
 
 @pytest.mark.anyio
-async def test_the_servers_own_routes_take_what_is_sent_async(url: str, model: FakeModel, tmp_path: Path) -> None:
+async def test_the_server_applies_what_is_sent_async(url: str, model: FakeModel, tmp_path: Path) -> None:
     async with AsyncClient(url) as client:
         assert (await client.weights.push(write(tmp_path / "six.safetensors", 6))).version == 1
         assert model.values == dict.fromkeys(SHAPES, 6)
@@ -254,7 +258,7 @@ async def test_the_servers_own_routes_take_what_is_sent_async(url: str, model: F
     assert model.values == dict.fromkeys(SHAPES, 0)
 
 
-def test_refusals_are_told_though_much_was_still_to_be_sent(
+def test_refusals_are_received_while_the_body_is_still_being_sent(
     url: str, updates: Updates, model: FakeModel, large: Path
 ) -> None:
     with Client(url) as client:
@@ -268,9 +272,9 @@ def test_refusals_are_told_though_much_was_still_to_be_sent(
             client.weights.push(large)
         assert bad.value.param == "body"
         model.fail["original"] = [UpdateUnsupported("quantized")]
-        with pytest.raises(ServerFault, match="quantized") as untried:
+        with pytest.raises(ServerFault, match="quantized") as unsupported:
             client.weights.push(large)
-        assert untried.value.status_code == 501
+        assert unsupported.value.status_code == 501
         model.fail["load"] = [UpdateFailed("broken")]
         with pytest.raises(Overloaded, match="broken"):
             client.weights.push(save(tensors(5)))
@@ -280,7 +284,7 @@ def test_refusals_are_told_though_much_was_still_to_be_sent(
     assert (record.last.outcome, record.last.error) == ("failed", "broken")
 
 
-def test_a_server_without_a_folder_for_weights_loads_none(model: FakeModel, tmp_path: Path) -> None:
+def test_a_server_without_a_weights_root_loads_no_weights(model: FakeModel, tmp_path: Path) -> None:
     with Staging(tmp_path) as staging, routes(updates=Updates(model, Gate(), staging)) as caller:
         assert isinstance(caller.app, FastAPI)
         with (
@@ -291,15 +295,15 @@ def test_a_server_without_a_folder_for_weights_loads_none(model: FakeModel, tmp_
             client.weights.load("checkpoint")
 
 
-def test_an_adapter_is_sent_with_what_the_server_needs_of_its_configuration(tmp_path: Path) -> None:
+def test_a_lora_adapter_is_sent_with_its_configuration_without_target_modules(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(LARGE)
     (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}')
-    taking = Taking()
-    with Client(URL, transport=taking) as client:
+    server = Recorder()
+    with Client(URL, transport=server) as client:
         client.weights.push_lora("a", tmp_path, rule="keep")
         client.weights.push_lora("a", LARGE, config={"r": 8, "lora_alpha": 16})
         with pytest.raises(ValueError, match="config: an adapter's bytes need one"):
             client.weights.push_lora("a", LARGE)
-    assert taking.took(LARGE)
-    assert [json.loads(request.url.params["config"]) for request in taking.requests] == [{"r": 8, "lora_alpha": 16}] * 2
-    assert {(request.method, request.url.path) for request in taking.requests} == {("PUT", "/darts/v1/weights/lora/a")}
+    assert server.received_only(LARGE)
+    assert [json.loads(request.url.params["config"]) for request in server.requests] == [{"r": 8, "lora_alpha": 16}] * 2
+    assert {(request.method, request.url.path) for request in server.requests} == {("PUT", "/darts/v1/weights/lora/a")}

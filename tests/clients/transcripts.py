@@ -1,4 +1,4 @@
-"""What the rollouts route tells, as bytes that a test may tear, lose and repeat."""
+"""Event streams of the rollouts route, as bytes that a test can split, cut off and repeat."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -6,14 +6,14 @@ from typing import Any
 
 import httpx
 
-from darts_client._rollouts_request import RolloutsRequest, rollouts_request
+from darts_client._rollouts import RolloutsRequest, rollouts_request
 
 BATCH = "roll-1"
 USAGE = {"generated": 9, "returned": 6, "wasted": 3, "seconds": 0.5}
 
 
-def asked(prompts: Any = ("a", "b"), **changes: Any) -> RolloutsRequest:
-    plain: dict[str, Any] = {
+def build_request(prompts: Any = ("a", "b"), **changes: Any) -> RolloutsRequest:
+    defaults: dict[str, Any] = {
         "group_size": 2,
         "max_tokens": 16,
         "temperature": 1.0,
@@ -27,15 +27,15 @@ def asked(prompts: Any = ("a", "b"), **changes: Any) -> RolloutsRequest:
         "durable": True,
         "idempotency_key": None,
     }
-    return rollouts_request(prompts, **(plain | changes))
+    return rollouts_request(prompts, **(defaults | changes))
 
 
 def trajectory(number: int, index: int, length: int, tokens: bool = True, **changes: Any) -> dict[str, Any]:
-    """Candidate `index` of a group: its tokens count from 0."""
-    own = {"token_ids": list(range(length)), "logprobs": [-0.5 * k for k in range(length)]}
+    """Candidate `index` of a group; its token ids are 0, 1, 2, …"""
+    own_tokens = {"token_ids": list(range(length)), "logprobs": [-0.5 * k for k in range(length)]}
     return {
         "trajectory_id": f"{BATCH}-{number}:{index}",
-        **(own if tokens else {}),
+        **(own_tokens if tokens else {}),
         "text": f"answer {index}",
         "finish_reason": "stop",
         "length": length,
@@ -50,7 +50,7 @@ def trajectory(number: int, index: int, length: int, tokens: bool = True, **chan
 
 
 def group(number: int, *trajectories: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A group of two trajectories of 1 and 2 tokens, unless others are given; its third candidate was discarded."""
+    """A group; by default of two trajectories of 1 and 2 tokens, with a third candidate that was discarded."""
     return {
         "number": number,
         "group_id": f"{BATCH}-{number}",
@@ -67,7 +67,7 @@ def group(number: int, *trajectories: dict[str, Any], **changes: Any) -> dict[st
     }
 
 
-def failed(number: int, message: str = "too few could finish") -> dict[str, Any]:
+def failed_group(number: int, message: str = "too few could finish") -> dict[str, Any]:
     error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
     return group(number, trajectories=[], discarded=[], error=error)
 
@@ -83,18 +83,18 @@ def delta(number: int, index: int, start: int, end: int, **changes: Any) -> dict
     }
 
 
-def ended(number: int, index: int, length: int, **changes: Any) -> dict[str, Any]:
+def trajectory_end(number: int, index: int, length: int, **changes: Any) -> dict[str, Any]:
     """The `trajectory` event."""
-    told = trajectory(number, index, length)
-    kept = ("trajectory_id", "length", "finish_reason", "text", "cut")
-    return {"number": number} | {name: told[name] for name in kept} | changes
+    whole = trajectory(number, index, length)
+    names = ("trajectory_id", "length", "finish_reason", "text", "cut")
+    return {"number": number} | {name: whole[name] for name in names} | changes
 
 
 def discard(number: int, index: int, length: int, reason: str = "middle") -> dict[str, Any]:
     return {"trajectory_id": f"{BATCH}-{number}:{index}", "number": number, "length": length, "reason": reason}
 
 
-def began(groups: int = 2) -> tuple[str, dict[str, Any]]:
+def started(groups: int = 2) -> tuple[str, dict[str, Any]]:
     return "batch", {"id": BATCH, "policy": "uniform", "groups": groups}
 
 
@@ -107,7 +107,7 @@ def error(message: str, code: int = 503) -> tuple[str, dict[str, Any]]:
     return "error", {"error": {"message": message, "type": "InternalServerError", "param": None, "code": code}}
 
 
-def written(*events: tuple[str, dict[str, Any]], first: int = 1) -> list[bytes]:
+def encode(*events: tuple[str, dict[str, Any]], first: int = 1) -> list[bytes]:
     """The events, numbered from `first` on."""
     return [
         f"id: {number}\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode()
@@ -115,26 +115,26 @@ def written(*events: tuple[str, dict[str, Any]], first: int = 1) -> list[bytes]:
     ]
 
 
-GROUPS = written(began(), ("group", group(1)), ("group", group(0)), done())
-"""A whole stream of groups."""
+GROUPS = encode(started(), ("group", group(1)), ("group", group(0)), done())
+"""A complete stream of groups."""
 
-TOKENS = written(
-    began(1),
+TOKENS = encode(
+    started(1),
     ("delta", delta(0, 0, 0, 1)),
     ("delta", delta(0, 2, 0, 2)),
     ("delta", delta(0, 1, 0, 1)),
-    ("trajectory", ended(0, 0, 1)),
+    ("trajectory", trajectory_end(0, 0, 1)),
     ("discard", discard(0, 2, 2)),
     ("delta", delta(0, 1, 1, 4)),
-    ("trajectory", ended(0, 1, 3, cut=True, finish_reason="length")),
+    ("trajectory", trajectory_end(0, 1, 3, cut=True, finish_reason="length")),
     ("group", group(0, trajectory(0, 0, 1, tokens=False), trajectory(0, 1, 3, tokens=False, cut=True))),
     done(),
 )
-"""A whole stream of tokens; candidate 1 is cut at 3 tokens after 4 were sent."""
+"""A complete stream of tokens; candidate 1 is cut at 3 tokens after 4 were sent."""
 
 
 class Body(httpx.AsyncByteStream, httpx.SyncByteStream):
-    """Bytes as they come, and how it ends; `closed` tells that the client has left."""
+    """Chunks of bytes, and what happens at their end; `closed`: the client has closed the connection."""
 
     def __init__(self, *chunks: bytes, then: Callable[[], None] = lambda: None) -> None:
         self.chunks = chunks
@@ -157,13 +157,13 @@ class Body(httpx.AsyncByteStream, httpx.SyncByteStream):
         self.closed = True
 
 
-def breaks() -> None:
-    """How a body ends whose connection is lost."""
+def lose_connection() -> None:
+    """End a body as when its connection is lost."""
     raise httpx.ReadError("connection reset")
 
 
-class Listed:
-    """Gives these answers in turn, and remembers what was asked."""
+class FakeServer:
+    """Returns these answers in turn, and records the requests."""
 
     def __init__(self, *answers: Body | httpx.Response | Exception) -> None:
         self.answers = list(answers)
@@ -182,5 +182,5 @@ class Listed:
         return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=answer)
 
     @property
-    def asked(self) -> Sequence[tuple[str, str]]:
+    def routes(self) -> Sequence[tuple[str, str]]:
         return [(request.method, request.url.path) for request in self.requests]

@@ -12,7 +12,7 @@ from darts_client import Delta, Discard, Done, Event, Group, GroupEvent, Traject
 from darts_client._models import Usage
 from darts_client.overlap import Overlap
 from examples.tiny_rl.overlap import Recording, Round, Trainer, follow, forward_after, table
-from tests.clients.causal_lms import assert_equal, tokens, whole
+from tests.clients.causal_lms import assert_equal, expected_logprobs, tokens
 
 FIRST, SECOND = tuple(tokens(1, 30)), tuple(tokens(2, 7))
 
@@ -52,7 +52,7 @@ def test_logprobs_after_the_rollout_are_those_of_every_row_by_itself(trainer: Tr
     rows = [(str(i), tokens(i, 3 + i), tokens(9 + i, 12 - i)) for i in range(6)]
     found = forward_after(trainer.model, rows, batch_tokens)
     for name, prompt, completion in rows:
-        assert_equal(found[name], whole(trainer.model, prompt, completion))
+        assert_equal(found[name], expected_logprobs(trainer.model, prompt, completion))
 
 
 def test_a_replayed_stream_comes_no_earlier_than_it_was_recorded_and_gives_the_same_logprobs(trainer: Trainer) -> None:
@@ -65,20 +65,20 @@ def test_a_replayed_stream_comes_no_earlier_than_it_was_recorded_and_gives_the_s
 
 def test_prompts_are_forwarded_before_the_first_event_comes(trainer: Trainer) -> None:
     overlap, waiting = Overlap(trainer.model), []
-    overlap.prompt(0, tokens(0, 9))
+    overlap.add_prompt(0, tokens(0, 9))
 
     def late() -> Iterator[Event]:
         for _ in range(500):
-            if not overlap.waiting:
+            if not overlap.pending_tokens:
                 break
             time.sleep(0.01)
-        waiting.append(overlap.waiting)
+        waiting.append(overlap.pending_tokens)
         yield from EVENTS
 
     groups, _ = follow(overlap, late())
     assert waiting == [0]
     assert [group.number for group in groups] == [0]
-    assert overlap.kept_tokens == 0
+    assert overlap.cached_tokens == 0
 
 
 def test_what_ends_the_stream_ends_the_reading(trainer: Trainer) -> None:
@@ -87,7 +87,7 @@ def test_what_ends_the_stream_ends_the_reading(trainer: Trainer) -> None:
         raise ConnectionError("gone")
 
     overlap = Overlap(trainer.model)
-    overlap.prompt(0, [1, 2])
+    overlap.add_prompt(0, [1, 2])
     with pytest.raises(ConnectionError, match="gone"):
         follow(overlap, broken())
 

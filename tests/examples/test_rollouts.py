@@ -4,16 +4,16 @@ import pytest
 
 from darts_server.engine.scripted import Script
 from examples import rollouts
-from tests.clients.serving import Served, serving
+from tests.clients.servers import RunningServer, serving
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server() -> Iterator[RunningServer]:
     with serving(lambda _, index: Script(5 + index)) as served:
         yield served
 
 
-def test_groups_are_printed_and_their_rewards_taken(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_are_printed_and_their_rewards_taken(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     rollouts.main(["--url", server.url, "--prompts", "3", "--group-size", "2", "--rewards"])
     lines = capsys.readouterr().out.splitlines()
     assert sum("lengths [5, " in line for line in lines) == 3
@@ -21,6 +21,6 @@ def test_groups_are_printed_and_their_rewards_taken(server: Served, capsys: pyte
     assert lines[-1].startswith("0 unfinished; generated=")
 
 
-def test_the_first_groups_can_be_enough(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_groups_can_be_enough(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     rollouts.main(["--url", server.url, "--prompts", "3", "--group-size", "2", "--num-groups", "1"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 unfinished;")

@@ -1,1 +1,1 @@
-"""Trainers of others, each a module and an extra of its own."""
+"""Integrations with trainers, each a module and an extra of its own."""

@@ -1,4 +1,4 @@
-"""Rewards on their way from a trainer's reward function to the server."""
+"""A wrapper that reports the rewards of a trainer's reward function to the server."""
 
 import inspect
 import logging
@@ -10,21 +10,22 @@ from typing import Any, cast
 
 from .._errors import DartsError
 from .._rewards import Reward
-from ._link import Link
+from ._server import Server
 
 TokenIds = Sequence[int]
-Sampled = tuple[Sequence[TokenIds], Sequence[TokenIds]]
-"""Prompts and completions of this process's last batch, both of the batch's length."""
+SampledBatch = tuple[Sequence[TokenIds], Sequence[TokenIds]]
+"""Prompts and completions of this process's last batch, of equal number."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class RewardReport:
-    """What became of one function's rewards.
+    """Counts of one function's rewards.
 
-    `matched`, `repeated`, `unknown` as the server counted them; `unreported`: lost on the way, as while the server is
-    away. A reward of None or NaN is none, and counts nowhere. `correct_above`: larger ones are of right answers.
+    `matched`, `repeated` and `unknown` as the server counted them; `unreported`: not delivered, for instance while the
+    server is unavailable. A reward of None or NaN is skipped. `correct_above`: larger rewards are those of correct
+    answers.
     """
 
     correct_above: float
@@ -32,54 +33,55 @@ class RewardReport:
     repeated: int = 0
     unknown: int = 0
     unreported: int = 0
-    _link: Link | None = field(default=None, repr=False)
-    _sampled: Callable[[], Sampled | None] = field(default=lambda: None, repr=False)
-    _warned: bool = field(default=False, repr=False)
+    _server: Server | None = field(default=None, repr=False)
+    _last_batch: Callable[[], SampledBatch | None] = field(default=lambda: None, repr=False)
+    _has_warned: bool = field(default=False, repr=False)
 
-    def bind(self, link: Link, sampled: Callable[[], Sampled | None]) -> None:
-        """Report to this server. `sampled`: what is being rewarded; None if the server did not shape it."""
-        self._link, self._sampled = link, sampled
+    def connect(self, server: Server, last_batch: Callable[[], SampledBatch | None]) -> None:
+        """Report to this server. `last_batch` returns the batch being rewarded; None if the server did not shape it."""
+        self._server, self._last_batch = server, last_batch
 
-    def tell(self, values: Sequence[Any], completion_ids: Sequence[TokenIds] | None) -> None:
-        """Report a batch. Whatever is wrong with the server, this returns."""
-        if self._link is None:
-            return self._lose(len(values), "the function's trainer is not a DartsGRPOTrainer")
-        if (sampled := self._sampled()) is None:
+    def report(self, values: Sequence[Any], completion_ids: Sequence[TokenIds] | None) -> None:
+        """Report the rewards of a batch. A failure of the server is counted, not raised."""
+        if self._server is None:
+            return self._count_unreported(len(values), "the function's trainer is not a DartsGRPOTrainer")
+        if (batch := self._last_batch()) is None:
             return None
-        prompts, completions = sampled
+        prompts, completions = batch
         if completion_ids != completions or len(values) != len(completions):
-            return self._lose(len(values), "these are not the completions of the trainer's last batch")
+            return self._count_unreported(len(values), "these are not the completions of the trainer's last batch")
         rewards = [
             self._reward(float(value), prompt, completion)
             for prompt, completion, value in zip(prompts, completions, values, strict=True)
             if value is not None and math.isfinite(value)
         ]
         try:
-            with self._link.aside() as client:
+            with self._server.client() as client:
                 counts = client.rewards(rewards)
         except DartsError as error:
-            return self._lose(len(rewards), str(error))
+            return self._count_unreported(len(rewards), str(error))
         self.matched += counts.matched
         self.repeated += counts.repeated
         self.unknown += counts.unknown
         return None
 
     def _reward(self, value: float, prompt: TokenIds, completion: TokenIds) -> Reward:
-        right = value > self.correct_above
-        return Reward(reward=value, prompt_token_ids=prompt, completion_token_ids=completion, correct=right)
+        correct = value > self.correct_above
+        return Reward(reward=value, prompt_token_ids=prompt, completion_token_ids=completion, correct=correct)
 
-    def _lose(self, count: int, why: str) -> None:
+    def _count_unreported(self, count: int, reason: str) -> None:
         self.unreported += count
-        if not self._warned:
-            logger.warning("%d rewards were not reported, and more may follow without a further word: %s", count, why)
-        self._warned = True
+        if not self._has_warned:
+            logger.warning("%d rewards were not reported; further ones are not logged: %s", count, reason)
+        self._has_warned = True
 
 
 def report_rewards(function: Callable[..., Any], correct_above: float = 0.0) -> Callable[..., Any]:
-    """The reward function, sync or async, which also reports what it returns to the server.
+    """Wrap a reward function, sync or async, so that its rewards are also reported to the server.
 
-    Wrap one of a trainer's functions: the one that says whether an answer is right, since a trajectory keeps its first
-    reward. `correct_above`: a larger reward is a right answer's. `report` of what is returned is its `RewardReport`.
+    Wrap one of a trainer's functions: the one that checks the answer, since a trajectory keeps its first reward.
+    `correct_above`: a larger reward is that of a correct answer. The attribute `report` of the wrapper is its
+    `RewardReport`.
 
     Raises:
         TypeError: it is a reward model or the name of one, not a function.
@@ -87,35 +89,35 @@ def report_rewards(function: Callable[..., Any], correct_above: float = 0.0) -> 
     if not callable(function) or hasattr(function, "forward"):
         raise TypeError(f"report_rewards takes a function, got {type(function).__name__}; call the model in a function")
     report = RewardReport(correct_above)
-    wrapper: Any = _async(function, report) if _is_async(function) else _sync(function, report)
+    wrapper: Any = _wrap_async(function, report) if _is_async(function) else _wrap_sync(function, report)
     wrapper.report = report
     return cast(Callable[..., Any], wrapper)
 
 
-def reports(functions: Sequence[Any]) -> list[RewardReport]:
-    """Of those functions that have one."""
-    found = (getattr(function, "report", None) for function in functions)
-    return [report for report in found if isinstance(report, RewardReport)]
+def find_reports(functions: Sequence[Any]) -> list[RewardReport]:
+    """Return the reports of those functions that are wrapped."""
+    reports = (getattr(function, "report", None) for function in functions)
+    return [report for report in reports if isinstance(report, RewardReport)]
 
 
-def _sync(function: Callable[..., Any], report: RewardReport) -> Callable[..., Any]:
+def _wrap_sync(function: Callable[..., Any], report: RewardReport) -> Callable[..., Any]:
     @wraps(function)
-    def reporting(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         values = list(function(*args, **kwargs))
-        report.tell(values, kwargs.get("completion_ids"))
+        report.report(values, kwargs.get("completion_ids"))
         return values
 
-    return reporting
+    return wrapper
 
 
-def _async(function: Callable[..., Awaitable[Any]], report: RewardReport) -> Callable[..., Awaitable[Any]]:
+def _wrap_async(function: Callable[..., Awaitable[Any]], report: RewardReport) -> Callable[..., Awaitable[Any]]:
     @wraps(function)
-    async def reporting(*args: Any, **kwargs: Any) -> Any:
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
         values = list(await function(*args, **kwargs))
-        report.tell(values, kwargs.get("completion_ids"))
+        report.report(values, kwargs.get("completion_ids"))
         return values
 
-    return reporting
+    return wrapper
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -1,17 +1,17 @@
-"""TRL's GRPOTrainer against darts-server: needs the extra `darts-client[trl]`, and vLLM, which TRL asks for.
+"""TRL's GRPOTrainer against darts-server: needs the extra `darts-client[trl]`, and vLLM, which TRL requires.
 
 ```python
 trainer = DartsGRPOTrainer(
     model="Qwen/Qwen3-8B",
-    reward_funcs=report_rewards(right),
+    reward_funcs=report_rewards(is_correct),
     args=GRPOConfig(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://127.0.0.1:8000"),
     train_dataset=dataset,
 )
 ```
 
-Nothing of TRL 1.16 is edited or copied. The trainer is TRL's own; its `VLLMClient`, the one object in it that talks to
-the server, is a subclass of TRL's, put into its place while the trainer is made. On a GPU with NCCL TRL's own trainer
-needs the server's address alone; what this one adds is in docs/trl.md.
+TRL 1.16 is neither edited nor copied. The trainer is a subclass of TRL's. TRL's `VLLMClient`, its only object that
+sends requests to the server, is replaced by a subclass while the trainer is made. On a GPU with NCCL TRL's own trainer
+needs only the server's address; docs/trl.md says what this one adds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,12 +29,11 @@ try:
 except ModuleNotFoundError as exc:
     raise ModuleNotFoundError(f"{exc.msg}: this needs darts-client[trl]", name=exc.name) from exc
 
-from .._connection import auth_headers
 from .._errors import NotFound
+from .._requests import auth_headers
 from ._callback import DartsCallback
-from ._link import Link
-from ._reporting import RewardReport, Sampled, report_rewards, reports
-from ._tensors import Announced, TensorStream
+from ._reporting import RewardReport, SampledBatch, find_reports, report_rewards
+from ._server import Server, TensorSpec, TensorStream
 
 __all__ = ["DartsCallback", "DartsGRPOTrainer", "RewardReport", "report_rewards"]
 
@@ -45,13 +44,13 @@ CLIENT = "VLLMClient"
 class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
     """TRL's trainer, which pushes weights without NCCL, evaluates unshaped, reports rewards, and has a `DartsCallback`.
 
-    The arguments are TRL's; `args` must have `use_vllm=True` and `vllm_mode="server"`. With `weight_sync="nccl"`
-    weights go TRL's way. Functions wrapped by `report_rewards` report while training, and never in evaluation;
-    `reward_reports` has what became of their rewards.
+    The arguments are TRL's; `args` must have `use_vllm=True` and `vllm_mode="server"`. With `weight_sync="nccl"` TRL
+    sends the weights. Functions wrapped by `report_rewards` report while training, never in evaluation;
+    `reward_reports` counts their rewards.
 
     Raises:
-        ValueError: vLLM is not used, or in this process.
-        DartsError: the server is no darts-server; in training, new weights were refused or did not arrive.
+        ValueError: vLLM is not used, or runs in this process.
+        DartsError: the server is not a darts-server; in training, new weights were refused or did not arrive.
     """
 
     def __init__(
@@ -68,42 +67,44 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
             raise ValueError("args must have use_vllm=True and vllm_mode='server'")
         if weight_sync not in ("http", "nccl"):
             raise ValueError(f"weight_sync must be 'http' or 'nccl', got {weight_sync!r}")
-        kind = PushingClient if weight_sync == "http" else DartsVLLMClient
-        with _in_place_of_trls(partial(kind, api_key=api_key)):
+        client_class = PushingVLLMClient if weight_sync == "http" else DartsVLLMClient
+        with _replace_vllm_client(partial(client_class, api_key=api_key)):
             super().__init__(model, reward_funcs, args, *more, **named)
-        self._sampled: Sampled | None = None
+        self._last_batch: SampledBatch | None = None
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         if self.accelerator.is_main_process:
             client: Any = self.vllm_generation.vllm_client
-            client.training = self._in_training
-        self.reward_reports = reports(self.reward_funcs)
+            client.is_training = self._is_training
+        self.reward_reports = find_reports(self.reward_funcs)
         for report in self.reward_reports:
-            report.bind(Link(url, api_key), lambda: self._sampled)
-        self._darts = DartsCallback(url, api_key)
-        self.callback_handler.callbacks.insert(0, self._darts)  # before the reporters, which log what they are given
+            report.connect(Server(url, api_key), lambda: self._last_batch)
+        self._darts_callback = DartsCallback(url, api_key)
+        # Before the reporters, which log what earlier callbacks have added.
+        self.callback_handler.callbacks.insert(0, self._darts_callback)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
-        """TRL's; the server's state is restored from the same checkpoint."""
-        self._darts.checkpoint = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+        """Train as TRL does, and restore the server's state from the same checkpoint."""
+        checkpoint = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+        self._darts_callback.checkpoint = checkpoint
         return super().train(resume_from_checkpoint, *more, **named)
 
     def _generate(self, prompts: list[Any]) -> Any:
-        answer = super()._generate(prompts)
-        # Reward functions are given the completions' tokens, and not the prompts'.
-        self._sampled = (answer[0], answer[1]) if self._in_training() else None
-        return answer
+        output = super()._generate(prompts)
+        # TRL passes reward functions the tokens of the completions only, not those of the prompts.
+        self._last_batch = (output[0], output[1]) if self._is_training() else None
+        return output
 
-    def _in_training(self) -> bool:
-        """As TRL tells training from evaluation."""
+    def _is_training(self) -> bool:
+        """Return whether TRL is training, not evaluating; TRL itself reads the same flag."""
         model: Any = self.model
         return bool(model.training)
 
 
 class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]
-    """TRL's client, which has an API key and asks for unshaped completions whenever the policy is not in training."""
+    """TRL's client, with an API key; it requests unshaped completions while the policy is not in training mode."""
 
     def __init__(self, *args: Any, api_key: str | None = None, **named: Any) -> None:
-        self.training: Callable[[], bool] = lambda: True
+        self.is_training: Callable[[], bool] = lambda: True
         self._api_key = api_key
         super().__init__(*args, **named)
 
@@ -112,59 +113,60 @@ class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]
         super().check_server(*args, **named)
 
     def _post(self, url: str, **options: Any) -> Any:
-        return super()._post(url, **(options if self.training() else unshaped(options)))
+        return super()._post(url, **(options if self.is_training() else without_shaping(options)))
 
 
-class PushingClient(DartsVLLMClient):
-    """Sends weights in the body of `PUT /darts/v1/weights`, tensor by tensor as TRL gives them: adapters merged."""
+class PushingVLLMClient(DartsVLLMClient):
+    """Sends weights in the body of `PUT /darts/v1/weights`, tensor by tensor as TRL yields them, with LoRA merged."""
 
     @property
-    def _link(self) -> Link:
-        return Link(self.base_url, self._api_key)
+    def _server(self) -> Server:
+        return Server(self.base_url, self._api_key)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """There is no communicator; only whether the server takes weights is asked."""
+        """Check that the server accepts weights; there is no NCCL communicator."""
         try:
-            self._link.weights()
+            with self._server.client() as client:
+                client.weights.get()
         except NotFound as error:
             raise NotFound(f"{self.base_url} has no /darts/v1/weights: is it a darts-server?") from error
 
     def update_named_params(
-        self, metadata: Sequence[Announced], named_params: Iterator[tuple[str, torch.Tensor]]
+        self, metadata: Sequence[TensorSpec], named_params: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
         """Send new weights; returns when they are served.
 
         Raises:
-            ValueError: a tensor is neither float32, float16 nor bfloat16, as those of quantized models.
-            DartsError: the server did not take them, and samples with the old ones.
+            ValueError: a tensor is neither float32, float16 nor bfloat16, such as those of quantized models.
+            DartsError: the server refused them, and still samples with the old ones.
         """
         try:
-            stream = TensorStream(metadata, named_params)
-            self._link.push(stream, stream.size)
+            self._server.push(TensorStream(metadata, named_params))
         finally:
-            for _ in named_params:  # at its end TRL takes adapters out again, and other processes gather with it
+            # At the end of its iterator TRL unmerges LoRA adapters; other processes gather in step with it.
+            for _ in named_params:
                 pass
 
     def reset_prefix_cache(self) -> None:
-        """The server's update has done that."""
+        """Do nothing: the server's update resets the cache."""
 
     def get_server_info(self) -> Any:
-        """TRL's; of a server without the development routes, the one setting that TRL looks at in it."""
+        """Return TRL's answer; from a server without development routes, the one setting that TRL reads from it."""
         try:
             return super().get_server_info()
         except RuntimeError:
             return {"model_config": {"logprobs_mode": self._logprobs_mode()}}
 
     def _logprobs_mode(self) -> str:
-        """The only token that may be drawn has a log-prob of 0, if log-probs are of what is drawn from."""
-        asked = {"model": self.model, "prompt": [[0]], "max_tokens": 1, "top_k": 1, "logprobs": 0}
-        answer = self._post(f"{self.base_url}/v1/completions", **unshaped({"json": asked}))
+        """Sample with `top_k=1`: the log-prob is 0 if log-probs are those of the distribution after `top_k`."""
+        body = {"model": self.model, "prompt": [[0]], "max_tokens": 1, "top_k": 1, "logprobs": 0}
+        answer = self._post(f"{self.base_url}/v1/completions", **without_shaping({"json": body}))
         (logprob,) = answer["choices"][0]["logprobs"]["token_logprobs"]
         return "processed_logprobs" if logprob == 0 else "raw_logprobs"
 
 
-def unshaped(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a request, for completions as vLLM alone gives them: what it asks of shaping is taken out."""
+def without_shaping(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a request for completions from vLLM alone, without the body's own shaping options."""
     headers = (options.get("headers") or {}) | {"X-Darts-Policy": "off"}
     body = dict(options.get("json") or {})
     if XARGS in body:
@@ -173,10 +175,10 @@ def unshaped(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _in_place_of_trls(make_client: Callable[..., VLLMClient]) -> Iterator[None]:
-    """Trainers that are made meanwhile get this client.
+def _replace_vllm_client(make_client: Callable[..., VLLMClient]) -> Iterator[None]:
+    """Let trainers that are made within the block use this client.
 
-    The name is looked up once in a trainer's life, where its `VLLMGeneration` is made; TRL has no argument for it.
+    TRL reads the name once in a trainer's life, where its `VLLMGeneration` is made, and has no argument for it.
     """
     setattr(vllm_generation, CLIENT, make_client)
     try:

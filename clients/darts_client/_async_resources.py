@@ -1,0 +1,220 @@
+"""The attributes of the client: `client.groups`, `prompts`, `policy`, `state` and `weights`."""
+
+import json
+import os
+from collections.abc import AsyncIterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import RootModel
+
+from ._async_transport import AsyncTransport
+from ._io import AsyncBody, Source, async_run_blocking, write_atomically
+from ._models import WireModel, parse_response
+from ._prompts import drop_none
+from ._records import GroupRecord, PromptRecord, WeightsRecord
+from ._requests import API, quote_segment
+
+Rule = Literal["finish", "keep", "restart"]
+
+
+class _Groups(WireModel):
+    groups: list[GroupRecord]
+
+
+class _Restored(WireModel):
+    prompts: int
+
+
+class _Settings(RootModel[dict[str, Any]]):
+    pass
+
+
+class AsyncGroupsApi:
+    """Records of groups."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def get(self, group_id: str) -> list[GroupRecord]:
+        """Return one group; or all groups of a batch or of a response, by its id. NotFound if none is kept any more."""
+        response = await self._transport.request("GET", f"{API}/groups/{quote_segment(group_id)}")
+        return parse_response(_Groups, response).groups
+
+
+class AsyncPromptsApi:
+    """Statistics of prompts."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def get(self, key: str) -> PromptRecord:
+        """Return a prompt by its key, which is `prompt_key` of its groups. NotFound if it has no statistics."""
+        response = await self._transport.request("GET", f"{API}/prompts/{quote_segment(key)}")
+        return parse_response(PromptRecord, response)
+
+
+class AsyncPolicyApi:
+    """The runtime settings, which shape groups."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def get(self) -> dict[str, Any]:
+        """Return every setting that can change at run time, and `policies`: the names that a request may use."""
+        return parse_response(_Settings, await self._transport.request("GET", f"{API}/policy")).root
+
+    async def change(self, **settings: Any) -> dict[str, Any]:
+        """Change some settings, all or none, for future groups; then return as `get`. None unsets an optional one."""
+        response = await self._transport.request("PATCH", f"{API}/policy", json=settings)
+        return parse_response(_Settings, response).root
+
+
+class AsyncStateApi:
+    """Everything that the server has learned, as one file."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def save(self, path: str | PathLike[str]) -> None:
+        """Write the file; on any failure `path` remains the old file, or absent."""
+        response = await self._transport.request("GET", f"{API}/state")
+        await async_run_blocking(write_atomically, Path(path), response.content)
+
+    async def load(self, path: str | PathLike[str]) -> int:
+        """Replace the server's state by a saved file, all or nothing. Returns the number of prompts in it."""
+        data = await async_run_blocking(Path(path).read_bytes)
+        response = await self._transport.request("PUT", f"{API}/state", content=data)
+        return parse_response(_Restored, response).prompts
+
+
+class AsyncWeightsApi:
+    """The weights that the server samples with. Files are sent as they are: neither torch nor safetensors is needed.
+
+    An update is sent again only if it did not reach the server. Updates raise BadRequest for invalid weights, or while
+    another update is running; ServerFault with status 501 for a model whose weights cannot be replaced. After TimedOut
+    or ConnectionFailed the update may still be running: `get` returns its state.
+    """
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def get(self) -> WeightsRecord:
+        """Return the version that is served, and the result of the last update."""
+        return parse_response(WeightsRecord, await self._transport.request("GET", f"{API}/weights"))
+
+    async def push(
+        self, source: Source, *, rule: Rule | None = None, version: int | None = None, partial: bool = False
+    ) -> WeightsRecord:
+        """Send new weights, all or nothing; returns when they are served.
+
+        `source` is a safetensors file: its bytes, or its path. A file is sent in pieces, so it may be larger than the
+        memory; it must not change meanwhile.
+
+        `rule`: what happens to running groups. "finish" waits for them, "keep" continues them with the new weights,
+        "restart" starts them again with the new weights; the default is the server's setting. `version` defaults to
+        the one after the version that is served. With `partial` tensors may be missing, and keep their values.
+        """
+        body = await async_run_blocking(AsyncBody, source)
+        return await self.push_stream(body, body.size, rule=rule, version=version, partial=partial)
+
+    async def push_stream(
+        self,
+        content: AsyncIterable[bytes],
+        size: int,
+        *,
+        rule: Rule | None = None,
+        version: int | None = None,
+        partial: bool = False,
+    ) -> WeightsRecord:
+        """Send new weights like `push`, from the pieces of a safetensors file of `size` bytes.
+
+        A retry iterates over `content` again, from the beginning.
+        """
+        params = _update_options(rule, version, partial)
+        return await self._upload(f"{API}/weights", content, size, params)
+
+    async def load(
+        self, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None, partial: bool = False
+    ) -> WeightsRecord:
+        """Load new weights from a safetensors file, or a folder of these, on the server's machine. See `push`.
+
+        The path must be under the server's `--weights-root`. Unauthorized if it has none.
+        """
+        body = {"path": os.fspath(path)} | _update_options(rule, version, partial)
+        return await self._update("POST", f"{API}/weights", json=body)
+
+    async def pull(
+        self, url: str, *, rule: Rule | None = None, version: int | None = None, partial: bool = False
+    ) -> WeightsRecord:
+        """Let the server fetch new weights, a safetensors file, from `url`. See `push`.
+
+        The host must be one of the server's `--weights-hosts`. Unauthorized if it has none.
+        """
+        body = {"url": url} | _update_options(rule, version, partial)
+        return await self._update("POST", f"{API}/weights", json=body)
+
+    async def push_lora(
+        self,
+        name: str,
+        source: Source,
+        *,
+        config: Mapping[str, Any] | None = None,
+        rule: Rule | None = None,
+        version: int | None = None,
+    ) -> WeightsRecord:
+        """Send a LoRA adapter, all or nothing; returns when it is served under `name`, replacing an earlier one.
+
+        `source` is a folder as PEFT saves it, or the bytes of its `adapter_model.safetensors`. Bytes need a `config`,
+        PEFT's `adapter_config.json`, of which `r` and `lora_alpha` are enough, and `use_rslora` where it is set.
+
+        `rule` and `version` are those of `push`. Unauthorized if the server was started without `--enable-lora`.
+        """
+        params = {"config": await async_run_blocking(_lora_config, source, config)} | _update_options(rule, version)
+        body = await async_run_blocking(AsyncBody, _lora_tensors(source))
+        return await self._upload(_lora_path(name), body, body.size, params)
+
+    async def load_lora(
+        self, name: str, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None
+    ) -> WeightsRecord:
+        """Load a LoRA adapter from a folder under the server's `--weights-root`, which it copies. See `push_lora`."""
+        body = {"path": os.fspath(path)} | _update_options(rule, version)
+        return await self._update("POST", _lora_path(name), json=body)
+
+    async def remove_lora(self, name: str) -> WeightsRecord:
+        """Remove a LoRA adapter, once all requests in flight have finished. BadRequest if there is no such adapter."""
+        return await self._update("DELETE", _lora_path(name))
+
+    async def _upload(
+        self, path: str, content: AsyncIterable[bytes], size: int, params: Mapping[str, Any]
+    ) -> WeightsRecord:
+        # With the size the server can reject a body that is too large before it is sent.
+        headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+        return await self._update("PUT", path, content=content, headers=headers, params=params)
+
+    async def _update(self, method: str, path: str, **options: Any) -> WeightsRecord:
+        response = await self._transport.request(method, path, idempotent=False, **options)
+        return parse_response(WeightsRecord, response)
+
+
+def _lora_path(name: str) -> str:
+    return f"{API}/weights/lora/{quote_segment(name)}"
+
+
+def _update_options(rule: Rule | None, version: int | None, partial: bool | None = None) -> dict[str, Any]:
+    return drop_none({"rule": rule, "version": version, "partial": partial})
+
+
+def _lora_tensors(source: Source) -> Source:
+    return source if isinstance(source, bytes) else Path(source) / "adapter_model.safetensors"
+
+
+def _lora_config(source: Source, config: Mapping[str, Any] | None) -> str:
+    """Return the JSON of an adapter's configuration; raise ValueError for bytes without one."""
+    if config is None:
+        if isinstance(source, bytes):
+            raise ValueError("config: an adapter's bytes need one, such as {'r': 8, 'lora_alpha': 16}")
+        config = json.loads((Path(source) / "adapter_config.json").read_text())
+    # The server takes the target modules from the tensors' names; the list may be too long for a URL.
+    return json.dumps({key: value for key, value in config.items() if key != "target_modules"})

@@ -1,0 +1,175 @@
+"""`/v1/completions` and `/v1/models`: requests are built, and answers are checked.
+
+A wrong group would spoil a training run without a sign, so everything that can be checked is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import FiniteFloat
+
+from ._errors import ProtocolError
+from ._models import FinishReason, Group, Trajectory, WireModel, parse_response
+from ._prompts import Prompts, list_prompts
+
+# Parameters that the client sets and the parser relies on.
+_RESERVED = frozenset({"prompt", "n", "stream", "return_token_ids"})
+
+# With any other finish reason, such as "abort", a trajectory is incomplete.
+_FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A request, and what its answer is checked against."""
+
+    prompts: tuple[str | list[int], ...]
+    group_size: int
+    logprobs: bool
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
+class _Model(WireModel):
+    id: str
+
+
+class _ModelList(WireModel):
+    data: list[_Model]
+
+
+class _Logprobs(WireModel):
+    token_logprobs: tuple[FiniteFloat, ...]
+
+
+class _Choice(WireModel):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Completion(WireModel):
+    id: str | None = None
+    choices: list[_Choice]
+
+
+def completion_request(
+    prompts: Prompts,
+    *,
+    model: str,
+    group_size: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int | None,
+    policy: str | None,
+    logprobs: bool,
+    sampling: Mapping[str, object],
+) -> CompletionRequest:
+    """Build one request for all of `prompts`."""
+    prompt_list = list_prompts(prompts)
+    if len({type(prompt) for prompt in prompt_list}) > 1:
+        raise ValueError("one request takes text prompts or token ids, not both")
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
+    if reserved := _RESERVED & sampling.keys():
+        raise ValueError(f"the client itself sets {', '.join(sorted(reserved))}")
+
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt_list,
+        "n": group_size,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "return_token_ids": True,
+        **sampling,
+    }
+    if seed is not None:
+        body["seed"] = seed
+    if logprobs:
+        body["logprobs"] = 0  # only those of the sampled tokens
+    headers = {} if policy is None else {"X-Darts-Policy": policy}
+    return CompletionRequest(tuple(prompt_list), group_size, logprobs, body, headers)
+
+
+def parse_models(response: httpx.Response) -> list[str]:
+    """Return the ids of `/v1/models`, in the server's order."""
+    return [model.id for model in parse_response(_ModelList, response).data]
+
+
+def first_model(models: Sequence[str]) -> str:
+    """Return the model that is used when the caller names none."""
+    if not models:
+        raise ProtocolError("the server lists no model, and none was named")
+    return models[0]
+
+
+def parse_groups(request: CompletionRequest, response: httpx.Response) -> list[Group]:
+    """Return one group for each prompt, in the order of the prompts.
+
+    Raises ProtocolError unless each has exactly the requested number of choices, each finished and complete.
+    """
+    completion = parse_response(_Completion, response)
+    group_id = response.headers.get("X-Darts-Group-Id") or completion.id
+    choices = _by_prompt(completion.choices, prompts=len(request.prompts), group_size=request.group_size)
+    return [
+        Group(
+            group_id=group_id,
+            prompt_token_ids=_prompt_token_ids(request, number, members),
+            trajectories=tuple(_trajectory(k, choice, request.logprobs) for k, choice in enumerate(members)),
+            number=number,
+        )
+        for number, members in enumerate(choices)
+    ]
+
+
+def _by_prompt(choices: list[_Choice], *, prompts: int, group_size: int) -> list[list[_Choice]]:
+    """Split the choices by prompt; the server numbers them as `index = prompt * group_size + k`."""
+    expected = prompts * group_size
+    if len(choices) != expected:
+        raise ProtocolError(f"expected {expected} choices, {group_size} for each prompt, got {len(choices)}")
+    by_index: dict[int, _Choice] = {}
+    for choice in choices:
+        if not 0 <= choice.index < expected:
+            raise ProtocolError(f"choice {choice.index} is not among 0..{expected - 1}")
+        if choice.index in by_index:
+            raise ProtocolError(f"choice {choice.index} appears twice")
+        by_index[choice.index] = choice
+    return [[by_index[start + k] for k in range(group_size)] for start in range(0, expected, group_size)]
+
+
+def _prompt_token_ids(request: CompletionRequest, number: int, members: list[_Choice]) -> tuple[int, ...] | None:
+    """Return the tokens of the prompt that all members answer.
+
+    The index of a choice is all that names its prompt. One choice too few for one prompt and one too many for the next
+    would move an answer into the wrong group without a gap in the indices; the prompt's tokens reveal that.
+    """
+    token_ids = members[0].prompt_token_ids
+    if any(choice.prompt_token_ids != token_ids for choice in members):
+        raise ProtocolError(f"the choices of prompt {number} answer different prompts")
+    prompt = request.prompts[number]
+    if token_ids is None or isinstance(prompt, str) or "truncate_prompt_tokens" in request.body:
+        return token_ids
+    if token_ids != tuple(prompt):
+        raise ProtocolError(f"the choices of prompt {number} answer another prompt")
+    return token_ids
+
+
+def _trajectory(k: int, choice: _Choice, with_logprobs: bool) -> Trajectory:
+    name = f"choice {choice.index}"
+    if choice.finish_reason not in _FINISH_REASONS:
+        raise ProtocolError(f"{name} has finish reason {choice.finish_reason!r}, not stop or length")
+    if choice.token_ids is None:
+        raise ProtocolError(f"{name} has no token_ids; the server ignored return_token_ids")
+    logprobs = None
+    if with_logprobs:
+        if choice.logprobs is None:
+            raise ProtocolError(f"{name} has no logprobs")
+        logprobs = choice.logprobs.token_logprobs
+        if len(logprobs) != len(choice.token_ids):
+            raise ProtocolError(f"{name} has {len(choice.token_ids)} tokens but {len(logprobs)} logprobs")
+    return Trajectory(k, choice.text, choice.token_ids, logprobs, _FINISH_REASONS[choice.finish_reason])

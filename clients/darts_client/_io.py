@@ -1,0 +1,140 @@
+"""I/O that differs between the async and the sync client: each `AsyncX` or `async_x` stands beside its `X` or `x`.
+
+The rest of the sync client is generated from the async one by `scripts/sync_client`, which drops these prefixes.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext, suppress
+from io import BytesIO
+from os import PathLike
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import BinaryIO, ParamSpec, TypeVar
+
+import anyio
+import httpx
+from anyio.to_thread import run_sync
+from httpx_sse import EventSource, ServerSentEvent
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Source = bytes | str | PathLike[str]
+# Large enough that handing a piece to a thread costs little. Not larger: httpx copies the rest of a piece after each
+# write.
+PIECE_SIZE = 1 << 22
+
+AsyncLock, Lock = asyncio.Lock, threading.Lock
+async_sleep, sleep = asyncio.sleep, time.sleep
+
+
+def async_shield(seconds: float) -> AbstractContextManager[object]:
+    """Protect the block from cancellation, for at most `seconds`."""
+    return anyio.move_on_after(seconds, shield=True)
+
+
+def shield(seconds: float) -> AbstractContextManager[object]:
+    """Do nothing: a thread is not cancelled."""
+    return nullcontext()
+
+
+def async_read_sse(response: httpx.Response) -> AbstractAsyncContextManager[AsyncIterator[ServerSentEvent]]:
+    """Iterate over the server-sent events of a response; closed at the end of the block."""
+    return aclosing(EventSource(response).aiter_sse())
+
+
+def read_sse(response: httpx.Response) -> AbstractContextManager[Iterator[ServerSentEvent]]:
+    """Iterate over the server-sent events of a response."""
+    return nullcontext(EventSource(response).iter_sse())
+
+
+async def async_run_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function that blocks, in a thread."""
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def run_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function that blocks."""
+    return function(*args, **kwargs)
+
+
+class _SizedBody:
+    """A body of bytes or of a file. A request may send it more than once: each time from its beginning.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        with self._open() as file:
+            self.size = file.seek(0, os.SEEK_END)
+
+    def _open(self) -> BinaryIO:
+        return BytesIO(self._source) if isinstance(self._source, bytes) else open(self._source, "rb")
+
+
+class AsyncBody(_SizedBody):
+    """A body of known size, sent in pieces that a thread reads."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        with self._open() as file:
+            while piece := await run_sync(file.read, PIECE_SIZE):
+                yield piece
+
+
+class Body(_SizedBody):
+    """A body of known size, sent in pieces."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        with self._open() as file:
+            while piece := file.read(PIECE_SIZE):
+                yield piece
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a temporary file beside `path`, and replace `path` once the data is on the disk."""
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(file.name)
+            raise
+
+
+async def as_completed(
+    jobs: Sequence[Callable[[], Awaitable[T]]], *, concurrency: int
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield `(index, result)` of each job as it completes, with at most `concurrency` running.
+
+    An error of a job is raised when its turn comes. At the end of the iteration, whatever its cause, jobs that still
+    run are cancelled and awaited. Jobs continue while the consumer handles a result.
+    """
+    if concurrency < 1:
+        raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+    slots = asyncio.Semaphore(concurrency)
+    completed: asyncio.Queue[asyncio.Task[tuple[int, T]]] = asyncio.Queue()
+
+    async def run(index: int, job: Callable[[], Awaitable[T]]) -> tuple[int, T]:
+        async with slots:
+            return index, await job()
+
+    # Not a TaskGroup: only the task that entered it may leave it, but another task may close a generator.
+    tasks = [asyncio.create_task(run(index, job)) for index, job in enumerate(jobs)]
+    for task in tasks:
+        task.add_done_callback(completed.put_nowait)
+    try:
+        for _ in tasks:
+            yield (await completed.get()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,286 @@
+"""The events of one batch, checked and put together across as many connections as it takes. No I/O.
+
+The server numbers the events. A new connection continues after the last one received.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from httpx_sse import ServerSentEvent
+
+from ._errors import ConnectionFailed, DartsError, ProtocolError, StatusError, error_from_object, was_never_sent
+from ._models import (
+    Delta,
+    Discard,
+    Done,
+    Event,
+    FinishReason,
+    Group,
+    GroupEvent,
+    ModelT,
+    TrajectoryEvent,
+    Unfinished,
+    Usage,
+    WireModel,
+    parse,
+)
+from ._requests import API, RetrySchedule, TimeLimit, batch_path
+from ._rollouts import GroupPayload, RolloutsRequest, Tokens, TrajectoryPayload, build_group, tokens_in_payload
+
+ROLLOUTS = f"{API}/rollouts"
+_EVENT_STREAM = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
+
+
+class TrajectoryEnd(WireModel):
+    """The `trajectory` event of a token stream."""
+
+    trajectory_id: str
+    number: int
+    length: int
+    finish_reason: FinishReason
+    text: str
+    cut: bool
+
+
+class _BatchStarted(WireModel):
+    id: str
+    policy: str
+    groups: int
+
+
+class _BatchDone(WireModel):
+    id: str
+    usage: Usage
+    unfinished: tuple[Unfinished, ...]
+
+
+class _BatchError(WireModel):
+    error: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Candidate:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    selected_length: int | None = None
+    is_finished: bool = False
+
+
+class CandidateAssembly:
+    """The candidates of groups that are still running, put together from deltas.
+
+    The deltas of a candidate have no gaps, and end in exactly one trajectory or discard before its group does.
+    """
+
+    def __init__(self, with_logprobs: bool) -> None:
+        self._with_logprobs = with_logprobs
+        self._groups: dict[int, dict[str, _Candidate]] = {}
+        self._closed: set[int] = set()
+
+    def append(self, delta: Delta) -> Delta:
+        """Append a delta; raise ProtocolError unless it starts where the last one ended."""
+        candidate = self._running(delta.number, delta.trajectory_id)
+        if delta.start != len(candidate.token_ids):
+            raise ProtocolError(
+                f"a delta of {delta.trajectory_id} starts at {delta.start}, not at {len(candidate.token_ids)}"
+            )
+        if self._with_logprobs:
+            if delta.logprobs is None or len(delta.logprobs) != len(delta.token_ids):
+                raise ProtocolError(f"a delta of {delta.trajectory_id} does not have one logprob for each token")
+            candidate.logprobs.extend(delta.logprobs)
+        candidate.token_ids.extend(delta.token_ids)
+        return delta
+
+    def select(self, end: TrajectoryEnd) -> TrajectoryEvent:
+        """Finish a candidate that was selected."""
+        candidate = self._running(end.number, end.trajectory_id)
+        received = len(candidate.token_ids)
+        if end.length > received or (end.length < received and not end.cut):
+            raise ProtocolError(f"trajectory {end.trajectory_id} has {received} tokens, but its length is {end.length}")
+        candidate.is_finished, candidate.selected_length = True, end.length
+        token_ids, logprobs = self._tokens(candidate)
+        return TrajectoryEvent(end.trajectory_id, end.number, token_ids, logprobs, end.text, end.finish_reason, end.cut)
+
+    def discard(self, discard: Discard) -> Discard:
+        """Finish a candidate that was discarded."""
+        candidate = self._running(discard.number, discard.trajectory_id)
+        candidate.is_finished = True
+        candidate.token_ids.clear()
+        candidate.logprobs.clear()
+        return discard
+
+    def tokens(self, number: int, trajectory: TrajectoryPayload) -> Tokens:
+        """Return all tokens of a trajectory in the `group` event of group `number`."""
+        candidate = self._groups.get(number, {}).get(trajectory.trajectory_id)
+        if candidate is None or candidate.selected_length is None:
+            raise ProtocolError(f"trajectory {trajectory.trajectory_id} is in its group but was not streamed")
+        return self._tokens(candidate)
+
+    def close(self, number: int) -> None:
+        """Drop the candidates of a complete group; raise ProtocolError if one of them has not finished."""
+        for trajectory_id, candidate in self._groups.pop(number, {}).items():
+            if not candidate.is_finished:
+                raise ProtocolError(f"group {number} is complete, but {trajectory_id} has not finished")
+        self._closed.add(number)
+
+    def _running(self, number: int, trajectory_id: str) -> _Candidate:
+        candidate = self._groups.setdefault(number, {}).setdefault(trajectory_id, _Candidate())
+        if candidate.is_finished or number in self._closed:
+            raise ProtocolError(f"an event of {trajectory_id} came after its end")
+        return candidate
+
+    def _tokens(self, candidate: _Candidate) -> Tokens:
+        length = candidate.selected_length
+        return tuple(candidate.token_ids[:length]), tuple(candidate.logprobs[:length]) if self._with_logprobs else None
+
+
+class BatchReader:
+    """The state of one batch: its results so far, the next request to send, and the meaning of each event."""
+
+    def __init__(self, request: RolloutsRequest, retries: int, limit: TimeLimit) -> None:
+        self.limit = limit
+        self.id: str | None = None
+        self.policy: str | None = None
+        self.usage: Usage | None = None
+        self.unfinished: tuple[Unfinished, ...] = ()
+        self.failed: list[Group] = []
+        self.is_over = False
+        self._prompts = len(request.token_ids)
+        self._request = request
+        self._may_be_running = False
+        self._retries = retries
+        self._schedule = self._new_schedule()
+        self._last_event = 0
+        self._finished: set[int] = set()
+        self._assembly = CandidateAssembly(request.logprobs)
+
+    def next_request(self) -> tuple[str, str, Mapping[str, Any]]:
+        """Return method, path and httpx's options of the request that continues the stream."""
+        self._may_be_running = True
+        if self.id is not None:
+            headers = {**_EVENT_STREAM, "Last-Event-ID": str(self._last_event)}
+            return "GET", batch_path(self.id), {"headers": headers}
+        headers = {**_EVENT_STREAM, "Content-Type": "application/json"}
+        if self._request.idempotency_key is not None:
+            headers["Idempotency-Key"] = self._request.idempotency_key
+        return "POST", ROLLOUTS, {"headers": headers, "content": self._request.content}
+
+    def read(self, sse: ServerSentEvent) -> Event | None:
+        """Return the event for the caller, or None if there is none or it came before.
+
+        Raises:
+            ProtocolError: the event must not come at this point of the stream.
+            StatusError: the batch, or every group of it, failed.
+        """
+        if not sse.data:  # httpx-sse dispatches an event without data for some comments
+            return None
+        if not sse.id.isdecimal():
+            raise ProtocolError(f"a {sse.event!r} event has no number")
+        if int(sse.id) <= self._last_event:
+            return None
+        self._last_event = int(sse.id)
+        self._schedule = self._new_schedule()
+        return self._read_new(sse)
+
+    def delay_after(self, error: DartsError) -> float:
+        """Return the seconds until the next connection.
+
+        Raises:
+            DartsError: `error` itself, if another connection cannot help.
+            TimedOut: the time of the batch is over.
+        """
+        self._may_be_running = not (isinstance(error, StatusError) or was_never_sent(error))
+        if self.is_over:
+            raise error
+        delay = self._schedule.delay_after(error)
+        self.limit.raise_if_over()
+        return self.limit.bound(delay)
+
+    def connection_lost(self) -> ConnectionFailed:
+        """Return the error for a connection that was closed in order, but before the end of the batch."""
+        return ConnectionFailed(f"{ROLLOUTS}: the connection was closed before the end of the batch")
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether the batch may be running on the server, and would outlive its caller, but its id is not received."""
+        return self._may_be_running and self._is_durable and self.id is None and not self.is_over
+
+    @property
+    def cancel_path(self) -> str | None:
+        """The path that cancels the batch; None if the batch does not outlive its caller, or its id is not received."""
+        return batch_path(self.id) if self._is_durable and self.id is not None and not self.is_over else None
+
+    @property
+    def _is_durable(self) -> bool:
+        return self._request.idempotency_key is not None
+
+    def _read_new(self, sse: ServerSentEvent) -> Event | None:
+        if sse.event == "error":
+            self.is_over = True
+            raise error_from_object(_parse_event(_BatchError, sse).error)
+        if sse.event == "batch":
+            self._start(_parse_event(_BatchStarted, sse))
+            return None
+        if self.id is None:
+            raise ProtocolError(f"the first event is {sse.event!r}, not batch")
+        match sse.event:
+            case "delta":
+                return self._assembly.append(_parse_event(Delta, sse))
+            case "trajectory":
+                return self._assembly.select(_parse_event(TrajectoryEnd, sse))
+            case "discard":
+                return self._assembly.discard(_parse_event(Discard, sse))
+            case "group":
+                return self._finish_group(_parse_event(GroupPayload, sse))
+            case "done":
+                return self._finish(_parse_event(_BatchDone, sse))
+        return None  # an event of a later version of the server
+
+    def _start(self, started: _BatchStarted) -> None:
+        if started.groups != self._prompts:
+            raise ProtocolError(f"{self._prompts} prompt(s) were sent, but the batch has {started.groups} groups")
+        self.id, self.policy = started.id, started.policy
+
+    def _finish_group(self, payload: GroupPayload) -> GroupEvent:
+        number = payload.number
+        if not 0 <= number < self._prompts or number in self._finished:
+            raise ProtocolError(f"group {number} is not one of {self._prompts}, or came twice")
+        self._finished.add(number)
+        if self._request.stream == "tokens":
+            group = build_group(payload, self._request, lambda t: self._assembly.tokens(number, t))
+            self._assembly.close(number)
+        else:
+            group = build_group(payload, self._request, tokens_in_payload)
+        if group.error is not None:
+            self.failed.append(group)
+        return GroupEvent(group)
+
+    def _finish(self, done: _BatchDone) -> Done:
+        numbers = sorted([*self._finished, *(prompt.number for prompt in done.unfinished)])
+        if numbers != list(range(self._prompts)):
+            raise ProtocolError(f"the batch has {self._prompts} groups, but reported {numbers}")
+        self.is_over = True
+        self.usage, self.unfinished = done.usage, done.unfinished
+        if self.failed and len(self.failed) == len(self._finished):
+            [first, *_] = self.failed
+            assert first.error is not None
+            raise first.error
+        return Done(done.usage, done.unfinished)
+
+    def _new_schedule(self) -> RetrySchedule:
+        return RetrySchedule(self._retries, idempotent=self._is_durable, retry_timeouts=True)
+
+
+def _parse_event(model: type[ModelT], sse: ServerSentEvent) -> ModelT:
+    return parse(model, sse.data, f"event {sse.id} ({sse.event})")
+
+
+def completed_group(event: Event) -> Group | None:
+    """Return the group that the event completes, if any."""
+    return event.group if isinstance(event, GroupEvent) and event.group.error is None else None
+
+
+def every_event(event: Event) -> Event | None:
+    """Return the event itself."""
+    return event

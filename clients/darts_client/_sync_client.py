@@ -1,0 +1,310 @@
+# Generated from _async_client.py by scripts/sync_client: edit that file instead.
+"""The client: one method for each thing that a trainer requests."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from ._completions import completion_request, first_model, parse_groups, parse_models
+from ._io import Lock, sleep
+from ._models import Event, Group, WireModel, parse_response
+from ._progress import progress_bar
+from ._prompts import Chat, Prompts, RolloutPrompts
+from ._requests import API, HEALTH_TIMEOUT, STARTING_ERRORS, HealthDeadline, TimeLimit, TransportOptions, batch_path
+from ._rewards import RewardCounts, Rewarded, Values, as_rewards, rewards_body, split_rewards
+from ._rollouts import RolloutsRequest, rollouts_request
+from ._stream import BatchReader, completed_group, every_event
+from ._sync_resources import GroupsApi, PolicyApi, PromptsApi, StateApi, WeightsApi
+from ._sync_rollouts import Rollouts
+from ._sync_transport import Transport
+from ._votes import Score, Vote, Weights, check_vote, vote_body
+
+ItemT = TypeVar("ItemT")
+
+
+class _Cancelled(WireModel):
+    cancelled: bool
+
+
+class Client:
+    """A client of one server, with a pool of connections.
+
+    ```python
+    with Client("http://localhost:8000") as client:
+        for group in client.rollouts(["1 + 1 =", "2 + 2 ="], group_size=8, max_tokens=512):
+            group.lengths
+    ```
+
+    `groups`, `prompts`, `policy` and `state` read and change the server's records, settings and state, `weights` the
+    weights that it samples with.
+
+    `base_url` may end in `/v1` or not. `model` defaults to the first that the server lists. All times are seconds.
+    `timeout` is for answers that come at once, so it bounds their generation too; `connect_timeout` is for a
+    connection, `idle_timeout` for the next bytes of a stream. A request is sent again up to `retries` times where that
+    is safe. `transport` replaces the network, in tests.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        timeout: float = 600.0,
+        connect_timeout: float = 10.0,
+        idle_timeout: float = 60.0,
+        retries: int = 5,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._model = model
+        self._model_lock = Lock()
+        options = TransportOptions(timeout, connect_timeout, idle_timeout, retries)
+        self._transport = Transport(base_url, api_key, options, transport)
+        self.groups = GroupsApi(self._transport)
+        self.prompts = PromptsApi(self._transport)
+        self.policy = PolicyApi(self._transport)
+        self.state = StateApi(self._transport)
+        self.weights = WeightsApi(self._transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._transport.close()
+
+    def health(self) -> None:
+        """Return if the server is healthy; otherwise raise a DartsError."""
+        self._check_health(HEALTH_TIMEOUT)
+
+    def wait_until_healthy(self, timeout: float) -> None:
+        """Wait until the server is healthy; raise TimedOut if it is not within `timeout` seconds."""
+        deadline = HealthDeadline(timeout)
+        while True:
+            try:
+                return self._check_health(deadline.probe_timeout())
+            except STARTING_ERRORS as exc:
+                delay = deadline.delay_after(exc)
+            sleep(delay)
+
+    def models(self) -> list[str]:
+        """Return the ids of the models that the server serves, in its order."""
+        return parse_models(self._transport.request("GET", "/v1/models"))
+
+    def metrics(self) -> str:
+        """Return the server's metrics, in Prometheus' text format."""
+        return (self._transport.request("GET", "/metrics")).text
+
+    def completions(
+        self,
+        prompts: Prompts,
+        *,
+        group_size: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        policy: str | None = None,
+        model: str | None = None,
+        logprobs: bool = True,
+        **sampling: Any,
+    ) -> list[Group]:
+        """Sample `group_size` trajectories of each prompt in one request; returns the groups in the order of prompts.
+
+        A prompt is text or token ids. `policy` names the server's policy for this request, "off" for none. Any other
+        of vLLM's sampling parameters is passed on. Raises ProtocolError if the answer does not have these groups.
+        """
+        request = completion_request(
+            prompts,
+            model=model or self._default_model(),
+            group_size=group_size,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            policy=policy,
+            logprobs=logprobs,
+            sampling=sampling,
+        )
+        response = self._transport.request(
+            "POST", "/v1/completions", idempotent=False, json=request.body, headers=request.headers
+        )
+        return parse_groups(request, response)
+
+    def rollouts(
+        self,
+        prompts: RolloutPrompts,
+        *,
+        group_size: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        policy: str | Mapping[str, Any] | None = None,
+        budget: int | None = None,
+        num_groups: int | None = None,
+        logprobs: bool = True,
+        durable: bool = True,
+        idempotency_key: str | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        **sampling: Any,
+    ) -> Rollouts[Group]:
+        """Yield each group of a batch as soon as it is complete; at the end the iterator has `usage` and `unfinished`.
+
+        ```python
+        with client.rollouts(prompts, group_size=8, max_tokens=512) as groups:
+            for group in groups: ...
+        ```
+
+        A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. `policy` is a name, or a mapping
+        with `name` and settings to override for this batch; `budget` bounds the candidates of all prompts together.
+        With `num_groups` the batch ends with the first that many groups. Any other of vLLM's sampling parameters is
+        passed on.
+
+        A group that fails is not yielded but listed in `failed`; if all fail, the first error is raised.
+
+        A `durable` batch survives a lost connection: the iterator reconnects and continues after the last event.
+        The same `idempotency_key` with the same arguments finds the same batch while the server keeps it. Leaving the
+        iterator early, by `break` or an exception, cancels the batch on the server at the end of `with`.
+
+        `timeout` bounds the seconds of the whole batch. `progress` draws a bar.
+        """
+        request = rollouts_request(
+            prompts,
+            group_size=group_size,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            logprobs=logprobs,
+            sampling=sampling,
+            policy=policy,
+            budget=budget,
+            num_groups=num_groups,
+            chunk_tokens=None,
+            durable=durable,
+            idempotency_key=idempotency_key,
+        )
+        return self._start_batch(request, completed_group, timeout, progress)
+
+    def stream_tokens(
+        self,
+        prompts: RolloutPrompts,
+        *,
+        group_size: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        policy: str | Mapping[str, Any] | None = None,
+        budget: int | None = None,
+        num_groups: int | None = None,
+        logprobs: bool = True,
+        durable: bool = True,
+        idempotency_key: str | None = None,
+        timeout: float | None = None,
+        chunk_tokens: int = 100,
+        progress: bool = False,
+        **sampling: Any,
+    ) -> Rollouts[Event]:
+        """Yield the events of a batch, with tokens while the rest is still being generated.
+
+        A candidate that may still be selected sends a `Delta` for every `chunk_tokens` tokens. It ends in one
+        `TrajectoryEvent` or `Discard`; then comes the `GroupEvent` with the whole group, and `Done` at the very end. A
+        failed group is a `GroupEvent` whose group has an `error`. The other arguments are those of `rollouts`.
+        """
+        request = rollouts_request(
+            prompts,
+            group_size=group_size,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            logprobs=logprobs,
+            sampling=sampling,
+            policy=policy,
+            budget=budget,
+            num_groups=num_groups,
+            chunk_tokens=chunk_tokens,
+            durable=durable,
+            idempotency_key=idempotency_key,
+        )
+        return self._start_batch(request, every_event, timeout, progress)
+
+    def cancel(self, batch_id: str) -> bool:
+        """Cancel a batch, durable or not, whoever reads it. False if it was complete; NotFound if it is unknown."""
+        return parse_response(_Cancelled, self._transport.request("DELETE", batch_path(batch_id))).cancelled
+
+    def rewards(self, rewarded: Rewarded, values: Values | None = None) -> RewardCounts:
+        """Report the rewards of trajectories, in several requests if there are many. Repeated ones change nothing.
+
+        ```python
+        client.rewards(group, [1.0, 0.0])                             # or groups, with a list of lists
+        client.rewards({trajectory: 1.0})                             # or by trajectory_id
+        client.rewards([Reward(trajectory_id="group:3", reward=0.5, correct=True)])
+        ```
+        """
+        counts = RewardCounts()
+        for offset, rewards in split_rewards(as_rewards(rewarded, values)):
+            response = self._transport.request("POST", f"{API}/rewards", json=rewards_body(rewards))
+            counts = counts.plus(parse_response(RewardCounts, response), offset)
+        return counts
+
+    def vote(
+        self,
+        prompt: str | Sequence[int] | Chat,
+        *,
+        n: int,
+        pattern: str | Sequence[str],
+        max_tokens: int,
+        weights: Weights = "majority",
+        score: Score | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        logprobs: bool = False,
+        key: str | None = None,
+        **sampling: Any,
+    ) -> Vote:
+        """Return the most frequent answer of up to `n` trajectories; the rest is stopped once the answer is certain.
+
+        ```python
+        vote = client.vote("7a-5b*4>", n=8, max_tokens=200, pattern="#([0-9])")
+        vote.answer, vote.weights
+        ```
+
+        `pattern` finds the answer: a regular expression with one group, "boxed", or a list of the possible answers.
+        `weights` other than "majority" depend on a `score`: "head", the server's quality head, or "logprob" and
+        "lowest_logprob". Any other of vLLM's sampling parameters is passed on.
+        """
+        body = vote_body(
+            prompt,
+            n=n,
+            pattern=pattern,
+            max_tokens=max_tokens,
+            weights=weights,
+            score=score,
+            temperature=temperature,
+            seed=seed,
+            logprobs=logprobs,
+            key=key,
+            sampling=sampling,
+        )
+        response = self._transport.request("POST", f"{API}/vote", idempotent=False, json=body)
+        return check_vote(body, parse_response(Vote, response))
+
+    def _default_model(self) -> str:
+        with self._model_lock:
+            self._model = self._model or first_model(self.models())
+            return self._model
+
+    def _check_health(self, timeout: float) -> None:
+        self._transport.send("GET", "/health", timeout=timeout)
+
+    def _start_batch(
+        self,
+        request: RolloutsRequest,
+        select: Callable[[Event], ItemT | None],
+        timeout: float | None,
+        progress: bool,
+    ) -> Rollouts[ItemT]:
+        batch = BatchReader(request, self._transport.options.retries, TimeLimit(timeout))
+        return Rollouts(self._transport, batch, select, progress_bar(progress, request.num_groups))

@@ -1,0 +1,119 @@
+# Generated from _async_rollouts.py by scripts/sync_client: edit that file instead.
+"""A batch of rollouts as an iterator: it reconnects after a lost connection, and cancels a batch that is left early."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
+from typing import Generic, Self, TypeVar
+
+from ._errors import DartsError
+from ._io import shield, sleep
+from ._models import Event, Group, Unfinished, Usage
+from ._progress import NoProgressBar, ProgressBar
+from ._requests import TimeLimit
+from ._stream import BatchReader
+from ._sync_transport import Transport
+
+# The server answers a cancellation at once. Without one it cancels the batch a minute after the connection is lost.
+CANCEL_TIMEOUT = 5.0
+
+ItemT = TypeVar("ItemT")
+
+
+class Rollouts(Generic[ItemT]):
+    """An iterator over a batch. Leaving it early, by `break` or an exception, cancels the batch after `with`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        batch: BatchReader,
+        select: Callable[[Event], ItemT | None],
+        bar: ProgressBar | NoProgressBar,
+    ) -> None:
+        self._transport = transport
+        self._batch = batch
+        self._select = select
+        self._bar = bar
+        self._items = self._read_items()
+
+    @property
+    def id(self) -> str | None:
+        """The server's name for the batch; None before the first event."""
+        return self._batch.id
+
+    @property
+    def policy(self) -> str | None:
+        """The policy of the batch; None before the first event."""
+        return self._batch.policy
+
+    @property
+    def usage(self) -> Usage | None:
+        """Tokens and seconds; None before the end."""
+        return self._batch.usage
+
+    @property
+    def unfinished(self) -> Sequence[Unfinished]:
+        """Prompts whose groups were not needed, since `num_groups` others came first."""
+        return self._batch.unfinished
+
+    @property
+    def failed(self) -> Sequence[Group]:
+        """Groups that failed, each with its `error` and no trajectories."""
+        return tuple(self._batch.failed)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> ItemT:
+        return next(self._items)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel the batch if it still runs."""
+        self._items.close()
+
+    def _read_items(self) -> Generator[ItemT]:
+        try:
+            with self._bar:
+                with closing(self._read_events()) as events:
+                    for event in events:
+                        self._bar.update(event)
+                        if (item := self._select(event)) is not None:
+                            yield item
+        finally:
+            self._cancel()
+
+    def _read_events(self) -> Generator[Event]:
+        while not self._batch.is_over:
+            method, path, options = self._batch.next_request()
+            try:
+                with self._transport.stream_events(method, path, self._batch.limit, **options) as events:
+                    for sse in events:
+                        if (event := self._batch.read(sse)) is not None:
+                            yield event
+                        if self._batch.is_over:
+                            return
+                raise self._batch.connection_lost()
+            except DartsError as exc:
+                delay = self._batch.delay_after(exc)
+            sleep(delay)
+
+    def _cancel(self) -> None:
+        with suppress(DartsError), shield(CANCEL_TIMEOUT):
+            if self._batch.is_unnamed:
+                self._read_id()
+            if (path := self._batch.cancel_path) is not None:
+                self._transport.send("DELETE", path, timeout=CANCEL_TIMEOUT)
+
+    def _read_id(self) -> None:
+        """Connect once more, only to receive the id of the batch."""
+        method, path, options = self._batch.next_request()
+        with self._transport.stream_events(method, path, TimeLimit(CANCEL_TIMEOUT), **options) as events:
+            for sse in events:
+                self._batch.read(sse)
+                if not self._batch.is_unnamed:
+                    return

@@ -1,0 +1,117 @@
+"""A fake server with the routes that TRL and its integration use, on a port."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fastapi import FastAPI, Request, Response
+from safetensors.torch import load
+
+from .servers import listening
+
+ANSWER, EOS = 5, 1
+STATE = b"learned state"
+METRICS = 'darts_candidates_started_total{{model_name="m"}} {n}.0\ndarts_weight_version{{model_name="m"}} 3.0\n'
+
+
+@dataclass
+class RecordedRequest:
+    """A request."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    data: bytes
+
+    @property
+    def body(self) -> dict[str, Any]:
+        decoded: dict[str, Any] = json.loads(self.data)
+        return decoded
+
+
+@dataclass
+class FakeVllm:
+    """``failing``: prefixes of paths that are answered with 500. ``missing``: with 404. ``requests``: all of them."""
+
+    url: str = ""
+    failing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ("/server_info",)
+    first_logprob: float = -0.5
+    requests: list[RecordedRequest] = field(default_factory=list)
+
+    def of(self, method: str, path: str) -> list[RecordedRequest]:
+        """Return the requests of this route, in their order."""
+        return [each for each in self.requests if (each.method, each.path) == (method, path)]
+
+    @property
+    def completions(self) -> list[RecordedRequest]:
+        """Requests for completions, without the probe of the log-probs mode."""
+        return [each for each in self.of("POST", "/v1/completions") if "top_k" in each.body and "n" in each.body]
+
+    @property
+    def pushed(self) -> list[dict[str, torch.Tensor]]:
+        return [load(each.data) for each in self.of("PUT", "/darts/v1/weights")]
+
+    @property
+    def rewards(self) -> list[dict[str, Any]]:
+        return [reward for each in self.of("POST", "/darts/v1/rewards") for reward in each.body["rewards"]]
+
+    def answer(self, request: RecordedRequest) -> Response:
+        self.requests.append(request)
+        if request.path.startswith(self.missing):
+            return Response(status_code=404)
+        if request.path.startswith(self.failing):
+            return Response("on fire", status_code=500)
+        match request.method, request.path:
+            case _, "/darts/v1/weights":
+                weights = {"version": 3, "state": "serving", "rule": "finish", "last": None, "last_error": None}
+                return _json(weights)
+            case "POST", "/darts/v1/rewards":
+                return _json({"matched": len(request.body["rewards"]), "repeated": 0, "unknown": 0})
+            case "GET", "/darts/v1/state":
+                return Response(STATE)
+            case "PUT", "/darts/v1/state":
+                return _json({"prompts": 7})
+            case "GET", "/metrics":
+                return Response(METRICS.format(n=12 * len(self.completions)))
+            case "GET", "/v1/models":
+                return _json({"data": [{"id": "tiny"}]})
+            case "POST", "/v1/completions":
+                body = request.body
+                numbers = range(body.get("n", 1))
+                return _json(
+                    {"choices": [self._choice(p, k, body["max_tokens"]) for p in body["prompt"] for k in numbers]}
+                )
+        return _json({})
+
+    def _choice(self, prompt: list[int], number: int, max_tokens: int) -> dict[str, Any]:
+        token_ids = [ANSWER + number, EOS][:max_tokens]
+        tokens = [f"token_id:{token}" for token in token_ids]
+        values = [self.first_logprob, -0.25][:max_tokens]
+        logprobs = {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": [{name: value} for name, value in zip(tokens, values, strict=True)],
+        }
+        return {"prompt_token_ids": prompt, "token_ids": token_ids, "logprobs": logprobs}
+
+
+@contextmanager
+def fake_vllm() -> Iterator[FakeVllm]:
+    server, app = FakeVllm(), FastAPI()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT"])
+    async def answer(request: Request) -> Response:
+        headers = dict(request.headers)
+        return server.answer(RecordedRequest(request.method, request.url.path, headers, await request.body()))
+
+    with listening(app) as listener:
+        server.url = listener.url
+        yield server
+
+
+def _json(body: Any) -> Response:
+    return Response(json.dumps(body), media_type="application/json")

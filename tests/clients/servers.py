@@ -1,0 +1,184 @@
+"""Servers in a thread of this process: any app, or the server's own routes on the scripted engine."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from unittest.mock import Mock
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from darts_server.control import Control
+from darts_server.engine.scripted import Script, ScriptedEngine, generated
+from darts_server.exceptions import InvalidRequest
+from darts_server.http import errors
+from darts_server.http.routes import router
+from darts_server.rollout.batches.registry import BatchRegistry
+from darts_server.rollout.batches.submission import Submissions
+from darts_server.rollout.learned.prompts import Prompts
+from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.observers.feedback import Feedback
+from darts_server.rollout.observers.provenance import Provenance
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.voting.confidence import Confidence
+from darts_server.rollout.voting.votes import Votes
+from darts_server.settings import load
+from darts_server.store import Store
+from darts_server.types import FinishReason, PromptSpec, Sample
+
+WAIT_SECONDS = 20.0
+STEP_SECONDS = 0.002
+
+
+class Texts:
+    """Builds requests that are the texts of prompts. A text with an ``x`` is rejected; ``slow`` ones take a while."""
+
+    async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
+        if "x" in (prompt.text or ""):
+            raise InvalidRequest("text", "has an x")
+        if "slow" in (prompt.text or ""):
+            await asyncio.sleep(0.3)
+        return prompt.text or " ".join(str(token) for token in prompt.token_ids or ())
+
+    def key(self, request: str) -> str:
+        return f"key of {request}"
+
+    def tail_seed(self, request: str) -> Sequence[int] | None:
+        return (1,)
+
+    def sample(self, output: list[int]) -> Sample:
+        return Sample(output, generated(output, 0).logprobs, f"{len(output)} tokens", FinishReason.STOP)
+
+
+class Listener:
+    """A server that listens at ``url``."""
+
+    def __init__(self, server: uvicorn.Server) -> None:
+        self._server = server
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self._server.serve()
+
+        asyncio.run(serve())
+
+    @property
+    def ready(self) -> bool:
+        return self._server.started
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    def drop_connections(self) -> None:
+        """Abort every connection."""
+
+        def drop() -> None:
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(drop)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds; fail after WAIT_SECONDS seconds."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.005)
+
+
+@contextmanager
+def listening(app: ASGIApp) -> Iterator[Listener]:
+    """Serve the app on a free port."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+    listener = Listener(server)
+    thread = threading.Thread(target=listener.run)
+    thread.start()
+    try:
+        wait_until(lambda: listener.ready)
+        yield listener
+    finally:
+        server.should_exit = True
+        thread.join(WAIT_SECONDS)
+
+
+class RunningServer:
+    """The server's routes on a port, and their engine."""
+
+    def __init__(self, listener: Listener, engine: ScriptedEngine) -> None:
+        self.url = listener.url
+        self.engine = engine
+        self.drop_connections = listener.drop_connections
+
+    def wait_running(self) -> None:
+        wait_until(lambda: bool(self.engine.running))
+
+    def wait_idle(self) -> None:
+        """Wait until the engine is idle; without a cancellation that would take much longer."""
+        wait_until(lambda: not self.engine.running)
+
+
+@contextmanager
+def serving(script: Callable[[str, int], Script]) -> Iterator[RunningServer]:
+    """Serve our routes on a port."""
+    with application(script) as (app, engine), listening(app) as listener:
+        yield RunningServer(listener, engine)
+
+
+@contextmanager
+def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI, ScriptedEngine]]:
+    """Build an app with our routes, whose engine makes a step every 2 ms during the app's lifespan."""
+    engine = ScriptedEngine(script)
+    control = Control(load({}, None))
+    with Store() as store:
+        prompts, rewards, provenance = Prompts(store), Rewards(store), Provenance()
+        sureness = Confidence(store)
+        feedback = Feedback(rewards, Mock(), Mock(), on_reward=[sureness.rewarded])
+        rollouts: Rollouts[str, list[int]] = Rollouts(
+            engine,
+            *control.configuration(),
+            documents=store,
+            observers=(provenance, feedback),
+            peek_interval=STEP_SECONDS,
+            batch_window=0,
+            on_return=feedback.trajectory_returned,
+        )
+        control.drive(rollouts)
+        batches = BatchRegistry(Submissions(rollouts, Texts(), control.planner), interval=STEP_SECONDS)
+        votes = Votes(rollouts, Texts(), sureness, Mock())
+
+        @asynccontextmanager
+        async def stepping(_: FastAPI) -> AsyncGenerator[None, None]:
+            async def steps() -> None:
+                while True:
+                    await engine.step()
+                    await asyncio.sleep(STEP_SECONDS)
+
+            task = asyncio.create_task(steps())
+            yield
+            task.cancel()
+
+        app = FastAPI(lifespan=stepping)
+        errors.install(app)
+        told = router(
+            provenance,
+            prompts,
+            rewards,
+            store,
+            control,
+            batches=lambda: batches,
+            votes=lambda: votes,
+            feedback=lambda: feedback,
+            updates=Mock(),
+            viewed=Mock(),
+            guarded=False,
+        )
+        app.include_router(told)
+        yield app, engine

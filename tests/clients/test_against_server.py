@@ -1,0 +1,288 @@
+"""Both clients against the server's own routes, over a socket, on the scripted engine."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from darts_client import (
+    AsyncClient,
+    BadRequest,
+    Client,
+    Delta,
+    Discard,
+    Done,
+    Event,
+    Group,
+    GroupEvent,
+    NotFound,
+    Overloaded,
+    PromptSpec,
+    RolloutPrompt,
+    ServerFault,
+    TimedOut,
+    TrajectoryEvent,
+)
+from darts_server.engine.scripted import Script
+from darts_server.exceptions import CandidateFailed
+
+from .servers import RunningServer, application, serving
+
+ENDLESS = 1_000_000
+SIZE = 4
+SIZES: dict[str, Any] = {"group_size": SIZE, "max_tokens": 100}
+
+
+def script(prompt: str, index: int) -> Script:
+    """Prompt ``"20"`` has lengths from 20 up, each 7 longer; ``"endless"`` never finishes, ``"broken"`` fails."""
+    if prompt == "broken":
+        return Script(3, error=CandidateFailed("broken"))
+    return Script(ENDLESS if "endless" in prompt else int(prompt) + 7 * (index % 6))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving(script) as served:
+        yield served
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[Client]:
+    with Client(server.url) as client:
+        yield client
+
+
+def lengths(groups: list[Group]) -> dict[int, tuple[int, ...]]:
+    return {group.number: group.lengths for group in groups}
+
+
+def test_groups_are_yielded_as_they_complete(client: Client) -> None:
+    prompts: list[RolloutPrompt] = [PromptSpec("60", key="long", metadata={"place": 0}), [5]]
+    with client.rollouts(prompts, policy="uniform", **SIZES) as rollouts:
+        groups = list(rollouts)
+        assert rollouts.policy == "uniform"
+        assert rollouts.usage is not None
+        assert rollouts.usage.returned == sum(sum(group.lengths) for group in groups)
+        assert (rollouts.unfinished, rollouts.failed) == ((), ())
+    assert [group.number for group in groups] == [1, 0]
+    assert [group.prompt_token_ids for group in groups] == [(5,), None]
+    assert (groups[1].prompt_key, groups[1].metadata) == ("long", {"place": 0})
+    for group in groups:
+        assert len(group.trajectories) == SIZE
+        assert [t.index for t in group.trajectories] == list(range(SIZE))
+        assert sorted(t.rank or 0 for t in group.trajectories) == list(range(SIZE))
+        assert all(t.logprobs == tuple(-k / 8 for k in t.token_ids) for t in group.trajectories)
+        assert len(group.discarded) + SIZE == group.candidates
+
+
+@pytest.mark.parametrize("policy", ["uniform", "darts", "darts_cut", "off", "shadow:darts"])
+def test_a_token_stream_yields_deltas_early_and_the_same_groups(client: Client, policy: str) -> None:
+    prompts = ["12", "40"]
+    whole = list(client.rollouts(prompts, policy=policy, **SIZES))
+    events = list(client.stream_tokens(prompts, chunk_tokens=5, policy=policy, **SIZES))
+    groups = [event.group for event in events if isinstance(event, GroupEvent)]
+    assert lengths(groups) == lengths(whole)
+    streamed = {e.trajectory_id: (e.token_ids, e.logprobs) for e in events if isinstance(e, TrajectoryEvent)}
+    assert streamed == {t.trajectory_id: (t.token_ids, t.logprobs) for group in groups for t in group.trajectories}
+    discards = {e.trajectory_id for e in events if isinstance(e, Discard)}
+    if policy != "shadow:darts":  # its record is complete only later
+        assert discards == {d.trajectory_id for group in groups for d in group.discarded}
+    first_group = next(index for index, event in enumerate(events) if isinstance(event, GroupEvent))
+    assert any(isinstance(event, Delta) for event in events[:first_group])
+    assert isinstance(events[-1], Done)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 8])
+def test_a_token_stream_survives_lost_connections(server: RunningServer, client: Client, chunk_tokens: int) -> None:
+    prompts = ["20", "50", "90"]
+    whole = lengths(list(client.rollouts(prompts, **SIZES)))
+    events: list[Event] = []
+    for event in client.stream_tokens(prompts, chunk_tokens=chunk_tokens, **SIZES):
+        events.append(event)
+        if len(events) in (3, 10):
+            server.drop_connections()
+    assert lengths([event.group for event in events if isinstance(event, GroupEvent)]) == whole
+
+
+def test_a_stream_of_groups_survives_a_lost_connection(server: RunningServer, client: Client) -> None:
+    with client.rollouts(["5", "300"], **SIZES) as rollouts:
+        groups = [next(rollouts)]
+        server.drop_connections()
+        groups.extend(rollouts)
+    assert [group.number for group in groups] == [0, 1]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_leaving_early_stops_the_engine(server: RunningServer, client: Client, durable: bool) -> None:
+    with client.rollouts(["5", "endless"], durable=durable, **SIZES) as rollouts:
+        assert next(rollouts).number == 0
+        assert server.engine.running
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_cancellation_stops_the_engine(server: RunningServer, durable: bool) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(server.url) as client:
+            started = asyncio.Event()
+
+            async def read() -> None:
+                async for _ in client.stream_tokens("endless", chunk_tokens=1, durable=durable, **SIZES):
+                    started.set()
+
+            task = asyncio.create_task(read())
+            await started.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(scenario())
+    server.wait_idle()
+
+
+def test_cancellation_stops_the_engine_before_the_id_is_received(server: RunningServer) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(server.url) as client, client.rollouts("slow endless", **SIZES) as rollouts:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.15):
+                    await anext(rollouts)
+            assert rollouts.id is not None
+
+    asyncio.run(scenario())
+    server.wait_idle()
+
+
+def test_a_timeout_stops_the_engine_before_the_id_is_received(server: RunningServer, client: Client) -> None:
+    with client.rollouts("slow endless", timeout=0.15, **SIZES) as rollouts:
+        with pytest.raises(TimedOut, match=r"after 0\.15 s"):
+            next(rollouts)
+        assert rollouts.id is not None
+    server.wait_idle()
+
+
+def test_a_batch_is_cancelled_by_its_id(server: RunningServer, client: Client) -> None:
+    with client.rollouts(["5", "endless"], **SIZES) as rollouts:
+        next(rollouts)
+        assert rollouts.id is not None
+        assert client.cancel(rollouts.id) is True
+        server.wait_idle()
+        with pytest.raises(Overloaded, match="cancelled"):
+            next(rollouts)
+        assert client.cancel(rollouts.id) is False
+    with pytest.raises(NotFound):
+        client.cancel("roll-unknown")
+
+
+def test_an_idempotency_key_finds_its_batch_and_is_for_one_body(client: Client) -> None:
+    first, again = (list(client.rollouts(["5", "9"], idempotency_key="step 7", **SIZES)) for _ in range(2))
+    assert first == again
+    with pytest.raises(BadRequest) as caught:
+        list(client.rollouts(["6", "9"], idempotency_key="step 7", **SIZES))
+    assert (caught.value.status_code, caught.value.param) == (409, "Idempotency-Key")
+
+
+def test_the_first_num_groups_complete_a_batch(server: RunningServer, client: Client) -> None:
+    prompts: list[RolloutPrompt] = ["endless", "5", PromptSpec("endless", key="next"), "9"]
+    with client.rollouts(prompts, num_groups=2, **SIZES) as rollouts:
+        assert [group.number for group in rollouts] == [1, 3]
+    assert [(prompt.number, prompt.prompt_key) for prompt in rollouts.unfinished][1] == (2, "next")
+    server.wait_idle()
+
+
+def test_a_failed_group_does_not_affect_the_others(client: Client) -> None:
+    with client.rollouts(["broken", "5"], **SIZES) as rollouts:
+        assert [group.number for group in rollouts] == [1]
+    [failure] = rollouts.failed
+    assert (failure.number, failure.trajectories) == (0, ())
+    assert "broken" in str(failure.error)
+    with pytest.raises(ServerFault, match="broken"):
+        list(client.rollouts("broken", **SIZES))
+
+
+def test_a_failed_group_is_an_event_of_the_token_stream(client: Client) -> None:
+    events = list(client.stream_tokens(["broken", "5"], chunk_tokens=1, **SIZES))
+    errors = {e.group.number: e.group.error for e in events if isinstance(e, GroupEvent)}
+    assert errors[1] is None
+    assert "broken" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [({"prompts": ["5", "x"]}, "prompts[1].text"), ({"policy": "sideways"}, "policy"), ({"budget": 1}, "budget")],
+)
+def test_the_error_of_an_invalid_request_names_the_field(client: Client, changes: dict[str, Any], param: str) -> None:
+    prompts = changes.pop("prompts", ["5"])
+    with pytest.raises(BadRequest) as caught:
+        list(client.rollouts(prompts, **changes, **SIZES))
+    assert caught.value.param == param
+
+
+def test_rewards_are_matched_to_their_trajectories(client: Client) -> None:
+    [group] = client.rollouts(PromptSpec("5", key="rewarded"), **SIZES)
+    values = [1.0, 0.0, 0.0, 1.0]
+    counts = client.rewards(group, values)
+    assert (counts.matched, counts.repeated, counts.unknown) == (SIZE, 0, 0)
+    first = group.trajectories[0]
+    again = client.rewards({first.trajectory_id or "": 1.0, "unknown:0": 1.0})
+    assert (again.repeated, again.unknown_indices) == (1, (1,))
+    assert group.group_id is not None
+    [record] = client.groups.get(group.group_id)
+    reported = {c.trajectory_id: c.reward for c in record.candidates if c.selected_as is not None}
+    assert reported == {t.trajectory_id: value for t, value in zip(group.trajectories, values, strict=True)}
+    assert record.zero_variance is False
+    statistics = client.prompts.get("rewarded").rewards
+    assert statistics is not None
+    assert (statistics.rewarded, statistics.right, statistics.pass_rate) == (SIZE, 2, 0.5)
+
+
+def test_settings_and_state_are_read_changed_saved_and_restored(client: Client, tmp_path: Path) -> None:
+    list(client.rollouts(PromptSpec("5", key="kept"), **SIZES))
+    client.state.save(tmp_path / "state")
+    groups = client.prompts.get("kept").groups
+    list(client.rollouts(PromptSpec("5", key="kept"), **SIZES))
+    assert client.prompts.get("kept").groups == groups + 1
+    assert client.state.load(tmp_path / "state") >= 1
+    assert client.prompts.get("kept").groups == groups
+
+    before = client.policy.get()["redundancy"]
+    assert client.policy.change(redundancy=1.25)["redundancy"] == 1.25
+    assert client.policy.change(redundancy=before)["redundancy"] == before
+    with pytest.raises(BadRequest, match="redundancy"):
+        client.policy.change(redundancy="much")
+
+
+@pytest.mark.anyio
+async def test_the_async_client_works_in_process() -> None:
+    with application(script) as (app, _):
+        transport = httpx.ASGITransport(app)
+        async with app.router.lifespan_context(app), AsyncClient("http://server", transport=transport) as client:
+            groups = [group async for group in client.rollouts(["40", "5"], **SIZES)]
+            events = [event async for event in client.stream_tokens(["40", "5"], chunk_tokens=5, **SIZES)]
+            assert (await client.rewards(groups, [[1.0] * SIZE] * 2)).matched == 2 * SIZE
+    streamed = [event.group for event in events if isinstance(event, GroupEvent)]
+    assert lengths(streamed) == lengths(groups)
+
+
+@pytest.mark.anyio
+async def test_the_async_client_does_the_same(server: RunningServer) -> None:
+    async with AsyncClient(server.url) as client:
+        groups = [group async for group in client.rollouts(["40", "5"], **SIZES)]
+        assert [group.number for group in groups] == [1, 0]
+        assert (await client.rewards(groups, [[1.0] * SIZE] * 2)).matched == 2 * SIZE
+        async with client.stream_tokens("30", chunk_tokens=4, **SIZES) as events:
+            seen = 0
+            async for _ in events:
+                seen += 1
+                if seen == 4:
+                    server.drop_connections()
+            assert events.usage is not None
+        async with client.rollouts("endless", **SIZES) as rollouts:
+            reading = asyncio.create_task(anext(rollouts))
+            while rollouts.id is None:
+                await asyncio.sleep(0.01)
+            assert await client.cancel(rollouts.id) is True
+            with pytest.raises(Overloaded):
+                await reading

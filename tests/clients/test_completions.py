@@ -1,0 +1,193 @@
+from typing import Any
+
+import httpx
+import pytest
+
+from darts_client import ProtocolError
+from darts_client._completions import CompletionRequest, completion_request, first_model, parse_groups, parse_models
+from darts_client._prompts import Prompts
+
+from .vllm_answers import MODELS, answer, choice, completion, full_completion
+
+
+def build(prompts: Prompts = "a", **changes: Any) -> CompletionRequest:
+    defaults: dict[str, Any] = {
+        "model": "tiny",
+        "group_size": 2,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "seed": None,
+        "policy": None,
+        "logprobs": True,
+        "sampling": {},
+    }
+    return completion_request(prompts, **(defaults | changes))
+
+
+def parse_error(request: CompletionRequest, *choices: dict[str, Any]) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        parse_groups(request, answer(completion(*choices)))
+    return str(caught.value)
+
+
+def test_the_body_requests_token_ids_and_logprobs() -> None:
+    assert build(["a", "b"]).body == {
+        "model": "tiny",
+        "prompt": ["a", "b"],
+        "n": 2,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "return_token_ids": True,
+        "logprobs": 0,
+    }
+
+
+def test_logprobs_are_optional() -> None:
+    assert "logprobs" not in build(logprobs=False).body
+
+
+def test_a_seed_of_zero_is_a_seed() -> None:
+    assert build(seed=0).body["seed"] == 0
+
+
+def test_the_policy_is_a_header() -> None:
+    assert build(policy="off").headers == {"X-Darts-Policy": "off"}
+    assert build().headers == {}
+
+
+def test_other_sampling_parameters_are_passed_on() -> None:
+    body = build(sampling={"top_p": 0.9, "stop": ["\n"]}).body
+    assert (body["top_p"], body["stop"]) == (0.9, ["\n"])
+
+
+@pytest.mark.parametrize("name", ["prompt", "n", "stream", "return_token_ids"])
+def test_parameters_that_the_client_sets_are_rejected(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        build(sampling={name: 1})
+
+
+def test_text_and_tokens_in_one_request_are_rejected() -> None:
+    mixed: list[str | list[int]] = ["a", [1]]
+    with pytest.raises(ValueError, match="not both"):
+        build(mixed)
+
+
+def test_an_empty_group_is_rejected() -> None:
+    with pytest.raises(ValueError, match="group_size"):
+        build(group_size=0)
+
+
+def test_groups_are_in_prompt_order_whatever_the_order_of_choices() -> None:
+    request = build([[1], [2], [3]])
+    body = full_completion(request.body)
+    body["choices"].reverse()
+    groups = parse_groups(request, answer(body))
+    assert [group.prompt_token_ids for group in groups] == [(1,), (2,), (3,)]
+    assert [group.number for group in groups] == [0, 1, 2]
+    assert [[t.text for t in group.trajectories] for group in groups] == [
+        ["answer 0", "answer 1"],
+        ["answer 2", "answer 3"],
+        ["answer 4", "answer 5"],
+    ]
+    assert [[t.index for t in group.trajectories] for group in groups] == [[0, 1]] * 3
+
+
+def test_a_trajectory_has_its_tokens_logprobs_and_finish_reason() -> None:
+    [group] = parse_groups(build(group_size=1), answer(completion(choice(0, (5, 6, 7), finish_reason="length"))))
+    [trajectory] = group.trajectories
+    assert trajectory.token_ids == (5, 6, 7)
+    assert trajectory.logprobs == (-0.5, -0.5, -0.5)
+    assert trajectory.finish_reason == "length"
+    assert group.lengths == (3,)
+
+
+def test_logprobs_are_none_if_not_requested() -> None:
+    body = completion(choice(0, logprobs=None), choice(1, logprobs=None))
+    [group] = parse_groups(build(logprobs=False), answer(body))
+    assert [t.logprobs for t in group.trajectories] == [None, None]
+
+
+def test_prompt_token_ids_may_be_missing() -> None:
+    [group] = parse_groups(build([1, 2]), answer(completion(choice(0), choice(1))))
+    assert group.prompt_token_ids is None
+
+
+def test_the_group_id_is_the_header_or_the_id_of_the_answer() -> None:
+    body = completion(choice(0), choice(1))
+    [shaped] = parse_groups(build(), answer(body, {"X-Darts-Group-Id": "g-1"}))
+    [plain] = parse_groups(build(), answer(body))
+    assert (shaped.group_id, plain.group_id) == ("g-1", "cmpl-1")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_wrong_number_of_choices_is_rejected(count: int) -> None:
+    message = parse_error(build(), *(choice(k) for k in range(count)))
+    assert message == f"expected 2 choices, 2 for each prompt, got {count}"
+
+
+def test_a_repeated_index_is_rejected() -> None:
+    assert parse_error(build(), choice(1), choice(1)) == "choice 1 appears twice"
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_an_index_out_of_range_is_rejected(index: int) -> None:
+    assert parse_error(build(), choice(0), choice(index)) == f"choice {index} is not among 0..1"
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "", None])
+def test_an_unfinished_trajectory_is_rejected(reason: str | None) -> None:
+    message = parse_error(build(), choice(0), choice(1, finish_reason=reason))
+    assert message == f"choice 1 has finish reason {reason!r}, not stop or length"
+
+
+def test_missing_token_ids_are_rejected() -> None:
+    assert "choice 0 has no token_ids" in parse_error(build(), choice(0) | {"token_ids": None}, choice(1))
+
+
+def test_missing_logprobs_are_rejected() -> None:
+    assert parse_error(build(), choice(0), choice(1, logprobs=None)) == "choice 1 has no logprobs"
+
+
+def test_fewer_logprobs_than_tokens_are_rejected() -> None:
+    short = choice(1, logprobs={"token_logprobs": [-0.5]})
+    assert parse_error(build(), choice(0), short) == "choice 1 has 2 tokens but 1 logprobs"
+
+
+def test_a_logprob_that_is_not_a_number_is_rejected() -> None:
+    message = parse_error(build(), choice(0), choice(1, logprobs={"token_logprobs": [-0.5, None]}))
+    assert message.startswith("/v1/completions: choices.1.logprobs.token_logprobs.1:")
+
+
+def test_choices_shifted_into_the_next_group_are_rejected() -> None:
+    # One choice too few of the first prompt and one too many of the second leave no gap in the indices.
+    shifted = (choice(0, prompt=[1]), choice(1, prompt=[2]), choice(2, prompt=[2]), choice(3, prompt=[2]))
+    assert parse_error(build(["a", "b"]), *shifted) == "the choices of prompt 0 answer different prompts"
+
+
+def test_exchanged_prompts_are_rejected() -> None:
+    exchanged = (choice(0, prompt=[2]), choice(1, prompt=[1]))
+    assert parse_error(build([[1], [2]], group_size=1), *exchanged) == "the choices of prompt 0 answer another prompt"
+
+
+def test_a_prompt_that_the_server_truncates_may_differ() -> None:
+    request = build([1, 2, 3], group_size=1, sampling={"truncate_prompt_tokens": 2})
+    [group] = parse_groups(request, answer(completion(choice(0, prompt=[2, 3]))))
+    assert group.prompt_token_ids == (2, 3)
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", b"[]", b'{"choices": null}', b'{"choices": [{"index": "0"}]}'])
+def test_malformed_completions_are_rejected(content: bytes) -> None:
+    response = httpx.Response(200, content=content, request=httpx.Request("POST", "http://server/v1/completions"))
+    with pytest.raises(ProtocolError, match=r"^/v1/completions: ") as caught:
+        parse_groups(build(), response)
+    assert caught.value.__cause__ is not None
+
+
+def test_models_are_in_the_servers_order() -> None:
+    assert parse_models(answer(MODELS)) == ["tiny", "tiny:raw"]
+
+
+def test_a_server_without_models_is_an_error() -> None:
+    assert first_model(["a", "b"]) == "a"
+    with pytest.raises(ProtocolError, match="lists no model"):
+        first_model([])

@@ -1,0 +1,59 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from darts_client import PromptSpec
+from darts_client._prompts import Prompts, RolloutPrompts, list_prompts, list_rollout_prompts
+
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ((1, 2), [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+        ([[1], "a"], [[1], "a"]),
+    ],
+)
+def test_prompts_are_texts_or_token_ids(prompts: Prompts, expected: list[str | list[int]]) -> None:
+    assert list_prompts(prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("a", [{"text": "a"}]),
+        (["a", "b"], [{"text": "a"}, {"text": "b"}]),
+        ([1, 2], [{"token_ids": [1, 2]}]),
+        (np.array([1, 2]), [{"token_ids": [1, 2]}]),
+        ([[1], (2, 3)], [{"token_ids": [1]}, {"token_ids": [2, 3]}]),
+        (CHAT, [{"messages": CHAT}]),
+        ([CHAT, "a"], [{"messages": CHAT}, {"text": "a"}]),
+        (PromptSpec("a", key="k"), [{"text": "a", "key": "k"}]),
+        ([PromptSpec([1], metadata={}), PromptSpec(CHAT)], [{"token_ids": [1], "metadata": {}}, {"messages": CHAT}]),
+    ],
+)
+def test_prompts_of_rollouts_may_be_chats_and_have_keys(
+    prompts: RolloutPrompts, expected: list[dict[str, Any]]
+) -> None:
+    assert list_rollout_prompts(prompts) == expected
+
+
+def test_an_empty_list_of_prompts_is_rejected() -> None:
+    with pytest.raises(ValueError, match="prompts is empty"):
+        list_prompts([])
+    with pytest.raises(ValueError, match="prompts is empty"):
+        list_rollout_prompts([])
+
+
+def test_invalid_token_ids_are_rejected() -> None:
+    with pytest.raises(TypeError):
+        list_prompts([[1, 2.5]])  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        list_prompts([1, [2]])  # type: ignore[arg-type]

@@ -1,0 +1,352 @@
+import json
+from typing import Any
+
+import pytest
+from httpx_sse import ServerSentEvent
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_client import (
+    ConnectionFailed,
+    Delta,
+    Discard,
+    Done,
+    Event,
+    GroupEvent,
+    Overloaded,
+    ProtocolError,
+    ServerFault,
+    StatusError,
+    TimedOut,
+    TrajectoryEvent,
+)
+from darts_client._requests import TimeLimit
+from darts_client._rollouts import TrajectoryPayload
+from darts_client._stream import BatchReader, CandidateAssembly, TrajectoryEnd
+
+from .test_requests import Clock
+from .transcripts import (
+    BATCH,
+    build_request,
+    delta,
+    discard,
+    done,
+    error,
+    failed_group,
+    group,
+    started,
+    trajectory,
+    trajectory_end,
+)
+
+
+def build_reader(
+    *, seconds: float | None = None, clock: Clock | None = None, retries: int = 2, **changes: Any
+) -> BatchReader:
+    return BatchReader(build_request(**changes), retries, TimeLimit(seconds, clock or Clock()))
+
+
+def read(batch: BatchReader, *events: tuple[str, dict[str, Any]], first: int = 1) -> list[Event]:
+    """Read the events, numbered from `first`, and return those for the caller."""
+    results = [
+        batch.read(ServerSentEvent(event=name, data=json.dumps(data), id=str(number)))
+        for number, (name, data) in enumerate(events, first)
+    ]
+    return [event for event in results if event is not None]
+
+
+def read_error(batch: BatchReader, *events: tuple[str, dict[str, Any]]) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        read(batch, *events)
+    return str(caught.value)
+
+
+def test_groups_are_events_in_the_servers_order_before_done() -> None:
+    batch = build_reader(prompts=["a", [5, 6]])
+    first, second, end = read(batch, started(), ("group", group(1)), ("group", group(0, metadata={"x": 1})), done())
+    assert isinstance(first, GroupEvent)
+    assert isinstance(second, GroupEvent)
+    assert isinstance(end, Done)
+    assert (first.group.number, first.group.prompt_token_ids, first.group.prompt_key) == (1, (5, 6), "key 1")
+    assert (second.group.number, second.group.prompt_token_ids, second.group.metadata) == (0, None, {"x": 1})
+    assert (batch.id, batch.policy, batch.is_over) == (BATCH, "uniform", True)
+    assert batch.usage is not None
+    assert (batch.usage.generated, batch.usage.wasted) == (9, 3)
+
+
+def test_a_trajectory_has_all_fields_of_the_event() -> None:
+    fields: dict[str, Any] = {"rank": 4, "selected_as": "long", "cut": True, "finish_reason": "length", "quality": 0.25}
+    cut = trajectory(0, 1, 2, weight_version_end=7, **fields)
+    [event] = read(build_reader(), started(), ("group", group(0, trajectory(0, 0, 1), cut, deadline=2)))
+    assert isinstance(event, GroupEvent)
+    made = event.group.trajectories[1]
+    assert (made.index, made.trajectory_id, made.rank, made.selected_as) == (1, f"{BATCH}-0:1", 4, "long")
+    assert (made.cut, made.finish_reason, made.weight_version_start, made.weight_version_end) == (True, "length", 3, 7)
+    assert (made.token_ids, made.logprobs, made.quality) == ((0, 1), (0.0, -0.5), 0.25)
+    assert (event.group.deadline, event.group.candidates, event.group.discarded[0].length) == (2, 3, 2)
+
+
+def test_unknown_fields_and_events_are_ignored() -> None:
+    later = group(0, trajectory(0, 0, 1, colour=0.5), trajectory(0, 1, 2), timing={"x": 1})
+    events = read(build_reader(), started(), ("weather", {"sun": True}), ("group", later))
+    assert len(events) == 1
+
+
+def test_a_repeated_event_is_ignored() -> None:
+    batch = build_reader()
+    assert len(read(batch, started(), ("group", group(1)))) == 1
+    assert read(batch, started(), ("group", group(1))) == []
+    assert len(read(batch, ("group", group(0)), done(), first=3)) == 2
+
+
+def test_an_event_without_data_is_a_comment() -> None:
+    assert build_reader().read(ServerSentEvent(event="", data="", id="7")) is None
+
+
+def test_unfinished_prompts_are_listed_at_the_end() -> None:
+    batch = build_reader(num_groups=1)
+    read(batch, started(), ("group", group(1)), done(0))
+    assert [(prompt.number, prompt.prompt_key) for prompt in batch.unfinished] == [(0, "key 0")]
+
+
+def test_a_failed_group_does_not_affect_the_others() -> None:
+    batch = build_reader()
+    failure, whole, _ = read(batch, started(), ("group", failed_group(1)), ("group", group(0)), done())
+    assert isinstance(failure, GroupEvent)
+    assert isinstance(whole, GroupEvent)
+    assert isinstance(failure.group.error, ServerFault)
+    assert failure.group.trajectories == ()
+    assert whole.group.error is None
+    assert [group.number for group in batch.failed] == [1]
+
+
+def test_the_first_error_is_raised_if_all_groups_fail() -> None:
+    batch = build_reader()
+    read(batch, started(), ("group", failed_group(1, "first")), ("group", failed_group(0, "second")))
+    with pytest.raises(ServerFault, match="first"):
+        read(batch, done(), first=4)
+    assert batch.cancel_path is None
+
+
+def test_an_error_event_is_raised_and_ends_the_batch() -> None:
+    batch = build_reader()
+    with pytest.raises(Overloaded, match="aborted") as caught:
+        read(batch, started(), error("aborted", 503))
+    assert batch.is_over
+    with pytest.raises(Overloaded):
+        batch.delay_after(caught.value)
+
+
+def test_an_error_may_be_the_first_event() -> None:
+    with pytest.raises(StatusError, match="no"):
+        read(build_reader(), error("no", 500))
+
+
+WRONG: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
+    ("the first event is 'group'", [("group", group(0))]),
+    ("has 3 groups", [started(3)]),
+    ("group 2 is not one of 2", [started(), ("group", group(2))]),
+    ("came twice", [started(), ("group", group(0)), ("group", group(0))]),
+    ("has 1 trajectories, not 2", [started(), ("group", group(0, trajectory(0, 0, 1)))]),
+    (
+        "has 2 tokens, but its length is 3",
+        [started(), ("group", group(0, trajectory(0, 0, 2) | {"length": 3}, trajectory(0, 1, 2)))],
+    ),
+    ("no logprobs", [started(), ("group", group(0, trajectory(0, 0, 2, logprobs=None), trajectory(0, 1, 2)))]),
+    ("but 1 logprobs", [started(), ("group", group(0, trajectory(0, 0, 2, logprobs=[0.0]), trajectory(0, 1, 2)))]),
+    ("has no token_ids", [started(), ("group", group(0, trajectory(0, 0, 2, tokens=False), trajectory(0, 1, 2)))]),
+    (
+        "trajectories.0.finish_reason",
+        [started(), ("group", group(0, trajectory(0, 0, 2, finish_reason="abort"), trajectory(0, 1, 2)))],
+    ),
+    ("event 2 (group): seconds", [started(), ("group", group(0, seconds="long"))]),
+    ("but reported [0]", [started(), ("group", group(0)), done()]),
+    ("but reported [0, 0]", [started(), ("group", group(0)), done(0)]),
+]
+
+
+@pytest.mark.parametrize(("message", "events"), WRONG, ids=[message for message, _ in WRONG])
+def test_invalid_events_are_rejected(message: str, events: list[tuple[str, dict[str, Any]]]) -> None:
+    assert message in read_error(build_reader(), *events)
+
+
+def test_an_event_without_a_number_is_rejected() -> None:
+    with pytest.raises(ProtocolError, match="'batch' event has no number"):
+        build_reader().read(ServerSentEvent(event="batch", data="{}", id=""))
+
+
+def test_the_error_of_invalid_json_names_the_event() -> None:
+    with pytest.raises(ProtocolError, match=r"event 1 \(batch\): body"):
+        build_reader().read(ServerSentEvent(event="batch", data='{"id": "x', id="1"))
+
+
+def test_logprobs_may_be_missing_if_not_requested() -> None:
+    plain = [trajectory(0, index, 1, logprobs=None) for index in range(2)]
+    [event] = read(build_reader(logprobs=False), started(), ("group", group(0, *plain)))
+    assert isinstance(event, GroupEvent)
+    assert [t.logprobs for t in event.group.trajectories] == [None, None]
+
+
+def test_a_batch_starts_with_its_key_and_continues_after_the_last_event() -> None:
+    batch = build_reader(idempotency_key="step 7")
+    method, path, options = batch.next_request()
+    assert (method, path, options["headers"]["Idempotency-Key"]) == ("POST", "/darts/v1/rollouts", "step 7")
+    read(batch, started(), ("group", group(1)))
+    method, path, options = batch.next_request()
+    assert (method, path, options["headers"]["Last-Event-ID"]) == ("GET", f"/darts/v1/rollouts/{BATCH}", "2")
+    assert "content" not in options
+
+
+def test_a_batch_that_is_not_durable_has_no_key_and_does_not_reconnect() -> None:
+    batch = build_reader(durable=False)
+    assert "Idempotency-Key" not in batch.next_request()[2]["headers"]
+    read(batch, started())
+    assert batch.cancel_path is None
+    with pytest.raises(ConnectionFailed):
+        batch.delay_after(batch.connection_lost())
+
+
+def test_events_reset_the_retries_of_a_lost_connection() -> None:
+    batch = build_reader(retries=2)
+    batch.delay_after(batch.connection_lost())
+    batch.delay_after(TimedOut("silent"))
+    read(batch, started())
+    batch.delay_after(batch.connection_lost())
+    batch.delay_after(batch.connection_lost())
+    with pytest.raises(ConnectionFailed):
+        batch.delay_after(batch.connection_lost())
+
+
+def test_a_batch_does_not_reconnect_after_its_time_limit() -> None:
+    clock = Clock()
+    batch = build_reader(seconds=60, clock=clock)
+    batch.delay_after(batch.connection_lost())
+    clock.now += 60
+    with pytest.raises(TimedOut, match="after 60 s"):
+        batch.delay_after(batch.connection_lost())
+
+
+def test_a_batch_may_run_unnamed_once_the_server_may_have_its_request() -> None:
+    batch = build_reader()
+    assert not batch.is_unnamed
+    batch.next_request()
+    assert batch.is_unnamed
+    batch.delay_after(batch.connection_lost())
+    assert batch.is_unnamed
+    batch.delay_after(Overloaded("busy", status_code=503, retry_after=0.0))
+    assert not batch.is_unnamed
+    batch.next_request()
+    read(batch, started())
+    assert not batch.is_unnamed
+
+
+def test_a_durable_batch_can_be_cancelled_until_it_is_over() -> None:
+    batch = build_reader()
+    assert batch.cancel_path is None
+    read(batch, started())
+    assert batch.cancel_path == f"/darts/v1/rollouts/{BATCH}"
+    read(batch, ("group", group(1)), ("group", group(0)), done(), first=2)
+    assert batch.cancel_path is None
+
+
+def append(assembly: CandidateAssembly, *where: int, **changes: Any) -> Delta:
+    number, index, start, end = where
+    return assembly.append(Delta.model_validate(delta(number, index, start, end, **changes), strict=False))
+
+
+def select(assembly: CandidateAssembly, number: int, index: int, length: int, **changes: Any) -> TrajectoryEvent:
+    return assembly.select(TrajectoryEnd.model_validate(trajectory_end(number, index, length, **changes)))
+
+
+def discard_candidate(assembly: CandidateAssembly, number: int, index: int) -> Discard:
+    return assembly.discard(Discard.model_validate(discard(number, index, 1)))
+
+
+def payload(number: int, index: int, length: int) -> TrajectoryPayload:
+    return TrajectoryPayload.model_validate(trajectory(number, index, length, tokens=False))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 40))
+def test_deltas_of_any_sizes_are_joined_and_cut(sizes: list[int], cut: int) -> None:
+    assembly, start = CandidateAssembly(True), 0
+    for size in sizes:
+        append(assembly, 0, 0, start, start + size)
+        start += size
+    length = min(cut, start)
+    event = select(assembly, 0, 0, length, cut=length < start)
+    expected = (tuple(range(length)), tuple(-0.5 * k for k in range(length)))
+    assert (event.token_ids, event.logprobs) == expected
+    assert assembly.tokens(0, payload(0, 0, length)) == expected
+
+
+def test_candidates_of_several_groups_grow_at_the_same_time() -> None:
+    assembly = CandidateAssembly(False)
+    append(assembly, 0, 0, 0, 2, logprobs=None)
+    append(assembly, 1, 0, 0, 1, logprobs=None)
+    append(assembly, 0, 0, 2, 3, logprobs=None)
+    assert select(assembly, 0, 0, 3).token_ids == (0, 1, 2)
+    assert select(assembly, 1, 0, 1).token_ids == (0,)
+
+
+def test_a_trajectory_without_tokens_needs_no_delta() -> None:
+    assert select(CandidateAssembly(True), 0, 0, 0).token_ids == ()
+
+
+@pytest.mark.parametrize("start", [1, 3])
+def test_a_gap_and_an_overlap_are_rejected(start: int) -> None:
+    assembly = CandidateAssembly(True)
+    append(assembly, 0, 0, 0, 2)
+    with pytest.raises(ProtocolError, match=f"starts at {start}, not at 2"):
+        append(assembly, 0, 0, start, 5)
+
+
+@pytest.mark.parametrize("logprobs", [None, [0.0]])
+def test_a_delta_without_all_logprobs_is_rejected(logprobs: list[float] | None) -> None:
+    with pytest.raises(ProtocolError, match="one logprob for each token"):
+        append(CandidateAssembly(True), 0, 0, 0, 2, logprobs=logprobs)
+
+
+def test_events_after_the_end_of_a_candidate_are_rejected() -> None:
+    assembly = CandidateAssembly(True)
+    for index in (0, 1):
+        append(assembly, 0, index, 0, 1)
+    discard_candidate(assembly, 0, 0)
+    select(assembly, 0, 1, 1)
+    for again in (
+        lambda: append(assembly, 0, 0, 1, 2),
+        lambda: select(assembly, 0, 0, 1),
+        lambda: discard_candidate(assembly, 0, 1),
+        lambda: append(assembly, 0, 1, 1, 2),
+    ):
+        with pytest.raises(ProtocolError, match="after its end"):
+            again()
+
+
+def test_a_trajectory_has_all_tokens_sent_unless_it_was_cut() -> None:
+    assembly = CandidateAssembly(True)
+    append(assembly, 0, 0, 0, 4)
+    for length, cut in ((3, False), (5, False), (5, True)):
+        with pytest.raises(ProtocolError, match=f"has 4 tokens, but its length is {length}"):
+            select(assembly, 0, 0, length, cut=cut)
+
+
+def test_a_group_has_only_trajectories_that_were_streamed() -> None:
+    assembly = CandidateAssembly(True)
+    append(assembly, 0, 0, 0, 1)
+    append(assembly, 0, 1, 0, 1)
+    discard_candidate(assembly, 0, 1)
+    for index in (0, 1, 2):
+        with pytest.raises(ProtocolError, match="was not streamed"):
+            assembly.tokens(0, payload(0, index, 1))
+
+
+def test_a_complete_group_has_no_running_candidate_and_no_later_event() -> None:
+    assembly = CandidateAssembly(True)
+    append(assembly, 0, 0, 0, 1)
+    append(assembly, 1, 0, 0, 1)
+    select(assembly, 0, 0, 1)
+    assembly.close(0)
+    with pytest.raises(ProtocolError, match="after its end"):
+        append(assembly, 0, 1, 0, 1)
+    with pytest.raises(ProtocolError, match="group 1 is complete, but roll-1-1:0 has not finished"):
+        assembly.close(1)

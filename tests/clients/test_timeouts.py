@@ -1,0 +1,107 @@
+"""Timeouts of the clients, on real sockets."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from darts_client import AsyncClient, Client, TimedOut
+
+from .servers import Listener, listening
+from .transcripts import BATCH, GROUPS
+
+SIZES: dict[str, Any] = {"group_size": 2, "max_tokens": 16}
+PROMPTS = ["a", "b"]
+
+
+class SlowServer:
+    """Sends half of a batch, pauses with or without comments, and sends the rest."""
+
+    def __init__(self) -> None:
+        self.comments = 0
+        self.cancelled = 0
+        self.app = Starlette(
+            routes=[
+                Route("/darts/v1/rollouts", self.start, methods=["POST"]),
+                Route(f"/darts/v1/rollouts/{BATCH}", self.resume, methods=["GET"]),
+                Route(f"/darts/v1/rollouts/{BATCH}", self.cancel, methods=["DELETE"]),
+            ]
+        )
+
+    async def start(self, _: Request) -> StreamingResponse:
+        async def events() -> Any:
+            yield GROUPS[0]
+            yield GROUPS[1]
+            for _ in range(self.comments):
+                await asyncio.sleep(0.05)
+                yield b": still here\n\n"
+            if not self.comments:
+                await asyncio.sleep(5)
+            for event in GROUPS[2:]:
+                yield event
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def resume(self, request: Request) -> StreamingResponse:
+        last = int(request.headers["last-event-id"])
+        return StreamingResponse(iter(GROUPS[last:]), media_type="text/event-stream")
+
+    async def cancel(self, _: Request) -> JSONResponse:
+        self.cancelled += 1
+        return JSONResponse({"id": BATCH, "cancelled": True})
+
+
+@pytest.fixture
+def slow() -> SlowServer:
+    return SlowServer()
+
+
+@pytest.fixture
+def server(slow: SlowServer) -> Iterator[Listener]:
+    with listening(slow.app) as listener:
+        yield listener
+
+
+def test_comments_reset_the_idle_timeout(slow: SlowServer, server: Listener) -> None:
+    slow.comments = 20
+    with Client(server.url, idle_timeout=0.4, retries=0) as client:
+        assert len(list(client.rollouts(PROMPTS, **SIZES))) == 2
+
+
+def test_a_durable_batch_is_resumed_after_the_idle_timeout(server: Listener) -> None:
+    start = time.monotonic()
+    with Client(server.url, idle_timeout=0.2) as client:
+        assert len(list(client.rollouts(PROMPTS, **SIZES))) == 2
+    assert time.monotonic() - start < 4
+
+
+def test_the_idle_timeout_ends_a_batch_that_is_not_durable(server: Listener) -> None:
+    with Client(server.url, idle_timeout=0.2) as client, pytest.raises(TimedOut, match="ReadTimeout"):
+        list(client.rollouts(PROMPTS, durable=False, **SIZES))
+
+
+@pytest.mark.parametrize("comments", [0, 200])
+def test_the_timeout_of_a_batch_ends_it_with_or_without_comments(
+    slow: SlowServer, server: Listener, comments: int
+) -> None:
+    slow.comments = comments
+    start = time.monotonic()
+    with Client(server.url) as client, pytest.raises(TimedOut, match=r"after 0\.3 s"):
+        list(client.rollouts(PROMPTS, timeout=0.3, **SIZES))
+    assert time.monotonic() - start < 4
+    assert slow.cancelled == 1
+
+
+@pytest.mark.anyio
+async def test_the_timeout_of_a_batch_ends_it_async(slow: SlowServer, server: Listener) -> None:
+    slow.comments = 200
+    async with AsyncClient(server.url) as client:
+        with pytest.raises(TimedOut, match=r"after 0\.3 s"):
+            [group async for group in client.rollouts(PROMPTS, timeout=0.3, **SIZES)]
+    assert slow.cancelled == 1
