@@ -20,7 +20,14 @@ from darts_server.http.security.middleware import BodyLimits, Guard
 from darts_server.http.shaping.group_id import GroupIdHeader
 from darts_server.http.shaping.headers import read_options
 from darts_server.journal import Journal
-from darts_server.metrics import AccessMetrics, Metrics, QualityMetrics, QualitySources, Sources, WeightMetrics
+from darts_server.metrics import (
+    AccessMetrics,
+    QualityMetrics,
+    QualitySources,
+    RolloutMetrics,
+    RolloutSources,
+    WeightMetrics,
+)
 from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
@@ -124,7 +131,7 @@ def wiring(
 
     def rollouts(engine: VllmPort, prompter: VllmPrompts, model_name: str) -> VllmRollouts:
         latency, bias, sureness = Latency(store, engine.capacity), LengthBias(), Confidence(store)
-        sources = Sources(
+        sources = RolloutSources(
             tracked=lambda: store.count(KIND),
             fault=lambda: store.fault is not None,
             step_seconds=latency.step_seconds,
@@ -139,7 +146,7 @@ def wiring(
             pattern_error=lambda: rewards.dataset.difference.error,
             redundancy_scale=lambda: made.redundancy_scale(),
         )
-        metrics, refusals.part = Metrics(model_name, sources), AccessMetrics(model_name)
+        metrics, refusals.part = RolloutMetrics(model_name, sources), AccessMetrics(model_name)
         pruner = _pruner(settings, control, engine, store, model_name)
         closing.callback(pruner.close)
 
@@ -155,8 +162,8 @@ def wiring(
             *control.configuration(),
             documents=store,
             observers=(metrics, provenance, bias, feedback.part, live.part, pruner, journal, *traces),
-            peek_interval=settings.peek_interval,
-            batch_window=settings.batch_window,
+            peek_interval=settings.poll_interval,
+            batch_window=settings.cohort_window,
             group_wait=settings.group_wait,
             latency=latency,
             on_return=feedback.part.trajectory_returned,
@@ -167,7 +174,7 @@ def wiring(
         )
         control.drive(made)
         keeping = Keeping(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
-        batches.part = BatchRegistry(Submissions(made, prompter, control.planner), keeping, settings.peek_interval)
+        batches.part = BatchRegistry(Submissions(made, prompter, control.planner), keeping, settings.poll_interval)
         votes.part = Votes(made, prompter, sureness, metrics)
         return made
 

@@ -8,7 +8,7 @@ from darts_server.policy.named import named
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 from darts_server.policy.survival import Pruning
 from darts_server.rollout.plan import OFF, Limits, Planner
-from darts_server.settings import Settings, changed, live, live_schema
+from darts_server.settings import Settings, apply_patch, runtime_schema, runtime_values
 
 
 class Configuration(NamedTuple):
@@ -48,10 +48,10 @@ class Control:
     def current(self) -> dict[str, object]:
         """The settings that can change, and under ``policies`` the names that a request may give."""
         names = [OFF, *self.configuration().policies]
-        return {**live(self.settings), "policies": names}
+        return {**runtime_values(self.settings), "policies": names}
 
     def schema(self) -> dict[str, object]:
-        return live_schema()
+        return runtime_schema()
 
     def change(self, patch: Mapping[str, object]) -> dict[str, object]:
         """Put all of the patch in force for groups to come, or nothing; what is in force then.
@@ -59,7 +59,7 @@ class Control:
         Raises:
             InvalidRequest: names the key that cannot be changed so.
         """
-        settings = changed(self.settings, patch)
+        settings = apply_patch(self.settings, patch)
         configured = configuration(settings)
         if self._rollouts is not None:
             self._rollouts.configure(*configured)
@@ -73,7 +73,7 @@ class Control:
             InvalidRequest: names the key that cannot be changed so.
         """
         patch = {("policy" if key == "name" else key): value for key, value in overrides.items()}
-        return Planner(*configuration(changed(self.settings, patch)))
+        return Planner(*configuration(apply_patch(self.settings, patch)))
 
 
 def configuration(settings: Settings) -> Configuration:
@@ -92,7 +92,7 @@ def configuration(settings: Settings) -> Configuration:
         floor=settings.deadline_floor,
         ceiling=settings.deadline_ceiling,
         exploration=settings.exploration,
-        most_lost=settings.most_lost,
+        most_lost=settings.max_lost_share,
     )
     pruning = Pruning(
         keep_ratio=settings.keep_ratio,

@@ -1,11 +1,11 @@
-"""Prometheus collectors. They live on the default registry, so that vLLM's ``/metrics`` shows them too.
+"""Prometheus collectors. They use the default registry, so vLLM's ``/metrics`` serves them.
 
-Every metric has the one label ``model_name``, beside its own. The classes implement the rooms' observer protocols.
+Every metric has the label ``model_name`` besides its own. The classes implement the observer protocols of other rooms.
 """
 
 from darts_server.metrics.access import AccessMetrics
-from darts_server.metrics.groups import Metrics, Sources
 from darts_server.metrics.quality import QualityMetrics, QualitySources
+from darts_server.metrics.rollouts import RolloutMetrics, RolloutSources
 from darts_server.metrics.weights import WeightMetrics
 
-__all__ = ["AccessMetrics", "Metrics", "QualityMetrics", "QualitySources", "Sources", "WeightMetrics"]
+__all__ = ["AccessMetrics", "QualityMetrics", "QualitySources", "RolloutMetrics", "RolloutSources", "WeightMetrics"]

@@ -1,21 +1,21 @@
-"""Prometheus collectors of requests that were not let in."""
+"""Prometheus collectors of refused requests."""
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from darts_server.metrics.collectors import Collectors
 
-REASONS = ("key", "rights", "body", "queue", "quota", "ending")
+REASONS = ("key", "permission", "body", "queue", "quota", "shutdown")
 
 
 class AccessMetrics(Collectors):
-    """Counts requests that were not let in."""
+    """Count refused requests by reason."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._refused = self._counter(
             "darts_requests_refused",
-            "Requests that were refused, by reason: key (none, or a wrong one), rights, body (too large or not whole), "
-            "queue (too much waits), quota (of a key), ending (the server stops, or its engine failed).",
+            "Refused requests by reason: key (missing or wrong), permission, body (too large or incomplete), queue "
+            "(too many candidates wait), quota (of a key), shutdown (the server is stopping, or its engine failed).",
             "reason",
             REASONS,
         )

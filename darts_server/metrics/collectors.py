@@ -1,4 +1,4 @@
-"""What all our metrics have in common: the model's name, and a registry."""
+"""Base class of our metrics: the model's name and a registry."""
 
 from collections.abc import Callable, Iterable
 from math import nan
@@ -7,14 +7,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class Collectors:
-    """Makes collectors with the label ``model_name``."""
+    """Create collectors with the label ``model_name``."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model = model_name
         self._registry = registry
 
     def _counter(self, name: str, text: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
-        """It is there from the start, at 0: a rate over its first step from nothing would miss that."""
+        """Create a counter that is exported from the start, at 0: `rate` would miss a first step from nothing."""
         labels = () if label is None else (label,)
         counter = Counter(name, text, ("model_name", *labels), registry=self._registry)
         for value in [()] if label is None else [(value,) for value in values]:
@@ -29,10 +29,10 @@ class Collectors:
 
 
 def or_nan(value: Callable[[], float | None]) -> Callable[[], float]:
-    """What a gauge shows of a value that may not be known."""
+    """Return a function for a gauge that reports NaN while the value is unknown."""
 
-    def ask() -> float:
-        known = value()
-        return nan if known is None else known
+    def read() -> float:
+        current = value()
+        return nan if current is None else current
 
-    return ask
+    return read

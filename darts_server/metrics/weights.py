@@ -1,4 +1,4 @@
-"""Prometheus collectors of new weights."""
+"""Prometheus collectors of weight updates."""
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -13,17 +13,15 @@ class WeightMetrics(Collectors):
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        self._updates = self._counter(
-            "darts_weight_updates", "Updates of the weights, by outcome.", "outcome", UpdateOutcome
-        )
+        self._updates = self._counter("darts_weight_updates", "Weight updates by outcome.", "outcome", UpdateOutcome)
         self._seconds = self._histogram(
-            "darts_weight_update_seconds", "Seconds of an update's phases.", PHASE_BUCKETS, "phase"
+            "darts_weight_update_seconds", "Duration of each phase of a weight update.", PHASE_BUCKETS, "phase"
         )
-        self._version = self._gauge("darts_weight_version", "The version of the weights.")
+        self._version = self._gauge("darts_weight_version", "Version of the weights that are served.")
         self._version.labels(model_name).set(0)
 
     def update_announced(self, version: int) -> None:
-        """Nothing is counted before the end."""
+        """Count nothing: an update is counted when it ends."""
 
     def update_ended(self, record: UpdateRecord) -> None:
         self._updates.labels(self._model, record.outcome).inc()

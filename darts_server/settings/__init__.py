@@ -1,7 +1,7 @@
-"""Settings: every one is checked here, once, at start. The rooms get plain values."""
+"""Settings: validated here, once, at start. Other rooms get plain values."""
 
 from darts_server.settings.fields import Settings
-from darts_server.settings.runtime import changed, live, live_schema
+from darts_server.settings.runtime import apply_patch, runtime_schema, runtime_values
 from darts_server.settings.sources import add_flags, load
 
-__all__ = ["Settings", "add_flags", "changed", "live", "live_schema", "load"]
+__all__ = ["Settings", "add_flags", "apply_patch", "load", "runtime_schema", "runtime_values"]

@@ -1,4 +1,4 @@
-"""Settings that change while the server runs."""
+"""Runtime settings: those that can change while the server runs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,52 +7,52 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.settings.fields import LIVE, Settings
-from darts_server.settings.texts import refusal
+from darts_server.settings.fields import RUNTIME, Settings
+from darts_server.settings.messages import runtime_error
 
 
-def live(settings: Settings) -> dict[str, Any]:
-    """The settings that can change while the server runs, as JSON values."""
-    return settings.model_dump(mode="json", include=set(_live_names()))
+def runtime_values(settings: Settings) -> dict[str, Any]:
+    """Return the runtime settings as JSON values."""
+    return settings.model_dump(mode="json", include=set(_runtime_names()))
 
 
-def live_schema() -> dict[str, Any]:
-    """JSON schema of an object with some of the settings that can change while the server runs."""
+def runtime_schema() -> dict[str, Any]:
+    """Return the JSON schema of an object with any of the runtime settings."""
     properties = Settings.model_json_schema()["properties"]
     return {
         "type": "object",
-        "properties": {name: properties[name] for name in _live_names()},
+        "properties": {name: properties[name] for name in _runtime_names()},
         "additionalProperties": False,
     }
 
 
-def changed(settings: Settings, patch: Mapping[str, object]) -> Settings:
-    """The settings with other values for some that can change while the server runs.
+def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
+    """Return the settings with the runtime settings of ``patch`` replaced.
 
-    All is checked as at start; but values have their JSON types, so a string is not taken for a number.
+    The result is validated as at start, but strictly by JSON types: a string is not accepted for a number.
 
     Raises:
         InvalidRequest: names the key, the value and what is allowed.
     """
     for name in patch:
-        if name not in _live_names():
-            what = "is fixed while the server runs" if name in Settings.model_fields else "unknown setting"
-            raise InvalidRequest(name, f"{what}; those that can be changed are {', '.join(_live_names())}")
+        if name not in _runtime_names():
+            what = "cannot change while the server runs" if name in Settings.model_fields else "unknown setting"
+            raise InvalidRequest(name, f"{what}; settings that can change are {', '.join(_runtime_names())}")
     try:
-        return _Changed(**settings.model_dump() | dict(patch))
+        return _StrictSettings(**settings.model_dump() | dict(patch))
     except ValidationError as error:
-        raise refusal(error.errors()[0], patch, Settings.model_fields) from error
+        raise runtime_error(error.errors()[0], patch, Settings.model_fields) from error
 
 
-class _Changed(Settings):
+class _StrictSettings(Settings):
     model_config = SettingsConfigDict(strict=True)
 
     @classmethod
-    def settings_customise_sources(  # type: ignore[override]  # the other sources were read at start
+    def settings_customise_sources(  # type: ignore[override]  # other sources are read only at start
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
 
 
-def _live_names() -> list[str]:
-    return [name for name, field in Settings.model_fields.items() if LIVE in field.metadata]
+def _runtime_names() -> list[str]:
+    return [name for name, field in Settings.model_fields.items() if RUNTIME in field.metadata]

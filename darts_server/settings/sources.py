@@ -1,4 +1,4 @@
-"""Where settings come from: flags before ``DARTS_*`` environment variables before a TOML file before defaults."""
+"""Load settings: flags override ``DARTS_*`` environment variables, these a TOML file, that the defaults."""
 
 import argparse
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.settings.fields import ENV_PREFIX, Settings
-from darts_server.settings.texts import explained, flag_of, help_of, metavar_of
+from darts_server.settings.messages import flag_of, help_of, metavar_of, startup_error
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Our flags, in a group of their own. Values are checked later, by :func:`load`."""
+    """Add our flags to a parser, as an argument group. `load` validates their values."""
     group = parser.add_argument_group(
         "shaped groups",
-        f"Each can also be set as {ENV_PREFIX}NAME in the environment, or as a key in the file of --darts-config.",
+        f"Each can also be set by the environment variable {ENV_PREFIX}NAME or by a key in the --darts-config file.",
     )
     group.add_argument("--darts-config", metavar="FILE", help="TOML file with these settings.")
     for name, field in Settings.model_fields.items():
@@ -27,17 +27,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
-    """Settings from the flags that were given, the environment and the file.
+    """Load settings from the given flags, the environment and the file.
 
     Raises:
         InvalidSetting: names the key, the value and what is allowed.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return _with_file(config)(**given)  # type: ignore[arg-type]  # pydantic turns the strings into values
+        return _with_file(config)(**given)  # type: ignore[arg-type]  # pydantic parses the strings
     except ValidationError as error:
         raise InvalidSetting(
-            "\n".join(explained(e, given, Settings.model_fields, ENV_PREFIX) for e in error.errors())
+            "\n".join(startup_error(e, given, Settings.model_fields, ENV_PREFIX) for e in error.errors())
         ) from error
     except (SettingsError, ValueError, OSError) as error:
         raise InvalidSetting(f"--darts-config {config}: {error}") from error

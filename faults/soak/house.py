@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from darts_server.control import Control
-from darts_server.metrics import Metrics, QualityMetrics
+from darts_server.metrics import QualityMetrics, RolloutMetrics
 from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import BUFFER, Calibration
 from darts_server.quality.evaluation import WINDOW
@@ -65,7 +65,7 @@ class House:
         self.engine.capacity, self.engine.probe_width = CAPACITY, WIDTH
         self.store = store = Store(state_dir, max_in_memory=kept.documents)
         self.registry = CollectorRegistry()
-        self.metrics = Metrics(MODEL, registry=self.registry)
+        self.metrics = RolloutMetrics(MODEL, registry=self.registry)
         self.gate = Gate()
         self.control = control = Control(Settings.model_validate({}))
         rewards = Rewards(store)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from darts_server import settings
-from darts_server.settings.texts import flag_of
+from darts_server.settings.messages import flag_of
 from tests.deploy.names import DEPLOY
 
 FOLDER = DEPLOY / "kubernetes"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.exceptions import InvalidRequest, InvalidSetting
-from darts_server.settings import Settings, add_flags, changed, live, load
+from darts_server.settings import Settings, add_flags, apply_patch, load, runtime_values
 
 
 @pytest.fixture
@@ -13,14 +13,14 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "darts.toml"
 
 
-def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(
+def test_flags_override_the_environment_which_overrides_the_file_which_overrides_defaults(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config.write_text("redundancy = 2.5\nnum_longest = 3\npeek_interval = 0.5\n")
+    config.write_text("redundancy = 2.5\nnum_longest = 3\npoll_interval = 0.5\n")
     monkeypatch.setenv("DARTS_REDUNDANCY", "2.0")
     monkeypatch.setenv("DARTS_NUM_LONGEST", "2")
     settings = load({"redundancy": "1.25", "tail": None}, str(config))
-    assert (settings.redundancy, settings.num_longest, settings.peek_interval, settings.tail) == (
+    assert (settings.redundancy, settings.num_longest, settings.poll_interval, settings.tail) == (
         1.25,
         2,
         0.5,
@@ -28,7 +28,7 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(
     )
 
 
-def test_defaults_fit_together() -> None:
+def test_defaults_are_valid_together() -> None:
     assert load({}, None).model_dump() == {n: f.default for n, f in Settings.model_fields.items()}
 
 
@@ -47,25 +47,25 @@ def test_defaults_fit_together() -> None:
         ({"policy": "darts", "redundancy": "3"}, ["redundancy must be at most max_redundancy = 2.0, got 3.0"]),
     ],
 )
-def test_a_wrong_flag_is_named_with_value_and_range(flags: dict[str, str | None], words: list[str]) -> None:
+def test_an_invalid_flag_is_reported_with_value_and_range(flags: dict[str, str | None], words: list[str]) -> None:
     with pytest.raises(InvalidSetting) as caught:
         load(flags, None)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_environment_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DARTS_REDUNDANCY", "0")
     with pytest.raises(InvalidSetting, match=r"redundancy \(from DARTS_REDUNDANCY or the file\) = 0"):
         load({}, None)
 
 
-def test_an_unknown_key_in_the_file_is_named(config: Path) -> None:
+def test_an_unknown_key_in_the_file_is_reported(config: Path) -> None:
     config.write_text("redundncy = 2\n")
     with pytest.raises(InvalidSetting, match="redundncy: unknown setting; known ones are policy, redundancy"):
         load({}, str(config))
 
 
-def test_a_file_that_is_no_toml_or_not_there_is_named(config: Path) -> None:
+def test_a_missing_or_malformed_file_is_reported(config: Path) -> None:
     with pytest.raises(InvalidSetting, match=r"darts\.toml is not a file"):
         load({}, str(config))
     config.write_text("redundancy = = 2")
@@ -83,24 +83,22 @@ def test_every_setting_is_a_flag_with_help() -> None:
         assert field.description
 
 
-def test_what_can_change_while_running_is_told_as_json_values() -> None:
-    values = live(load({"redundancy": "2", "state_dir": "/tmp/learned"}, None))
+def test_runtime_settings_are_returned_as_json_values() -> None:
+    values = runtime_values(load({"redundancy": "2", "state_dir": "/tmp/learned"}, None))
     assert values["redundancy"] == 2
     assert values["tail"] == "sampled"
-    assert not values.keys() & {"state_dir", "batch_window", "peek_interval"}
+    assert not values.keys() & {"state_dir", "cohort_window", "poll_interval"}
     assert json.loads(json.dumps(values)) == values
 
 
-def test_a_change_keeps_what_it_does_not_name_wherever_that_came_from(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config.write_text("redundancy = 1.75\npeek_interval = 0.5\n")
+def test_a_patch_keeps_other_settings_wherever_they_came_from(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text("redundancy = 1.75\npoll_interval = 0.5\n")
     monkeypatch.setenv("DARTS_NUM_LONGEST", "3")
     before = load({"state_dir": "/tmp/learned"}, str(config))
     monkeypatch.setenv("DARTS_NUM_LONGEST", "4")
     monkeypatch.setenv("DARTS_TAIL", "nonsense")
     config.unlink()
-    after = changed(changed(before, {"policy": "off"}), {"group_size": 8})
+    after = apply_patch(apply_patch(before, {"policy": "off"}), {"group_size": 8})
     assert after.model_dump() == before.model_dump() | {"policy": "off", "group_size": 8}
     assert before.policy == "uniform"
 
@@ -118,27 +116,31 @@ def test_a_change_keeps_what_it_does_not_name_wherever_that_came_from(
         ({"policy": "darts", "redundancy": 3}, "redundancy", "must be at most max_redundancy = 2.0, got 3"),
         ({"group_size": 2000}, "group_size", "1024"),
         ({"max_group_size": 4, "group_size": 8}, "max_group_size", "max_group_size = 4"),
-        ({"state_dir": "/tmp"}, "state_dir", "fixed while the server runs; those that can be changed are policy"),
-        ({"redundncy": 2}, "redundncy", "unknown setting; those that can be changed are policy"),
+        (
+            {"state_dir": "/tmp"},
+            "state_dir",
+            "cannot change while the server runs; settings that can",
+        ),
+        ({"redundncy": 2}, "redundncy", "unknown setting; settings that can change are policy"),
     ],
 )
-def test_a_wrong_change_names_the_key_and_the_words_are_those_of_the_start(
+def test_an_invalid_patch_names_the_key_with_the_same_message_as_at_start(
     patch: dict[str, object], field: str, words: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        changed(load({}, None), patch)
+        apply_patch(load({}, None), patch)
     assert caught.value.field == field
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("flag", ["weights_root", "weights_staging"])
-def test_folders_for_weights_must_be_there(flag: str, tmp_path: Path) -> None:
+def test_weight_folders_must_exist(flag: str, tmp_path: Path) -> None:
     assert getattr(load({flag: str(tmp_path)}, None), flag) == tmp_path
-    with pytest.raises(InvalidSetting, match=f"{flag} must be a folder that is there"):
+    with pytest.raises(InvalidSetting, match=f"{flag} must be an existing folder"):
         load({flag: str(tmp_path / "nowhere")}, None)
 
 
-def test_switches_are_flags_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boolean_settings_are_flags_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     flags = vars(parser.parse_args(["--allow-unauthenticated"]))
@@ -149,19 +151,19 @@ def test_switches_are_flags_without_a_value(monkeypatch: pytest.MonkeyPatch) -> 
     assert load(flags, None).allow_dangerous_routes
 
 
-def test_a_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DARTS_ADMIN_API_KEY", "sesame")
     settings = load({}, None)
     assert settings.admin_api_key is not None
     assert settings.admin_api_key.get_secret_value() == "sesame"
-    assert "sesame" not in f"{settings!r} {settings} {live(settings)}"
+    assert "sesame" not in f"{settings!r} {settings} {runtime_values(settings)}"
     with pytest.raises(InvalidSetting) as error:
         load({"redundancy": "0"}, None)
     assert "sesame" not in str(error.value)
-    assert "sesame" not in str(changed(settings, {"redundancy": 1.25}))
+    assert "sesame" not in str(apply_patch(settings, {"redundancy": 1.25}))
 
 
-def test_an_empty_key_is_none_in_the_environment_and_a_mistake_as_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_key_means_none_in_the_environment_but_is_an_error_as_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DARTS_ADMIN_API_KEY", "")
     assert load({}, None).admin_api_key is None
     with pytest.raises(InvalidSetting, match="--admin-api-key"):
@@ -169,33 +171,33 @@ def test_an_empty_key_is_none_in_the_environment_and_a_mistake_as_a_flag(monkeyp
 
 
 @pytest.mark.parametrize("hosts", ["", "trainer", "trainer:8001,[::1]:9,10.0.0.5"])
-def test_hosts_for_weights_are_names(hosts: str) -> None:
+def test_weights_hosts_are_host_names_and_ports(hosts: str) -> None:
     assert load({"weights_hosts": hosts}, None).weights_hosts == hosts
 
 
 @pytest.mark.parametrize("hosts", ["http://trainer", "trainer/x", "me@trainer", "a, b", "a,,b", ","])
-def test_what_is_no_host_for_weights_stops_the_start(hosts: str) -> None:
+def test_an_invalid_weights_host_is_an_error_at_start(hosts: str) -> None:
     with pytest.raises(InvalidSetting, match="--weights-hosts"):
         load({"weights_hosts": hosts}, None)
 
 
-def test_detection_points_are_ascending_numbers_with_commas_between(config: Path) -> None:
+def test_detection_points_are_ascending_numbers_separated_by_commas(config: Path) -> None:
     assert load({"detect_at": "512, 128,512"}, None).detect_at == (128, 512)
     config.write_text("detect_at = [64, 32]\n")
     assert load({}, str(config)).detect_at == (32, 64)
     for wrong in ("0", "", "a,b", "128,,512", "1.5"):
-        with pytest.raises(InvalidSetting, match=r"--detect-at = .*: must be whole numbers from 1 on.*Default: 512"):
+        with pytest.raises(InvalidSetting, match=r"--detect-at = .*: must be positive whole numbers.*Default: 512"):
             load({"detect_at": wrong}, None)
 
 
-def test_settings_of_pruning_fit_together() -> None:
+def test_pruning_settings_are_checked_together() -> None:
     for wrong in ({"keep_ratio": "0.95"}, {"keep_ratio": "0.2", "min_survival": "0.3"}):
         with pytest.raises(InvalidSetting, match="keep_ratio must be from min_survival"):
             load(wrong, None)
     with pytest.raises(InvalidSetting, match="soft_rewards and reward_threshold exclude each other"):
         load({"soft_rewards": "true", "reward_threshold": "0.5"}, None)
     with pytest.raises(InvalidRequest, match="keep_ratio: must be from"):
-        changed(load({}, None), {"keep_ratio": 0.95})
-    with pytest.raises(InvalidRequest, match="detect_at: is fixed while the server runs"):
-        changed(load({}, None), {"detect_at": [64]})
-    assert changed(load({"detect_at": "64"}, None), {"refill": True, "survival": "aimed"}).detect_at == (64,)
+        apply_patch(load({}, None), {"keep_ratio": 0.95})
+    with pytest.raises(InvalidRequest, match="detect_at: cannot change while the server runs"):
+        apply_patch(load({}, None), {"detect_at": [64]})
+    assert apply_patch(load({"detect_at": "64"}, None), {"refill": True, "survival": "aimed"}).detect_at == (64,)

@@ -217,9 +217,9 @@ def _reason(error: DartsError) -> str:
     if isinstance(error, Unauthorized):
         return "key"
     if isinstance(error, Forbidden):
-        return "rights"
+        return "permission"
     if isinstance(error, ServerStopping | EngineDead):
-        return "ending"
+        return "shutdown"
     if isinstance(error, InvalidRequest):
         return "body" if error.field == "body" else "quota"
     return "quota" if isinstance(error, QuotaReached) else "queue"

@@ -29,7 +29,7 @@ def test_what_can_change_is_told_with_its_value_and_the_policies_beside() -> Non
     assert answer["policies"][0] == "off"
     assert {"uniform", "darts"} < set(answer["policies"])
     assert SETTINGS.items() <= answer.items()
-    assert not answer.keys() & {"state_dir", "peek_interval", "batch_window"}
+    assert not answer.keys() & {"state_dir", "poll_interval", "cohort_window"}
 
 
 def test_a_change_is_in_force_at_once_and_the_rest_stays() -> None:
@@ -49,8 +49,8 @@ def test_a_change_is_in_force_at_once_and_the_rest_stays() -> None:
         ({"redundancy": True}, "redundancy", "valid number"),
         ({"policy": "fast"}, "policy", "'uniform', 'darts'"),
         ({"num_longest": 1.5}, "num_longest", "valid integer"),
-        ({"state_dir": "/tmp"}, "state_dir", "fixed while the server runs"),
-        ({"peek_interval": 0.1}, "peek_interval", "those that can be changed are policy, redundancy"),
+        ({"state_dir": "/tmp"}, "state_dir", "cannot change while the server runs"),
+        ({"poll_interval": 0.1}, "poll_interval", "settings that can change are policy, redundancy"),
         ({"policies": []}, "policies", "unknown setting"),
         ({"num_longest": 8, "group_size": 8}, "num_longest", "must be smaller than group_size = 8"),
         ({"tail": "longest", "polcy": "off"}, "polcy", "unknown setting"),
@@ -90,7 +90,7 @@ values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
 )
 likely = st.sampled_from(["off", "uniform", "darts", "sampled", "longest", 1, 2, 4, 1.5, None, 0, -1, "2"])
-keys = st.sampled_from([*SETTINGS, "state_dir", "batch_window"]) | st.text()
+keys = st.sampled_from([*SETTINGS, "state_dir", "cohort_window"]) | st.text()
 patches = st.dictionaries(keys, likely | values, max_size=4) | values
 
 

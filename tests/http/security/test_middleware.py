@@ -292,7 +292,7 @@ def test_a_server_that_stops_takes_no_work_and_says_when_to_come_back() -> None:
         assert (error["code"], error["message"]) == (503, "the server is stopping")
     with pytest.raises(WebSocketDisconnect), app.client().websocket_connect("/v1/realtime"):
         pass
-    assert app.refused == ["ending"] * 3
+    assert app.refused == ["shutdown"] * 3
 
 
 def test_what_it_has_done_can_still_be_asked_for_and_rewarded() -> None:

@@ -1,4 +1,4 @@
-"""What is said of settings: their flags and help, and what is wrong with a value."""
+"""Texts about settings: flags, help, and error messages about values."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +14,12 @@ Fields = Mapping[str, FieldInfo]
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
-def refusal(error: Any, patch: Mapping[str, object], fields: Fields) -> InvalidRequest:
-    """A value that was refused while the server runs."""
+def runtime_error(error: Any, patch: Mapping[str, object], fields: Fields) -> InvalidRequest:
+    """Translate a validation error of a runtime change; it names the setting."""
     message = _message(error)
     if not error["loc"]:
         name = next((name for name in patch if name in message), next(iter(patch)))
@@ -28,8 +28,8 @@ def refusal(error: Any, patch: Mapping[str, object], fields: Fields) -> InvalidR
     return InvalidRequest(name, f"{message}, got {shortened(error['input'])} ({help_of(fields[name])})")
 
 
-def explained(error: Any, given: Mapping[str, str | None], fields: Fields, prefix: str) -> str:
-    """A value that was refused at start."""
+def startup_error(error: Any, given: Mapping[str, str | None], fields: Fields, prefix: str) -> str:
+    """Describe a validation error at start: the flag, variable or key, its value and the allowed range."""
     location: Sequence[int | str] = error["loc"]
     message = _message(error)
     if not location:
@@ -47,22 +47,22 @@ def _message(error: Any) -> str:
 
 
 def help_of(field: FieldInfo) -> str:
-    """What it means, which values it takes, and its default."""
+    """Return the help text of a setting: description, range and default."""
     value = field.default
     default = ",".join(map(str, value)) if isinstance(value, tuple) else value
-    return f"{field.description}{_range(field)}" + ("" if default is None else f" Default: {default}.")
+    return f"{field.description}{_range(field)}" + ("" if default in (None, "") else f" Default: {default}.")
 
 
 def _range(field: FieldInfo) -> str:
-    low = next((m.ge for m in field.metadata if hasattr(m, "ge")), None)
-    high = next((m.le for m in field.metadata if hasattr(m, "le")), None)
-    if low is None:
+    minimum = next((m.ge for m in field.metadata if hasattr(m, "ge")), None)
+    maximum = next((m.le for m in field.metadata if hasattr(m, "le")), None)
+    if minimum is None:
         return ""
-    return f" At least {low}." if high is None else f" {low} to {high}."
+    return f" At least {minimum}." if maximum is None else f" {minimum} to {maximum}."
 
 
 def metavar_of(name: str, field: FieldInfo) -> str:
-    """What stands for its value in the help."""
+    """Return the placeholder of the value in ``--help``."""
     choices = getattr(field.annotation, "__args__", ())
     if choices and all(isinstance(c, str) for c in choices):
         return "{" + ",".join(choices) + "}"

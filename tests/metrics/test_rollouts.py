@@ -3,7 +3,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from darts_server.metrics import AccessMetrics, Metrics, Sources, WeightMetrics
+from darts_server.metrics import AccessMetrics, RolloutMetrics, RolloutSources, WeightMetrics
 from darts_server.types import (
     CandidateRecord,
     CohortRecord,
@@ -46,7 +46,7 @@ def record(**changes: object) -> GroupRecord:
 
 def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", registry=registry)
     metrics.candidates_started(3)
     metrics.group_ended(record())
 
@@ -68,7 +68,9 @@ def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:
 
 def test_a_group_that_was_not_completed_waited_for_no_tail() -> None:
     registry = CollectorRegistry()
-    Metrics("tiny", registry=registry).group_ended(record(outcome=Outcome.CANCELLED, tail_wait=None, candidates=()))
+    RolloutMetrics("tiny", registry=registry).group_ended(
+        record(outcome=Outcome.CANCELLED, tail_wait=None, candidates=())
+    )
     labels = {"model_name": "tiny"}
     assert registry.get_sample_value("darts_groups_total", labels | {"outcome": "cancelled"}) == 1
     assert not registry.get_sample_value("darts_tail_wait_seconds_count", labels)
@@ -76,14 +78,24 @@ def test_a_group_that_was_not_completed_waited_for_no_tail() -> None:
 
 def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_with_use() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", registry=registry)
     before = counted(registry)
     assert ("darts_groups_total", "failed") in before
     metrics.candidates_started(3)
     metrics.group_ended(record())
     assert counted(registry) == before
     labels = {label for family in registry.collect() for sample in family.samples for label in sample.labels}
-    assert labels == {"model_name", "outcome", "reason", "kind", "end", "explored", "matched", "zero_variance", "le"}
+    assert labels == {
+        "model_name",
+        "outcome",
+        "reason",
+        "kind",
+        "deadline",
+        "explored",
+        "matched",
+        "zero_variance",
+        "le",
+    }
 
 
 def counted(registry: CollectorRegistry) -> set[tuple[str, ...]]:
@@ -97,10 +109,10 @@ def counted(registry: CollectorRegistry) -> set[tuple[str, ...]]:
     }
 
 
-def test_gauges_ask_when_they_are_read() -> None:
+def test_gauges_read_their_sources_at_each_scrape() -> None:
     registry = CollectorRegistry()
     faults: list[str] = []
-    sources = Sources(
+    sources = RolloutSources(
         tracked=lambda: 7,
         fault=lambda: bool(faults),
         step_seconds=lambda _: None,
@@ -115,7 +127,7 @@ def test_gauges_ask_when_they_are_read() -> None:
         pattern_error=lambda: None,
         redundancy_scale=lambda: 0.25,
     )
-    Metrics("tiny", sources, registry)
+    RolloutMetrics("tiny", sources, registry)
     labels = {"model_name": "tiny"}
     assert registry.get_sample_value("darts_prompts_tracked", labels) == 7
     assert registry.get_sample_value("darts_deadline_stretch", labels) == 1.25
@@ -130,26 +142,26 @@ def test_gauges_ask_when_they_are_read() -> None:
     assert registry.get_sample_value("darts_store_fault", labels) == 1
 
 
-def test_a_batch_tells_its_budget_its_deadline_and_how_well_its_time_was_foretold() -> None:
+def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured_time() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics("tiny", registry=registry)
-    batch = CohortRecord("darts_cut", 64, 12.5, 60, False, predicted_seconds=2.0, measured_seconds=2.5)
-    metrics.cohort_ended(batch)
-    metrics.cohort_ended(replace(batch, deadline=None, explored=True, predicted_seconds=None))
+    metrics = RolloutMetrics("tiny", registry=registry)
+    cohort = CohortRecord("darts_cut", 64, 12.5, 60, False, predicted_seconds=2.0, measured_seconds=2.5)
+    metrics.cohort_ended(cohort)
+    metrics.cohort_ended(replace(cohort, deadline=None, explored=True, predicted_seconds=None))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, {"model_name": "tiny", **labels})
 
-    assert value("darts_batches_total", explored="false") == value("darts_batches_total", explored="true") == 1
+    assert value("darts_cohorts_total", explored="false") == value("darts_cohorts_total", explored="true") == 1
     assert value("darts_budget_mean_candidates") == 12.5
     assert value("darts_deadline_tokens") == 60
     assert value("darts_rollout_seconds_sum", kind="predicted") == 2
     assert value("darts_rollout_seconds_sum", kind="measured") == 2.5
 
 
-def test_what_a_deadline_takes_or_would_take_and_what_a_shadow_would_do_is_counted() -> None:
+def test_cut_candidates_explored_tails_and_shadow_results_are_counted() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", registry=registry)
     tail = replace(candidate(2, 30, selected_as=SelectedAs.LONG), cut=True)
     metrics.group_ended(record(candidates=(candidate(0, 10, selected_as=SelectedAs.SHORT), tail)))
     metrics.group_ended(record(deadline=25, explored=True))
@@ -159,16 +171,16 @@ def test_what_a_deadline_takes_or_would_take_and_what_a_shadow_would_do_is_count
         return registry.get_sample_value(name, {"model_name": "tiny", **labels})
 
     assert value("darts_candidates_cut_total") == 1
-    assert value("darts_explored_candidates_total", end="beyond") == 1
-    assert value("darts_explored_candidates_total", end="within") == 1
+    assert value("darts_explored_candidates_total", deadline="beyond") == 1
+    assert value("darts_explored_candidates_total", deadline="within") == 1
     assert value("darts_explored_beyond_tokens_total") == 5
     assert value("darts_shadow_tokens_total", kind="generated") == 60
     assert value("darts_shadow_tokens_total", kind="returned") == 40
 
 
-def test_rewards_are_counted_by_whether_their_trajectory_is_known_and_groups_by_their_variance() -> None:
+def test_rewards_are_counted_by_match_and_rewarded_groups_by_zero_variance() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", registry=registry)
     metrics.rewards_reported(matched=5, unknown=2)
     metrics.rewards_reported(matched=1, unknown=0)
     metrics.group_rewarded(zero_variance=True)
@@ -184,7 +196,7 @@ def test_rewards_are_counted_by_whether_their_trajectory_is_known_and_groups_by_
     assert value("darts_rewarded_groups_total", zero_variance="false") == 1
 
 
-def test_updates_of_the_weights_are_counted_with_their_phases_and_version() -> None:
+def test_weight_updates_are_counted_with_their_phases_and_version() -> None:
     registry = CollectorRegistry()
     metrics = WeightMetrics("m", registry)
 
@@ -203,9 +215,9 @@ def test_updates_of_the_weights_are_counted_with_their_phases_and_version() -> N
     assert value("darts_weight_update_seconds_count", phase="pause") == 2
 
 
-def test_votes_are_counted_by_how_they_ended_and_what_they_saved() -> None:
+def test_votes_are_counted_by_outcome_with_the_candidates_they_stopped() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", registry=registry)
     for outcome, stopped in ((VoteOutcome.DECIDED_EARLY, 3), (VoteOutcome.DECIDED_EARLY, 1), (VoteOutcome.COUNTED, 0)):
         metrics.vote_ended(outcome, stopped)
     by_outcome = [
@@ -216,7 +228,7 @@ def test_votes_are_counted_by_how_they_ended_and_what_they_saved() -> None:
     assert registry.get_sample_value("darts_vote_candidates_stopped_total", {"model_name": "tiny"}) == 4
 
 
-def test_refusals_are_counted_by_reason_from_the_start() -> None:
+def test_refused_requests_are_counted_by_reason_from_the_start() -> None:
     registry = CollectorRegistry()
     metrics = AccessMetrics("tiny", registry)
     metrics.refused("queue")

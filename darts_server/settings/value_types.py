@@ -1,4 +1,4 @@
-"""Kinds of values that settings have."""
+"""Types of the values of settings."""
 
 from typing import Annotated, Literal
 
@@ -6,7 +6,7 @@ from pydantic import BeforeValidator
 from pydantic_settings import NoDecode
 
 HOSTS = r"^$|^[^\s,/@]+(,[^\s,/@]+)*$"
-"""Of names without scheme, path or password."""
+"""A comma-separated list of host names, without scheme, path or password."""
 
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
@@ -28,13 +28,13 @@ Policy = Literal[
 
 
 def _detection_points(value: object) -> object:
-    """Ascending whole numbers from ``128,512``, or from a list of them."""
+    """Parse ascending whole numbers from ``128,512`` or from a list."""
     try:
         points = [int(part) for part in (value.split(",") if isinstance(value, str) else value)]  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         points = []
     if not points or min(points) < 1:
-        raise ValueError("must be whole numbers from 1 on, with commas between")
+        raise ValueError("must be positive whole numbers, separated by commas")
     return tuple(sorted(set(points)))
 
 
