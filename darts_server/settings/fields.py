@@ -26,8 +26,8 @@ class Settings(BaseSettings):
         "candidates for prompts whose lengths vary more. darts_deadline: as darts, and the tail is the longest "
         "candidates that finish before a deadline. darts_cut: as darts, with a sampled tail that is cut at the "
         "deadline. first_finish: the rule of the DARTS paper's public code, as a baseline. arrol: candidates are "
-        "scored while they run, and some are pruned at random by their probability of being correct. darts+arrol: both. "
-        "off: unshaped. shadow:NAME: unshaped, but the result that NAME would have had is recorded.",
+        "scored while they run, and some are pruned at random by their probability of being correct. darts+arrol: "
+        "both. off: unshaped. shadow:NAME: unshaped, but the result that NAME would have had is recorded.",
     )
     redundancy: Runtime[float] = Field(
         1.5, ge=1, le=16, description="Candidates started per returned trajectory; on average, except for uniform."
