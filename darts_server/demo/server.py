@@ -13,9 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, Protocol
 
 import httpx
 
@@ -34,10 +35,22 @@ POLL_SECONDS = 0.3
 LOG_LINES = 25
 
 
+class Process(Protocol):
+    """The part of `subprocess.Popen` that a server is controlled with."""
+
+    pid: int
+    returncode: int | Any
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def terminate(self) -> None: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
 class Server:
     """A running server."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: Process, port: int, log: Path) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
@@ -58,9 +71,29 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
+Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
+"""Starts ``python -m`` with these arguments, this file for its output and this environment, in its own session."""
+
+
+def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,  # the terminal's Ctrl-C does not reach it; `_stop` ends it in order
+        )
+
+
 @contextmanager
 def serving(
-    command: Sequence[str], log: Path, *flags: str, port: int = 0, env: dict[str, str] | None = None
+    command: Sequence[str],
+    log: Path,
+    *flags: str,
+    port: int = 0,
+    env: dict[str, str] | None = None,
+    launch: Launch = launch,
 ) -> Iterator[Server]:
     """Run a server that is healthy when the block begins and stopped when it ends, also by SIGTERM to this process.
 
@@ -76,14 +109,8 @@ def serving(
     with socket.create_server(("127.0.0.1", port)) as free:
         port = int(free.getsockname()[1])
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *command, *FLAGS, "--host", "127.0.0.1", "--port", str(port), *flags],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=ENVIRONMENT | os.environ | (env or {}),
-            start_new_session=True,  # the terminal's Ctrl-C does not reach it; `_stop` ends it in order
-        )
+    arguments = [*command, *FLAGS, "--host", "127.0.0.1", "--port", str(port), *flags]
+    process = launch(arguments, log, ENVIRONMENT | os.environ | (env or {}))
     server = Server(process, port, log)
     with _sigterm_interrupts():
         try:
@@ -119,7 +146,7 @@ def _wait_until_healthy(server: Server) -> None:
     raise RuntimeError(f"the server is not healthy after {STARTUP_SECONDS:.0f} s:\n{server.log_tail()}")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: Process) -> None:
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):

@@ -1,27 +1,40 @@
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from darts_server.demo.server import DARTS, ENVIRONMENT, PLAIN, Server, serving
+from tests.integration.fork_server import ForkServer, Serve, can_fork
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def serve() -> Iterator[Serve]:
+    """`serving` with servers that start fast. Tests of a server's own processes and signals use `serving` itself."""
+    if not can_fork():
+        yield serving
+        return
+    forks = ForkServer()
+    yield partial(serving, launch=forks.launch)
+    forks.close()
+
+
+@pytest.fixture(scope="session")
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """darts-server with its defaults, and the token route."""
-    with serving(DARTS, tmp_path_factory.mktemp("darts") / "log", "--enable-scale-out") as running:
+    with serve(DARTS, tmp_path_factory.mktemp("darts") / "log", "--enable-scale-out") as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def plain(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """vLLM's own server."""
-    with serving(PLAIN, tmp_path_factory.mktemp("plain") / "log") as running:
+    with serve(PLAIN, tmp_path_factory.mktemp("plain") / "log") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[None]:
-    """What vLLM is told where its engine is started from this process."""
+    """The environment of an engine that is started from this process."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save, save_file
 
 from darts_client import BadRequest, Client
-from darts_server.demo.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server
 from tests.integration import waiting
+from tests.integration.fork_server import Serve
 from tests.integration.weights import ORIGINAL, PROMPT, Weights, difference, other, put, sampled, told
 
 pytestmark = pytest.mark.engine
@@ -101,10 +102,10 @@ def staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(root: Path, staging: Path) -> Iterator[Server]:
+def server(serve: Serve, root: Path, staging: Path) -> Iterator[Server]:
     flags = ("--enable-lora", "--max-lora-rank", "8", "--weights-root", str(root), "--weights-staging", str(staging))
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with serving(DARTS, root.parent / "lora.log", *flags, env=env) as running:
+    with serve(DARTS, root.parent / "lora.log", *flags, env=env) as running:
         yield running
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server
+from tests.integration.fork_server import Serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 KEY = "Authorization: Bearer secret"
@@ -24,11 +25,17 @@ AT_ONCE = 32
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def guarded(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own: its policy and state are changed at random."""
     log = tmp_path_factory.mktemp("guarded") / "log"
-    with serving(DARTS, log, "--api-key", "secret", "--max-group-size", "4") as running:
+    with serve(DARTS, log, "--api-key", "secret", "--max-group-size", "4") as running:
         yield running
+
+
+def test_an_api_key_guards_our_routes_as_it_does_vllms(guarded: Server) -> None:
+    url = f"{guarded.url}/darts/v1/groups/none"
+    assert httpx.get(url).status_code == httpx.get(f"{guarded.url}/v1/models").status_code == 401
+    assert httpx.get(url, headers=dict([KEY.split(": ")])).status_code == 404
 
 
 def test_the_description_holds_for_whatever_schemathesis_makes_of_it(guarded: Server, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from darts_server.demo.server import DARTS, Server, serving
+from darts_server.demo.server import Server
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>"]
@@ -39,10 +39,3 @@ def test_unshaped_responses_name_no_group(server: Server) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", json=BODY | {"model": "tiny:raw"}, timeout=60)
     assert "X-Darts-Group-Id" not in answer.headers
     assert httpx.get(f"{server.url}/darts/v1/groups/{answer.json()['id']}").status_code == 404
-
-
-def test_an_api_key_guards_our_routes_as_it_does_vllms(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with serving(DARTS, tmp_path_factory.mktemp("guarded") / "log", "--api-key", "sesame") as server:
-        url = f"{server.url}/darts/v1/groups/none"
-        assert httpx.get(url).status_code == httpx.get(f"{server.url}/v1/models").status_code == 401
-        assert httpx.get(url, headers={"Authorization": "Bearer sesame"}).status_code == 404

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from darts_server.demo.problems import Problem, reward, sample_problem
-from darts_server.demo.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server
+from tests.integration.fork_server import Serve
 
 pytestmark = pytest.mark.engine
 SIZE = 8
@@ -57,9 +58,9 @@ def until(server: Server, status: str) -> None:
         time.sleep(0.2)
 
 
-def test_groups_are_pruned_once_rewards_have_taught_and_a_restart_goes_on_with_it(tmp_path: Path) -> None:
+def test_groups_are_pruned_once_rewards_have_taught_and_a_restart_goes_on_with_it(serve: Serve, tmp_path: Path) -> None:
     rng, flags = Random(7), (*FLAGS, "--state-dir", str(tmp_path / "state"))
-    with serving(DARTS, tmp_path / "first.log", *flags) as server:
+    with serve(DARTS, tmp_path / "first.log", *flags) as server:
         assert server.metric("darts_quality_status", status="no_labels") == 1
         blank = httpx.get(f"{server.url}/darts/v1/state").content
         assert not pruned(a_step(server, rng)), "at first all are kept"
@@ -84,7 +85,7 @@ def test_groups_are_pruned_once_rewards_have_taught_and_a_restart_goes_on_with_i
         assert not pruned(rollouts(server, [sample_problem(rng)], name="uniform"))
         saved = httpx.get(f"{server.url}/darts/v1/state").content
 
-    with serving(DARTS, tmp_path / "second.log", *flags) as server:
+    with serve(DARTS, tmp_path / "second.log", *flags) as server:
         assert server.metric("darts_quality_status", status="ready") == 1, server.log_tail()
         assert pruned(a_step(server, rng)) > GROUPS
 
@@ -96,8 +97,8 @@ def test_groups_are_pruned_once_rewards_have_taught_and_a_restart_goes_on_with_i
         assert pruned(a_step(server, rng, name="darts+arrol")) > 0
 
 
-def test_who_never_prunes_pays_nothing_and_log_probs_need_no_head(tmp_path: Path) -> None:
-    with serving(DARTS, tmp_path / "log", *FLAGS[2:], "--quality", "logprob", "--cold-labels", "64") as server:
+def test_who_never_prunes_pays_nothing_and_log_probs_need_no_head(serve: Serve, tmp_path: Path) -> None:
+    with serve(DARTS, tmp_path / "log", *FLAGS[2:], "--quality", "logprob", "--cold-labels", "64") as server:
         assert server.metric("darts_quality_status", status="unused") == 1
         a_step(server, Random(3))
         assert server.metric("darts_quality_scores_total") == 0

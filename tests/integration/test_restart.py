@@ -13,6 +13,7 @@ import pytest
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import DARTS, Server, serving
 from darts_server.store import Store
+from tests.integration.fork_server import Serve
 
 pytestmark = pytest.mark.engine
 LOSS_SECONDS = 3.0
@@ -30,7 +31,7 @@ def learned(state: Path) -> dict[str, dict[str, Any]]:
         return {kind: dict(store.items(kind)) for kind in kinds}
 
 
-def test_a_killed_server_knows_after_its_restart_what_it_knew_before(tmp_path: Path) -> None:
+def test_a_killed_server_knows_after_its_restart_what_it_knew_before(serve: Serve, tmp_path: Path) -> None:
     rng = Random(3)
     prompts = [sample_problem(rng).prompt for _ in range(16)]
     state = tmp_path / "state"
@@ -52,7 +53,7 @@ def test_a_killed_server_knows_after_its_restart_what_it_knew_before(tmp_path: P
     assert all(known["groups"] >= 2 for known in before["prompt"].values())
     assert len(before["prompt"]) == len(set(prompts))
 
-    with serving(DARTS, tmp_path / "second.log", *flags) as server:
+    with serve(DARTS, tmp_path / "second.log", *flags) as server:
         for key, known in before["prompt"].items():
             told = httpx.get(f"{server.url}/darts/v1/prompts/{key}").json()
             assert {name: told[name] for name in known} == known

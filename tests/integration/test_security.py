@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.server import DARTS, ENVIRONMENT, STARTUP_SECONDS, Server, serving
+from darts_server.demo.server import DARTS, ENVIRONMENT, STARTUP_SECONDS, Server
+from tests.integration.fork_server import Serve
 
 pytestmark = pytest.mark.engine
 GIVEN, FILED, ROTATED, ADMIN = "given-5f1d", "filed-77ab", "rotated-09c2", "admin-e31b"
@@ -33,7 +34,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(keys: Path) -> Iterator[Server]:
+def server(serve: Serve, keys: Path) -> Iterator[Server]:
     """A server of its own: guarded, and with room for two candidates."""
     flags = (
         *("--api-key-file", str(keys / "use"), "--admin-api-key-file", str(keys / "admin"), "--max-num-seqs", "2"),
@@ -41,7 +42,7 @@ def server(keys: Path) -> Iterator[Server]:
         *("--max-body-bytes", str(LARGEST)),
     )
     environment = {"VLLM_API_KEY": GIVEN, "VLLM_SERVER_DEV_MODE": "1"}
-    with serving(DARTS, keys / "log", *flags, env=environment) as running:
+    with serve(DARTS, keys / "log", *flags, env=environment) as running:
         yield running
 
 

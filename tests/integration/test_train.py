@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from darts_server.demo.server import DARTS, serving
+from darts_server.demo.server import DARTS
 from examples.tiny_rl import train
 from examples.tiny_rl.grpo import TOLERANCE
 from examples.tiny_rl.train_log import read_log
+from tests.integration.fork_server import Serve
 
 pytestmark = pytest.mark.engine
 STEPS = 3
 
 
-def test_each_step_samples_with_the_weights_of_the_step_before(tmp_path: Path) -> None:
+def test_each_step_samples_with_the_weights_of_the_step_before(serve: Serve, tmp_path: Path) -> None:
     recipe = train.Recipe()
-    with serving(DARTS, tmp_path / "server.log") as server:  # its own: the others' must keep the committed weights
+    with serve(DARTS, tmp_path / "server.log") as server:  # its own: the others' must keep the committed weights
         out = ["--url", server.url, "--out", str(tmp_path)]
         train.main(["--policy", "darts_cut", "--steps", str(STEPS), *out])
         started = server.metric("darts_candidates_started_total")

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from darts_client import Client
-from darts_server.demo.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server
 from examples.tiny_rl.tokenizer import build_tokenizer
 from examples.tiny_rl.train import Recipe
 from examples.tiny_rl.train_trl import make_trainer
+from tests.integration.fork_server import Serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 ROOT = Path(__file__).parents[2]
@@ -30,9 +31,9 @@ UPDATES = "darts_weight_updates_total"
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def own(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of this module's: the others' must keep the committed weights."""
-    with serving(DARTS, tmp_path_factory.mktemp("trl") / "log", "--logprobs-mode", "processed_logprobs") as running:
+    with serve(DARTS, tmp_path_factory.mktemp("trl") / "log", "--logprobs-mode", "processed_logprobs") as running:
         yield running
 
 

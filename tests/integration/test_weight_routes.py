@@ -12,9 +12,10 @@ import httpx
 import pytest
 from safetensors.torch import save_file
 
-from darts_server.demo.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server
 from tests.integration import backend, waiting
 from tests.integration.events import Told, put_together, told_by
+from tests.integration.fork_server import Serve
 from tests.integration.weights import ORIGINAL, PROMPT, difference, other, put, sampled, served, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
@@ -33,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
+def server(serve: Serve, folder: Path) -> Iterator[Server]:
     flags = {
         "--worker-extension-cls": "tests.integration.backend.Extension",
         "--weight-transfer-config": json.dumps({"backend": backend.NAME}),
         "--weights-timeout": str(PATIENCE),
     }
     arguments = [word for pair in flags.items() for word in pair]
-    with serving(DARTS, folder / "routes.log", *arguments, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
+    with serve(DARTS, folder / "routes.log", *arguments, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from darts_server.demo.server import DARTS, MODEL, Server, serving
+from darts_server.demo.server import DARTS, MODEL, Server
 from tests.integration import waiting
+from tests.integration.fork_server import Serve
 from tests.integration.weights import (
     EMBEDDING,
     HEAD,
@@ -48,7 +49,7 @@ def trainers_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def server(root: Path, trainers_port: int) -> Iterator[Server]:
+def server(serve: Serve, root: Path, trainers_port: int) -> Iterator[Server]:
     """A server of its own: the others' model stays what it is."""
     flags = (
         "--weights-root",
@@ -59,7 +60,7 @@ def server(root: Path, trainers_port: int) -> Iterator[Server]:
         "tests.integration.extension.Users",
         "--allow-dangerous-routes",
     )
-    with serving(DARTS, root.parent / "weights.log", *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
+    with serve(DARTS, root.parent / "weights.log", *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
 
 

@@ -1,0 +1,173 @@
+"""Starts servers by forking a process that has imported vLLM already.
+
+A server has three processes, and each spends some seven seconds of a core on importing vLLM: two thirds of the cost of
+a start. A fork has everything imported. Servers whose processes, signals or exit code a test looks at are started as
+users start them, by ``darts_server.demo.server.launch``.
+"""
+
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from darts_server.demo.server import ENVIRONMENT, Process, Server
+
+ROOT = Path(__file__).parents[2]
+MAX_REQUEST_BYTES = 1 << 20
+Serve = Callable[..., AbstractContextManager[Server]]
+"""Has the parameters of `darts_server.demo.server.serving`."""
+
+
+class ForkServer:
+    """The process to fork from. It ends when this one does."""
+
+    def __init__(self) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.integration.fork_server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                cwd=ROOT,
+                env=ENVIRONMENT | os.environ,
+                start_new_session=True,
+            )
+
+    def launch(self, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
+        """Run ``python -m`` with these arguments in a fork."""
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("wb") as output:
+            request = json.dumps([list(arguments), dict(env)]).encode()
+            socket.send_fds(self._requests, [request], [output.fileno(), theirs.fileno()])
+        return ForkedProcess(ours)
+
+    def close(self) -> None:
+        self._requests.close()
+        self._process.wait()
+
+
+class ForkedProcess:
+    """A server that was forked, as `subprocess.Popen` would show it."""
+
+    def __init__(self, status: socket.socket) -> None:
+        with status:
+            self._status = status.makefile("r")
+        self.pid = int(self._status.readline())
+        self.returncode: int | Any = None
+
+    def poll(self) -> int | None:
+        return self._exit_code(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._exit_code(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("a forked server", timeout or 0.0)
+        return code
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def _exit_code(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            self.returncode = int(self._status.readline())
+            self._status.close()
+        return self.returncode
+
+
+def can_fork() -> bool:
+    """Whether engines may be forked: CUDA allows no fork once it was initialized."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def main(requests: socket.socket) -> NoReturn:
+    import_engine()
+    assert threading.active_count() == 1, "a lock that another thread holds would stay locked in every fork"
+    gc.freeze()  # collections in the forks would otherwise copy all memory that they share
+    arguments = wait_until_forked(requests)
+    sys.argv = list(arguments)
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def import_engine() -> None:
+    """Import whatever a server and its engine's processes import, and make vLLM fork the engine's processes too."""
+    import vllm.entrypoints.openai.api_server
+    import vllm.envs
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker
+
+    import darts_server.app
+    import darts_server.vllm.server
+    import darts_server.vllm.worker  # noqa: F401
+
+    vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"  # its CPU platform sets spawn
+    os.register_at_fork(after_in_child=forget_signals)
+
+
+def forget_signals() -> None:
+    """Undo what a fork inherits and a new process does not have.
+
+    With the descriptor that wakes uvloop up, a signal to the engine would arrive in the server as well.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def wait_until_forked(requests: socket.socket) -> list[str]:
+    """Fork at each request; return in the fork, with the arguments of the request."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
+        if not request:
+            os._exit(0)
+        output, status = descriptors
+        if os.fork() == 0:
+            requests.close()
+            report_exit_code(status)
+            arguments, env = json.loads(request)
+            become_server(output, env)
+            return list(arguments)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def report_exit_code(status: int) -> None:
+    """Fork again and return in the fork; write its process id, wait for its end, write its exit code, and exit."""
+    if (pid := os.fork()) == 0:
+        os.close(status)
+        return
+    os.write(status, f"{pid}\n".encode())
+    _, ended = os.waitpid(pid, 0)
+    os.write(status, f"{os.waitstatus_to_exitcode(ended)}\n".encode())
+    os._exit(0)
+
+
+def become_server(output: int, env: Mapping[str, str]) -> None:
+    os.setsid()
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(env)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
