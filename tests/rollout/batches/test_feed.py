@@ -74,7 +74,6 @@ def check_repeats(told: Told, again: Told, after: int) -> None:
     assert again == wanted
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     policy=st.sampled_from(POLICIES),

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.engine.port import Probed
@@ -415,7 +415,6 @@ async def everyone(votes: Votes[str, list[int]], run: GroupRun[str, list[int]], 
     return False
 
 
-@settings(max_examples=200, deadline=None)
 @given(electorates(), st.sampled_from(WAYS), st.booleans())
 def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
     electorate: list[Voter], way: tuple[str, str | None], listed: bool
