@@ -61,8 +61,8 @@ def batch_path(batch_id: str) -> str:
 class TransportOptions:
     """Timeouts in seconds, and the number of retries.
 
-    `timeout`: for an answer that comes at once. `connect_timeout`: for a connection. `idle_timeout`: for the next bytes
-    of a stream. `retries`: how many times a request is sent again; 0 for never.
+    `timeout`: for a response that is not streamed. `connect_timeout`: for a connection. `idle_timeout`: for the next
+    bytes of a stream. `retries`: how many times a request is sent again; 0 for never.
     """
 
     timeout: float = 600.0
@@ -75,7 +75,7 @@ class TransportOptions:
             raise ValueError(f"retries must be at least 0, got {self.retries}")
 
     def request_timeout(self) -> httpx.Timeout:
-        """Return httpx's timeouts for an answer that comes at once: the server is silent while it generates."""
+        """Return httpx's timeouts for a response that is not streamed: the server is silent while it generates."""
         return httpx.Timeout(self.timeout, connect=self.connect_timeout)
 
     def stream_timeout(self, limit: "TimeLimit") -> httpx.Timeout:

@@ -40,7 +40,7 @@ class Client:
     weights that it samples with.
 
     `base_url` may end in `/v1` or not. `model` defaults to the first that the server lists. All times are seconds.
-    `timeout` is for answers that come at once, so it bounds their generation too; `connect_timeout` is for a
+    `timeout` is for responses that are not streamed, so it bounds the generation too; `connect_timeout` is for a
     connection, `idle_timeout` for the next bytes of a stream. A request is sent again up to `retries` times where that
     is safe. `transport` replaces the network, in tests.
     """

@@ -167,7 +167,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
 
         app = FastAPI(lifespan=stepping)
         errors.install(app)
-        told = router(
+        routes = router(
             provenance,
             prompts,
             rewards,
@@ -180,5 +180,5 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             viewed=Mock(),
             guarded=False,
         )
-        app.include_router(told)
+        app.include_router(routes)
         yield app, engine

@@ -123,9 +123,9 @@ def test_a_batch_that_is_not_durable_ends_with_its_connection(read_groups: ReadG
 
 @both_clients
 def test_an_unknown_batch_is_an_error(read_groups: ReadGroups) -> None:
-    gone = httpx.Response(404, json={"error": {"message": "no batch is kept", "param": "batch_id"}})
+    not_found = httpx.Response(404, json={"error": {"message": "no batch is kept", "param": "batch_id"}})
     with pytest.raises(NotFound, match="no batch"):
-        read_groups(FakeServer(Body(*GROUPS[:2], then=lose_connection), gone))
+        read_groups(FakeServer(Body(*GROUPS[:2], then=lose_connection), not_found))
 
 
 @both_clients
