@@ -31,7 +31,7 @@ from darts_server.metrics import (
 from darts_server.policy.brownout import Brownout
 from darts_server.policy.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
-from darts_server.quality.report import Report
+from darts_server.quality.report import TrainerReport
 from darts_server.rollout.batches.registry import BatchRegistry, Keeping
 from darts_server.rollout.batches.submission import Submissions
 from darts_server.rollout.learned.latency import Latency
@@ -42,11 +42,11 @@ from darts_server.rollout.observers.bias import LengthBias
 from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
-from darts_server.rollout.pruning.judging import Judging, Kind
 from darts_server.rollout.pruning.pruner import Pruner
+from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.confidence import Confidence
-from darts_server.rollout.voting.votes import Votes
+from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.serving.admission import Admission, Bounds, most_queued
 from darts_server.serving.gate import Gate
 from darts_server.serving.lifecycle import Life
@@ -54,7 +54,7 @@ from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.types import GroupRecord
 from darts_server.vllm import server
-from darts_server.vllm.engine import VllmBatches, VllmPort, VllmPrompts, VllmRollouts, VllmVotes
+from darts_server.vllm.engine import VllmBatches, VllmPort, VllmPrompts, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.life import Living
 from darts_server.weights.coordinator import Rule, UpdateSettings
 from darts_server.weights.port import Groups, Model
@@ -126,11 +126,11 @@ def wiring(
     """How the server's parts are made from the settings; those that have to be closed are put on ``closing``."""
     prompts, rewards, provenance, control = Prompts(store), Rewards(store), Provenance(), Control(settings)
     gate, life, journal = Gate(), Life(), Journal()
-    batches, votes, feedback = Late[VllmBatches](), Late[VllmVotes](), Late[Feedback]()
+    batches, votes, feedback = Late[VllmBatches](), Late[VllmVoteRunner](), Late[Feedback]()
     weights, live, refusals = Late[Updates](), Late[Monitor](), Late[AccessMetrics]()
 
     def rollouts(engine: VllmPort, prompter: VllmPrompts, model_name: str) -> VllmRollouts:
-        latency, bias, sureness = Latency(store, engine.capacity), LengthBias(), Confidence(store)
+        latency, bias, confidence = Latency(store, engine.capacity), LengthBias(), Confidence(store)
         sources = RolloutSources(
             tracked=lambda: store.count(KIND),
             fault=lambda: store.fault is not None,
@@ -152,9 +152,9 @@ def wiring(
 
         def rewarded(record: GroupRecord, right: Mapping[int, bool]) -> None:
             made.rewarded(record, right)
-            pruner.group_rewarded()
+            pruner.record_rewarded_group()
 
-        feedback.part = Feedback(rewards, rewarded, metrics, on_reward=[sureness.rewarded, pruner.rewarded])
+        feedback.part = Feedback(rewards, rewarded, metrics, on_reward=[confidence.learn_reward, pruner.learn_reward])
         live.part = Monitor(lambda: made)
         bounds = Bounds(settings.max_queued_candidates or most_queued(engine.capacity), settings.max_candidates_per_key)
         made: VllmRollouts = Rollouts(
@@ -170,12 +170,12 @@ def wiring(
             gate=gate,
             admission=Admission(lambda: engine.unfinished, engine.capacity, bounds),
             brownout=Brownout.before(bounds.most_waiting or 0, engine.capacity or 0, settings.brownout),
-            judge=pruner,
+            scorer=pruner,
         )
         control.drive(made)
         keeping = Keeping(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
         batches.part = BatchRegistry(Submissions(made, prompter, control.planner), keeping, settings.poll_interval)
-        votes.part = Votes(made, prompter, sureness, metrics)
+        votes.part = VoteRunner(made, prompter, confidence, metrics)
         return made
 
     def updates(model: Model, groups: Groups, model_name: str) -> Updates:
@@ -221,33 +221,41 @@ def _pruner(settings: Settings, control: Control, engine: VllmPort, store: Store
         InvalidSetting: the default policy prunes, and nothing can be scored.
     """
     calibration = Calibration(cold_steps=settings.cold_steps, cold_labels=settings.cold_labels)
-    judging = Judging(
+    scoring_settings = ScoringSettings(
         detect_at=settings.detect_at,
-        kind=Kind(settings.quality),
-        fallback=Kind.LOGPROB if settings.quality_fallback == "logprob" else None,
+        kind=ScoreKind(settings.quality),
+        fallback=ScoreKind.LOGPROB if settings.quality_fallback == "logprob" else None,
         calibration=calibration.as_published if settings.calibration == "paper" else calibration,
         reward_threshold=settings.reward_threshold,
         soft=settings.soft_rewards,
     )
     sources = QualitySources(
         status=lambda: pruner.status,
-        figure=lambda of, name: getattr(pruner.of_scores() if of == "score" else pruner.of_chances(), name),
+        metric=lambda prediction, name: getattr(
+            pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics(), name
+        ),
         loss=lambda: pruner.report.loss,
     )
     metrics = QualityMetrics(model_name, sources)
 
     def new_head(width: int, keep: Callable[[bytes], None]) -> RemoteHead:
-        def trained(report: Report, state: bytes) -> None:
+        def trained(report: TrainerReport, state: bytes) -> None:
             metrics.trained(report.made, report.seconds, report.divergences)
             keep(state)
 
         return RemoteHead(width, device=settings.quality_device, trained=trained)
 
     pruner = Pruner(
-        judging, lambda: engine.probe_width, new_head, store, lambda: engine.weight_version, metrics, control.prunes
+        scoring_settings,
+        lambda: engine.probe_width,
+        new_head,
+        store,
+        lambda: engine.weight_version,
+        metrics,
+        control.prunes,
     )
     if control.prunes(settings.policy):
-        if engine.probe_width is None and not pruner.by_logprobs:
+        if engine.probe_width is None and pruner.uses_hidden_states:
             raise InvalidSetting(
                 f"--policy {settings.policy} prunes by hidden states, which this engine cannot tell; score by "
                 "log-probs with --quality logprob, or allow that with --quality-fallback logprob"

@@ -15,7 +15,7 @@ from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards, summary
 from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.provenance import Provenance
-from darts_server.rollout.voting.votes import Votes
+from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.weights.updates import Updates
 
 
@@ -26,7 +26,7 @@ def router(
     store: state.State,
     control: policy.PolicyControl,
     batches: Callable[[], BatchRegistry[Any, Any]],
-    votes: Callable[[], Votes[Any, Any]],
+    votes: Callable[[], VoteRunner[Any, Any]],
     feedback: Callable[[], Feedback],
     updates: Callable[[], Updates],
     viewed: monitor.Viewed,

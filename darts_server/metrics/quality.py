@@ -1,4 +1,4 @@
-"""Prometheus collectors of pruning by quality: scores, draws, labels, and the head's training."""
+"""Prometheus collectors for pruning by quality: scores, decisions, labels, and the training of the quality head."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from darts_server.metrics.collectors import Collectors, or_nan
 from darts_server.types import PruningStatus
 
-OF = ("score", "chance")
-FIGURES = {
-    "auc": "Chance that a right trajectory is above a wrong one",
+PREDICTIONS = ("score", "calibrated")
+METRICS = {
+    "auc": "Probability that a correct trajectory ranks above a wrong one",
     "brier": "Brier score",
     "calibration_error": "Expected calibration error",
 }
@@ -19,13 +19,14 @@ FIGURES = {
 
 @dataclass(frozen=True, slots=True)
 class QualitySources:
-    """What is asked for its present value whenever metrics are scraped; ``None`` from one means not known yet.
+    """Callables that return the current value at each scrape; ``None`` means that there is no value yet.
 
-    ``status``: of pruning. ``figure``: one of `FIGURES` of one of `OF`. ``loss``: of the last training, in nats.
+    ``status``: of pruning. ``metric``: one of `METRICS` for one of `PREDICTIONS`. ``loss``: of the last training, in
+    nats.
     """
 
     status: Callable[[], PruningStatus]
-    figure: Callable[[str, str], float | None]
+    metric: Callable[[str, str], float | None]
     loss: Callable[[], float | None]
 
 
@@ -36,78 +37,81 @@ class QualityMetrics(Collectors):
         self, model_name: str, sources: QualitySources | None = None, registry: CollectorRegistry = REGISTRY
     ) -> None:
         super().__init__(model_name, registry)
-        self._trained = (0, 0.0, 0)
-        self._make()
+        self._last_totals = (0, 0.0, 0)
+        self._create_counters()
         if sources is not None:
-            self._show(sources)
+            self._create_gauges(sources)
 
     def trajectory_scored(self, *, usable: bool) -> None:
         self._scores.labels(self._model, str(usable).lower()).inc()
 
-    def trajectory_drawn(self, *, kept: bool) -> None:
-        self._draws.labels(self._model, "kept" if kept else "pruned").inc()
+    def pruning_decided(self, *, kept: bool) -> None:
+        self._decisions.labels(self._model, "kept" if kept else "pruned").inc()
 
-    def trajectory_probed(self, *, told: bool) -> None:
-        self._states.labels(self._model, str(told).lower()).inc()
+    def hidden_state_expected(self, *, received: bool) -> None:
+        self._states.labels(self._model, str(received).lower()).inc()
 
     def label_learned(self) -> None:
         self._labels.labels(self._model).inc()
 
-    def flights_forgotten(self, count: int) -> None:
-        self._forgotten.labels(self._model).inc(count)
+    def pending_labels_dropped(self, count: int) -> None:
+        self._dropped.labels(self._model).inc(count)
 
     def trained(self, steps: int, seconds: float, divergences: int) -> None:
-        """How much was trained since the trainer's start, and how often that went wrong. Called in any thread."""
-        now = steps, seconds, divergences
-        new = any(x < before for x, before in zip(now, self._trained, strict=True))  # another process: all at 0 again
-        before = (0, 0.0, 0) if new else self._trained
-        self._trained = now
-        for counter, x, known in zip((self._steps, self._seconds, self._divergences), now, before, strict=True):
-            counter.labels(self._model).inc(x - known)
+        """Add the growth of the trainer process's totals to the counters. Any thread may call this."""
+        totals = steps, seconds, divergences
+        # A total that fell is of a new process, whose totals began at 0.
+        restarted = any(now < last for now, last in zip(totals, self._last_totals, strict=True))
+        before = (0, 0.0, 0) if restarted else self._last_totals
+        self._last_totals = totals
+        for counter, now, last in zip((self._steps, self._seconds, self._divergences), totals, before, strict=True):
+            counter.labels(self._model).inc(now - last)
 
-    def _make(self) -> None:
+    def _create_counters(self) -> None:
         booleans = ("true", "false")
         self._scores = self._counter(
             "darts_quality_scores",
-            "Scores of running trajectories, by whether they were made of finite numbers.",
+            "Scores of running trajectories, by whether their inputs were finite numbers.",
             "usable",
             booleans,
         )
-        self._draws = self._counter(
-            "darts_pruning_draws",
-            "Scored trajectories that could be pruned, by what became of them.",
-            "fate",
+        self._decisions = self._counter(
+            "darts_pruning_decisions",
+            "Decisions on scored trajectories that could be pruned, by outcome.",
+            "outcome",
             ("kept", "pruned"),
         )
         self._states = self._counter(
             "darts_probe_states",
-            "Hidden states of trajectories that came to a detection point, by whether the engine told them.",
-            "told",
+            "Hidden states expected of trajectories past a detection point, by whether the engine sent them.",
+            "received",
             booleans,
         )
         self._labels = self._counter("darts_quality_labels", "Scored trajectories whose rewards were learned from.")
-        self._forgotten = self._counter(
-            "darts_quality_forgotten",
-            "Scored trajectories that were forgotten for want of memory, before a reward came.",
+        self._dropped = self._counter(
+            "darts_quality_labels_dropped",
+            "Scored trajectories dropped from memory before their reward came, because memory for them was full.",
         )
         self._steps = self._counter("darts_quality_training_steps", "Training steps of the quality head.")
-        self._seconds = self._counter("darts_quality_training_seconds", "Seconds that the quality head was trained.")
-        self._divergences = self._counter("darts_quality_divergences", "Trainings of the head that were undone.")
+        self._seconds = self._counter("darts_quality_training_seconds", "Seconds spent training the quality head.")
+        self._divergences = self._counter(
+            "darts_quality_divergences", "Trainings of the quality head that were undone."
+        )
 
-    def _show(self, sources: QualitySources) -> None:
-        for name, text in FIGURES.items():
-            what = "of scores, and of the chances they are calibrated to, by labels that came later"
-            gauge = self._gauge(f"darts_quality_{name}", f"{text} {what}.", "of")
-            for of in OF:
-                gauge.labels(self._model, of).set_function(or_nan(partial(sources.figure, of, name)))
+    def _create_gauges(self, sources: QualitySources) -> None:
+        for name, text in METRICS.items():
+            suffix = "of raw scores and of calibrated probabilities, on labels that came later"
+            gauge = self._gauge(f"darts_quality_{name}", f"{text}, {suffix}.", "prediction")
+            for prediction in PREDICTIONS:
+                gauge.labels(self._model, prediction).set_function(or_nan(partial(sources.metric, prediction, name)))
         gauge = self._gauge("darts_quality_loss", "Mean loss of the quality head's last good training, in nats.")
         gauge.labels(self._model).set_function(or_nan(sources.loss))
         gauge = self._gauge(
-            "darts_quality_status", "1 at the present status of pruning; it prunes while that is 'ready'.", "status"
+            "darts_quality_status", "1 for the current status of pruning; it prunes while that is 'ready'.", "status"
         )
         for status in PruningStatus:
-            gauge.labels(self._model, status).set_function(partial(_is, sources.status, status))
+            gauge.labels(self._model, status).set_function(partial(_is_current, sources.status, status))
 
 
-def _is(asked: Callable[[], PruningStatus], status: PruningStatus) -> float:
-    return float(asked() is status)
+def _is_current(current: Callable[[], PruningStatus], status: PruningStatus) -> float:
+    return float(current() is status)

@@ -11,7 +11,7 @@ WINDOW = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ScoreMetrics:
     """Over the last ``labels`` labels; ``None`` where there are too few to tell.
 
     With inverse propensity weights they stand for all trajectories, also those that were pruned.
@@ -37,13 +37,13 @@ class Evaluation:
     def add(self, label: Label) -> None:
         self._labels.append(label)
 
-    def figures(self) -> Figures:
+    def metrics(self) -> ScoreMetrics:
         scores = [x.score for x in self._labels]
         targets = [x.target for x in self._labels]
         weights: list[float] | None = None
         if self._most_weight is not None:
             weights = inverse_propensity([x.survival for x in self._labels], self._most_weight).tolist()
-        return Figures(
+        return ScoreMetrics(
             labels=len(scores),
             auc=auc(scores, targets, weights),
             brier=brier_score(scores, targets, weights),

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.calibration import Label
-from darts_server.quality.evaluation import Evaluation, Figures
+from darts_server.quality.evaluation import Evaluation, ScoreMetrics
 from darts_server.quality.features import Single, Standardiser, assembled
 from darts_server.quality.network import Network
 from darts_server.quality.replay import Replay
 from darts_server.quality.snapshot import Snapshot
-from darts_server.quality.values import HeadSettings, Score, Status, Training
+from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainingResult
 
 EXPLODED = 20.0
 """Nats. Guessing costs 0.7; so much means logits of twenty on the wrong side, on the average."""
@@ -70,7 +70,7 @@ class Head:
         self._diverged = False
 
     @property
-    def status(self) -> Status:
+    def status(self) -> HeadStatus:
         with self._learning:
             return self._status()
 
@@ -82,13 +82,13 @@ class Head:
 
     @property
     def steps(self) -> int:
-        """Training steps that made the head what it is."""
+        """TrainingResult steps that made the head what it is."""
         return self._good.steps
 
-    def figures(self) -> Figures:
+    def metrics(self) -> ScoreMetrics:
         """How good its scores were on labels that it had not been trained on."""
         with self._learning:
-            return self._evaluation.figures()
+            return self._evaluation.metrics()
 
     def score(self, hidden: NDArray[np.floating], position: int) -> Score:
         """The chance to end correct of a trajectory with this hidden state after ``position`` tokens.
@@ -98,8 +98,8 @@ class Head:
         """
         feature = self._feature(hidden, position)
         with self._learning:
-            status = Status.BAD_FEATURE if feature is None else self._status()
-            if feature is None or status is not Status.READY:
+            status = HeadStatus.BAD_FEATURE if feature is None else self._status()
+            if feature is None or status is not HeadStatus.READY:
                 return Score(self._replay.prior, status)
             good = self._good
         return Score(good.chance(feature), status)
@@ -126,7 +126,7 @@ class Head:
             self._standardiser = self._standardiser.after(feature)
         return True
 
-    def train(self, steps: int, seconds: float = math.inf) -> Training:
+    def train(self, steps: int, seconds: float = math.inf) -> TrainingResult:
         """At most ``steps`` steps, and none begun after ``seconds``; then its scores are the new ones.
 
         Nothing is done with too few labels, or with labels all alike. Where the loss or a weight stops being finite, or
@@ -137,7 +137,7 @@ class Head:
             with self._learning:
                 standardiser = self._standardiser
                 if len(self._replay) < self.settings.fewest or self._replay.one_class:
-                    return Training(0, None)
+                    return TrainingResult(0, None)
             end = self._clock() + seconds
             losses: list[float] = []
             while len(losses) < steps and self._clock() < end:
@@ -174,26 +174,26 @@ class Head:
                 self.rejected += 1
         return feature
 
-    def _status(self) -> Status:
+    def _status(self) -> HeadStatus:
         known = len(self._replay)
         if self._diverged:
-            return Status.DIVERGED
+            return HeadStatus.DIVERGED
         if known >= self.settings.fewest:
             if self._replay.one_class:
-                return Status.ONE_CLASS
-            return Status.READY if self._good.steps else Status.UNTRAINED
+                return HeadStatus.ONE_CLASS
+            return HeadStatus.READY if self._good.steps else HeadStatus.UNTRAINED
         if self._good.steps:  # restored, and its labels are still to come
-            return Status.READY
-        return Status.FEW_LABELS if known else Status.NO_LABELS
+            return HeadStatus.READY
+        return HeadStatus.FEW_LABELS if known else HeadStatus.NO_LABELS
 
     def _step(self, standardiser: Standardiser) -> float:
         with self._learning:
             batch = self._replay.sample(self.settings.batch)
         return self._network.fit(standardiser.apply(batch.features), batch)
 
-    def _keep(self, standardiser: Standardiser, losses: list[float]) -> Training:
+    def _keep(self, standardiser: Standardiser, losses: list[float]) -> TrainingResult:
         if not losses:
-            return Training(0, None)
+            return TrainingResult(0, None)
         weights = self._network.weights()
         good = losses[-1] < EXPLODED and weights.finite
         if good:
@@ -204,4 +204,4 @@ class Head:
         with self._learning:
             self._good, self._diverged = snapshot, not good
             self.divergences += not good
-        return Training(len(losses), math.fsum(losses) / len(losses)) if good else Training(0, None)
+        return TrainingResult(len(losses), math.fsum(losses) / len(losses)) if good else TrainingResult(0, None)

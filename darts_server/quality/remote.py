@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from darts_server.exceptions import InvalidRequest, StateError
 from darts_server.policy.calibration import Label
-from darts_server.quality.evaluation import Figures
+from darts_server.quality.evaluation import ScoreMetrics
 from darts_server.quality.features import assembled
 from darts_server.quality.frames import Example, Frame, examples, read, write
-from darts_server.quality.report import Cadence, Report
+from darts_server.quality.report import TrainerReport, TrainingSchedule
 from darts_server.quality.snapshot import Snapshot
-from darts_server.quality.values import HeadSettings, Score, Status
+from darts_server.quality.types import HeadSettings, HeadStatus, Score
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ GRACE_SECONDS = 5.0
 class _Known(NamedTuple):
     """What is known of the head. One value, so that a reader in another thread sees all of it or nothing."""
 
-    report: Report
+    report: TrainerReport
     snapshot: Snapshot | None
 
 
@@ -49,7 +49,7 @@ class RemoteHead:
     Args:
         width: of the model's hidden states.
         settings, device: see `head.Head`.
-        cadence: when it is trained.
+        schedule: when it is trained.
         trained: hears in a thread of its own of each report, with the state as bytes where that is a new one.
         clock: seconds; the deaths of the process are counted by it.
         command: what trains.
@@ -62,8 +62,8 @@ class RemoteHead:
         settings: HeadSettings | None = None,
         *,
         device: str = "cpu",
-        cadence: Cadence | None = None,
-        trained: Callable[[Report, bytes], None] = lambda _, __: None,
+        schedule: TrainingSchedule | None = None,
+        trained: Callable[[TrainerReport, bytes], None] = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
         command: Sequence[str] = COMMAND,
         grace: float = GRACE_SECONDS,
@@ -75,12 +75,12 @@ class RemoteHead:
         self.lost = False
         """Whether nobody trains it any more, because its process died too often."""
         self._device = device
-        self._cadence = cadence or Cadence()
+        self._schedule = schedule or TrainingSchedule()
         self._trained = trained
         self._clock = clock
         self._command = tuple(command)
         self._grace = grace
-        self._known = _Known(Report(), None)
+        self._known = _Known(TrainerReport(), None)
         self._news = threading.Condition()  # for all below
         self._labelled: deque[Example] = deque(maxlen=settings.capacity)  # more than that it would not remember
         self._state: bytes = b""
@@ -113,11 +113,11 @@ class RemoteHead:
     # --- scoring and learning -----------------------------------------------
 
     @property
-    def status(self) -> Status:
-        return Status.TRAINER_LOST if self.lost else self._known.report.status
+    def status(self) -> HeadStatus:
+        return HeadStatus.TRAINER_LOST if self.lost else self._known.report.status
 
     @property
-    def report(self) -> Report:
+    def report(self) -> TrainerReport:
         """What the process told last."""
         return self._known.report
 
@@ -127,9 +127,9 @@ class RemoteHead:
         process = self._process
         return None if process is None else process.pid
 
-    def figures(self) -> Figures:
+    def metrics(self) -> ScoreMetrics:
         """How good its scores were on labels that it had not been trained on."""
-        return self._known.report.figures
+        return self._known.report.metrics
 
     def score(self, hidden: NDArray[np.floating], position: int) -> Score:
         """As `head.Head.score`."""
@@ -137,8 +137,8 @@ class RemoteHead:
         report, snapshot = self._known
         status = self.status
         if feature is None:
-            status = Status.BAD_FEATURE
-        if feature is None or snapshot is None or status is not Status.READY:
+            status = HeadStatus.BAD_FEATURE
+        if feature is None or snapshot is None or status is not HeadStatus.READY:
             return Score(report.prior, status)
         return Score(snapshot.chance(feature), status)
 
@@ -163,7 +163,7 @@ class RemoteHead:
             self._epoch += 1
             self._state, self._restore = data, True
             trained = snapshot is not None and snapshot.steps > 0
-            report = Report(epoch=self._epoch, status=Status.READY if trained else Status.NO_LABELS)
+            report = TrainerReport(epoch=self._epoch, status=HeadStatus.READY if trained else HeadStatus.NO_LABELS)
             self._known = _Known(replace(report, steps=snapshot.steps if snapshot else 0), snapshot)
             self._news.notify_all()
 
@@ -224,7 +224,7 @@ class RemoteHead:
                 "width": self.width,
                 "settings": asdict(self.settings),
                 "device": self._device,
-                "cadence": asdict(self._cadence),
+                "schedule": asdict(self._schedule),
                 "epoch": self._epoch,
             }
             return Frame(says, self._state)
@@ -259,7 +259,7 @@ class RemoteHead:
     def _listen(self, stream: IO[bytes]) -> None:
         try:
             while (frame := read(stream)) is not None:
-                self._hear(Report.read(frame.says), frame.body)
+                self._hear(TrainerReport.read(frame.says), frame.body)
         except (ValueError, KeyError, TypeError, StateError, InvalidRequest) as error:
             logger.error("the quality head's trainer said what cannot be read: %r", error)
         finally:
@@ -267,7 +267,7 @@ class RemoteHead:
                 self._ended = True
                 self._news.notify_all()
 
-    def _hear(self, report: Report, state: bytes) -> None:
+    def _hear(self, report: TrainerReport, state: bytes) -> None:
         snapshot = Snapshot.read(state, self.width, self.settings.hidden) if state else None
         with self._news:
             if report.epoch != self._epoch:

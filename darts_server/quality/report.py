@@ -4,16 +4,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from darts_server.quality.evaluation import Figures
-from darts_server.quality.values import Status
+from darts_server.quality.evaluation import ScoreMetrics
+from darts_server.quality.types import HeadStatus
 
 UNKNOWN = 0.5
 """The prior without labels."""
-NO_FIGURES = Figures(0, None, None, None)
+NO_METRICS = ScoreMetrics(0, None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Cadence:
+class TrainingSchedule:
     """When a head is trained: with ``labels`` new ones, or any new ones after ``seconds``; then at most ``steps`` steps
     that are begun within ``limit`` seconds.
     """
@@ -25,16 +25,16 @@ class Cadence:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TrainerReport:
     """A head at one moment, without its weights.
 
     ``learned``, ``divergences`` and what was trained (``made`` steps, ``seconds``) count from the start of its process.
     ``loss``: mean of the last good training, in nats. ``epoch``: how often it had been told to restore something.
     """
 
-    status: Status = Status.NO_LABELS
+    status: HeadStatus = HeadStatus.NO_LABELS
     prior: float = UNKNOWN
-    figures: Figures = NO_FIGURES
+    metrics: ScoreMetrics = NO_METRICS
     learned: int = 0
     steps: int = 0
     made: int = 0
@@ -47,6 +47,8 @@ class Report:
         return asdict(self)
 
     @staticmethod
-    def read(says: Mapping[str, Any]) -> "Report":
+    def read(says: Mapping[str, Any]) -> "TrainerReport":
         """What `says` gave, from JSON."""
-        return Report(**{**says, "status": Status(says["status"]), "figures": Figures(**says["figures"])})
+        return TrainerReport(
+            **{**says, "status": HeadStatus(says["status"]), "metrics": ScoreMetrics(**says["metrics"])}
+        )

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.quality.features import Single, Standardiser
-from darts_server.quality.saved import damaged, pack, unpack
+from darts_server.quality.serialization import damaged, pack, unpack
 
 LOGIT_RANGE = 60.0
 """Beyond it a sigmoid is 0 or 1 to the last bit."""

@@ -1,7 +1,7 @@
 """The process that trains a quality head: ``python -m darts_server.quality.trainer``, started by `remote`.
 
 Messages come on standard input and reports go out on what was standard output. It ends with its parent: at the end of
-its input. Training in a thread of the server would have to share one interpreter lock with the event loop.
+its input. TrainingResult in a thread of the server would have to share one interpreter lock with the event loop.
 """
 
 import os
@@ -17,8 +17,8 @@ import torch
 
 from darts_server.quality.frames import Frame, read, read_examples, write
 from darts_server.quality.head import Head
-from darts_server.quality.report import Cadence, Report
-from darts_server.quality.values import HeadSettings
+from darts_server.quality.report import TrainerReport, TrainingSchedule
+from darts_server.quality.types import HeadSettings
 
 NICE = 10
 """Serving comes first, but a trainer that never ran would leave the head behind the policy."""
@@ -32,10 +32,10 @@ class Trainer:
     def __init__(self, opened: Frame, output: IO[bytes]) -> None:
         self._opened = opened.says
         self._output = output
-        self._cadence = Cadence(**opened.says["cadence"])
+        self._schedule = TrainingSchedule(**opened.says["schedule"])
         self._fresh = 0
         self._trained_at = time.monotonic()
-        self._report = Report(epoch=opened.says["epoch"])
+        self._report = TrainerReport(epoch=opened.says["epoch"])
         self._head = self._new()
         if opened.body:
             self._head.restore(opened.body)
@@ -47,12 +47,12 @@ class Trainer:
             while message is not None:
                 self._take(message)
                 message = self._at_hand(messages)
-            self._train() if self._fresh >= self._cadence.labels else self._tell()
+            self._train() if self._fresh >= self._schedule.labels else self._tell()
 
     def _next(self, messages: "queue.Queue[Frame | None]") -> Frame | None:
         """The next message, with a training meanwhile where labels have waited long enough."""
         if self._fresh:
-            due = self._trained_at + self._cadence.seconds
+            due = self._trained_at + self._schedule.seconds
             try:
                 return messages.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
@@ -84,7 +84,7 @@ class Trainer:
 
     def _train(self) -> None:
         begun = time.monotonic()
-        training = self._head.train(self._cadence.steps, self._cadence.limit)
+        training = self._head.train(self._schedule.steps, self._schedule.limit)
         self._fresh, self._trained_at = 0, time.monotonic()
         self._report = replace(
             self._report,
@@ -100,7 +100,7 @@ class Trainer:
             self._report,
             status=head.status,
             prior=head.prior,
-            figures=head.figures(),
+            metrics=head.metrics(),
             steps=head.steps,
             divergences=head.divergences,
         )

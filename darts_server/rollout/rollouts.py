@@ -26,7 +26,7 @@ from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observers.base import GroupObserver
 from darts_server.rollout.plan import Limits, Plan, Planner
 from darts_server.rollout.poller import ProgressPoller
-from darts_server.rollout.pruning.judge import Judge
+from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
 from darts_server.serving.admission import Admission
 from darts_server.serving.gate import Gate
@@ -57,7 +57,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         gate: what groups pass; every group that runs is inside. ``None`` for one of its own.
         admission: who is let in; ``None`` for everyone.
         brownout: what becomes of redundancy while much waits; ``None`` for nothing.
-        judge: scores candidates under policies that prune; ``None`` refuses these.
+        scorer: scores candidates under policies that prune; ``None`` refuses these.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         gate: Gate | None = None,
         admission: Admission | None = None,
         brownout: Brownout | None = None,
-        judge: Judge | None = None,
+        scorer: CandidateScorer | None = None,
     ) -> None:
         self._engine = engine
-        self._judge = judge
+        self._scorer = scorer
         self._planner = Planner(policies, default_policy, limits)
         self._prompts = Prompts(documents)
         self._dataset = Dataset(documents)
@@ -118,9 +118,9 @@ class Rollouts(Generic[RequestT, OutputT]):
             InvalidRequest: unknown policy, one that prunes where nothing can be scored, or a size that the policy or
                 the limits do not allow.
         """
-        return self.judged(self._planner.plan(n, options))
+        return self.check_scorable(self._planner.plan(n, options))
 
-    def judged(self, plan: PlanT) -> PlanT:
+    def check_scorable(self, plan: PlanT) -> PlanT:
         """The plan, if it can be done here.
 
         Raises:
@@ -128,12 +128,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         """
         if plan is None or not plan.shaping.prunes:
             return plan
-        if self._judge is None:
+        if self._scorer is None:
             raise InvalidRequest(
                 "policy",
                 f"{plan.policy!r} prunes by quality, which nothing scores here; name one that does not prune",
             )
-        if self._engine.probe_width is None and not self._judge.by_logprobs:
+        if self._engine.probe_width is None and self._scorer.uses_hidden_states:
             raise InvalidRequest(
                 "policy",
                 f"{plan.policy!r} prunes by hidden states, which this engine cannot tell; name one that does not "
@@ -144,7 +144,9 @@ class Rollouts(Generic[RequestT, OutputT]):
     @property
     def scores(self) -> bool:
         """Whether anything can score candidates."""
-        return self._judge is not None and (self._judge.by_logprobs or self._engine.probe_width is not None)
+        return self._scorer is not None and (
+            not self._scorer.uses_hidden_states or self._engine.probe_width is not None
+        )
 
     def configure(self, policies: Mapping[str, Shaping], default_policy: str, limits: Limits) -> None:
         """Shape groups that are planned from now on so; those that run keep what they were planned with."""
@@ -226,7 +228,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             on_end()
 
         self.gate.let_in()
-        run = GroupRun(self._engine, request, group, ledger, self, ended, self._on_return, self._judge, pruning)
+        run = GroupRun(self._engine, request, group, ledger, self, ended, self._on_return, self._scorer, pruning)
         self._runs[group_id] = run
         self._watch.add(run)
         if self._halted:

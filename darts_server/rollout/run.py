@@ -34,8 +34,8 @@ from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidate_requests import CandidateRequests
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.observers.base import GroupObserver
-from darts_server.rollout.pruning.judge import Judge
-from darts_server.rollout.pruning.scoring import Scoring
+from darts_server.rollout.pruning.group_scorer import GroupScorer
+from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.types import CandidateRecord, GroupRecord, Returned
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         observer: GroupObserver,
         on_end: Callable[[], None],
         on_return: Callable[[Returned], None] = lambda _: None,
-        judge: Judge | None = None,
+        scorer: CandidateScorer | None = None,
         pruning: Pruning | None = None,
     ) -> None:
-        """With both a ``judge`` and ``pruning`` its candidates are scored."""
+        """With both a ``scorer`` and ``pruning`` its candidates are scored."""
         self._engine = engine
         self._requests = CandidateRequests(request)
         self._group = group
@@ -82,9 +82,9 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._on_end = on_end
         self._on_return = on_return
         self._running: dict[int, Running[OutputT]] = {}
-        self._scoring: Scoring | None = None
-        if judge is not None and pruning is not None:
-            self._scoring = Scoring(judge, ledger.group_id, pruning, self._running, self._feed)
+        self._group_scorer: GroupScorer | None = None
+        if scorer is not None and pruning is not None:
+            self._group_scorer = GroupScorer(scorer, ledger.group_id, pruning, self._running, self._feed)
         self._outputs: dict[int, asyncio.Future[OutputT]] = {}
         self._cuts: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -206,7 +206,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             and (tokens := running.tokens()) is not None
             and tokens >= alarm
         ]
-        scores = [] if self._scoring is None else self._scoring.look()
+        scores = [] if self._group_scorer is None else self._group_scorer.poll()
         if events or scores:
             self._feed(*events, *scores)
 
@@ -250,12 +250,14 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     async def _drive(self, index: int) -> None:
         try:
-            probe = None if self._scoring is None else self._scoring.probe(index)
+            probe = None if self._group_scorer is None else self._group_scorer.probe_for(index)
             running = await self._engine.start(*self._asked(index), probe)
             self._running[index] = running
             self._ledger.started(index, self._engine.weight_version)
             if self._in_play(index):
-                self._feed(Started(index), *([] if self._scoring is None else self._scoring.started(index)))
+                self._feed(
+                    Started(index), *([] if self._group_scorer is None else self._group_scorer.mark_started(index))
+                )
             else:
                 running.stop()
             ended = await running.ended()
@@ -333,8 +335,8 @@ class GroupRun(Generic[RequestT, OutputT]):
                     self._start(indices)
                 case Stop(index=index):
                     self._stop(index)
-                case Kept(index=index, survival=survival) if self._scoring is not None:
-                    self._scoring.kept(index, survival)
+                case Kept(index=index, survival=survival) if self._group_scorer is not None:
+                    self._group_scorer.record_kept(index, survival)
                 case Cut(index=index, tokens=tokens):
                     self._cut(index, tokens)
                 case Deliver(index=index):
@@ -359,8 +361,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._observer.candidates_started(len(indices))
 
     def _stop(self, index: int) -> None:
-        if self._scoring is not None:
-            self._scoring.drop(index)
+        if self._group_scorer is not None:
+            self._group_scorer.drop(index)
         if running := self._running.get(index):
             self._ledger.stopped(index, running.stop())
 
@@ -388,8 +390,8 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.record = self._ledger.close(self._group, error, deadline, explored is not None, self._needed)
             self._observer.group_ended(self.record)
         finally:  # a fault in what hears of it is no reason for others to wait
-            if self._scoring is not None:
-                self._scoring.close(self._group.candidates)
+            if self._group_scorer is not None:
+                self._group_scorer.close(self._group.candidates)
             self._on_end()
             if self._batch is not None:
                 self._batch.ended(self, self.record)

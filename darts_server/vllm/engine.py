@@ -28,11 +28,11 @@ from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, En
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.prompts import key_of
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.voting.votes import Votes
+from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.outputs import first_tokens, logprobs_of, without_logprobs
-from darts_server.vllm.probe.receiver import Probes
+from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.probe.wire import ARGUMENT
 from darts_server.vllm.ranks import Ranks
 
@@ -89,7 +89,7 @@ VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
 VllmPrompts: TypeAlias = Prompter[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
 VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
-VllmVotes: TypeAlias = Votes[PromptRequest, RequestOutput]
+VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 
 
 def prompt_key_of(request: PromptRequest) -> str:
@@ -181,9 +181,9 @@ class VllmCandidate:
 class VllmEngine:
     """Implements :class:`darts_server.engine.port.Engine` on an ``AsyncLLM``."""
 
-    def __init__(self, llm: "ShapingLLM", probes: Probes | None = None) -> None:
+    def __init__(self, llm: "ShapingLLM", probes: ProbeReceiver | None = None) -> None:
         self._llm = llm
-        self._probes = Probes() if probes is None else probes
+        self._probes = ProbeReceiver() if probes is None else probes
         self._aborts = Aborts(llm)
         self._ranks = Ranks(llm.vllm_config.parallel_config.data_parallel_size)
 
@@ -231,8 +231,8 @@ class VllmEngine:
         """Sampling parameters of a candidate that is told of."""
         number = None
         if probe.detect_at and self.probe_width is not None:
-            number = self._probes.ask(probe)
-            at_end.callback(self._probes.ended, number)
+            number = self._probes.register(probe)
+            at_end.callback(self._probes.unregister, number)
         return request.probed_params_of(index, probe, number)
 
     def _options(self, request: PromptRequest, rank: int) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.rollout.joining import Joining
 from darts_server.rollout.observers.feedback import Reward
 from darts_server.rollout.plan import OFF, Plan
-from darts_server.rollout.voting.votes import Question
+from darts_server.rollout.voting.runner import VoteRequest
 from darts_server.types import PromptSpec, RequestOptions
 from faults.soak.house import House
 from faults.soak.world import DOOMED, INVALID
@@ -130,9 +130,9 @@ class Callers:
                 return await rollouts.join(joining, lambda _: None)
 
     async def _vote(self, number: int, _: Iterator[int]) -> str:
-        question = Question(PromptSpec(text=f"{self._prompt(number)}#{number}"), self._lots.choice(SIZES), "#(.)")
-        voted = await self._house.votes.hold(question)
-        self._reward(voted.record.group_id, [ballot.index for ballot in voted.ballots])
+        question = VoteRequest(PromptSpec(text=f"{self._prompt(number)}#{number}"), self._lots.choice(SIZES), "#(.)")
+        result = await self._house.votes.run(question)
+        self._reward(result.record.group_id, [ballot.index for ballot in result.ballots])
         return "answered"
 
     async def _batch(self, number: int, numbers: Iterator[int]) -> str:

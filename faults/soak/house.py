@@ -20,11 +20,11 @@ from darts_server.rollout.observers.bias import LengthBias
 from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, Provenance
-from darts_server.rollout.pruning.judging import Judging
 from darts_server.rollout.pruning.pruner import Pruner
+from darts_server.rollout.pruning.score_kinds import ScoringSettings
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.confidence import Confidence
-from darts_server.rollout.voting.votes import Votes
+from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.serving.admission import Admission, Bounds
 from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
@@ -69,9 +69,9 @@ class House:
         self.gate = Gate()
         self.control = control = Control(Settings.model_validate({}))
         rewards = Rewards(store)
-        sureness = Confidence(store, kept.votes, _calibration(kept.vote_labels, cold_steps=0))
+        confidence = Confidence(store, kept.votes, _calibration(kept.vote_labels, cold_steps=0))
         self.pruner = Pruner(
-            Judging(
+            ScoringSettings(
                 (4, 8),
                 calibration=_calibration(kept.labels, cold_steps=1),
                 most_bytes=kept.flight_bytes,
@@ -86,7 +86,7 @@ class House:
             loop.time,
         )
         self.feedback = Feedback(
-            rewards, self._rewarded, self.metrics, kept.groups, [sureness.rewarded, self.pruner.rewarded]
+            rewards, self._rewarded, self.metrics, kept.groups, [confidence.learn_reward, self.pruner.learn_reward]
         )
         self.live = Monitor(lambda: self.rollouts, loop.time)
         observers = (self.metrics, Provenance(kept.groups), LengthBias(), self.feedback, self.live, self.pruner)
@@ -103,12 +103,12 @@ class House:
             gate=self.gate,
             admission=admission,
             brownout=Brownout.before(MOST_WAITING, CAPACITY, 0.5),
-            judge=self.pruner,
+            scorer=self.pruner,
         )
         control.drive(self.rollouts)
         submissions = Submissions(self.rollouts, Texts(), control.planner)
         self.batches = BatchRegistry(submissions, Keeping(kept_batches=kept.batches), clock=loop.time)
-        self.votes = Votes(self.rollouts, Texts(), sureness, self.metrics, loop.time)
+        self.votes = VoteRunner(self.rollouts, Texts(), confidence, self.metrics, loop.time)
 
     def count(self, name: str) -> float:
         """Sum of a counter over its labels."""
@@ -127,7 +127,7 @@ class House:
 
     def _rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
         self.rollouts.rewarded(record, right)
-        self.pruner.group_rewarded()
+        self.pruner.record_rewarded_group()
 
 
 def _calibration(labels: int, cold_steps: int) -> Calibration:

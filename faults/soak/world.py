@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from darts_server.engine.scripted import Script, ScriptedEngine, generated
 from darts_server.exceptions import CandidateFailed, EngineRefused, InvalidRequest
 from darts_server.quality.head import Head
-from darts_server.quality.report import Report
-from darts_server.quality.values import HeadSettings
+from darts_server.quality.report import TrainerReport
+from darts_server.quality.types import HeadSettings
 from darts_server.types import FinishReason, PromptSpec, Sample
 
 STEP_SECONDS = 0.02
@@ -106,8 +106,8 @@ class LocalHead(Head):
         self._trained = trained
 
     @property
-    def report(self) -> Report:
-        return Report(self.status, self.prior, self.figures(), self._learned, self.steps)
+    def report(self) -> TrainerReport:
+        return TrainerReport(self.status, self.prior, self.metrics(), self._learned, self.steps)
 
     def start(self) -> None:
         """There is no process to start."""

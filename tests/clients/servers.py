@@ -24,7 +24,7 @@ from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.confidence import Confidence
-from darts_server.rollout.voting.votes import Votes
+from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import FinishReason, PromptSpec, Sample
@@ -139,8 +139,8 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
     control = Control(load({}, None))
     with Store() as store:
         prompts, rewards, provenance = Prompts(store), Rewards(store), Provenance()
-        sureness = Confidence(store)
-        feedback = Feedback(rewards, Mock(), Mock(), on_reward=[sureness.rewarded])
+        confidence = Confidence(store)
+        feedback = Feedback(rewards, Mock(), Mock(), on_reward=[confidence.learn_reward])
         rollouts: Rollouts[str, list[int]] = Rollouts(
             engine,
             *control.configuration(),
@@ -152,7 +152,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
         )
         control.drive(rollouts)
         batches = BatchRegistry(Submissions(rollouts, Texts(), control.planner), interval=STEP_SECONDS)
-        votes = Votes(rollouts, Texts(), sureness, Mock())
+        votes = VoteRunner(rollouts, Texts(), confidence, Mock())
 
         @asynccontextmanager
         async def stepping(_: FastAPI) -> AsyncGenerator[None, None]:

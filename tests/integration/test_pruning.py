@@ -73,11 +73,11 @@ def test_groups_are_pruned_once_rewards_have_taught_and_a_restart_goes_on_with_i
         groups = a_step(server, rng)
         assert pruned(groups) > GROUPS
         assert all(0 <= t["quality"] <= 1 for group in groups for t in group["trajectories"] if t["length"] > 80)
-        drawn = {fate: server.metric("darts_pruning_draws_total", fate=fate) for fate in ("kept", "pruned")}
-        assert drawn["pruned"] == pruned(groups)
-        assert 0.3 < drawn["kept"] / sum(drawn.values()) < 0.8
-        assert server.metric("darts_probe_states_total", told="true") > 3 * GROUPS * SIZE / 2
-        assert server.metric("darts_probe_states_total", told="false") == 0
+        decided = {fate: server.metric("darts_pruning_decisions_total", outcome=fate) for fate in ("kept", "pruned")}
+        assert decided["pruned"] == pruned(groups)
+        assert 0.3 < decided["kept"] / sum(decided.values()) < 0.8
+        assert server.metric("darts_probe_states_total", received="true") > 3 * GROUPS * SIZE / 2
+        assert server.metric("darts_probe_states_total", received="false") == 0
         for name in ("auc", "brier"):
             assert 0 < server.metric(f"darts_quality_{name}", of="score") < 1
         assert server.metric("darts_quality_loss") > 0

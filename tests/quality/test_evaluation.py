@@ -1,13 +1,13 @@
-"""Figures over the last labels."""
+"""ScoreMetrics over the last labels."""
 
 import pytest
 
 from darts_server.policy.calibration import Label
-from darts_server.quality.evaluation import WINDOW, Evaluation, Figures
+from darts_server.quality.evaluation import WINDOW, Evaluation, ScoreMetrics
 
 
 def test_without_labels_nothing_is_told() -> None:
-    assert Evaluation(None).figures() == Figures(0, None, None, None)
+    assert Evaluation(None).metrics() == ScoreMetrics(0, None, None, None)
 
 
 def test_the_figures_are_over_the_last_labels() -> None:
@@ -16,7 +16,7 @@ def test_the_figures_are_over_the_last_labels() -> None:
         evaluation.add(Label(0.9, 0.0))
     for i in range(WINDOW):
         evaluation.add(Label(0.8 if i % 2 else 0.2, float(i % 2)))
-    figures = evaluation.figures()
+    figures = evaluation.metrics()
     assert (figures.labels, figures.auc) == (WINDOW, 1.0)
     assert (figures.brier, figures.calibration_error) == pytest.approx((0.04, 0.2))
 
@@ -28,5 +28,5 @@ def test_survivors_stand_for_the_pruned_ones() -> None:
     for evaluation in (plain, corrected):
         for label in [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3:
             evaluation.add(label)
-    assert plain.figures().brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)
-    assert corrected.figures().brier == pytest.approx((3 * 0.25 + 3 * 0.36) / 6)
+    assert plain.metrics().brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)
+    assert corrected.metrics().brier == pytest.approx((3 * 0.25 + 3 * 0.36) / 6)

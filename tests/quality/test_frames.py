@@ -6,10 +6,10 @@ import struct
 import numpy as np
 import pytest
 
-from darts_server.quality.evaluation import Figures
+from darts_server.quality.evaluation import ScoreMetrics
 from darts_server.quality.frames import LARGEST, Example, Frame, examples, read, read_examples, write
-from darts_server.quality.report import Report
-from darts_server.quality.values import Status
+from darts_server.quality.report import TrainerReport
+from darts_server.quality.types import HeadStatus
 
 
 def test_messages_come_out_as_they_went_in_and_then_the_end() -> None:
@@ -45,10 +45,10 @@ def test_examples_come_out_as_they_went_in() -> None:
 
 
 def test_a_report_comes_out_as_it_went_in() -> None:
-    report = Report(Status.DIVERGED, 0.25, Figures(7, 0.5, None, 0.125), 9, 8, 7, 0.5, 0.625, 1, 2)
+    report = TrainerReport(HeadStatus.DIVERGED, 0.25, ScoreMetrics(7, 0.5, None, 0.125), 9, 8, 7, 0.5, 0.625, 1, 2)
     stream = io.BytesIO()
     write(stream, Frame(report.says()))
     stream.seek(0)
     frame = read(stream)
     assert frame is not None
-    assert Report.read(frame.says) == report
+    assert TrainerReport.read(frame.says) == report

@@ -9,8 +9,8 @@ import pytest
 
 from darts_server.policy.diagnostics import auc
 from darts_server.quality.head import Head
-from darts_server.quality.values import HeadSettings, Score, Status, Training
-from tests.quality.worlds import QUICK, WIDTH, World, taught, teach
+from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainingResult
+from tests.quality.synthetic import QUICK, WIDTH, World, taught, teach
 
 
 def unseen_auc(head: Head, world: World) -> float:
@@ -26,7 +26,7 @@ def unseen_auc(head: Head, world: World) -> float:
 def test_it_tells_right_from_wrong_on_trajectories_it_has_not_seen() -> None:
     """The best that can be had here is an AUC of about 0.94."""
     head = taught(world := World())
-    assert head.status is Status.READY
+    assert head.status is HeadStatus.READY
     assert unseen_auc(head, world) > 0.85
 
 
@@ -35,7 +35,7 @@ def test_it_follows_a_policy_that_drifts() -> None:
     for _ in range(25):
         world.drift(0.25)
         teach(head, world)
-    figures = head.figures()
+    figures = head.metrics()
     assert unseen_auc(head, world) > 0.8
     assert unseen_auc(taught(World()), world) < 0.75  # the head of the start would not do
     assert figures.auc is not None
@@ -45,7 +45,7 @@ def test_it_follows_a_policy_that_drifts() -> None:
 def test_the_figures_are_of_labels_that_were_not_trained_on() -> None:
     """Labels by the toss of a coin can be learned by heart, and not foreseen."""
     head = taught(World(sharpness=0.0), rounds=16)
-    figures = head.figures()
+    figures = head.metrics()
     assert figures.labels == 15 * 64  # none before the first training
     assert figures.auc is not None
     assert 0.4 < figures.auc < 0.6
@@ -103,17 +103,17 @@ def test_the_same_seed_learns_the_same() -> None:
 def test_before_it_is_trained_it_is_neutral_and_says_why() -> None:
     head = Head(WIDTH, QUICK)
     hidden = np.zeros(WIDTH)
-    assert head.score(hidden, 512) == Score(0.5, Status.NO_LABELS)
-    assert head.train(5) == Training(0, None)
+    assert head.score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
+    assert head.train(5) == TrainingResult(0, None)
     head.learn(hidden, 512, 1.0)
     score = head.score(hidden, 512)
     assert score.value == pytest.approx(2 / 3)
-    assert score.status is Status.FEW_LABELS
+    assert score.status is HeadStatus.FEW_LABELS
     for i in range(QUICK.fewest):
         head.learn(hidden + i, 512, float(i % 2))
-    assert head.score(hidden, 512).status is Status.UNTRAINED
+    assert head.score(hidden, 512).status is HeadStatus.UNTRAINED
     assert head.train(5).steps == 5
-    assert head.score(hidden, 512).status is head.status is Status.READY
+    assert head.score(hidden, 512).status is head.status is HeadStatus.READY
     assert head.steps == 5
 
 
@@ -122,19 +122,19 @@ def test_labels_of_one_class_teach_nothing(target: float) -> None:
     head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
     for _ in range(200):
         head.learn(rng.normal(size=WIDTH), 512, target)
-    assert head.train(5) == Training(0, None)
+    assert head.train(5) == TrainingResult(0, None)
     score = head.score(np.zeros(WIDTH), 512)
     assert score.value == pytest.approx(target, abs=0.01)
-    assert score.status is Status.ONE_CLASS
+    assert score.status is HeadStatus.ONE_CLASS
 
 
 def test_a_trained_head_is_neutral_while_all_that_it_remembers_are_alike() -> None:
     head = taught(World())
     for hidden, _ in World(seed=1).trajectories(QUICK.capacity):
         head.learn(hidden, 512, 1.0)
-    assert head.score(np.zeros(WIDTH), 512).status is Status.ONE_CLASS
+    assert head.score(np.zeros(WIDTH), 512).status is HeadStatus.ONE_CLASS
     teach(head, World())
-    assert head.status is Status.READY
+    assert head.status is HeadStatus.READY
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
@@ -144,7 +144,7 @@ def test_features_that_are_not_finite_are_counted_and_change_nothing(bad: float)
     hidden[3] = bad
     assert not head.learn(hidden, 512, 1.0)
     score = head.score(hidden, 512)
-    assert score.status is Status.BAD_FEATURE
+    assert score.status is HeadStatus.BAD_FEATURE
     assert 0 < score.value < 1
     assert head.rejected == 2
     assert head.state() == before
@@ -155,7 +155,7 @@ def test_an_outlier_does_not_outweigh_all_else() -> None:
     head = taught(world := World())
     head.learn(np.full(WIDTH, 1e30), 512, 1.0)
     head.train(30)
-    assert head.status is Status.READY
+    assert head.status is HeadStatus.READY
     for _ in range(12):
         teach(head, world)
     assert head.divergences == 0
@@ -167,11 +167,11 @@ def test_a_training_that_goes_wrong_is_undone() -> None:
     for hidden, target in world.trajectories(64):
         head.learn(hidden, 512, target)
     before = head.state()
-    assert head.train(50) == Training(0, None)
-    assert (head.status, head.divergences, head.steps) == (Status.DIVERGED, 1, 0)
+    assert head.train(50) == TrainingResult(0, None)
+    assert (head.status, head.divergences, head.steps) == (HeadStatus.DIVERGED, 1, 0)
     assert head.state() == before
     assert head.score(np.zeros(WIDTH), 512).value == pytest.approx(0.5, abs=0.2)
-    assert head.train(50) == Training(0, None)
+    assert head.train(50) == TrainingResult(0, None)
     assert head.divergences == 2
 
 
@@ -182,8 +182,8 @@ def test_after_a_training_that_went_wrong_it_goes_on_from_what_was_good() -> Non
     head.restore(good.state())
     for hidden, target in world.trajectories(64):
         head.learn(hidden, 512, target)
-    assert head.train(10) == Training(0, None)
-    assert head.status is Status.DIVERGED
+    assert head.train(10) == TrainingResult(0, None)
+    assert head.status is HeadStatus.DIVERGED
     assert head.state() == good.state()
     again = Head(WIDTH, QUICK)
     again.restore(head.state())
@@ -195,9 +195,9 @@ def test_after_a_training_that_was_undone_the_next_starts_from_good_weights() ->
     head = Head(WIDTH, replace(QUICK, learning_rate=1e4))
     for hidden, target in World(sharpness=0.0).trajectories(64):
         head.learn(hidden, 512, target)
-    assert head.train(2) == Training(0, None)
+    assert head.train(2) == TrainingResult(0, None)
     assert head.train(1).steps == 1
-    assert (head.status, head.divergences) == (Status.READY, 1)
+    assert (head.status, head.divergences) == (HeadStatus.READY, 1)
 
 
 def test_a_loss_that_explodes_is_a_divergence_though_it_is_finite() -> None:
@@ -205,8 +205,8 @@ def test_a_loss_that_explodes_is_a_divergence_though_it_is_finite() -> None:
     for hidden, target in World(sharpness=0.0).trajectories(64):
         head.learn(hidden, 512, target)
     assert head.train(1).steps == 1  # kept, so all its weights are finite
-    assert head.train(1) == Training(0, None)
-    assert (head.status, head.divergences, head.steps) == (Status.DIVERGED, 1, 1)
+    assert head.train(1) == TrainingResult(0, None)
+    assert (head.status, head.divergences, head.steps) == (HeadStatus.DIVERGED, 1, 1)
 
 
 # --- time and threads -------------------------------------------------------
@@ -218,8 +218,8 @@ def test_training_stops_when_its_time_is_up() -> None:
     for hidden, target in World().trajectories(64):
         head.learn(hidden, 512, target)
     assert head.train(100, seconds=3.5).steps == 3
-    assert head.train(100, seconds=0.0) == Training(0, None)
-    assert head.status is Status.READY
+    assert head.train(100, seconds=0.0) == TrainingResult(0, None)
+    assert head.status is HeadStatus.READY
 
 
 def test_scoring_and_learning_go_on_while_it_is_trained() -> None:
@@ -249,7 +249,7 @@ def test_scoring_and_learning_go_on_while_it_is_trained() -> None:
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert head.steps == 120
-    assert {s.value for s in scores if s.status is Status.READY} <= set(trained)
+    assert {s.value for s in scores if s.status is HeadStatus.READY} <= set(trained)
 
 
 def test_two_trainings_at_once_take_turns() -> None:
@@ -286,7 +286,7 @@ def test_what_is_out_of_range_is_refused(
     head = Head(WIDTH, QUICK)
     with pytest.raises(ValueError, match="must"):
         head.learn(hidden, position, target, survival)
-    assert head.status is Status.NO_LABELS
+    assert head.status is HeadStatus.NO_LABELS
 
 
 @pytest.mark.parametrize("wrong", [{"hidden": 0}, {"batch": 0}, {"fewest": 0}, {"capacity": 8}, {"half_life": 0.0}])

@@ -18,11 +18,11 @@ import pytest
 from darts_server.exceptions import InvalidRequest, StateDamaged
 from darts_server.quality.head import Head
 from darts_server.quality.remote import DEATH_SECONDS, DEATHS, RemoteHead
-from darts_server.quality.report import Cadence, Report
-from darts_server.quality.values import HeadSettings, Score, Status
-from tests.quality.worlds import QUICK, WIDTH, World, taught
+from darts_server.quality.report import TrainerReport, TrainingSchedule
+from darts_server.quality.types import HeadSettings, HeadStatus, Score
+from tests.quality.synthetic import QUICK, WIDTH, World, taught
 
-STEADY = Cadence(labels=64, seconds=3600.0, steps=30, limit=3600.0)
+STEADY = TrainingSchedule(labels=64, seconds=3600.0, steps=30, limit=3600.0)
 """Trained after each 64 labels, however busy the machine is."""
 PATIENCE = 60.0
 
@@ -35,8 +35,8 @@ def until(true: Callable[[], object], what: str) -> None:
 
 
 @contextmanager
-def a_head(settings: HeadSettings = QUICK, cadence: Cadence = STEADY, **more: Any) -> Iterator[RemoteHead]:
-    head = RemoteHead(WIDTH, settings, cadence=cadence, **more)
+def a_head(settings: HeadSettings = QUICK, schedule: TrainingSchedule = STEADY, **more: Any) -> Iterator[RemoteHead]:
+    head = RemoteHead(WIDTH, settings, schedule=schedule, **more)
     head.start()
     try:
         yield head
@@ -57,7 +57,7 @@ def test_scores_figures_and_status_are_those_of_the_head_in_this_process() -> No
     states: list[bytes] = []
     with a_head(trained=lambda _, state: states.append(state)) as there:
         for hidden, _ in World(seed=4).trajectories(3):
-            assert there.score(hidden, 512) == here.score(hidden, 512) == Score(0.5, Status.NO_LABELS)
+            assert there.score(hidden, 512) == here.score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
         for _ in range(6):
             steps = there.report.steps
             for hidden, target in world.trajectories(64):
@@ -67,7 +67,7 @@ def test_scores_figures_and_status_are_those_of_the_head_in_this_process() -> No
             here.train(30)
             until(lambda before=steps: there.report.steps > before, "it is trained")  # type: ignore[misc]
             assert (there.status, there.report.steps, there.report.prior) == (here.status, here.steps, here.prior)
-            assert there.figures() == here.figures()
+            assert there.metrics() == here.metrics()
             for hidden, _ in World(seed=5).trajectories(20):
                 assert there.score(hidden, 512) == here.score(hidden, 512)
         assert there.report.made == 180
@@ -75,20 +75,20 @@ def test_scores_figures_and_status_are_those_of_the_head_in_this_process() -> No
 
 
 def test_labels_that_are_few_and_alone_are_learned_after_a_while() -> None:
-    with a_head(replace(QUICK, fewest=4), Cadence(labels=64, seconds=0.05, steps=5)) as head:
+    with a_head(replace(QUICK, fewest=4), TrainingSchedule(labels=64, seconds=0.05, steps=5)) as head:
         for hidden, target in World().trajectories(8):
             head.learn(hidden, 512, target)
-        until(lambda: head.status is Status.READY, "few labels are trained on")
+        until(lambda: head.status is HeadStatus.READY, "few labels are trained on")
         assert 0 < head.score(hidden, 512).value < 1
 
 
 def test_before_it_is_started_and_with_labels_of_one_class_it_is_neutral() -> None:
     hidden = np.zeros(WIDTH)
-    assert RemoteHead(WIDTH).score(hidden, 512) == Score(0.5, Status.NO_LABELS)
+    assert RemoteHead(WIDTH).score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
     with a_head() as head:
         for x, _ in World().trajectories(64):
             head.learn(x, 512, 1.0)
-        until(lambda: head.status is Status.ONE_CLASS, "all labels are learned")
+        until(lambda: head.status is HeadStatus.ONE_CLASS, "all labels are learned")
         assert head.score(hidden, 512).value == pytest.approx(65 / 66)
 
 
@@ -96,7 +96,7 @@ def test_before_it_is_started_and_with_labels_of_one_class_it_is_neutral() -> No
 def test_features_that_are_not_finite_are_counted_and_not_sent(bad: float) -> None:
     head, hidden = RemoteHead(WIDTH), np.zeros(WIDTH)
     hidden[2] = bad
-    assert head.score(hidden, 512).status is Status.BAD_FEATURE
+    assert head.score(hidden, 512).status is HeadStatus.BAD_FEATURE
     assert not head.learn(hidden, 512, 1.0)
     assert head.rejected == 2
     with pytest.raises(ValueError, match="shape"):
@@ -109,18 +109,18 @@ def test_one_that_diverges_is_neutral_and_says_so() -> None:
     with a_head(replace(QUICK, learning_rate=1e30)) as head:
         for hidden, target in World().trajectories(64):
             head.learn(hidden, 512, target)
-        until(lambda: head.status is Status.DIVERGED, "it diverges")
+        until(lambda: head.status is HeadStatus.DIVERGED, "it diverges")
         assert head.report.divergences == 1
-        assert head.score(hidden, 512) == Score(head.report.prior, Status.DIVERGED)
+        assert head.score(hidden, 512) == Score(head.report.prior, HeadStatus.DIVERGED)
 
 
 def test_a_saved_head_scores_at_once_and_goes_on_in_another_process() -> None:
     saved, world = taught(World()), World(seed=6)
-    head = RemoteHead(WIDTH, QUICK, cadence=STEADY)
+    head = RemoteHead(WIDTH, QUICK, schedule=STEADY)
     head.restore(saved.state())
     known = [(hidden, saved.score(hidden, 512).value) for hidden, _ in world.trajectories(5)]
     for hidden, value in known:
-        assert head.score(hidden, 512) == Score(value, Status.READY)
+        assert head.score(hidden, 512) == Score(value, HeadStatus.READY)
     head.start()
     try:
         teach(head, world)
@@ -138,7 +138,7 @@ def test_what_is_restored_while_it_runs_replaces_what_it_was() -> None:
         teach(head, World())
         assert head.report.steps == saved.steps + 30
         head.restore(b"")
-        assert head.status is Status.NO_LABELS
+        assert head.status is HeadStatus.NO_LABELS
         teach(head, World())
         assert head.report.steps == 30
 
@@ -161,7 +161,7 @@ def test_a_trainer_that_is_killed_is_replaced_and_goes_on_from_where_it_was(capl
         assert first is not None
         os.kill(first, signal.SIGKILL)
         until(lambda: head.pid not in (None, first), "another one is there")
-        assert head.status is Status.READY
+        assert head.status is HeadStatus.READY
         teach(head, World(seed=1))
         assert head.report.steps == 90
     assert "another one is started" in caplog.text
@@ -173,10 +173,10 @@ def test_a_trainer_that_always_dies_is_left_dead_and_the_head_is_neutral(caplog:
         WIDTH, QUICK, command=(sys.executable, "-c", "raise SystemExit(3)"), trained=lambda *_: begun.set()
     )
     head.restore(taught(World()).state())
-    assert head.score(np.zeros(WIDTH), 512).status is Status.READY
+    assert head.score(np.zeros(WIDTH), 512).status is HeadStatus.READY
     head.start()
     until(lambda: head.lost, "nobody starts it any more")
-    assert head.score(np.zeros(WIDTH), 512).status is head.status is Status.TRAINER_LOST
+    assert head.score(np.zeros(WIDTH), 512).status is head.status is HeadStatus.TRAINER_LOST
     assert caplog.text.count("another one is started") == DEATHS
     assert "it is left dead" in caplog.text
     assert head.learn(np.zeros(WIDTH), 512, 1.0)
@@ -266,5 +266,5 @@ def test_a_report_of_before_a_restore_does_not_undo_it() -> None:
     head = RemoteHead(WIDTH, QUICK)
     head.restore(taught(World()).state())
     before = head.report
-    head._hear(Report(Status.ONE_CLASS, epoch=0), b"")
+    head._hear(TrainerReport(HeadStatus.ONE_CLASS, epoch=0), b"")
     assert head.report == before

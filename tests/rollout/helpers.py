@@ -15,7 +15,7 @@ from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.plan import Limits, Plan
-from darts_server.rollout.pruning.judge import Judge
+from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.types import CohortRecord, GroupRecord, RequestOptions
@@ -73,7 +73,7 @@ class House:
         script: Callable[[str, int], Script],
         shapings: Mapping[str, Shaping] = SHAPINGS,
         store: Documents | None = None,
-        judge: Judge | None = None,
+        scorer: CandidateScorer | None = None,
         engine: Callable[[Callable[[str, int], Script]], ScriptedEngine] = ScriptedEngine,
     ) -> None:
         self.script = script
@@ -91,7 +91,7 @@ class House:
             peek_interval=0,
             batch_window=0,
             clock=lambda: self.engine.now,
-            judge=judge,
+            scorer=scorer,
         )
 
     def run(

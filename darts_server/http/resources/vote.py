@@ -10,7 +10,7 @@ from darts_server.http.body import parsed, read_body
 from darts_server.http.disconnect import while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.vote_models import VoteIn, VoteOut
-from darts_server.rollout.voting.votes import Question, Votes
+from darts_server.rollout.voting.runner import VoteRequest, VoteRunner
 
 LARGEST_BODY = 16 * 1024 * 1024
 """Bytes: a prompt of a million tokens has less."""
@@ -26,7 +26,7 @@ EXAMPLES = (
 )
 
 
-def routes(votes: Callable[[], Votes[Any, Any]]) -> APIRouter:
+def routes(votes: Callable[[], VoteRunner[Any, Any]]) -> APIRouter:
     """The route. ``votes`` is asked when a request comes: the engine may start after the routes are made."""
     api = APIRouter()
 
@@ -39,5 +39,5 @@ def routes(votes: Callable[[], Votes[Any, Any]]) -> APIRouter:
     return api
 
 
-async def _answer(votes: Votes[Any, Any], question: Question) -> Response:
-    return JSONResponse(VoteOut.of(await votes.hold(question)).model_dump(mode="json"))
+async def _answer(votes: VoteRunner[Any, Any], question: VoteRequest) -> Response:
+    return JSONResponse(VoteOut.of(await votes.run(question)).model_dump(mode="json"))

@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag
 
 from darts_server.http.resources.rollouts_models import DiscardedOut
 from darts_server.http.shaping.options import NAME_CHARS
-from darts_server.rollout.voting.poll import Ballot
-from darts_server.rollout.voting.votes import Question, Voted
+from darts_server.rollout.voting.ballots import Ballot
+from darts_server.rollout.voting.runner import VoteRequest, VoteResult
 from darts_server.types import CandidateRecord, FinishReason, PromptSpec
 
 TokenIds = list[Annotated[StrictInt, Field(ge=0)]]
@@ -76,10 +76,10 @@ class VoteIn(BaseModel):
         return self
 
     @property
-    def asked(self) -> Question:
+    def asked(self) -> VoteRequest:
         text = self.prompt if isinstance(self.prompt, str) else None
         tokens = self.prompt if isinstance(self.prompt, list) else None
-        return Question(
+        return VoteRequest(
             prompt=PromptSpec(tokens, self.messages, text, self.key),
             n=self.n,
             pattern=self.pattern if isinstance(self.pattern, str) else self.pattern.choices,
@@ -130,23 +130,23 @@ class VoteOut(BaseModel):
     usage: VoteUsageOut
 
     @classmethod
-    def of(cls, voted: Voted) -> Self:
-        tally, record = voted.count.tally, voted.record
+    def of(cls, result: VoteResult) -> Self:
+        tally, record = result.count.tally, result.record
         known = {candidate.index: candidate for candidate in record.candidates}
-        taken = {ballot.index for ballot in voted.ballots}
-        returned = sum(len(ballot.sample.token_ids) for ballot in voted.ballots)
+        taken = {ballot.index for ballot in result.ballots}
+        returned = sum(len(ballot.sample.token_ids) for ballot in result.ballots)
         generated = record.generated_tokens
         return cls(
-            id=voted.vote_id,
+            id=result.vote_id,
             answer=tally.winner,
             weights=dict(tally.weights),
             votes=dict(tally.votes),
-            decided_early=voted.decided_early,
-            calibration=voted.calibration,
-            trajectories=[_voter(voted, ballot, known[ballot.index]) for ballot in voted.ballots],
+            decided_early=result.decided_early,
+            calibration=result.calibration,
+            trajectories=[_voter(result, ballot, known[ballot.index]) for ballot in result.ballots],
             discarded=[
                 DiscardedOut(
-                    trajectory_id=f"{voted.vote_id}:{index}",
+                    trajectory_id=f"{result.vote_id}:{index}",
                     length=candidate.tokens,
                     reason=candidate.reason,
                 )
@@ -154,19 +154,19 @@ class VoteOut(BaseModel):
                 if index not in taken and candidate.reason is not None
             ],
             usage=VoteUsageOut(
-                generated=generated, returned=returned, wasted=max(0, generated - returned), seconds=voted.seconds
+                generated=generated, returned=returned, wasted=max(0, generated - returned), seconds=result.seconds
             ),
         )
 
 
-def _voter(voted: Voted, ballot: Ballot, candidate: CandidateRecord) -> VoterOut:
+def _voter(result: VoteResult, ballot: Ballot, candidate: CandidateRecord) -> VoterOut:
     sample = ballot.sample
-    wanted = voted.question.wants_logprobs and sample.logprobs is not None
+    wanted = result.question.wants_logprobs and sample.logprobs is not None
     return VoterOut(
-        trajectory_id=f"{voted.vote_id}:{ballot.index}",
+        trajectory_id=f"{result.vote_id}:{ballot.index}",
         answer=ballot.answer,
-        score=None if ballot.measured is None else ballot.measured.score,
-        weight=voted.count.weight_of.get(ballot.index),
+        score=None if ballot.score is None else ballot.score.value,
+        weight=result.count.weights.get(ballot.index),
         token_ids=list(sample.token_ids),
         logprobs=list(sample.logprobs or ()) if wanted else None,
         text=sample.text,

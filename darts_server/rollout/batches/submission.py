@@ -129,7 +129,7 @@ class Submissions(Generic[RequestT, OutputT]):
         plan = self._planner(asked.policy).plan(asked.group_size, RequestOptions()) or Plan(
             OFF, UNSHAPED, asked.group_size
         )
-        self._rollouts.judged(plan)
+        self._rollouts.check_scorable(plan)
         if asked.survivors:
             plan = _with_survivors(plan)
         low, high = (len(asked.prompts) * bound for bound in plan.shaping.bounds(plan.size))

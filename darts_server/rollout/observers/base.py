@@ -42,24 +42,24 @@ class VoteObserver(Protocol):
 
 
 class PruningObserver(Protocol):
-    """Told the same way of trajectories that are scored."""
+    """Receives events of trajectories that are scored, under the same rules."""
 
     def trajectory_scored(self, *, usable: bool) -> None:
-        """A score was made, or could not be: the hidden state or the log-probs were no finite numbers."""
+        """A trajectory was scored; not ``usable``: its hidden state or log-probs were not finite numbers."""
         ...
 
-    def trajectory_drawn(self, *, kept: bool) -> None:
-        """A score that is trusted has decided whether a trajectory is kept or pruned."""
+    def pruning_decided(self, *, kept: bool) -> None:
+        """A trajectory with a calibrated score was kept or pruned."""
         ...
 
-    def trajectory_probed(self, *, told: bool) -> None:
-        """A trajectory's hidden state was told, or never was though it went past its detection point."""
+    def hidden_state_expected(self, *, received: bool) -> None:
+        """A trajectory's hidden state came, or did not come although it passed the detection point."""
         ...
 
     def label_learned(self) -> None:
-        """A reward came for a trajectory that was scored."""
+        """A scored trajectory got its reward, and is now a label."""
         ...
 
-    def flights_forgotten(self, count: int) -> None:
-        """Scored trajectories were forgotten for want of memory: their rewards will teach nothing."""
+    def pending_labels_dropped(self, count: int) -> None:
+        """``count`` scored trajectories were dropped because memory is full: their rewards cannot be learned from."""
         ...

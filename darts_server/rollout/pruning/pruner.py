@@ -11,20 +11,27 @@ from numpy.typing import NDArray
 from darts_server.engine.port import Probed
 from darts_server.exceptions import StateError
 from darts_server.policy.calibration import Label
-from darts_server.policy.calibration import Status as Calibrated
+from darts_server.policy.calibration import Status as CalibrationStatus
 from darts_server.policy.survival import Pruning
-from darts_server.quality.evaluation import Evaluation, Figures
-from darts_server.quality.report import Report
-from darts_server.quality.values import Score, Status
+from darts_server.quality.evaluation import Evaluation, ScoreMetrics
+from darts_server.quality.report import TrainerReport
+from darts_server.quality.types import HeadStatus, Score
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.rollout.observers.base import PruningObserver
-from darts_server.rollout.pruning.detection import Point, Points, points, reached
-from darts_server.rollout.pruning.head_state import HeadState
-from darts_server.rollout.pruning.judge import Judgement
-from darts_server.rollout.pruning.judging import WHY, Judging, Kind, features, sureness, width_of
-from darts_server.rollout.pruning.pending_labels import PendingLabels, Scored, compact
+from darts_server.rollout.pruning.detection_point import DetectionPoint, DetectionPoints, points, reached
+from darts_server.rollout.pruning.head_checkpoint import HeadCheckpoint
+from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingScore, compact
+from darts_server.rollout.pruning.score_kinds import (
+    STATUS_REASONS,
+    ScoreKind,
+    ScoringSettings,
+    features,
+    logprob_score,
+    width_of,
+)
+from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.types import CohortRecord, GroupRecord, PruningStatus
 
 logger = logging.getLogger(__name__)
@@ -44,10 +51,10 @@ class TrainedHead(Protocol):
     """The part of the quality head that is used here."""
 
     @property
-    def report(self) -> Report: ...
+    def report(self) -> TrainerReport: ...
 
     @property
-    def status(self) -> Status: ...
+    def status(self) -> HeadStatus: ...
 
     def start(self) -> None: ...
 
@@ -82,7 +89,7 @@ class Pruner:
 
     def __init__(
         self,
-        judging: Judging,
+        judging: ScoringSettings,
         width: Callable[[], int | None],
         new_head: NewHead,
         documents: DocumentStore,
@@ -95,14 +102,14 @@ class Pruner:
         self._width = width
         self._new_head = new_head
         self._blobs = BlobStore(documents, KIND)
-        self._head_state = HeadState(self._blobs, clock)
+        self._checkpoint = HeadCheckpoint(self._blobs, clock)
         self._weight_version = weight_version
         self._observer = observer
         self._prunes = prunes
         self._clock = clock
         self._keep = Debounce(KEEP_SECONDS, self._write)
-        self._flights = PendingLabels(judging.most_bytes)
-        self._points: dict[Kind, Points] = {}
+        self._pending = PendingLabels(judging.most_bytes)
+        self._points: dict[ScoreKind, DetectionPoints] = {}
         self._head: TrainedHead | None = None
         calibration = judging.calibration
         most_weight = calibration.most_weight if calibration.corrected else None
@@ -127,7 +134,7 @@ class Pruner:
         self._write()
         if self._head is not None:
             self._head.close()
-            self._head_state.keep()
+            self._checkpoint.keep()
 
     # --- the judge ----------------------------------------------------------
 
@@ -136,80 +143,80 @@ class Pruner:
         return self._judging.detect_at
 
     @property
-    def by_logprobs(self) -> bool:
-        return not self._kind.trained
+    def uses_hidden_states(self) -> bool:
+        return self._kind.trained
 
     @property
-    def with_logprobs(self) -> bool:
-        return self._kind is Kind.HEAD_LOGPROB
+    def uses_logprobs(self) -> bool:
+        return self._kind is not ScoreKind.HEAD
 
-    def by_state(
+    def score_state(
         self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Judgement:
+    ) -> Assessment:
         kind = self._judging.kind
         seen = features(kind, probed.state, logprobs)
         known = self._known(kind, seen.size)
         assert self._head is not None
-        self._observer.trajectory_probed(told=True)
+        self._observer.hidden_state_expected(received=True)
         score = self._head.score(seen, probed.tokens)
-        scored = Scored(reached(known, probed.tokens), probed.tokens, compact(seen))
+        scored = PendingScore(reached(known, probed.tokens), probed.tokens, compact(seen))
         return self._judge(group_id, index, scored, score, pruning)
 
-    def by_tokens(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Judgement:
-        kind = Kind.LOGPROB if self._kind.trained else self._kind
+    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
+        kind = ScoreKind.LOGPROB if self._kind.trained else self._kind
         known = self._known(kind, 0)
-        value = sureness(kind, logprobs)
-        score = Score(0.5, Status.BAD_FEATURE) if value is None else Score(value, Status.READY)
-        scored = Scored(reached(known, len(logprobs)), len(logprobs), None)
+        value = logprob_score(kind, logprobs)
+        score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
+        scored = PendingScore(reached(known, len(logprobs)), len(logprobs), None)
         return self._judge(group_id, index, scored, score, pruning)
 
-    def drawn(self, group_id: str, index: int, survival: float) -> None:
-        flight = self._flights.find(group_id, index)
-        if flight is not None:
-            flight.survival *= survival
-            if flight.asked:
-                self._observer.trajectory_drawn(kept=True)
-            flight.asked = False
+    def record_kept(self, group_id: str, index: int, survival: float) -> None:
+        pending = self._pending.find(group_id, index)
+        if pending is not None:
+            pending.survival *= survival
+            if pending.asked:
+                self._observer.pruning_decided(kept=True)
+            pending.asked = False
 
-    def dropped(self, group_id: str, index: int) -> None:
-        flight = self._flights.pop(group_id, index)
-        if flight is not None and flight.asked:
-            self._observer.trajectory_drawn(kept=False)
+    def record_dropped(self, group_id: str, index: int) -> None:
+        pending = self._pending.pop(group_id, index)
+        if pending is not None and pending.asked:
+            self._observer.pruning_decided(kept=False)
 
-    def _judge(self, group_id: str, index: int, scored: Scored, score: Score, pruning: Pruning) -> Judgement:
+    def _judge(self, group_id: str, index: int, scored: PendingScore, score: Score, pruning: Pruning) -> Assessment:
         self._say()
-        usable = score.status is not Status.BAD_FEATURE
+        usable = score.status is not HeadStatus.BAD_FEATURE
         self._observer.trajectory_scored(usable=usable)
         calibrator = scored.point.calibrator
-        if score.status is Status.READY:
+        if score.status is HeadStatus.READY:
             scored.score = score.value
-            if calibrator.status is Calibrated.READY:
+            if calibrator.status is CalibrationStatus.READY:
                 scored.chance = calibrator.probability(score.value)
-        if usable and (forgotten := self._flights.add(group_id, index, scored)):
-            self._observer.flights_forgotten(forgotten)
+        if usable and (forgotten := self._pending.add(group_id, index, scored)):
+            self._observer.pending_labels_dropped(forgotten)
         if scored.chance is None:
-            known = calibrator.status is not Calibrated.NO_LABELS or score.status is Status.READY
-            return Judgement(calibrator.prior if known else score.value, 1.0)
+            known = calibrator.status is not CalibrationStatus.NO_LABELS or score.status is HeadStatus.READY
+            return Assessment(calibrator.prior if known else score.value, 1.0)
         survival = scored.point.survival.of(scored.chance, pruning)
-        if (flight := self._flights.find(group_id, index)) is not None:
-            flight.asked = survival < 1
-        return Judgement(scored.chance, survival)
+        if (pending := self._pending.find(group_id, index)) is not None:
+            pending.asked = survival < 1
+        return Assessment(scored.chance, survival)
 
     # --- what comes of it ---------------------------------------------------
 
-    def rewarded(self, group_id: str, index: int, reward: float, correct: bool) -> None:
+    def learn_reward(self, group_id: str, index: int, reward: float, correct: bool) -> None:
         """A trajectory got its reward."""
-        flight = self._flights.pop(group_id, index)
-        if flight is None:
+        pending = self._pending.pop(group_id, index)
+        if pending is None:
             return
         self._refresh()
         target = self._judging.target(reward, correct)
-        for scored in flight.scores:
-            self._learn(scored, target, flight.survival)
+        for scored in pending.scores:
+            self._learn(scored, target, pending.survival)
         self._observer.label_learned()
         self._keep.ask()
 
-    def group_rewarded(self) -> None:
+    def record_rewarded_group(self) -> None:
         """All trajectories of a group have rewards.
 
         A step ends when the weight version changes, as the trainer's does, or after `STEP_GROUPS` groups.
@@ -237,17 +244,17 @@ class Pruner:
             return
         self._say()
         late = self.detect_at[0] + UNPROBED_TOKENS
-        if not self.by_logprobs:
+        if self.uses_hidden_states:
             for candidate in record.candidates:
                 if candidate.quality is None and candidate.tokens > late:
-                    self._observer.trajectory_probed(told=False)
+                    self._observer.hidden_state_expected(received=False)
 
-    def _learn(self, scored: Scored, target: float, survival: float) -> None:
+    def _learn(self, scored: PendingScore, target: float, survival: float) -> None:
         if scored.hidden is not None:
             assert self._head is not None
             if scored.score is None:
                 now = self._head.score(scored.hidden, scored.tokens)
-                scored.score = now.value if now.status is Status.READY else None
+                scored.score = now.value if now.status is HeadStatus.READY else None
             self._head.learn(scored.hidden, scored.tokens, target, survival)
         if scored.score is not None:
             label = Label(scored.score, target, survival)
@@ -273,22 +280,24 @@ class Pruner:
         return PruningStatus.READY if PruningStatus.READY in statuses else statuses[0]
 
     @property
-    def report(self) -> Report:
+    def report(self) -> TrainerReport:
         """What is known of the head's training."""
-        return Report() if self._head is None else self._head.report
+        return TrainerReport() if self._head is None else self._head.report
 
-    def of_scores(self) -> Figures:
+    def score_metrics(self) -> ScoreMetrics:
         """How good scores are, by labels that they were not trained on."""
-        return self._by_score.figures() if self.by_logprobs or self._head is None else self._head.report.figures
+        return (
+            self._by_score.metrics() if not self.uses_hidden_states or self._head is None else self._head.report.metrics
+        )
 
-    def of_chances(self) -> Figures:
+    def calibrated_metrics(self) -> ScoreMetrics:
         """How good the chances are that scores were calibrated to, by labels that came after."""
-        return self._by_chance.figures()
+        return self._by_chance.metrics()
 
-    def _status_of(self, kind: Kind, point: Point) -> PruningStatus:
+    def _status_of(self, kind: ScoreKind, point: DetectionPoint) -> PruningStatus:
         status = PruningStatus(point.calibrator.status.value)
         if kind.trained and self._head is not None:
-            if self._head.status is not Status.READY:
+            if self._head.status is not HeadStatus.READY:
                 return PruningStatus(self._head.status.value)
             if status is PruningStatus.NO_LABELS and self._head.report.learned:  # of before it was trained
                 return PruningStatus.FEW_LABELS
@@ -300,26 +309,26 @@ class Pruner:
         if status is not self._said:
             neutral = "" if status is PruningStatus.READY else " and all are kept"
             # A warning each time: vLLM leaves nothing below to be read.
-            logger.warning("pruning by quality is %s%s: %s", status, neutral, WHY[status])
+            logger.warning("pruning by quality is %s%s: %s", status, neutral, STATUS_REASONS[status])
         self._said = status
 
     # --- what is learned ----------------------------------------------------
 
     @property
-    def _kind(self) -> Kind:
+    def _kind(self) -> ScoreKind:
         judging = self._judging
         if judging.kind.trained and judging.fallback is not None and self._width() is None:
             return judging.fallback
         return judging.kind
 
-    def _known(self, kind: Kind, width: int) -> Points:
+    def _known(self, kind: ScoreKind, width: int) -> DetectionPoints:
         self._begun = True
         known = self._points.get(kind)
         if known is None:
             known = points(self._blobs, kind, self.detect_at, self._judging.calibration, width)
             self._points[kind] = known
             if kind.trained:
-                self._head = self._new_head(width, self._head_state.trained)
+                self._head = self._new_head(width, self._checkpoint.trained)
             self._refreshed_at = -REFRESH_SECONDS
             self._refresh()
             if self._head is not None:
@@ -327,7 +336,7 @@ class Pruner:
         self._refresh()
         return known
 
-    def _all_points(self) -> Iterator[Point]:
+    def _all_points(self) -> Iterator[DetectionPoint]:
         for known in self._points.values():
             yield from known.values()
 
@@ -342,7 +351,7 @@ class Pruner:
                 if (wrong := point.refresh()) is not None:
                     logger.warning("what was learned of %s %s; it is learned anew", point.key, wrong)
             if self._head is not None:
-                self._head_state.refresh(self._head)
+                self._checkpoint.refresh(self._head)
         except StateError as error:
             if not self._unreadable:
                 logger.warning("what was learned of quality cannot be read: %s", error)

@@ -1,7 +1,7 @@
 """How sure the model was of a trajectory, and what that is worth: learned from the rewards of votes.
 
 The scores are the mean and the lowest mean log-prob (`policy.confidence`). They say nothing of the chance to be right
-before rewards came for trajectories that had voted.
+before rewards came for trajectories that had result.
 """
 
 import logging
@@ -14,13 +14,13 @@ from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
-from darts_server.rollout.pruning.detection import Point
-from darts_server.rollout.pruning.judging import Kind, sureness
+from darts_server.rollout.pruning.detection_point import DetectionPoint
+from darts_server.rollout.pruning.score_kinds import ScoreKind, logprob_score
 from darts_server.types import Sample
 
 logger = logging.getLogger(__name__)
 
-KINDS = (Kind.LOGPROB, Kind.LOWEST_LOGPROB)
+KINDS = (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB)
 CALIBRATION = Calibration(cold_steps=0)
 """There are no steps at test time."""
 KEEP_SECONDS = 2.0
@@ -35,7 +35,9 @@ class Confidence:
     ) -> None:
         self._kept = kept
         blobs = BlobStore(documents, "vote")
-        self._points: dict[str, Point] = {kind: Point(blobs, kind, calibration, width=0) for kind in KINDS}
+        self._points: dict[str, DetectionPoint] = {
+            kind: DetectionPoint(blobs, kind, calibration, width=0) for kind in KINDS
+        }
         self._scores: OrderedDict[str, Mapping[int, Mapping[str, float]]] = OrderedDict()
         self._keep = Debounce(KEEP_SECONDS, self._write)
         self._read()
@@ -54,7 +56,7 @@ class Confidence:
         while len(self._scores) > self._kept:
             self._scores.popitem(last=False)
 
-    def rewarded(self, group_id: str, index: int, _: float, right: bool) -> None:
+    def learn_reward(self, group_id: str, index: int, _: float, right: bool) -> None:
         """A trajectory got its first reward, of which only counts whether it is right."""
         for kind, score in self._scores.get(group_id, {}).get(index, {}).items():
             self._points[kind].calibrator.add(Label(score, float(right)))
@@ -79,5 +81,5 @@ class Confidence:
 
 def scores_of(sample: Sample) -> dict[str, float]:
     """Each kind of score, in [0, 1], of a trajectory with log-probs; none without usable ones."""
-    scores = {kind: sureness(kind, tuple(sample.logprobs or ())) for kind in KINDS}
+    scores = {kind: logprob_score(kind, tuple(sample.logprobs or ())) for kind in KINDS}
     return {kind: score for kind, score in scores.items() if score is not None}

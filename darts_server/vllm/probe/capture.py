@@ -7,9 +7,9 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from darts_server.vllm.probe import wire
-from darts_server.vllm.probe.sender import HostCopies, Sender, Taken
+from darts_server.vllm.probe.probed_requests import ProbedRequest, ProbedRequests
+from darts_server.vllm.probe.sender import CapturedRows, HostCopies, Sender
 from darts_server.vllm.probe.steps import Step, reader_of
-from darts_server.vllm.probe.watch import Watch, Watches
 
 
 def install(worker: Any, address: str) -> str | None:
@@ -40,12 +40,12 @@ class Capture:
         ValueError: see `reader_of`.
     """
 
-    def __init__(self, runner: Any, put: Callable[[Taken | Sequence[bytes]], None]) -> None:
+    def __init__(self, runner: Any, put: Callable[[CapturedRows | Sequence[bytes]], None]) -> None:
         self._name, self._read = reader_of(runner)
         self._runner = runner
         self._execute = runner.execute_model
         self._width: int = runner.model_config.get_hidden_size()
-        self._watches = Watches(1 + runner.vllm_config.num_speculative_tokens)
+        self._watches = ProbedRequests(1 + runner.vllm_config.num_speculative_tokens)
         self._copy = HostCopies(runner.device)
         self._put = put
 
@@ -81,7 +81,7 @@ class Capture:
         if not due:
             return
         step = self._read(self._runner, scheduled)
-        reached: list[tuple[Watch, int]] = []
+        reached: list[tuple[ProbedRequest, int]] = []
         for watch in due:
             computed = None if step is None else step.computed(watch.request_id)
             if computed is not None and watch.reaches(computed):
@@ -91,7 +91,7 @@ class Capture:
         if step is not None and reached:
             self._take(step, reached)
 
-    def _take(self, step: Step, reached: Sequence[tuple[Watch, int]]) -> None:
+    def _take(self, step: Step, reached: Sequence[tuple[ProbedRequest, int]]) -> None:
         watches = [watch for watch, _ in reached]
         # If the step does not know how many tokens there are, the sender decides: it has what the device says.
         tokens = [computed - watch.prompt for watch, computed in reached] if step.exact else None
@@ -100,7 +100,7 @@ class Capture:
             if rows.shape[1] != self._width:
                 raise ValueError(f"states are {rows.shape[1]} wide, and the model's width is {self._width}")
             (rows, *more), ready = self._copy([rows] if counts is None else [rows, counts])
-        self._put(Taken(watches, rows, tokens, more[0] if more else None, ready))
+        self._put(CapturedRows(watches, rows, tokens, more[0] if more else None, ready))
         for watch, computed in reached:
             if step.exact:
                 watch.take(computed)
@@ -109,5 +109,5 @@ class Capture:
     def _give_up(self, error: Exception) -> None:
         """The engine goes on without being looked at."""
         self.end()
-        self._watches = Watches(1)
+        self._watches = ProbedRequests(1)
         self._put([wire.FAULT, f"{type(error).__name__}: {error}".encode()])

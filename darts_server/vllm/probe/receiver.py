@@ -26,7 +26,7 @@ LATE_SECONDS = 5.0
 """After a candidate's end its last states may still be on their way. A step takes less."""
 
 
-class Probes:
+class ProbeReceiver:
     """Who asked, and who is to be told.
 
     Messages are heard, and `Probe.tell` called, in the event loop. A candidate is forgotten when all was told, or some
@@ -56,31 +56,31 @@ class Probes:
         """Of the states; ``None`` unless every engine tells them."""
         return self._width if self.fault is None else None
 
-    def ask(self, probe: Probe) -> int:
+    def register(self, probe: Probe) -> int:
         """The number of the candidate that is to be watched."""
         self._next += 1
         self._asked[self._next] = probe
         return self._next
 
-    def ended(self, number: int) -> None:
+    def unregister(self, number: int) -> None:
         """The candidate of this number has ended, or was never started."""
         if number in self._asked:
             asyncio.get_running_loop().call_later(self._late, self._asked.pop, number, None)
 
-    def heard(self, frames: Sequence[bytes]) -> None:
+    def receive(self, frames: Sequence[bytes]) -> None:
         """A message of a worker."""
         kind, *rest = frames
         if kind == wire.STATES:
-            for number, tokens, state in wire.told(*rest):
+            for number, tokens, state in wire.unpack_states(*rest):
                 self._tell(number, Probed(tokens, state))
         elif kind == wire.READY:
             self._width, self.runner = int(rest[0]), rest[1].decode()
             self._ready.put_nowait(None)
         else:
-            self.cannot(rest[0].decode())
+            self.disable(rest[0].decode())
             self._ready.put_nowait(self.fault)
 
-    async def ready(self, engines: int) -> None:
+    async def wait_ready(self, engines: int) -> None:
         """Wait until each engine has said that it will tell states, or that it cannot."""
         answered = 0
         with suppress(TimeoutError):
@@ -92,9 +92,9 @@ class Probes:
         if answered == engines:
             self.fault = None
         else:
-            self.cannot(f"{answered} of {engines} engines have answered within {self._patience:.0f} s")
+            self.disable(f"{answered} of {engines} engines have answered within {self._patience:.0f} s")
 
-    def cannot(self, why: str) -> None:
+    def disable(self, why: str) -> None:
         """Nothing is told from now on."""
         if why != self.fault:
             logger.warning("hidden states of candidates are not told: %s", why)
@@ -110,9 +110,9 @@ class Probes:
 
 
 @asynccontextmanager
-async def probing(llm: "ShapingLLM") -> AsyncIterator[Probes]:
+async def probing(llm: "ShapingLLM") -> AsyncIterator[ProbeReceiver]:
     """The probe in this engine's workers, until the block ends. One that could not be installed says why."""
-    probes = Probes()
+    probes = ProbeReceiver()
     folder = Path(tempfile.mkdtemp(prefix="darts-probe-"))
     context = zmq.asyncio.Context()
     listening: asyncio.Task[None] | None = None
@@ -125,7 +125,7 @@ async def probing(llm: "ShapingLLM") -> AsyncIterator[Probes]:
             listening = asyncio.create_task(_listen(socket, probes))
             said = await llm.collective_rpc("darts_install_probe", args=(address,))
         except Exception as error:
-            probes.cannot(f"{type(error).__name__}: {error}")
+            probes.disable(f"{type(error).__name__}: {error}")
         else:
             await _settle(llm, probes, said)
         yield probes
@@ -136,19 +136,19 @@ async def probing(llm: "ShapingLLM") -> AsyncIterator[Probes]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _settle(llm: "ShapingLLM", probes: Probes, said: Sequence[str | None]) -> None:
+async def _settle(llm: "ShapingLLM", probes: ProbeReceiver, said: Sequence[str | None]) -> None:
     # Of several data-parallel engines only the first one's answer comes back, but each sends word.
     if wrong := [why for why in said if why is not None]:
-        probes.cannot(wrong[0])
+        probes.disable(wrong[0])
     else:
-        await probes.ready(len(llm.engine_core.core_engines))
+        await probes.wait_ready(len(llm.engine_core.core_engines))
 
 
-async def _listen(socket: zmq.asyncio.Socket, probes: Probes) -> None:
+async def _listen(socket: zmq.asyncio.Socket, probes: ProbeReceiver) -> None:
     while True:
         frames = await socket.recv_multipart()
         try:
-            probes.heard(frames)
+            probes.receive(frames)
         except Exception as error:
-            probes.cannot(f"a worker was not understood: {type(error).__name__}: {error}")
+            probes.disable(f"a worker was not understood: {type(error).__name__}: {error}")
         await asyncio.sleep(0)  # a queue that is not empty does not make its reader wait

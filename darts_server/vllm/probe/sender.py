@@ -9,18 +9,18 @@ import torch
 import zmq
 
 from darts_server.vllm.probe import wire
-from darts_server.vllm.probe.watch import Watch
+from darts_server.vllm.probe.probed_requests import ProbedRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Taken:
+class CapturedRows:
     """Rows of a step on their way to the host: [n, width].
 
     ``tokens``: generated ones of each, if the step knew them; else ``computed`` tells, [n], prompt included. Both
     tensors may be read once ``ready`` has happened.
     """
 
-    watches: Sequence[Watch]
+    watches: Sequence[ProbedRequest]
     rows: torch.Tensor
     tokens: Sequence[int] | None
     computed: torch.Tensor | None
@@ -61,9 +61,9 @@ class Sender(threading.Thread):
         self.broken: Callable[[], None] = lambda: None
         """Called from the thread when it can send no more."""
         self._address = address
-        self._queue: SimpleQueue[Taken | Sequence[bytes]] = SimpleQueue()
+        self._queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()
 
-    def put(self, sent: Taken | Sequence[bytes]) -> None:
+    def put(self, sent: CapturedRows | Sequence[bytes]) -> None:
         """Send rows, or a message as it is. Returns at once."""
         self._queue.put(sent)
 
@@ -75,7 +75,7 @@ class Sender(threading.Thread):
             while True:
                 sent = self._queue.get()
                 try:
-                    message = message_of(sent) if isinstance(sent, Taken) else sent
+                    message = message_of(sent) if isinstance(sent, CapturedRows) else sent
                 except Exception as error:
                     self.broken()
                     message = [wire.FAULT, f"{type(error).__name__}: {error}".encode()]
@@ -83,7 +83,7 @@ class Sender(threading.Thread):
                     socket.send_multipart(message)
 
 
-def message_of(taken: Taken) -> Sequence[bytes] | None:
+def message_of(taken: CapturedRows) -> Sequence[bytes] | None:
     """What to send of these rows; ``None`` if none has reached a point after all. Waits until they are there."""
     if taken.ready is not None:
         taken.ready.synchronize()
@@ -96,4 +96,4 @@ def message_of(taken: Taken) -> Sequence[bytes] | None:
             return None
         rows, watches = rows[wanted], [watches[place] for place in wanted]
         tokens = [count for count in told if count is not None]
-    return wire.states([watch.number for watch in watches], tokens, rows.float().numpy())
+    return wire.pack_states([watch.number for watch in watches], tokens, rows.float().numpy())

@@ -20,13 +20,13 @@ FAULT = b"fault"
 """Followed by a text: nothing more will come from this worker."""
 
 
-def states(numbers: Sequence[int], tokens: Sequence[int], rows: NDArray[np.float32]) -> list[bytes]:
+def pack_states(numbers: Sequence[int], tokens: Sequence[int], rows: NDArray[np.float32]) -> list[bytes]:
     """The frames that tell these states, one a request: [n, width]."""
     whose = np.array([numbers, tokens], dtype=np.int64).T
     return [STATES, whose.tobytes(), np.ascontiguousarray(rows, dtype=np.float32).tobytes()]
 
 
-def told(whose: bytes, rows: bytes) -> list[tuple[int, int, NDArray[np.float32]]]:
+def unpack_states(whose: bytes, rows: bytes) -> list[tuple[int, int, NDArray[np.float32]]]:
     """Number, tokens and state of each request in such frames. States own their memory."""
     pairs = np.frombuffer(whose, dtype=np.int64).reshape(-1, 2)
     values = np.frombuffer(rows, dtype=np.float32).reshape(len(pairs), -1)

@@ -12,9 +12,9 @@ from darts_server.exceptions import StateError
 from darts_server.policy.calibration import Calibration
 from darts_server.rollout.learned.blobs import PART_BYTES, Blob, BlobStore
 from darts_server.rollout.learned.documents import Scalar
-from darts_server.rollout.pruning.detection import Point
-from darts_server.rollout.pruning.head_state import KEY, SECONDS, HeadState
-from darts_server.rollout.pruning.pending_labels import PendingLabels, Scored, compact
+from darts_server.rollout.pruning.detection_point import DetectionPoint
+from darts_server.rollout.pruning.head_checkpoint import KEY, SECONDS, HeadCheckpoint
+from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingScore, compact
 from darts_server.store import Store
 from tests.rollout.helpers import Documents
 
@@ -118,7 +118,7 @@ class Restored:
 
 def test_a_head_is_kept_now_and_then_and_at_the_end() -> None:
     blobs, clock = BlobStore(Documents(), "test"), Clock()
-    state = HeadState(blobs, clock)
+    state = HeadCheckpoint(blobs, clock)
     state.trained(b"1")
     state.trained(b"2")
     state.trained(b"")
@@ -136,7 +136,7 @@ def test_a_head_is_kept_now_and_then_and_at_the_end() -> None:
 
 def test_what_somebody_else_put_there_is_restored_and_not_overwritten() -> None:
     store, clock, head = Documents(), Clock(), Restored()
-    state = HeadState(BlobStore(store, "test"), clock)
+    state = HeadCheckpoint(BlobStore(store, "test"), clock)
     state.refresh(head)
     assert head.told == []
     state.trained(b"mine")
@@ -165,7 +165,7 @@ def test_a_store_that_fails_loses_no_head(caplog: pytest.LogCaptureFixture) -> N
 
     caplog.set_level(logging.WARNING)
     store = Failing()
-    state = HeadState(BlobStore(store, "test"), Clock())
+    state = HeadCheckpoint(BlobStore(store, "test"), Clock())
     state.trained(b"1")
     state.refresh(Restored())
     assert "the disk is gone" in caplog.text
@@ -174,7 +174,7 @@ def test_a_store_that_fails_loses_no_head(caplog: pytest.LogCaptureFixture) -> N
     assert BlobStore(store, "test").load(KEY) == Blob(b"1", {})
 
 
-# --- trajectories in flight -----------------------------------------------------
+# --- trajectories in pending -----------------------------------------------------
 
 
 def test_half_precision_is_used_where_it_holds_the_numbers() -> None:
@@ -185,12 +185,12 @@ def test_half_precision_is_used_where_it_holds_the_numbers() -> None:
 
 
 def test_the_memory_is_bounded_and_given_back() -> None:
-    point = Point(BlobStore(Documents(), "test"), "head@10", Calibration(), 100)
-    flights = PendingLabels(10_000)
-    forgotten = sum(flights.add(f"g{i}", 0, Scored(point, 10, np.zeros(100, np.float16))) for i in range(50))
-    assert (len(flights), forgotten) == (14, 36)
+    point = DetectionPoint(BlobStore(Documents(), "test"), "head@10", Calibration(), 100)
+    pending = PendingLabels(10_000)
+    forgotten = sum(pending.add(f"g{i}", 0, PendingScore(point, 10, np.zeros(100, np.float16))) for i in range(50))
+    assert (len(pending), forgotten) == (14, 36)
     for i in range(50):
-        flights.pop(f"g{i}", 0)
-    assert flights._bytes == len(flights) == 0
-    assert flights.add("large", 0, Scored(point, 10, np.zeros(100_000, np.float16))) == 0
-    assert flights.find("large", 0) is not None
+        pending.pop(f"g{i}", 0)
+    assert pending._bytes == len(pending) == 0
+    assert pending.add("large", 0, PendingScore(point, 10, np.zeros(100_000, np.float16))) == 0
+    assert pending.find("large", 0) is not None

@@ -14,9 +14,9 @@ from darts_server.policy.survival import Pruning
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.feedback import Feedback, Reward
 from darts_server.types import DiscardReason
-from tests.quality.worlds import WIDTH, World
+from tests.quality.synthetic import WIDTH, World
 from tests.rollout.helpers import Documents, House
-from tests.rollout.pruning.judges import QUICKLY, Bench
+from tests.rollout.pruning.bench import QUICKLY, Bench
 
 pytestmark = pytest.mark.anyio
 POINT = 4
@@ -38,16 +38,16 @@ class Trained:
         self.right: dict[tuple[str, int], bool] = {}
         self.bench = Bench(replace(QUICKLY, detect_at=(POINT,)))
         shapings = named(Shaping(num_longest=1), Deadline(), Pruning())
-        self.house = House(self._script, shapings, judge=self.bench.pruner)
+        self.house = House(self._script, shapings, scorer=self.bench.pruner)
         self.house.engine.probe_width = WIDTH
-        on_reward = [self.bench.pruner.rewarded]
+        on_reward = [self.bench.pruner.learn_reward]
         self.feedback = Feedback(Rewards(Documents()), self._rewarded, Silent(), on_reward=on_reward)
         self.house.rollouts._observers = (self.house.recorder, self.feedback, self.bench.pruner)
         self.house.rollouts._on_return = self.feedback.trajectory_returned
         self.groups = 0
 
     def _rewarded(self, *_: object) -> None:
-        self.bench.pruner.group_rewarded()
+        self.bench.pruner.record_rewarded_group()
 
     def _script(self, group: str, index: int) -> Script:
         [(hidden, target)] = self.world.trajectories(1)
@@ -82,8 +82,8 @@ async def test_groups_are_whole_whether_or_not_candidates_are_pruned(policy: str
     assert sum(pruned) > 12
     counts = trained.bench.counter.counts
     assert counts["pruned"] >= sum(pruned)
-    assert "untold" not in counts
+    assert "states missing" not in counts
     survivals = trained.bench.head._replay._survivals[: len(trained.bench.head._replay)]
     assert 0 < survivals.min() < 1, "labels know that not all of their like have survived"
     await asyncio.sleep(0)
-    assert not len(trained.bench.pruner._flights), "each was rewarded or dropped"
+    assert not len(trained.bench.pruner._pending), "each was rewarded or dropped"

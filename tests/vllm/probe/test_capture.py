@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from darts_server.vllm.probe import wire
 from darts_server.vllm.probe.capture import Capture
 from darts_server.vllm.probe.steps import reader_of
-from tests.vllm.probe.worlds import FirstRunner, Request, Runner, SecondRunner, World
+from tests.vllm.probe.fakes import FirstRunner, Request, Runner, SecondRunner, World
 
 RUNNERS: list[type[Runner]] = [FirstRunner, SecondRunner]
 points = st.sets(st.integers(1, 25), max_size=3).map(lambda some: tuple(sorted(some)))

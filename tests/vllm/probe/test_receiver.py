@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from darts_server.engine.port import Probe, Probed
 from darts_server.vllm.probe import wire
-from darts_server.vllm.probe.receiver import Probes, probing
+from darts_server.vllm.probe.receiver import ProbeReceiver, probing
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ def anyio_backend() -> str:
 def states(*told: tuple[int, int]) -> list[bytes]:
     """A message of these numbers and tokens; a state has its number in all places."""
     rows = np.array([[number] * 3 for number, _ in told], dtype=np.float32)
-    return wire.states([number for number, _ in told], [tokens for _, tokens in told], rows)
+    return wire.pack_states([number for number, _ in told], [tokens for _, tokens in told], rows)
 
 
 async def turn() -> None:
@@ -31,10 +31,10 @@ async def turn() -> None:
 
 
 async def test_each_is_told_its_own_and_is_forgotten_with_its_last_point() -> None:
-    probes, one, other = Probes(), list[Probed](), list[Probed]()
-    first, second = probes.ask(Probe((4, 9), one.append)), probes.ask(Probe((4,), other.append))
-    probes.heard(states((first, 4), (second, 4)))
-    probes.heard(states((first, 11), (second, 11), (77, 3)))
+    probes, one, other = ProbeReceiver(), list[Probed](), list[Probed]()
+    first, second = probes.register(Probe((4, 9), one.append)), probes.register(Probe((4,), other.append))
+    probes.receive(states((first, 4), (second, 4)))
+    probes.receive(states((first, 11), (second, 11), (77, 3)))
     await turn()
     assert [p.tokens for p in one] == [4, 11]
     assert [p.tokens for p in other] == [4]
@@ -49,55 +49,55 @@ async def test_one_listeners_fault_does_not_keep_others_from_hearing() -> None:
 
     faults: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context["exception"]))
-    probes, heard = Probes(), list[Probed]()
-    numbers = [probes.ask(Probe((1,), fails)), probes.ask(Probe((1,), heard.append))]
-    probes.heard(states(*((number, 1) for number in numbers)))
+    probes, heard = ProbeReceiver(), list[Probed]()
+    numbers = [probes.register(Probe((1,), fails)), probes.register(Probe((1,), heard.append))]
+    probes.receive(states(*((number, 1) for number in numbers)))
     await turn()
     assert len(heard) == 1
     assert [str(fault) for fault in faults] == ["no"]
 
 
 async def test_what_comes_soon_after_the_end_is_told_and_later_it_is_forgotten() -> None:
-    probes, heard = Probes(late=0.05), list[Probed]()
-    number = probes.ask(Probe((4, 9), heard.append))
-    probes.ended(number)
-    probes.heard(states((number, 4)))
+    probes, heard = ProbeReceiver(late=0.05), list[Probed]()
+    number = probes.register(Probe((4, 9), heard.append))
+    probes.unregister(number)
+    probes.receive(states((number, 4)))
     await turn()
     assert [p.tokens for p in heard] == [4]
     async with asyncio.timeout(10):
         while len(probes):
             await asyncio.sleep(0.01)
-    probes.heard(states((number, 9)))
+    probes.receive(states((number, 9)))
     await turn()
     assert len(heard) == 1
 
 
 async def test_it_works_when_every_engine_has_said_so() -> None:
-    probes = Probes()
+    probes = ProbeReceiver()
     assert (probes.width, probes.fault) == (None, "no probe was installed")
-    waiting = asyncio.create_task(probes.ready(2))
-    probes.heard([wire.READY, b"64", b"second"])
+    waiting = asyncio.create_task(probes.wait_ready(2))
+    probes.receive([wire.READY, b"64", b"second"])
     await turn()
     assert probes.width is None
-    probes.heard([wire.READY, b"64", b"second"])
+    probes.receive([wire.READY, b"64", b"second"])
     await waiting
     assert probes.fault is None
     assert (probes.width or 0, probes.runner or "") == (64, "second")
 
 
 async def test_an_engine_that_does_not_answer_is_a_fault() -> None:
-    probes = Probes(patience=0.05)
-    probes.heard([wire.READY, b"64", b"first"])
-    await probes.ready(2)
+    probes = ProbeReceiver(patience=0.05)
+    probes.receive([wire.READY, b"64", b"first"])
+    await probes.wait_ready(2)
     assert probes.width is None
     assert (probes.fault or "").startswith("1 of 2 engines have answered")
 
 
 async def test_a_workers_fault_ends_it_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    probes = Probes()
-    probes.heard([wire.READY, b"64", b"first"])
-    await probes.ready(1)
-    probes.heard([wire.FAULT, b"RuntimeError: out of memory"])
+    probes = ProbeReceiver()
+    probes.receive([wire.READY, b"64", b"first"])
+    await probes.wait_ready(1)
+    probes.receive([wire.FAULT, b"RuntimeError: out of memory"])
     assert (probes.width, probes.fault) == (None, "RuntimeError: out of memory")
     assert "out of memory" in caplog.text
 
@@ -124,7 +124,7 @@ async def test_what_a_worker_sends_arrives() -> None:
     heard: list[Probed] = []
     async with probing(FakeLLM(None, [wire.READY, b"3", b"first"], states((1, 5)))) as probes:  # type: ignore[arg-type]
         assert probes.width == 3
-        assert probes.ask(Probe((5,), heard.append)) == 1
+        assert probes.register(Probe((5,), heard.append)) == 1
         async with asyncio.timeout(10):
             while not heard:
                 await asyncio.sleep(0.01)

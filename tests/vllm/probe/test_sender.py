@@ -10,12 +10,12 @@ import torch
 import zmq
 
 from darts_server.vllm.probe import wire
-from darts_server.vllm.probe.sender import HostCopies, Sender, Taken, message_of
-from darts_server.vllm.probe.watch import Watch
+from darts_server.vllm.probe.probed_requests import ProbedRequest
+from darts_server.vllm.probe.sender import CapturedRows, HostCopies, Sender, message_of
 
 
-def watch(number: int, *points: int) -> Watch:
-    return Watch(f"name-{number}", number, 10, points)
+def watch(number: int, *points: int) -> ProbedRequest:
+    return ProbedRequest(f"name-{number}", number, 10, points)
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def test_rows_are_sent_in_order_and_what_fails_is_told(address: str) -> None:
         sender.broken = lambda: broken.append(True)
         sender.start()
         sender.put([wire.READY, b"2", b"first"])
-        sender.put(Taken([watch(7)], torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16), [4], None, None))
-        sender.put(Taken([watch(8)], torch.tensor([[1.0, 2.0]]), None, torch.tensor([1, 2]), None))
+        sender.put(CapturedRows([watch(7)], torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16), [4], None, None))
+        sender.put(CapturedRows([watch(8)], torch.tensor([[1.0, 2.0]]), None, torch.tensor([1, 2]), None))
         assert socket.poll(10_000)
         assert socket.recv_multipart() == [wire.READY, b"2", b"first"]
         kind, *rest = socket.recv_multipart()
         assert kind == wire.STATES
-        [(number, tokens, state)] = wire.told(*rest)
+        [(number, tokens, state)] = wire.unpack_states(*rest)
         assert (number, tokens, state.tolist()) == (7, 4, [1.5, 2.5])
         assert state.dtype == np.float32
         kind, why = socket.recv_multipart()
@@ -49,10 +49,12 @@ def test_rows_are_sent_in_order_and_what_fails_is_told(address: str) -> None:
 def test_what_the_device_says_decides_where_the_step_could_not() -> None:
     early, reached, told = watch(1, 5), watch(2, 5, 6), watch(3)
     rows = torch.tensor([[1.0], [2.0], [3.0]])
-    taken = Taken([early, reached, told], rows, None, torch.tensor([14, 17, 15]), None)
+    taken = CapturedRows([early, reached, told], rows, None, torch.tensor([14, 17, 15]), None)
     frames = message_of(taken)
     assert frames is not None
-    assert [(number, tokens, state.tolist()) for number, tokens, state in wire.told(*frames[1:])] == [(2, 7, [2.0])]
+    assert [(number, tokens, state.tolist()) for number, tokens, state in wire.unpack_states(*frames[1:])] == [
+        (2, 7, [2.0])
+    ]
     assert (early.points, reached.points) == ((5,), ())
     assert message_of(taken) is None
 

@@ -13,7 +13,7 @@ from darts_server.quality.evaluation import WINDOW
 from darts_server.rollout.pruning.pending_labels import MOST_BYTES
 from darts_server.types import PruningStatus
 
-WHY = {
+STATUS_REASONS = {
     PruningStatus.READY: "trajectories are pruned by their chance to end correct",
     PruningStatus.UNUSED: "no trajectory was scored yet",
     PruningStatus.NO_LABELS: "no reward was reported for a scored trajectory yet",
@@ -27,7 +27,7 @@ WHY = {
 }
 
 
-class Kind(StrEnum):
+class ScoreKind(StrEnum):
     """What scores are made from: hidden states, log-probs, or both; of all tokens, or of those it was least sure of."""
 
     HEAD = "head"
@@ -38,11 +38,11 @@ class Kind(StrEnum):
     @property
     def trained(self) -> bool:
         """Whether a head makes them, which has to be trained and is told hidden states."""
-        return self in (Kind.HEAD, Kind.HEAD_LOGPROB)
+        return self in (ScoreKind.HEAD, ScoreKind.HEAD_LOGPROB)
 
 
 @dataclass(frozen=True, slots=True)
-class Judging:
+class ScoringSettings:
     """``detect_at``: numbers of tokens, ascending. ``kind``: of score. ``fallback``: what is used where ``kind`` needs
     the head, and the engine cannot tell hidden states; ``None`` scores nothing then. ``reward_threshold``: rewards from
     it on are right; without one, ``soft`` takes the reward itself for the target, and else the trainer's word counts.
@@ -50,8 +50,8 @@ class Judging:
     """
 
     detect_at: tuple[int, ...] = (512,)
-    kind: Kind = Kind.HEAD
-    fallback: Kind | None = None
+    kind: ScoreKind = ScoreKind.HEAD
+    fallback: ScoreKind | None = None
     calibration: Calibration = field(default_factory=Calibration)
     reward_threshold: float | None = None
     soft: bool = False
@@ -64,29 +64,29 @@ class Judging:
         return target_of(reward, self.reward_threshold)
 
 
-def features(kind: Kind, state: NDArray[np.float32], logprobs: tuple[float, ...]) -> NDArray[np.float32]:
+def features(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[float, ...]) -> NDArray[np.float32]:
     """What the head sees: the hidden state and, if scores are made from both, the mean and the least log-prob, in nats.
 
     Where log-probs are no finite numbers, or there is none, these are not finite either.
     """
-    if kind is not Kind.HEAD_LOGPROB:
+    if kind is not ScoreKind.HEAD_LOGPROB:
         return state
     rounded = _rounded(logprobs)
     both = (math.nan, math.nan) if rounded is None else (mean_logprob(rounded), min(rounded))
     return np.append(state, np.asarray(both, dtype=np.float32))
 
 
-def width_of(kind: Kind, width: int) -> int:
+def width_of(kind: ScoreKind, width: int) -> int:
     """Of what the head sees, for hidden states of that width."""
-    return width + 2 if kind is Kind.HEAD_LOGPROB else width
+    return width + 2 if kind is ScoreKind.HEAD_LOGPROB else width
 
 
-def sureness(kind: Kind, logprobs: tuple[float, ...]) -> float | None:
+def logprob_score(kind: ScoreKind, logprobs: tuple[float, ...]) -> float | None:
     """A score of that kind, in [0, 1]; ``None`` if the log-probs are no finite numbers, or there is none."""
     rounded = _rounded(logprobs)
     if rounded is None:
         return None
-    return as_score(lowest_window(rounded) if kind is Kind.LOWEST_LOGPROB else mean_logprob(rounded))
+    return as_score(lowest_window(rounded) if kind is ScoreKind.LOWEST_LOGPROB else mean_logprob(rounded))
 
 
 def _rounded(logprobs: tuple[float, ...]) -> list[float] | None:

@@ -8,7 +8,7 @@ from darts_server.vllm.probe.wire import ARGUMENT
 
 
 @dataclass(slots=True, eq=False)
-class Watch:
+class ProbedRequest:
     """A request whose states are wanted.
 
     ``number``: what the API process knows it by. ``prompt``: its tokens. ``points``: numbers of generated tokens,
@@ -39,7 +39,7 @@ class Watch:
         return tokens
 
 
-class Watches:
+class ProbedRequests:
     """The requests that asked, from their first step to their end.
 
     vLLM's second model runner is given one that was preempted as if it were new, so all are kept until they end, and
@@ -52,8 +52,8 @@ class Watches:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._watches: dict[str, Watch] = {}
-        self._due: dict[int, list[Watch]] = {}
+        self._watches: dict[str, ProbedRequest] = {}
+        self._due: dict[int, list[ProbedRequest]] = {}
         self._step = 0
 
     def __len__(self) -> int:
@@ -68,16 +68,16 @@ class Watches:
             asked = new.sampling_params and new.sampling_params.extra_args
             if asked and ARGUMENT in asked and new.req_id not in self._watches:
                 number, *points = asked[ARGUMENT]
-                watch = Watch(new.req_id, number, prompt_tokens(new), tuple(points))
+                watch = ProbedRequest(new.req_id, number, prompt_tokens(new), tuple(points))
                 self._watches[new.req_id] = watch
                 self._due.setdefault(self._step + 1, []).append(watch)
 
-    def due(self) -> Sequence[Watch]:
+    def due(self) -> Sequence[ProbedRequest]:
         """Those that this step may have brought to a point. To be called once a step, while there are any."""
         self._step += 1
         return [w for w in self._due.pop(self._step, ()) if w.points and self._watches.get(w.request_id) is w]
 
-    def again(self, watch: Watch, computed: int | None) -> None:
+    def again(self, watch: ProbedRequest, computed: int | None) -> None:
         """Look again, now that the step has computed so many of its tokens, prompt included, or none of them."""
         if not (points := watch.points):
             return

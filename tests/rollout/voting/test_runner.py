@@ -18,11 +18,11 @@ from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
 from darts_server.policy.calibration import BUFFER, Status
 from darts_server.policy.survival import Pruning
 from darts_server.rollout.learned.blobs import BlobStore
-from darts_server.rollout.pruning.judge import Judgement
+from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.voting.ballots import SHORT_TEXT, BallotBox, extractor_of, weighting_of
 from darts_server.rollout.voting.confidence import KINDS, Confidence
-from darts_server.rollout.voting.poll import SHORT_TEXT, Poll, extractor_of, weighting_of
-from darts_server.rollout.voting.votes import Question, Voted, Votes
+from darts_server.rollout.voting.runner import VoteRequest, VoteResult, VoteRunner
 from darts_server.serving.admission import Admission, Bounds
 from darts_server.store import Store
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, Sample, VoteOutcome
@@ -43,28 +43,28 @@ class Voter:
 
 
 class Opinion:
-    """A judge whose score is the hidden state itself."""
+    """A scorer whose score is the hidden state itself."""
 
     detect_at = (5,)
-    by_logprobs = False
-    with_logprobs = False
+    uses_hidden_states = True
+    uses_logprobs = False
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, float]] = []
         self.gone: list[int] = []
 
-    def by_state(
+    def score_state(
         self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Judgement:
-        return Judgement(float(probed.state[0]), 0.1)
+    ) -> Assessment:
+        return Assessment(float(probed.state[0]), 0.1)
 
-    def by_tokens(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Judgement:
+    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
         raise NotImplementedError
 
-    def drawn(self, group_id: str, index: int, survival: float) -> None:
+    def record_kept(self, group_id: str, index: int, survival: float) -> None:
         self.kept.append((index, survival))
 
-    def dropped(self, group_id: str, index: int) -> None:
+    def record_dropped(self, group_id: str, index: int) -> None:
         self.gone.append(index)
 
 
@@ -73,11 +73,11 @@ class Booth:
 
     def __init__(self, *voters: Voter, documents: Documents | None = None) -> None:
         self.house = House(lambda _, i: voters[i].script or Script(voters[i].length))
-        self.judge = Opinion()
-        self.sureness = Confidence(documents or Documents())
+        self.scorer = Opinion()
+        self.confidence = Confidence(documents or Documents())
         self.sampling: Mapping[str, object] = {}
         self.ended: list[tuple[VoteOutcome, int]] = []
-        self.votes = Votes(self.house.rollouts, self, self.sureness, self, lambda: self.house.engine.now)
+        self.votes = VoteRunner(self.house.rollouts, self, self.confidence, self, lambda: self.house.engine.now)
         self._voters = {voter.length: voter for voter in voters}
 
     async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
@@ -101,21 +101,21 @@ class Booth:
     def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
         self.ended.append((outcome, stopped))
 
-    def judging(self) -> "Booth":
-        """Have a judge look at hidden states."""
+    def scoring_settings(self) -> "Booth":
+        """Have a scorer look at hidden states."""
         self.house.engine.probe_width = 1
-        self.house.rollouts._judge = self.judge
+        self.house.rollouts._scorer = self.scorer
         return self
 
-    async def hold(self, question: Question) -> Voted:
-        waiting = asyncio.create_task(self.votes.hold(question))
+    async def run(self, question: VoteRequest) -> VoteResult:
+        waiting = asyncio.create_task(self.votes.run(question))
         await settle()
         await self.house.engine.run()
         return await waiting
 
 
-def question(n: int, **more: object) -> Question:
-    return Question(PromptSpec(text="p"), n, "#(.*)", **more)  # type: ignore[arg-type]
+def question(n: int, **more: object) -> VoteRequest:
+    return VoteRequest(PromptSpec(text="p"), n, "#(.*)", **more)  # type: ignore[arg-type]
 
 
 def voters(answers: str, sure: float = -1.0) -> list[Voter]:
@@ -128,14 +128,14 @@ def voters(answers: str, sure: float = -1.0) -> list[Voter]:
 
 async def test_the_rest_is_stopped_once_the_leader_cannot_be_caught() -> None:
     booth = Booth(*voters("abaaabbb"))
-    voted = await booth.hold(question(8))
-    assert (voted.count.tally.winner, dict(voted.count.tally.votes)) == ("a", {"a": 4, "b": 1})
-    assert voted.decided_early
-    assert [ballot.index for ballot in voted.ballots] == [0, 1, 2, 3, 4]
+    result = await booth.run(question(8))
+    assert (result.count.tally.winner, dict(result.count.tally.votes)) == ("a", {"a": 4, "b": 1})
+    assert result.decided_early
+    assert [ballot.index for ballot in result.ballots] == [0, 1, 2, 3, 4]
     assert booth.house.engine.now == 50
-    reasons = [candidate.reason for candidate in voted.record.candidates]
+    reasons = [candidate.reason for candidate in result.record.candidates]
     assert reasons == [None] * 5 + [DiscardReason.DECIDED] * 3
-    assert voted.record.outcome is Outcome.DECIDED
+    assert result.record.outcome is Outcome.DECIDED
     assert booth.ended == [(VoteOutcome.DECIDED_EARLY, 3)]
     assert booth.house.rollouts.running == 0
     assert booth.house.rollouts.gate.inside == 0
@@ -143,24 +143,24 @@ async def test_the_rest_is_stopped_once_the_leader_cannot_be_caught() -> None:
 
 async def test_a_close_vote_waits_for_all() -> None:
     booth = Booth(*voters("abba"))
-    voted = await booth.hold(question(4))
-    assert (voted.count.tally.winner, voted.decided_early) == ("a", False)
-    assert len(voted.ballots) == 4
-    assert voted.record.outcome is Outcome.COMPLETED
+    result = await booth.run(question(4))
+    assert (result.count.tally.winner, result.decided_early) == ("a", False)
+    assert len(result.ballots) == 4
+    assert result.record.outcome is Outcome.COMPLETED
     assert booth.ended == [(VoteOutcome.COUNTED, 0)]
 
 
 async def test_trajectories_without_an_answer_have_no_vote() -> None:
     booth = Booth(*voters("--a"))
-    voted = await booth.hold(question(3))
-    assert (voted.count.tally.winner, voted.count.weight_of) == ("a", {2: 1.0})
-    assert [ballot.answer for ballot in voted.ballots] == [None, None, "a"]
+    result = await booth.run(question(3))
+    assert (result.count.tally.winner, result.count.weights) == ("a", {2: 1.0})
+    assert [ballot.answer for ballot in result.ballots] == [None, None, "a"]
 
 
 async def test_without_any_answer_there_is_none() -> None:
     booth = Booth(*voters("---"))
-    voted = await booth.hold(question(3))
-    assert (voted.count.tally.winner, voted.count.weight_of, voted.decided_early) == (None, {}, False)
+    result = await booth.run(question(3))
+    assert (result.count.tally.winner, result.count.weights, result.decided_early) == (None, {}, False)
     assert booth.ended == [(VoteOutcome.NO_ANSWER, 0)]
 
 
@@ -168,30 +168,30 @@ async def test_what_ended_in_the_same_step_counts_though_it_is_not_needed() -> N
     """Candidates 2 and 3 end with the one that decides, and 4 is stopped."""
     steps = [Script(10), Script(11, delay=0), Script(12), Script(13), Script(99)]
     booth = Booth(*(Voter(s.length, "a", script=replace(s, delay=13 - s.length)) for s in steps[:4]), Voter(99, "b"))
-    voted = await booth.hold(question(5))
-    assert [ballot.index for ballot in voted.ballots] == [0, 1, 2, 3]
-    assert [c.reason for c in voted.record.candidates] == [None] * 4 + [DiscardReason.DECIDED]
+    result = await booth.run(question(5))
+    assert [ballot.index for ballot in result.ballots] == [0, 1, 2, 3]
+    assert [c.reason for c in result.record.candidates] == [None] * 4 + [DiscardReason.DECIDED]
 
 
 async def test_a_failed_candidate_is_replaced() -> None:
     broken = Voter(5, script=Script(5, error=CandidateFailed("broken")))
     booth = Booth(broken, *voters("ab"), Voter(35, "b"))
-    voted = await booth.hold(question(3))
-    assert dict(voted.count.tally.votes) == {"b": 2, "a": 1}
-    assert [ballot.index for ballot in voted.ballots] == [1, 2, 3]
+    result = await booth.run(question(3))
+    assert dict(result.count.tally.votes) == {"b": 2, "a": 1}
+    assert [ballot.index for ballot in result.ballots] == [1, 2, 3]
 
 
 async def test_a_vote_fails_with_its_group() -> None:
     booth = Booth(*(Voter(5, script=Script(5, error=CandidateFailed("broken"))) for _ in range(4)))
     with pytest.raises(CandidateFailed, match="broken"):
-        await booth.hold(question(2))
+        await booth.run(question(2))
     assert booth.ended == []
     assert booth.house.rollouts.gate.inside == 0
 
 
 async def test_a_caller_that_leaves_stops_all() -> None:
     booth = Booth(*voters("aaa"))
-    waiting = asyncio.create_task(booth.votes.hold(question(3)))
+    waiting = asyncio.create_task(booth.votes.run(question(3)))
     await settle()
     await booth.house.engine.step()
     waiting.cancel()
@@ -203,7 +203,7 @@ async def test_a_caller_that_leaves_stops_all() -> None:
 
 async def test_long_texts_are_searched_too() -> None:
     booth = Booth(Voter(10, "y" * SHORT_TEXT))
-    waiting = asyncio.create_task(booth.votes.hold(question(1)))
+    waiting = asyncio.create_task(booth.votes.run(question(1)))
     await settle()
     await booth.house.engine.run()
     assert (await waiting).count.tally.winner == "y" * SHORT_TEXT
@@ -214,27 +214,27 @@ async def test_long_texts_are_searched_too() -> None:
 
 async def test_log_probs_are_asked_for_where_votes_are_weighed_by_them() -> None:
     booth = Booth(Voter(10, "a", -2.0), Voter(20, "b", -0.5), Voter(30, "a", -3.0))
-    voted = await booth.hold(question(3, weights="rank", score="logprob"))
+    result = await booth.run(question(3, weights="rank", score="logprob"))
     assert booth.sampling == {"logprobs": True}
-    assert not voted.question.wants_logprobs
-    assert (voted.count.tally.winner, dict(voted.count.tally.weights)) == ("b", {"b": 1.0, "a": 0.5})
-    assert voted.count.weight_of == {0: 0.5, 1: 1.0, 2: 0.0}
-    await booth.hold(question(3))
+    assert not result.question.wants_logprobs
+    assert (result.count.tally.winner, dict(result.count.tally.weights)) == ("b", {"b": 1.0, "a": 0.5})
+    assert result.count.weights == {0: 0.5, 1: 1.0, 2: 0.0}
+    await booth.run(question(3))
     assert booth.sampling == {}
 
 
 async def test_a_trajectory_without_a_score_gets_the_mean_of_the_others() -> None:
     booth = Booth(Voter(10, "a", -1.0), Voter(20, "b", float("nan")), Voter(30, "c", -3.0))
-    voted = await booth.hold(question(3, weights="rank", score="logprob"))
-    assert voted.count.weight_of == {0: 1.0, 1: 0.5, 2: 0.0}
-    assert voted.ballots[1].measured is None
+    result = await booth.run(question(3, weights="rank", score="logprob"))
+    assert result.count.weights == {0: 1.0, 1: 0.5, 2: 0.0}
+    assert result.ballots[1].score is None
 
 
 async def test_without_any_score_all_weigh_the_same_and_nothing_is_decided_early() -> None:
     booth = Booth(*voters("aaab", sure=float("-inf")))
-    voted = await booth.hold(question(4, weights="rank", score="lowest_logprob"))
-    assert (voted.count.tally.winner, voted.decided_early) == ("a", False)
-    assert set(voted.count.weight_of.values()) == {0.5}
+    result = await booth.run(question(4, weights="rank", score="lowest_logprob"))
+    assert (result.count.tally.winner, result.decided_early) == ("a", False)
+    assert set(result.count.weights.values()) == {0.5}
 
 
 def trained() -> Confidence:
@@ -250,58 +250,58 @@ def trained() -> Confidence:
 async def test_log_odds_are_of_what_rewards_said() -> None:
     booth = Booth(*voters("ab"))
     asked = question(2, weights="log_odds", score="logprob")
-    voted = await booth.hold(asked)
-    assert voted.calibration is Status.NO_LABELS
-    assert len(set(voted.count.weight_of.values())) == 1, "nothing is known, so all weigh the same"
+    result = await booth.run(asked)
+    assert result.calibration is Status.NO_LABELS
+    assert len(set(result.count.weights.values())) == 1, "nothing is known, so all weigh the same"
     booth = Booth(Voter(10, "a", -2.5), Voter(20, "b", -0.1), Voter(30, "a", -2.0))
-    booth.votes._sureness = trained()
-    voted = await booth.hold(replace(asked, n=3))
-    assert (voted.calibration, voted.count.tally.winner) == (Status.READY, "b")
+    booth.votes._confidence = trained()
+    result = await booth.run(replace(asked, n=3))
+    assert (result.calibration, result.count.tally.winner) == (Status.READY, "b")
 
 
 async def test_rewards_of_votes_are_what_scores_are_worth_and_outlive_a_restart() -> None:
     documents = Documents()
     booth = Booth(*voters("a-"), documents=documents)
-    voted = await booth.hold(question(2, sampling={"logprobs": True}))
+    result = await booth.run(question(2, sampling={"logprobs": True}))
     for index in (0, 1, 7):
-        booth.sureness.rewarded(voted.vote_id, index, 1.0, True)
-    booth.sureness.rewarded("unknown", 0, 1.0, True)
-    assert [booth.sureness.status(kind) for kind in KINDS] == [Status.FEW_LABELS] * 2
-    booth.sureness._keep.now()
+        booth.confidence.learn_reward(result.vote_id, index, 1.0, True)
+    booth.confidence.learn_reward("unknown", 0, 1.0, True)
+    assert [booth.confidence.status(kind) for kind in KINDS] == [Status.FEW_LABELS] * 2
+    booth.confidence._keep.now()
     [label] = Confidence(documents)._points["logprob"].calibrator.state.labels
     assert label == pytest.approx((math.exp(-1.0), 1.0, 1.0))
 
 
 async def test_as_many_labels_as_are_remembered_outlive_a_restart() -> None:
     with Store() as store:
-        sureness, rng = Confidence(store), Random(0)
+        confidence, rng = Confidence(store), Random(0)
         for number in range(BUFFER):
-            sureness.remember("vote", {number: {kind: rng.random() for kind in KINDS}})
-            sureness.rewarded("vote", number, 1.0, True)
-        sureness._keep.now()
+            confidence.remember("vote", {number: {kind: rng.random() for kind in KINDS}})
+            confidence.learn_reward("vote", number, 1.0, True)
+        confidence._keep.now()
         for kind in KINDS:
             assert len(Confidence(store)._points[kind].calibrator.state.labels) == BUFFER
 
 
 async def test_votes_that_cannot_be_kept_or_read_are_counted_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     store = Store()
-    sureness = Confidence(store)
-    sureness.remember("vote", {0: {"logprob": 0.5}})
-    sureness.rewarded("vote", 0, 1.0, True)
+    confidence = Confidence(store)
+    confidence.remember("vote", {0: {"logprob": 0.5}})
+    confidence.learn_reward("vote", 0, 1.0, True)
     store.close()
-    sureness._keep.now()
+    confidence._keep.now()
     assert "was not kept" in caplog.text
     assert Confidence(store).status("logprob") is Status.NO_LABELS
     assert "cannot be read" in caplog.text
 
 
 async def test_only_the_newest_votes_are_remembered() -> None:
-    sureness = Confidence(Documents(), kept=1)
+    confidence = Confidence(Documents(), kept=1)
     for name in ("old", "new"):
-        sureness.remember(name, {0: {"logprob": 0.5}})
-        sureness.rewarded(name, 0, 1.0, True)
-    sureness.rewarded("old", 0, 1.0, True)
-    assert len(sureness._points["logprob"].calibrator.state.labels) == 2
+        confidence.remember(name, {0: {"logprob": 0.5}})
+        confidence.learn_reward(name, 0, 1.0, True)
+    confidence.learn_reward("old", 0, 1.0, True)
+    assert len(confidence._points["logprob"].calibrator.state.labels) == 2
 
 
 def scored(length: int, answer: str | None, quality: float, lag: int = 0, delay: int = 0) -> Voter:
@@ -310,32 +310,32 @@ def scored(length: int, answer: str | None, quality: float, lag: int = 0, delay:
 
 async def test_votes_by_quality_are_scored_and_nobody_is_pruned() -> None:
     """Candidate 2 ends before it could be scored."""
-    booth = Booth(scored(10, "a", 0.25), scored(20, "b", 0.75), scored(3, "c", 0.9)).judging()
-    voted = await booth.hold(question(3, weights="rank", score="head"))
-    assert [b.measured and b.measured.score for b in voted.ballots] == [0.25, 0.75, None]
-    assert voted.count.weight_of == {0: 0.0, 1: 1.0, 2: 0.5}
-    assert (voted.count.tally.winner, voted.decided_early, voted.calibration) == ("b", False, None)
-    assert booth.judge.kept == [(0, 1.0), (1, 1.0)], "none can be spared, so all are kept for sure"
-    assert booth.judge.gone == []
+    booth = Booth(scored(10, "a", 0.25), scored(20, "b", 0.75), scored(3, "c", 0.9)).scoring_settings()
+    result = await booth.run(question(3, weights="rank", score="head"))
+    assert [b.score and b.score.value for b in result.ballots] == [0.25, 0.75, None]
+    assert result.count.weights == {0: 0.0, 1: 1.0, 2: 0.5}
+    assert (result.count.tally.winner, result.decided_early, result.calibration) == ("b", False, None)
+    assert booth.scorer.kept == [(0, 1.0), (1, 1.0)], "none can be spared, so all are kept for sure"
+    assert booth.scorer.gone == []
 
 
 async def test_the_judge_forgets_whom_the_vote_does_not_wait_for() -> None:
-    booth = Booth(*(scored(length, "a", 0.75) for length in (10, 20, 30, 40))).judging()
-    voted = await booth.hold(question(4, weights="log_odds", score="head"))
-    assert voted.decided_early
-    assert booth.judge.gone == [i for i, c in enumerate(voted.record.candidates) if c.reason is DiscardReason.DECIDED]
+    booth = Booth(*(scored(length, "a", 0.75) for length in (10, 20, 30, 40))).scoring_settings()
+    result = await booth.run(question(4, weights="log_odds", score="head"))
+    assert result.decided_early
+    assert booth.scorer.gone == [i for i, c in enumerate(result.record.candidates) if c.reason is DiscardReason.DECIDED]
 
 
 async def test_a_majority_has_nobody_scored() -> None:
-    booth = Booth(scored(10, "a", 0.25), scored(20, "b", 0.75)).judging()
-    await booth.hold(question(2, score="head"))
-    assert booth.judge.kept == []
+    booth = Booth(scored(10, "a", 0.25), scored(20, "b", 0.75)).scoring_settings()
+    await booth.run(question(2, score="head"))
+    assert booth.scorer.kept == []
 
 
 async def test_a_score_that_comes_after_the_end_counts() -> None:
-    booth = Booth(scored(6, "a", 0.25, lag=9), scored(30, "b", 0.5)).judging()
-    voted = await booth.hold(question(2, weights="rank", score="head"))
-    assert [b.measured and b.measured.score for b in voted.ballots] == [0.25, 0.5]
+    booth = Booth(scored(6, "a", 0.25, lag=9), scored(30, "b", 0.5)).scoring_settings()
+    result = await booth.run(question(2, weights="rank", score="head"))
+    assert [b.score and b.score.value for b in result.ballots] == [0.25, 0.5]
 
 
 # --- refusals ---------------------------------------------------------------
@@ -358,7 +358,7 @@ async def test_a_score_that_comes_after_the_end_counts() -> None:
 async def test_what_cannot_be_is_refused_by_its_field_and_starts_nothing(change: dict[str, object], field: str) -> None:
     booth = Booth(*voters("a"))
     with pytest.raises(InvalidRequest) as refused:
-        await booth.votes.hold(replace(question(1), **change))  # type: ignore[arg-type]
+        await booth.votes.run(replace(question(1), **change))  # type: ignore[arg-type]
     assert refused.value.field == field
     assert not booth.house.engine.started
 
@@ -367,7 +367,7 @@ async def test_a_vote_passes_the_gate_and_counts_as_load() -> None:
     booth = Booth(*voters("aa"))
     rollouts = booth.house.rollouts
     rollouts.gate.close()
-    waiting = asyncio.create_task(booth.votes.hold(question(2)))
+    waiting = asyncio.create_task(booth.votes.run(question(2)))
     await settle()
     assert (rollouts.admission.ahead, len(booth.house.engine.started)) == (2, 0)
     rollouts.gate.open()
@@ -381,7 +381,7 @@ async def test_a_vote_is_refused_while_too_much_waits() -> None:
     booth = Booth(*voters("aa"))
     booth.house.rollouts.admission = Admission(lambda: 9, 1, Bounds(most_waiting=1))
     with pytest.raises(Overloaded):
-        await booth.votes.hold(question(2))
+        await booth.votes.run(question(2))
 
 
 # --- whatever happens -------------------------------------------------------
@@ -407,7 +407,7 @@ def electorates(draw: st.DrawFn) -> list[Voter]:
     ]
 
 
-async def everyone(votes: Votes[str, list[int]], run: GroupRun[str, list[int]], poll: Poll) -> bool:
+async def everyone(votes: VoteRunner[str, list[int]], run: GroupRun[str, list[int]], poll: BallotBox) -> bool:
     """Wait for all, decided or not."""
     async for trajectory in run.trajectories():
         await poll.take(trajectory.index, votes._prompter.sample(trajectory.output))
@@ -422,18 +422,18 @@ def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
     weights, score = way
     pattern: str | list[str] = ["a", "b", "c"] if listed else "#(.*)"
 
-    async def play(patient: bool) -> Voted:
-        booth = Booth(*electorate).judging()
-        booth.votes._sureness = TRAINED
+    async def play(patient: bool) -> VoteResult:
+        booth = Booth(*electorate).scoring_settings()
+        booth.votes._confidence = TRAINED
         if patient:
             booth.votes._collect = partial(everyone, booth.votes)  # type: ignore[method-assign]
-        return await booth.hold(Question(PromptSpec(text="p"), len(electorate), pattern, weights, score))
+        return await booth.run(VoteRequest(PromptSpec(text="p"), len(electorate), pattern, weights, score))
 
-    voted, whole = asyncio.run(play(patient=False)), asyncio.run(play(patient=True))
+    result, whole = asyncio.run(play(patient=False)), asyncio.run(play(patient=True))
     assert len(whole.ballots) == len(electorate)
-    assert voted.count.tally.winner == whole.count.tally.winner
-    assert voted.decided_early == (len(voted.ballots) < len(electorate))
-    for ballot in voted.ballots:
+    assert result.count.tally.winner == whole.count.tally.winner
+    assert result.decided_early == (len(result.ballots) < len(electorate))
+    for ballot in result.ballots:
         assert ballot.answer == electorate[ballot.index].answer
 
 

@@ -1,4 +1,4 @@
-"""How one group's candidates are scored while they run: what is asked of the engine, and what of the judge."""
+"""How one group's candidates are scored while they run: what is asked of the engine, and what of the scorer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -8,57 +8,55 @@ from darts_server.engine.port import Generated, Probe, Probed, Running
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Scored
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.pruning.judge import Judge, Judgement
+from darts_server.rollout.pruning.scorer import Assessment, CandidateScorer
 
 
-class Scoring:
-    """Has the judge score each candidate of a group at its detection points, once at each.
+class GroupScorer:
+    """Has the scorer score each candidate of a group at its detection points, once at each.
 
     By log-probs, alone or beside hidden states, these are of exactly the first so many tokens, however late they are
     looked at: the same tokens have the same score.
 
-    ``running``: the candidates that run, by index, at any time. ``heard``: is told of scores from hidden states, in the
+    ``running``: the running candidates by index. ``on_score``: called with scores from hidden states, in the
     event loop; also of candidates that have ended since, but never of those that were dropped.
     """
 
     def __init__(
         self,
-        judge: Judge,
+        scorer: CandidateScorer,
         group_id: str,
         pruning: Pruning,
         running: Mapping[int, Running[Any]],
-        heard: Callable[[Scored], None],
+        on_score: Callable[[Scored], None],
     ) -> None:
-        self._judge = judge
+        self._scorer = scorer
         self._group_id = group_id
         self._pruning = pruning
         self._running = running
-        self._heard = heard
-        self._detect_at = judge.detect_at
-        self._by_logprobs = judge.by_logprobs
-        self._with_logprobs = judge.with_logprobs
+        self._on_score = on_score
+        self._detect_at = scorer.detect_at
+        self._uses_hidden_states = scorer.uses_hidden_states
+        self._uses_logprobs = scorer.uses_logprobs
         self._waiting: dict[int, list[Probed]] = {}  # hidden states whose log-probs are to be looked up
         self._started: set[int] = set()
         self._early: dict[int, list[Scored]] = {}  # of candidates that nobody has said to have started yet
         self._passed: dict[int, int] = {}  # detection points at which a candidate's log-probs were looked at
         self._dropped: set[int] = set()
 
-    def probe(self, index: int) -> Probe:
+    def probe_for(self, index: int) -> Probe:
         """What the engine is to tell of a candidate."""
-        points = () if self._by_logprobs else self._detect_at
-        return Probe(points, partial(self._told, index), logprobs=self._by_logprobs or self._with_logprobs)
+        points = self._detect_at if self._uses_hidden_states else ()
+        return Probe(points, partial(self._told, index), logprobs=self._uses_logprobs)
 
-    def started(self, index: int) -> list[Scored]:
+    def mark_started(self, index: int) -> list[Scored]:
         """The engine says that a candidate has started; its scores that came before that."""
         self._started.add(index)
         return self._early.pop(index, [])
 
-    def look(self) -> list[Scored]:
+    def poll(self) -> list[Scored]:
         """The scores that need log-probs and are due, of all candidates that run."""
-        if self._with_logprobs:
+        if self._uses_hidden_states:
             return [scored for index in list(self._waiting) for scored in self._by_both(index)]
-        if not self._by_logprobs:
-            return []
         return [
             scored
             for index, candidate in self._running.items()
@@ -66,15 +64,15 @@ class Scoring:
             for scored in self._by_tokens(index, candidate.generated(0))
         ]
 
-    def kept(self, index: int, survival: float) -> None:
+    def record_kept(self, index: int, survival: float) -> None:
         """A candidate was kept, with that probability."""
-        self._judge.drawn(self._group_id, index, survival)
+        self._scorer.record_kept(self._group_id, index, survival)
 
     def drop(self, index: int) -> None:
-        """A candidate will not be returned. Said to the judge once, however often it is said here."""
+        """A candidate will not be returned. Said to the scorer once, however often it is said here."""
         if index not in self._dropped:
             self._dropped.add(index)
-            self._judge.dropped(self._group_id, index)
+            self._scorer.record_dropped(self._group_id, index)
 
     def close(self, candidates: Iterable[Candidate]) -> None:
         """The group has ended: nobody will reward those that were not selected."""
@@ -85,14 +83,14 @@ class Scoring:
     def _told(self, index: int, probed: Probed) -> None:
         if index in self._dropped:
             return
-        if self._with_logprobs:
+        if self._uses_logprobs:
             self._waiting.setdefault(index, []).append(probed)
             scores = list(self._by_both(index))
         else:
-            scores = [_scored(index, self._judge.by_state(self._group_id, index, probed, (), self._pruning))]
+            scores = [_scored(index, self._scorer.score_state(self._group_id, index, probed, (), self._pruning))]
         for scored in scores:
             if index in self._started:
-                self._heard(scored)
+                self._on_score(scored)
             else:
                 self._early.setdefault(index, []).append(scored)
 
@@ -111,7 +109,7 @@ class Scoring:
                 self._waiting.setdefault(index, []).append(probed)
                 continue
             so_far = tuple(logprobs[: probed.tokens])
-            yield _scored(index, self._judge.by_state(self._group_id, index, probed, so_far, self._pruning))
+            yield _scored(index, self._scorer.score_state(self._group_id, index, probed, so_far, self._pruning))
 
     def _due(self, index: int, tokens: int | None) -> bool:
         passed = self._passed.get(index, 0)
@@ -127,8 +125,8 @@ class Scoring:
             passed = self._passed.get(index, 0)
             self._passed[index] = passed + 1
             logprobs = tuple(generated.logprobs[: self._detect_at[passed]])
-            yield _scored(index, self._judge.by_tokens(self._group_id, index, logprobs, self._pruning))
+            yield _scored(index, self._scorer.score_logprobs(self._group_id, index, logprobs, self._pruning))
 
 
-def _scored(index: int, judgement: Judgement) -> Scored:
-    return Scored(index, judgement.quality, judgement.survival)
+def _scored(index: int, assessment: Assessment) -> Scored:
+    return Scored(index, assessment.quality, assessment.survival)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.quality.head import Head
-from darts_server.quality.values import HeadSettings
+from darts_server.quality.types import HeadSettings
 
 WIDTH = 16
 QUICK = HeadSettings(hidden=16, batch=32, capacity=512, half_life=256.0, fewest=32, learning_rate=1e-2)

@@ -11,17 +11,17 @@ from darts_server.engine.port import Probed
 from darts_server.policy.calibration import Calibration
 from darts_server.policy.survival import Pruning
 from darts_server.quality.head import Head
-from darts_server.quality.report import Report
-from darts_server.quality.values import HeadSettings, Status
+from darts_server.quality.report import TrainerReport
+from darts_server.quality.types import HeadSettings, HeadStatus
 from darts_server.rollout.learned.documents import DocumentStore as Store
-from darts_server.rollout.pruning.judge import Judgement
-from darts_server.rollout.pruning.judging import Judging
 from darts_server.rollout.pruning.pruner import Pruner
-from tests.quality.worlds import QUICK, WIDTH, World
+from darts_server.rollout.pruning.score_kinds import ScoringSettings
+from darts_server.rollout.pruning.scorer import Assessment
+from tests.quality.synthetic import QUICK, WIDTH, World
 from tests.rollout.helpers import Documents
 
 EVERY = 64
-QUICKLY = Judging(detect_at=(10,), calibration=Calibration(cold_steps=1, cold_labels=64, bins=16))
+QUICKLY = ScoringSettings(detect_at=(10,), calibration=Calibration(cold_steps=1, cold_labels=64, bins=16))
 
 
 class LocalHead(Head):
@@ -35,12 +35,12 @@ class LocalHead(Head):
         self._trained = trained
 
     @property
-    def status(self) -> Status:
-        return Status.TRAINER_LOST if self.lost else super().status
+    def status(self) -> HeadStatus:
+        return HeadStatus.TRAINER_LOST if self.lost else super().status
 
     @property
-    def report(self) -> Report:
-        return Report(self.status, self.prior, self.figures(), self._learned, self.steps)
+    def report(self) -> TrainerReport:
+        return TrainerReport(self.status, self.prior, self.metrics(), self._learned, self.steps)
 
     def start(self) -> None:
         self.started = True
@@ -50,7 +50,7 @@ class LocalHead(Head):
 
     def score(self, hidden: NDArray[np.floating], position: int) -> Any:
         score = super().score(hidden, position)
-        return replace(score, status=Status.TRAINER_LOST) if self.lost else score
+        return replace(score, status=HeadStatus.TRAINER_LOST) if self.lost else score
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
         learned = super().learn(hidden, position, target, survival)
@@ -75,16 +75,16 @@ class Counter:
     def trajectory_scored(self, *, usable: bool) -> None:
         self._count("usable" if usable else "unusable")
 
-    def trajectory_drawn(self, *, kept: bool) -> None:
+    def pruning_decided(self, *, kept: bool) -> None:
         self._count("kept" if kept else "pruned")
 
-    def trajectory_probed(self, *, told: bool) -> None:
-        self._count("told" if told else "untold")
+    def hidden_state_expected(self, *, received: bool) -> None:
+        self._count("states received" if received else "states missing")
 
     def label_learned(self) -> None:
         self._count("labels")
 
-    def flights_forgotten(self, count: int) -> None:
+    def pending_labels_dropped(self, count: int) -> None:
         self._count("forgotten", count)
 
 
@@ -92,7 +92,7 @@ class Counter:
 class Bench:
     """A pruner, and a trainer whose trajectories have hidden states that tell."""
 
-    judging: Judging = QUICKLY
+    judging: ScoringSettings = QUICKLY
     store: Store = field(default_factory=Documents)
     settings: HeadSettings = QUICK
     world: World = field(default_factory=World)
@@ -125,28 +125,28 @@ class Bench:
         self.heads.append(LocalHead(width, trained, self.settings))
         return self.heads[-1]
 
-    def scored(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Judgement:
-        return self.pruner.by_state(group_id, index, Probed(tokens, hidden.astype(np.float32)), (), self.pruning)
+    def scored(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Assessment:
+        return self.pruner.score_state(group_id, index, Probed(tokens, hidden.astype(np.float32)), (), self.pruning)
 
-    def group(self, size: int = 8) -> tuple[list[Judgement], int]:
-        """A group whose survivors are all rewarded: its judgements, and how many survived."""
+    def group(self, size: int = 8) -> tuple[list[Assessment], int]:
+        """A group whose survivors are all rewarded: its assessments, and how many survived."""
         self.groups += 1
         self.now += 1
         name, told, kept = f"g{self.groups}", [], []
         for index, (hidden, target) in enumerate(self.world.trajectories(size)):
-            judgement = self.scored(name, index, hidden)
-            told.append(judgement)
-            if self.lots.random() < judgement.survival:
-                self.pruner.drawn(name, index, judgement.survival)
+            assessment = self.scored(name, index, hidden)
+            told.append(assessment)
+            if self.lots.random() < assessment.survival:
+                self.pruner.record_kept(name, index, assessment.survival)
                 kept.append((index, target))
             else:
-                self.pruner.dropped(name, index)
+                self.pruner.record_dropped(name, index)
         for index, target in kept:
-            self.pruner.rewarded(name, index, target, target > 0)
-        self.pruner.group_rewarded()
+            self.pruner.learn_reward(name, index, target, target > 0)
+        self.pruner.record_rewarded_group()
         return told, len(kept)
 
-    def step(self, groups: int = 16) -> list[tuple[list[Judgement], int]]:
+    def step(self, groups: int = 16) -> list[tuple[list[Assessment], int]]:
         """Groups, and new weights after them."""
         done = [self.group() for _ in range(groups)]
         self.version += 1

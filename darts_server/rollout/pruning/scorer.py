@@ -8,7 +8,7 @@ from darts_server.policy.survival import Pruning
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class Assessment:
     """``quality``: the calibrated chance q to end correct. ``survival``: the probability to be kept with.
 
     Survival is 1 while there is no score to trust.
@@ -18,7 +18,7 @@ class Judgement:
     survival: float
 
 
-class Judge(Protocol):
+class CandidateScorer(Protocol):
     """Scores trajectories, named by their group's id and candidate index, and learns from their rewards.
 
     All calls are made in the event loop, return fast and never raise.
@@ -30,29 +30,29 @@ class Judge(Protocol):
         ...
 
     @property
-    def by_logprobs(self) -> bool:
-        """Whether it goes by log-probs instead of hidden states."""
+    def uses_hidden_states(self) -> bool:
+        """Whether scores are made from hidden states, alone or together with log-probs."""
         ...
 
     @property
-    def with_logprobs(self) -> bool:
-        """Whether it goes by hidden states and by log-probs together."""
+    def uses_logprobs(self) -> bool:
+        """Whether scores are made from log-probs, alone or together with hidden states."""
         ...
 
-    def by_state(
+    def score_state(
         self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Judgement:
+    ) -> Assessment:
         """Score a trajectory by its hidden state, and by the log-probs of its tokens so far if it goes by both."""
         ...
 
-    def by_tokens(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Judgement:
+    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
         """Score a trajectory by the log-probs of its tokens so far, in nats."""
         ...
 
-    def drawn(self, group_id: str, index: int, survival: float) -> None:
+    def record_kept(self, group_id: str, index: int, survival: float) -> None:
         """It was kept, with this probability: not the one asked for where the group could not spare it."""
         ...
 
-    def dropped(self, group_id: str, index: int) -> None:
+    def record_dropped(self, group_id: str, index: int) -> None:
         """It will not be returned, so no reward will come."""
         ...

@@ -7,18 +7,18 @@ import numpy as np
 from darts_server.engine.port import Probe, Probed
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.policy.survival import Pruning
-from darts_server.rollout.pruning.judge import Judgement
+from darts_server.rollout.pruning.scorer import Assessment
 
 
 class Oracle:
     """A hidden state is quality and survival; by log-probs they are ``quality`` and ``survival`` of the last token."""
 
     def __init__(
-        self, *detect_at: int, by_logprobs: bool = False, with_logprobs: bool = False, survival: float = 0.0
+        self, *detect_at: int, uses_hidden_states: bool = True, uses_logprobs: bool = False, survival: float = 0.0
     ) -> None:
         self.detect_at = detect_at or (4,)
-        self.by_logprobs = by_logprobs
-        self.with_logprobs = with_logprobs
+        self.uses_hidden_states = uses_hidden_states
+        self.uses_logprobs = uses_logprobs
         self.survival = survival
         self.states: list[tuple[int, int]] = []
         """Candidate and its tokens, as it was scored by hidden states."""
@@ -27,22 +27,22 @@ class Oracle:
         self.draws: list[tuple[int, float]] = []
         self.drops: list[int] = []
 
-    def by_state(
+    def score_state(
         self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Judgement:
+    ) -> Assessment:
         self.states.append((index, probed.tokens))
-        assert logprobs == (tuple(-token / 8 for token in range(probed.tokens)) if self.with_logprobs else ())
-        return Judgement(*map(float, probed.state))
+        assert logprobs == (tuple(-token / 8 for token in range(probed.tokens)) if self.uses_logprobs else ())
+        return Assessment(*map(float, probed.state))
 
-    def by_tokens(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Judgement:
+    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
         self.logprobs.append((index, len(logprobs)))
         assert logprobs == tuple(-token / 8 for token in range(len(logprobs)))
-        return Judgement(0.5, self.survival)
+        return Assessment(0.5, self.survival)
 
-    def drawn(self, group_id: str, index: int, survival: float) -> None:
+    def record_kept(self, group_id: str, index: int, survival: float) -> None:
         self.draws.append((index, survival))
 
-    def dropped(self, group_id: str, index: int) -> None:
+    def record_dropped(self, group_id: str, index: int) -> None:
         self.drops.append(index)
 
 

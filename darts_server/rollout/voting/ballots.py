@@ -19,14 +19,16 @@ SHORT_TEXT = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """``score``: as it is told. ``chance``: what the vote weighs by; the score itself where ranks alone count."""
+class BallotScore:
+    """``value``: the score that the caller sees. ``probability``: the weight is computed from it; equal to ``value``
+    where only ranks count.
+    """
 
-    score: float
-    chance: float
+    value: float
+    probability: float
 
 
-Measure = Callable[[int, Sample], Measured | None]
+ScoreBallot = Callable[[int, Sample], BallotScore | None]
 """What a trajectory, by its candidate's index, is worth; ``None`` while that is not known."""
 
 
@@ -37,25 +39,25 @@ class Ballot:
     index: int
     sample: Sample
     answer: str | None
-    measured: Measured | None = None
+    score: BallotScore | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """How a vote ended. ``weight_of``: what each vote weighs, by candidate index."""
+class VoteCount:
+    """How a vote ended. ``weights``: what each vote weighs, by candidate index."""
 
     tally: Tally
-    weight_of: dict[int, float]
+    weights: dict[int, float]
 
 
-class Poll:
+class BallotBox:
     """Takes trajectories and counts them.
 
     ``measure``: ``None`` where votes weigh the same. A score that was once known stays, so that no vote that counted
     for a decision changes after it.
     """
 
-    def __init__(self, extractor: Extractor, weighting: Weighting, measure: Measure | None) -> None:
+    def __init__(self, extractor: Extractor, weighting: Weighting, measure: ScoreBallot | None) -> None:
         self.ballots: list[Ballot] = []
         self._extractor = extractor
         self._weighting = weighting
@@ -78,15 +80,15 @@ class Poll:
         missing = [*remaining, *(ballot.index for ballot in unknown)]
         return len(known) >= len(missing) and decided(known, missing, self._weighting)
 
-    def count(self) -> Count:
+    def count(self) -> VoteCount:
         """The result. Votes without a score get the mean of the others'."""
         known, unknown = self._votes()
         mean = fmean(vote.score for vote in known) if known else UNKNOWN
         votes = [*known, *(Vote(b.index, b.answer, mean) for b in unknown if b.answer is not None)]
         weights = self._weighting.weights(votes)
-        return Count(
+        return VoteCount(
             tally=tally(votes, self._weighting),
-            weight_of={vote.index: float(weight) for vote, weight in zip(votes, weights, strict=True)},
+            weights={vote.index: float(weight) for vote, weight in zip(votes, weights, strict=True)},
         )
 
     def _votes(self) -> tuple[list[Vote], list[Ballot]]:
@@ -98,11 +100,11 @@ class Poll:
             if self._measure is None:
                 known.append(Vote(ballot.index, ballot.answer))
                 continue
-            ballot.measured = ballot.measured or self._measure(ballot.index, ballot.sample)
-            if ballot.measured is None:
+            ballot.score = ballot.score or self._measure(ballot.index, ballot.sample)
+            if ballot.score is None:
                 unknown.append(ballot)
             else:
-                known.append(Vote(ballot.index, ballot.answer, ballot.measured.chance))
+                known.append(Vote(ballot.index, ballot.answer, ballot.score.probability))
         return known, unknown
 
 

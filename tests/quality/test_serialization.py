@@ -7,9 +7,9 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 from darts_server.quality.head import Head
-from darts_server.quality.saved import pack, unpack
-from darts_server.quality.values import HeadSettings, Status
-from tests.quality.worlds import QUICK, WIDTH, World, taught
+from darts_server.quality.serialization import pack, unpack
+from darts_server.quality.types import HeadSettings, HeadStatus
+from tests.quality.synthetic import QUICK, WIDTH, World, taught
 
 
 def scores(head: Head) -> list[float]:
@@ -20,7 +20,7 @@ def test_a_restored_head_scores_and_learns_as_the_saved_one_does() -> None:
     saved = taught(World(), rounds=4)
     restored = Head(WIDTH, QUICK)
     restored.restore(saved.state())
-    assert restored.status is Status.READY
+    assert restored.status is HeadStatus.READY
     assert scores(restored) == scores(saved)
     assert restored.steps == saved.steps
     assert restored.state() == saved.state()
@@ -44,7 +44,7 @@ def test_it_goes_on_with_the_optimiser_it_had() -> None:
 def test_a_head_restored_before_it_learned_anything_is_as_new() -> None:
     head = Head(WIDTH, QUICK)
     head.restore(Head(WIDTH, QUICK).state())
-    assert head.status is Status.NO_LABELS
+    assert head.status is HeadStatus.NO_LABELS
     assert head.state() == Head(WIDTH, QUICK).state()
 
 

@@ -22,7 +22,7 @@ class Restorable(Protocol):
     def restore(self, data: bytes) -> None: ...
 
 
-class HeadState:
+class HeadCheckpoint:
     """Keeps the newest state of a head. Any thread may call any method; none waits for another's write."""
 
     def __init__(self, blobs: BlobStore, clock: Callable[[], float] = time.monotonic) -> None:

@@ -17,19 +17,19 @@ from darts_server.rollout.observers.base import VoteObserver
 from darts_server.rollout.plan import OFF
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.voting.confidence import KINDS, Confidence, scores_of
-from darts_server.rollout.voting.poll import (
+from darts_server.rollout.voting.ballots import (
     LOG_ODDS,
     MAJORITY,
     UNKNOWN,
     Ballot,
-    Count,
-    Measure,
-    Measured,
-    Poll,
+    BallotBox,
+    BallotScore,
+    ScoreBallot,
+    VoteCount,
     extractor_of,
     weighting_of,
 )
+from darts_server.rollout.voting.confidence import KINDS, Confidence, scores_of
 from darts_server.types import DiscardReason, GroupRecord, PromptSpec, RequestOptions, Sample, VoteOutcome
 
 POLICY = "vote"
@@ -41,7 +41,7 @@ LOOKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class VoteRequest:
     """What is put to the vote: ``n`` trajectories of ``prompt``.
 
     ``sampling``: the engine's sampling parameters by their names. ``pattern``: see `extractor_of`. ``weights``: what a
@@ -76,7 +76,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Voted:
+class VoteResult:
     """How a vote ended. ``ballots``: the trajectories that count, by candidate index.
 
     ``decided_early``: whether candidates were stopped because they could change nothing. ``calibration``: why scores
@@ -84,8 +84,8 @@ class Voted:
     """
 
     vote_id: str
-    question: Question
-    count: Count
+    question: VoteRequest
+    count: VoteCount
     ballots: Sequence[Ballot]
     decided_early: bool
     calibration: Status | None
@@ -93,11 +93,11 @@ class Voted:
     seconds: float
 
 
-class Votes(Generic[RequestT, OutputT]):
+class VoteRunner(Generic[RequestT, OutputT]):
     """Holds votes.
 
     Args:
-        sureness: what log-probs are worth.
+        confidence: what log-probs are worth.
         observer: hears of every vote.
         clock: monotonic seconds.
     """
@@ -106,17 +106,17 @@ class Votes(Generic[RequestT, OutputT]):
         self,
         rollouts: Rollouts[RequestT, OutputT],
         prompter: Prompter[RequestT, OutputT],
-        sureness: Confidence,
+        confidence: Confidence,
         observer: VoteObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rollouts = rollouts
         self._prompter = prompter
-        self._sureness = sureness
+        self._confidence = confidence
         self._observer = observer
         self._clock = clock
 
-    async def hold(self, question: Question) -> Voted:
+    async def run(self, question: VoteRequest) -> VoteResult:
         """Sample, count, and stop what is left when the answer is certain. Being cancelled stops all of it.
 
         Raises:
@@ -129,21 +129,21 @@ class Votes(Generic[RequestT, OutputT]):
         extractor, weighting = extractor_of(question.pattern), weighting_of(question.weights, question.pattern)
         vote_id = f"vote-{uuid.uuid4().hex}"
         request = await self._request(question, vote_id)
-        calibration = self._sureness.status(question.score) if question.calibrated and question.score else None
+        calibration = self._confidence.status(question.score) if question.calibrated and question.score else None
         began = self._clock()
         with self._rollouts.admission.held(question.n) as ticket:
             async with self._rollouts.gate.held():
                 run = self._begin(question, request, vote_id)
                 ticket.begun()
-                poll = Poll(extractor, weighting, self._measure(question, run, calibration))
+                poll = BallotBox(extractor, weighting, self._measure(question, run, calibration))
                 early = await self._collect(run, poll)
         assert run.record is not None
         count, ballots = poll.count(), sorted(poll.ballots, key=lambda ballot: ballot.index)
-        self._sureness.remember(vote_id, {b.index: scores_of(b.sample) for b in ballots if b.answer is not None})
+        self._confidence.remember(vote_id, {b.index: scores_of(b.sample) for b in ballots if b.answer is not None})
         self._observer.vote_ended(_outcome(count, early), _stopped(run.record))
-        return Voted(vote_id, question, count, ballots, early, calibration, run.record, self._clock() - began)
+        return VoteResult(vote_id, question, count, ballots, early, calibration, run.record, self._clock() - began)
 
-    def _check(self, question: Question) -> None:
+    def _check(self, question: VoteRequest) -> None:
         self._rollouts.plan(question.n, RequestOptions(OFF))  # refuses sizes beyond the limit
         if question.sampling.get("detokenize") is False:
             raise InvalidRequest("sampling.detokenize", "answers are found in texts; leave it out")
@@ -160,7 +160,7 @@ class Votes(Generic[RequestT, OutputT]):
                 "score", f"nothing scores quality on this server (see --quality); choose {' or '.join(KINDS)}"
             )
 
-    async def _request(self, question: Question, vote_id: str) -> RequestT:
+    async def _request(self, question: VoteRequest, vote_id: str) -> RequestT:
         sampling = question.sampling
         if question.by_logprobs and not question.wants_logprobs:
             sampling = {**sampling, LOGPROBS: True}
@@ -171,7 +171,7 @@ class Votes(Generic[RequestT, OutputT]):
                 raise InvalidRequest("prompt", error.message) from error
             raise
 
-    def _begin(self, question: Question, request: RequestT, vote_id: str) -> GroupRun[RequestT, OutputT]:
+    def _begin(self, question: VoteRequest, request: RequestT, vote_id: str) -> GroupRun[RequestT, OutputT]:
         run = self._rollouts.gathering(
             request,
             POLICY,
@@ -184,28 +184,28 @@ class Votes(Generic[RequestT, OutputT]):
         return run
 
     def _measure(
-        self, question: Question, run: GroupRun[RequestT, OutputT], calibration: Status | None
-    ) -> Measure | None:
+        self, question: VoteRequest, run: GroupRun[RequestT, OutputT], calibration: Status | None
+    ) -> ScoreBallot | None:
         kind = question.score
         if question.weights == MAJORITY or kind is None:
             return None
 
-        def by_quality(index: int, _: Sample) -> Measured | None:
+        def by_quality(index: int, _: Sample) -> BallotScore | None:
             quality = run.candidates[index].quality
-            return None if quality is None else Measured(quality, quality)
+            return None if quality is None else BallotScore(quality, quality)
 
-        def by_logprobs(_: int, sample: Sample) -> Measured | None:
+        def by_logprobs(_: int, sample: Sample) -> BallotScore | None:
             score = scores_of(sample).get(kind)
-            return None if score is None else Measured(score, chance(score))
+            return None if score is None else BallotScore(score, chance(score))
 
         def chance(score: float) -> float:
             if calibration is None:
                 return score
-            return self._sureness.chance(kind, score) if calibration is Status.READY else UNKNOWN
+            return self._confidence.chance(kind, score) if calibration is Status.READY else UNKNOWN
 
         return by_logprobs if question.by_logprobs else by_quality
 
-    async def _collect(self, run: GroupRun[RequestT, OutputT], poll: Poll) -> bool:
+    async def _collect(self, run: GroupRun[RequestT, OutputT], poll: BallotBox) -> bool:
         """Take trajectories until all are there or the rest can be stopped; whether they were."""
         taken: set[int] = set()
         step = max(1, len(run.candidates) // LOOKS)
@@ -227,7 +227,7 @@ def _stopped(record: GroupRecord) -> int:
     return sum(candidate.reason is DiscardReason.DECIDED for candidate in record.candidates)
 
 
-def _outcome(count: Count, early: bool) -> VoteOutcome:
+def _outcome(count: VoteCount, early: bool) -> VoteOutcome:
     if count.tally.winner is None:
         return VoteOutcome.NO_ANSWER
     return VoteOutcome.DECIDED_EARLY if early else VoteOutcome.COUNTED

@@ -15,7 +15,7 @@ import torch
 
 from darts_server.vllm.probe import wire
 from darts_server.vllm.probe.capture import Capture
-from darts_server.vllm.probe.sender import Taken, message_of
+from darts_server.vllm.probe.sender import CapturedRows, message_of
 
 WIDTH = 2
 
@@ -149,7 +149,7 @@ class World:
         self._waiting = list(requests)
         self._running: list[Request] = []
         self._finished: set[str] = set()
-        self._queue: list[Taken | Sequence[bytes]] = []
+        self._queue: list[CapturedRows | Sequence[bytes]] = []
         self._capture = Capture(runner, self._queue.append)
         self._capture.begin()
 
@@ -224,14 +224,14 @@ class World:
     def _deliver(self, count: int) -> None:
         for _ in range(count):
             taken = self._queue.pop(0)
-            frames = message_of(taken) if isinstance(taken, Taken) else taken
+            frames = message_of(taken) if isinstance(taken, CapturedRows) else taken
             if frames is None:
                 continue
             kind, *rest = frames
             if kind == wire.FAULT:
                 self.faults += rest
             elif kind == wire.STATES:
-                for number, tokens, state in wire.told(*rest):
+                for number, tokens, state in wire.unpack_states(*rest):
                     self.sent.setdefault(number, []).append((tokens, state.tolist()))
 
     @staticmethod

@@ -19,11 +19,11 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.submission import BatchRequest, Submissions
 from darts_server.rollout.joining import Joining
 from darts_server.rollout.plan import Limits, Planner
-from darts_server.rollout.pruning.scoring import Scoring
+from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.types import CandidateRecord, DiscardReason, PromptSpec, RequestOptions, SelectedAs
 from tests.rollout.batches.test_submission import Texts, play
 from tests.rollout.helpers import House, lengths
-from tests.rollout.pruning.judged import Hasty, Oracle, states
+from tests.rollout.pruning.fake_scorer import Hasty, Oracle, states
 
 pytestmark = pytest.mark.anyio
 SHAPINGS = {
@@ -31,10 +31,13 @@ SHAPINGS = {
     "refill": named(Shaping(max_redundancy=3.0), Deadline(), Pruning(), refill=True)["arrol"],
 }
 NEVER, SURELY = 0.0, 1.0
+LOGPROBS_ONLY = {"uses_hidden_states": False, "uses_logprobs": True}
 
 
-def a_house(judge: Oracle | None, lengths: list[int], scores: Mapping[int, tuple[float, float]], lag: int = 0) -> House:
-    house = House(states(lengths, scores, lag), SHAPINGS, judge=judge)
+def a_house(
+    scorer: Oracle | None, lengths: list[int], scores: Mapping[int, tuple[float, float]], lag: int = 0
+) -> House:
+    house = House(states(lengths, scores, lag), SHAPINGS, scorer=scorer)
     house.engine.probe_width = 2
     return house
 
@@ -51,16 +54,16 @@ async def played(house: House, size: int = 2, policy: str = "arrol") -> list[Can
 
 
 async def test_a_candidate_that_does_not_survive_its_score_is_stopped_there() -> None:
-    judge = Oracle(4)
-    house = a_house(judge, [20], {0: (0.9, NEVER), 2: (0.25, SURELY)})
+    scorer = Oracle(4)
+    house = a_house(scorer, [20], {0: (0.9, NEVER), 2: (0.25, SURELY)})
     candidates = await played(house)
     assert [c.reason for c in candidates] == [DiscardReason.PRUNED, None, DiscardReason.MIDDLE, None]
     assert (candidates[0].tokens, candidates[0].finish_reason) == (4, None)
     assert candidates[0].quality == pytest.approx(0.9)
     assert [c.survival for c in candidates] == [0.0, 1.0, 1.0, 1.0]
     assert {c.selected_as for c in candidates} == {None, SelectedAs.BALANCED}
-    assert sorted(judge.draws) == [(1, 1.0), (2, 1.0), (3, 1.0)]
-    assert sorted(judge.drops) == [0, 2]
+    assert sorted(scorer.draws) == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert sorted(scorer.drops) == [0, 2]
 
 
 async def test_those_are_returned_whose_scores_are_nearest_the_target() -> None:
@@ -70,85 +73,85 @@ async def test_those_are_returned_whose_scores_are_nearest_the_target() -> None:
 
 
 async def test_no_more_are_pruned_than_the_group_can_spare_and_the_judge_knows() -> None:
-    judge = Oracle(4)
-    house = a_house(judge, [20], dict.fromkeys(range(6), (0.5, NEVER)))
+    scorer = Oracle(4)
+    house = a_house(scorer, [20], dict.fromkeys(range(6), (0.5, NEVER)))
     candidates = await played(house, size=3)
     assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 3
-    assert judge.draws == [(3, 1.0), (4, 1.0), (5, 1.0)]
-    assert sorted(judge.drops) == [0, 1, 2]
+    assert scorer.draws == [(3, 1.0), (4, 1.0), (5, 1.0)]
+    assert sorted(scorer.drops) == [0, 1, 2]
 
 
 async def test_one_that_ends_before_the_detection_point_is_not_scored() -> None:
-    judge = Oracle(4)
-    candidates = await played(a_house(judge, [3, 20], dict.fromkeys(range(4), (0.5, NEVER))))
+    scorer = Oracle(4)
+    candidates = await played(a_house(scorer, [3, 20], dict.fromkeys(range(4), (0.5, NEVER))))
     assert candidates[0].quality is None
-    assert 0 not in {index for index, _ in judge.states}
+    assert 0 not in {index for index, _ in scorer.states}
     assert candidates[0].reason is not DiscardReason.PRUNED
 
 
 async def test_the_latest_score_counts_and_survival_multiplies() -> None:
-    judge = Oracle(2, 6)
+    scorer = Oracle(2, 6)
 
     def script(_: str, index: int) -> Script:
         return Script(20, hidden=lambda n: (n / 10, 1.0 if index else n / 8))
 
-    house = House(script, SHAPINGS, judge=judge)
+    house = House(script, SHAPINGS, scorer=scorer)
     house.engine.probe_width = 2
     candidates = await played(house)
     assert [c.quality for c in candidates[1:]] == pytest.approx([0.6, 0.6, 0.6])
-    assert judge.states[:4] == [(i, 2) for i in range(4)]
+    assert scorer.states[:4] == [(i, 2) for i in range(4)]
     assert candidates[0].survival in (pytest.approx(2 / 8), pytest.approx(2 / 8 * 6 / 8))
-    assert [index for index, _ in judge.draws].count(1) == 2
+    assert [index for index, _ in scorer.draws].count(1) == 2
 
 
 async def test_a_late_score_prunes_nobody_that_has_ended_and_is_noted_while_the_group_runs() -> None:
-    judge = Oracle(4)
-    house = a_house(judge, [5, 20], {0: (0.25, NEVER)}, lag=3)
+    scorer = Oracle(4)
+    house = a_house(scorer, [5, 20], {0: (0.25, NEVER)}, lag=3)
     candidates = await played(house)
     assert (candidates[0].quality, candidates[0].survival) == (0.25, 1.0)
-    assert 0 not in {index for index, _ in judge.draws}
+    assert 0 not in {index for index, _ in scorer.draws}
 
 
 async def test_of_a_score_after_the_groups_end_the_judge_hears_if_the_candidate_was_returned() -> None:
-    judge = Oracle(4)
-    house = a_house(judge, [5], {}, lag=3)
+    scorer = Oracle(4)
+    house = a_house(scorer, [5], {}, lag=3)
     candidates = await played(house)
-    assert not judge.states
+    assert not scorer.states
     for _ in range(3):
         await house.engine.step()
     returned = [(c.index, 4) for c in candidates if c.selected_as is not None]
-    assert judge.states == returned
-    assert sorted([*judge.drops, *(index for index, _ in returned)]) == [0, 1, 2, 3]
+    assert scorer.states == returned
+    assert sorted([*scorer.drops, *(index for index, _ in returned)]) == [0, 1, 2, 3]
 
 
 async def test_a_state_that_comes_before_the_start_was_told_waits_for_it() -> None:
-    judge = Oracle(4)
-    house = House(states([20], {0: (0.9, NEVER)}), SHAPINGS, judge=judge, engine=Hasty)
+    scorer = Oracle(4)
+    house = House(states([20], {0: (0.9, NEVER)}), SHAPINGS, scorer=scorer, engine=Hasty)
     house.engine.probe_width = 2
     candidates = await played(house)
     assert (candidates[0].reason, candidates[0].tokens) == (DiscardReason.PRUNED, 0)
 
 
 async def test_the_judge_need_not_remember_failed_stopped_and_cancelled_ones() -> None:
-    judge = Oracle(4)
+    scorer = Oracle(4)
 
     def script(_: str, index: int) -> Script:
         return Script(6, error=CandidateFailed("broken")) if index == 0 else Script(20, hidden=lambda _: (0.5, 1.0))
 
-    house = House(script, SHAPINGS, judge=judge)
+    house = House(script, SHAPINGS, scorer=scorer)
     house.engine.probe_width = 2
     run = house.run(2, "arrol")
     await settle()
     for _ in range(7):
         await house.engine.step()
-    assert judge.drops == []
+    assert scorer.drops == []
     run.close()
-    assert sorted(judge.drops) == [0, 1, 2, 3]
+    assert sorted(scorer.drops) == [0, 1, 2, 3]
 
 
 async def test_a_pruned_candidate_is_replaced_if_the_policy_refills() -> None:
-    judge = Oracle(4)
-    house = a_house(judge, [20], dict.fromkeys(range(10), (0.5, NEVER)))
+    scorer = Oracle(4)
+    house = a_house(scorer, [20], dict.fromkeys(range(10), (0.5, NEVER)))
     candidates = await played(house, policy="refill")
     assert len(candidates) == 6  # three times the group's size, instead of two
     assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 4
@@ -166,12 +169,12 @@ async def test_darts_chooses_by_length_among_the_survivors() -> None:
 
 @pytest.mark.parametrize("policy", ["uniform", "darts", "shadow:darts"])
 async def test_policies_that_do_not_prune_are_not_probed(policy: str) -> None:
-    judge = Oracle(4)
-    house = a_house(judge, [20], dict.fromkeys(range(6), (0.5, NEVER)))
+    scorer = Oracle(4)
+    house = a_house(scorer, [20], dict.fromkeys(range(6), (0.5, NEVER)))
     candidates = await played(house, policy=policy)
     assert all(started.probe is None for started in house.engine.started)
     assert [(c.quality, c.survival) for c in candidates] == [(None, 1.0)] * len(candidates)
-    assert (judge.states, judge.draws, judge.drops) == ([], [], [])
+    assert (scorer.states, scorer.draws, scorer.drops) == ([], [], [])
 
 
 async def test_the_lots_of_the_tail_are_those_without_pruning_and_decisions_can_be_repeated() -> None:
@@ -192,69 +195,69 @@ async def test_the_lots_of_the_tail_are_those_without_pruning_and_decisions_can_
 
 
 async def test_by_both_a_state_is_scored_with_the_log_probs_of_its_tokens() -> None:
-    judge = Oracle(4, 8, with_logprobs=True)
-    house = a_house(judge, [20], {0: (0.9, NEVER), 2: (0.25, SURELY)})
+    scorer = Oracle(4, 8, uses_logprobs=True)
+    house = a_house(scorer, [20], {0: (0.9, NEVER), 2: (0.25, SURELY)})
     candidates = await played(house)
     assert [c.reason for c in candidates] == [DiscardReason.PRUNED, None, DiscardReason.MIDDLE, None]
-    assert sorted(judge.states) == [(0, 4), *((i, tokens) for i in (1, 2, 3) for tokens in (4, 8))]
+    assert sorted(scorer.states) == [(0, 4), *((i, tokens) for i in (1, 2, 3) for tokens in (4, 8))]
 
 
 async def test_by_both_a_state_that_comes_after_the_end_has_no_log_probs_and_no_score() -> None:
-    judge = Oracle(4, with_logprobs=True)
-    candidates = await played(a_house(judge, [5, 20], dict.fromkeys(range(4), (0.5, SURELY)), lag=3))
+    scorer = Oracle(4, uses_logprobs=True)
+    candidates = await played(a_house(scorer, [5, 20], dict.fromkeys(range(4), (0.5, SURELY)), lag=3))
     assert [c.quality is None for c in candidates] == [True, False, False, False]
-    assert sorted(index for index, _ in judge.states) == [1, 2, 3]
+    assert sorted(index for index, _ in scorer.states) == [1, 2, 3]
 
 
 async def test_by_both_a_state_waits_until_its_candidate_is_said_to_run() -> None:
-    judge = Oracle(4, with_logprobs=True)
+    scorer = Oracle(4, uses_logprobs=True)
     script = states([20], dict.fromkeys(range(4), (0.5, SURELY)))
     running: dict[int, Running[list[int]]] = {}
     heard: list[Scored] = []
-    scoring = Scoring(judge, "g", Pruning(), running, heard.append)
-    probe = scoring.probe(0)
+    scorer_of_group = GroupScorer(scorer, "g", Pruning(), running, heard.append)
+    probe = scorer_of_group.probe_for(0)
     assert (probe.detect_at, probe.logprobs) == ((4,), True)
     probe.tell(Probed(4, np.asarray([0.5, 1.0], dtype=np.float32)))
-    assert (scoring.look(), heard) == ([], [])
+    assert (scorer_of_group.poll(), heard) == ([], [])
     engine = ScriptedEngine(script)
     running[0] = await engine.start("g", 0)
-    scoring.started(0)
+    scorer_of_group.mark_started(0)
     await engine.step()
-    assert scoring.look() == [], "the engine has told fewer tokens"
+    assert scorer_of_group.poll() == [], "the engine has told fewer tokens"
     for _ in range(4):
         await engine.step()
-    assert [scored.index for scored in scoring.look()] == [0]
-    assert scoring.look() == []
+    assert [scored.index for scored in scorer_of_group.poll()] == [0]
+    assert scorer_of_group.poll() == []
 
 
 # --- by log-probs -----------------------------------------------------------
 
 
 async def test_by_log_probs_each_point_is_scored_once_by_just_the_tokens_up_to_it() -> None:
-    judge = Oracle(4, 6, by_logprobs=True, survival=1.0)
-    house = House(lengths(20), SHAPINGS, judge=judge)
+    scorer = Oracle(4, 6, **LOGPROBS_ONLY, survival=1.0)
+    house = House(lengths(20), SHAPINGS, scorer=scorer)
     await played(house)
-    assert sorted(judge.logprobs) == [(i, n) for i in range(4) for n in (4, 6)]
+    assert sorted(scorer.logprobs) == [(i, n) for i in range(4) for n in (4, 6)]
     assert all(c.probe is not None and c.probe.logprobs and not c.probe.detect_at for c in house.engine.started)
-    assert sorted(judge.draws) == [(i, 1.0) for i in range(4) for _ in (4, 6)]
+    assert sorted(scorer.draws) == [(i, 1.0) for i in range(4) for _ in (4, 6)]
 
 
 async def test_by_log_probs_candidates_are_pruned_too() -> None:
-    judge = Oracle(4, by_logprobs=True)
-    candidates = await played(House(lengths(20), SHAPINGS, judge=judge))
+    scorer = Oracle(4, **LOGPROBS_ONLY)
+    candidates = await played(House(lengths(20), SHAPINGS, scorer=scorer))
     assert [c.reason for c in candidates] == [DiscardReason.PRUNED, DiscardReason.PRUNED, None, None]
-    assert sorted(judge.drops) == [0, 1]
+    assert sorted(scorer.drops) == [0, 1]
 
 
 async def test_a_look_that_comes_late_scores_all_points_that_were_passed() -> None:
-    judge = Oracle(2, 3, 9, by_logprobs=True, survival=1.0)
-    house = House(lengths(20), SHAPINGS, judge=judge)
+    scorer = Oracle(2, 3, 9, **LOGPROBS_ONLY, survival=1.0)
+    house = House(lengths(20), SHAPINGS, scorer=scorer)
     run = house.run(2, "arrol")
     await settle()
     for candidate in house.engine.started:
         candidate.made = 5
     run.peek()
-    assert judge.logprobs == [(i, n) for i in range(4) for n in (2, 3)]
+    assert scorer.logprobs == [(i, n) for i in range(4) for n in (2, 3)]
     run.close()
 
 
@@ -262,8 +265,8 @@ async def test_a_look_that_comes_late_scores_all_points_that_were_passed() -> No
 
 
 async def test_single_requests_are_scored_as_they_come_and_pruned_when_all_are_there() -> None:
-    judge = Oracle(2)
-    house = a_house(judge, [30], {0: (0.5, NEVER)})
+    scorer = Oracle(2)
+    house = a_house(scorer, [30], {0: (0.5, NEVER)})
     plan = house.rollouts.plan(1, RequestOptions("arrol", group_size=2))
     assert plan is not None
 
@@ -274,7 +277,7 @@ async def test_single_requests_are_scored_as_they_come_and_pruned_when_all_are_t
     await settle()
     for _ in range(4):
         await house.engine.step()
-    assert judge.states == [(0, 2)]
+    assert scorer.states == [(0, 2)]
     assert house.engine.started[0].alive
     second = asyncio.create_task(call("b"))
     await settle()
@@ -287,18 +290,18 @@ async def test_single_requests_are_scored_as_they_come_and_pruned_when_all_are_t
 
 
 @pytest.mark.parametrize(
-    ("judge", "width", "message"),
+    ("scorer", "width", "message"),
     [
         (None, 2, "'arrol' prunes by quality, which nothing scores here; name one that does not prune"),
         (Oracle(4), None, "'arrol' prunes by hidden states, which this engine cannot tell; .* --quality logprob"),
         (Oracle(4), 2, None),
-        (Oracle(4, by_logprobs=True), None, None),
+        (Oracle(4, **LOGPROBS_ONLY), None, None),
     ],
 )
 async def test_pruning_is_refused_where_nothing_can_be_scored(
-    judge: Oracle | None, width: int | None, message: str | None
+    scorer: Oracle | None, width: int | None, message: str | None
 ) -> None:
-    house = House(lengths(5), SHAPINGS, judge=judge)
+    house = House(lengths(5), SHAPINGS, scorer=scorer)
     house.engine.probe_width = width
     planner = Planner(SHAPINGS, "arrol", Limits(64))
     submissions = Submissions(house.rollouts, Texts(), lambda _: planner)
@@ -317,7 +320,7 @@ async def test_pruning_is_refused_where_nothing_can_be_scored(
 
 async def test_a_group_that_has_nobody_to_prune_is_refused() -> None:
     shapings = named(Shaping(), Deadline(), Pruning(keep_ratio=0.9))
-    house = House(lengths(5), shapings, judge=Oracle(4, by_logprobs=True))
+    house = House(lengths(5), shapings, scorer=Oracle(4, **LOGPROBS_ONLY))
     with pytest.raises(InvalidRequest, match=r"n / keep_ratio = 2 / 0\.9"):
         house.plan(2, "arrol")
     assert not house.engine.started

@@ -8,7 +8,7 @@ from darts_server.policy.calibration import MOST_WEIGHT
 from darts_server.quality.evaluation import WINDOW
 
 
-class Status(StrEnum):
+class HeadStatus(StrEnum):
     """Whether a score is the head's, and where not, why: then it is the prior."""
 
     READY = "ready"
@@ -63,11 +63,11 @@ class Score:
     """``value``: s' in [0, 1]. ``status``: whether it is the head's."""
 
     value: float
-    status: Status
+    status: HeadStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingResult:
     """``steps`` that were made and kept, and their mean ``loss`` in nats; ``None`` without any."""
 
     steps: int

@@ -17,7 +17,7 @@ MOST_RULES = 16
 """Ways to prune whose aim is kept: callers may each bring their own."""
 
 
-Points = Mapping[int, "Point"]
+DetectionPoints = Mapping[int, "DetectionPoint"]
 
 
 class Survival:
@@ -42,7 +42,7 @@ class Survival:
         return aim.survival(chance)
 
 
-class Point:
+class DetectionPoint:
     """A kind of score after so many tokens. Its labels are kept in ``blobs`` under ``key``.
 
     ``width``: of the hidden states that scores are made from, 0 of log-probs. What was learned with another one is of
@@ -96,11 +96,13 @@ class Point:
             return None, f"cannot be read ({error})"
 
 
-def points(blobs: BlobStore, kind: str, detect_at: tuple[int, ...], calibration: Calibration, width: int) -> Points:
+def points(
+    blobs: BlobStore, kind: str, detect_at: tuple[int, ...], calibration: Calibration, width: int
+) -> DetectionPoints:
     """The detection points of one kind of score, by number of tokens, ascending."""
-    return {tokens: Point(blobs, f"{kind}@{tokens}", calibration, width) for tokens in detect_at}
+    return {tokens: DetectionPoint(blobs, f"{kind}@{tokens}", calibration, width) for tokens in detect_at}
 
 
-def reached(known: Points, tokens: int) -> Point:
+def reached(known: DetectionPoints, tokens: int) -> DetectionPoint:
     """The last detection point that a trajectory of so many tokens has reached; it may be some tokens past it."""
     return known[max((at for at in known if at <= tokens), default=min(known))]
