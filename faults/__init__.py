@@ -1,1 +1,1 @@
-"""What is broken on purpose, to see what becomes of everything else."""
+"""Fault injection: break one thing of a running server, and check that everything else still works."""

@@ -1,4 +1,4 @@
-"""Requests that are no good: broken JSON, broken HTTP, wrong fields, too much."""
+"""Invalid requests: broken JSON, broken HTTP, wrong fields, bodies that are too large."""
 
 import asyncio
 import json
@@ -8,14 +8,14 @@ from typing import Any
 
 import httpx
 
-from faults.case import PROMPT, Fault, Outcome, Scene, Where
-from faults.others import ANSWER_SECONDS, GROUP, others
+from faults.bystanders import ANSWER_SECONDS, GROUP, bystanders
+from faults.case import PROMPT, Fault, Outcome, Scene, Target
 
-AT_ONCE = 16
-MOST_BODY = 1_000_000
-"""Bytes that the shared server takes."""
-GOOD: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "n": 4, "max_tokens": 20}
-PATHS = {"/v1/completions": GOOD, "/darts/v1/rollouts": GROUP, "/darts/v1/rewards": {"rewards": []}}
+CONCURRENCY = 16
+MAX_BODY_BYTES = 1_000_000
+"""The shared server's limit."""
+VALID: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "n": 4, "max_tokens": 20}
+PATHS = {"/v1/completions": VALID, "/darts/v1/rollouts": GROUP, "/darts/v1/rewards": {"rewards": []}}
 LIMITED = ("/v1/completions", "/darts/v1/rollouts", "/tokenize")
 JUNK: list[Any] = [
     None,
@@ -34,41 +34,44 @@ JUNK: list[Any] = [
     "../..",
     0.5,
 ]
-REFUSALS = range(400, 500)
+CLIENT_ERRORS = range(400, 500)
 
 
 async def malformed(scene: Scene) -> Outcome:
-    """Bodies that were mutilated by lot. What is still good may be served; nothing else may start anything."""
-    outcome, numbers = Outcome(), iter(range(scene.few(10_000, 400)))
+    """Send randomly mutated bodies. Those that are still valid may be served; all others must be refused."""
+    outcome, numbers = Outcome(), iter(range(scene.count(10_000, 400)))
 
     async def send(client: httpx.AsyncClient) -> None:
         for number in numbers:
-            path, body = _mutilated(Random(f"{scene.random.random()} {number}"))
+            path, body = _mutated(Random(f"{scene.random.random()} {number}"))
             answer = await client.post(scene.target.url + path, content=body, headers=JSON)
             outcome.injected += 1
-            good = answer.status_code == httpx.codes.OK or (answer.status_code in REFUSALS and _is_told(answer))
-            outcome.expect(good, f"{path} {body[:200]!r} was answered with {answer.status_code} {answer.text[:200]}")
+            served = answer.status_code == httpx.codes.OK
+            refused = answer.status_code in CLIENT_ERRORS and _has_message(answer)
+            outcome.expect(
+                served or refused, f"{path} {body[:200]!r} was answered with {answer.status_code} {answer.text[:200]}"
+            )
 
-    async with others(scene.target, outcome), httpx.AsyncClient(timeout=ANSWER_SECONDS) as client:
-        await asyncio.gather(*(send(client) for _ in range(AT_ONCE)))
-        outcome.injected += await _broken_http(scene, scene.few(500, 40))
+    async with bystanders(scene.target, outcome), httpx.AsyncClient(timeout=ANSWER_SECONDS) as client:
+        await asyncio.gather(*(send(client) for _ in range(CONCURRENCY)))
+        outcome.injected += await _broken_http(scene, scene.count(500, 40))
     return outcome
 
 
 async def oversized(scene: Scene) -> Outcome:
-    """Bodies beyond the limit, announced or not."""
+    """Send bodies above the limit, with and without a Content-Length."""
     outcome = Outcome()
 
     async def endless() -> Any:
-        for _ in range(MOST_BODY // 10_000 + 10):
+        for _ in range(MAX_BODY_BYTES // 10_000 + 10):
             yield b" " * 10_000
 
-    async with others(scene.target, outcome), httpx.AsyncClient(timeout=ANSWER_SECONDS) as client:
+    async with bystanders(scene.target, outcome), httpx.AsyncClient(timeout=ANSWER_SECONDS) as client:
         for path in LIMITED:
-            for announced in (True, False):
-                for _ in range(scene.few(20, 2)):
+            for has_length in (True, False):
+                for _ in range(scene.count(20, 2)):
                     outcome.injected += 1
-                    content = b" " * (MOST_BODY + 1) if announced else endless()
+                    content = b" " * (MAX_BODY_BYTES + 1) if has_length else endless()
                     status = await _status(client, scene.target.url + path, content)
                     outcome.expect(status in (413, None), f"{path} answered {status} to a body that is too large")
     return outcome
@@ -77,28 +80,28 @@ async def oversized(scene: Scene) -> Outcome:
 JSON = {"Content-Type": "application/json"}
 
 
-def _mutilated(lots: Random) -> tuple[str, bytes]:
-    path = lots.choice(list(PATHS))
+def _mutated(rng: Random) -> tuple[str, bytes]:
+    path = rng.choice(list(PATHS))
     body = dict(PATHS[path])
-    kind = lots.randrange(4)
+    kind = rng.randrange(4)
     if kind == 0:
-        body[lots.choice([*body, "stream", "seed", "logprobs", "temperature", "vllm_xargs"])] = lots.choice(JUNK)
+        body[rng.choice([*body, "stream", "seed", "logprobs", "temperature", "vllm_xargs"])] = rng.choice(JUNK)
     elif kind == 1:
-        body[f"unknown{lots.randrange(9)}"] = lots.choice(JUNK)
-        del body[lots.choice(list(PATHS[path]))]
+        body[f"unknown{rng.randrange(9)}"] = rng.choice(JUNK)
+        del body[rng.choice(list(PATHS[path]))]
     text = json.dumps(body).encode()
     if kind == 2:
-        return path, text[: lots.randrange(len(text))]
+        return path, text[: rng.randrange(len(text))]
     if kind == 3:
         mixed = bytearray(text)
-        for _ in range(lots.randint(1, 8)):
-            mixed[lots.randrange(len(mixed))] = lots.randrange(256)
+        for _ in range(rng.randint(1, 8)):
+            mixed[rng.randrange(len(mixed))] = rng.randrange(256)
         return path, bytes(mixed)
     return path, text
 
 
-def _is_told(answer: httpx.Response) -> bool:
-    """Whether the refusal says why, in the form of the API."""
+def _has_message(answer: httpx.Response) -> bool:
+    """Return whether it is an error object of the API."""
     try:
         return bool(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -106,7 +109,7 @@ def _is_told(answer: httpx.Response) -> bool:
 
 
 async def _status(client: httpx.AsyncClient, url: str, content: Any) -> int | None:
-    """``None``: the server hung up before it had all of it."""
+    """Return the status; ``None`` if the server closed the connection before it had the whole body."""
     try:
         return (await client.post(url, content=content, headers=JSON)).status_code
     except httpx.TransportError:
@@ -114,7 +117,7 @@ async def _status(client: httpx.AsyncClient, url: str, content: Any) -> int | No
 
 
 async def _broken_http(scene: Scene, count: int) -> int:
-    """Bytes that are no HTTP; the server hangs up, or says 400."""
+    """Send bytes that are not HTTP; the server must close the connection, with or without an answer."""
     for junk in _junk(scene.random, count):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(scene.target.url.rpartition(":")[2]))
         writer.write(junk)
@@ -128,11 +131,11 @@ async def _broken_http(scene: Scene, count: int) -> int:
     return count
 
 
-def _junk(lots: Random, count: int) -> Iterator[bytes]:
+def _junk(rng: Random, count: int) -> Iterator[bytes]:
     line = b"POST /v1/completions HTTP/1.1\r\n"
     for _ in range(count):
-        noise = lots.randbytes(lots.randint(1, 2000))
-        yield lots.choice(
+        noise = rng.randbytes(rng.randint(1, 2000))
+        yield rng.choice(
             [
                 noise,
                 line + noise,
@@ -145,6 +148,6 @@ def _junk(lots: Random, count: int) -> Iterator[bytes]:
 
 
 FAULTS = [
-    Fault("malformed", "bodies and HTTP mutilated by lot", Where.SHARED, malformed),
-    Fault("oversized", f"bodies above {MOST_BODY} bytes", Where.SHARED, oversized),
+    Fault("malformed", "randomly mutated bodies and HTTP", Target.SHARED, malformed),
+    Fault("oversized", f"bodies above {MAX_BODY_BYTES} bytes", Target.SHARED, oversized),
 ]

@@ -1,4 +1,4 @@
-"""What a fault is, and what is written down about one that was injected."""
+"""A fault, the scene it is injected into, and its outcome."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from darts_server.demo.server import Server
 PROMPT = "7a-5b*4>"
 
 
-class Where(Enum):
-    """What a fault is injected into.
+class Target(Enum):
+    """The server that a fault is injected into.
 
-    ``SHARED``: the server that outlives all of them. ``SECOND``: one on the same state, with a small KV cache, that is
-    stopped by the last of them. ``OWN``: servers that the fault starts itself, or none.
+    ``SHARED``: one that all faults of this kind share. ``SECOND``: another one on the same state folder, with a small
+    KV cache; the last fault stops it. ``OWN``: servers that the fault starts itself, or none.
     """
 
     SHARED = auto()
@@ -25,37 +25,45 @@ class Where(Enum):
 
 @dataclass
 class Outcome:
-    """``injected``: how often. ``survived``, ``lost``: groups of others meanwhile; where all callers are hit, those who
-    got what they asked for or a clear error, and those who did not. ``stall``: longest wait of any, seconds; ``None``
-    where nobody waits. ``wrong``: what else did not hold. ``skipped``: why nothing was done.
+    """What an injected fault did.
+
+    Attributes:
+        injected: how often it was injected.
+        survived: groups of bystanders that were answered meanwhile. Where a fault hits every caller: callers that got
+            a whole group or a clear error.
+        lost: groups, or callers, for which that does not hold.
+        stall: the longest wait of a caller in seconds; ``None`` without callers.
+        violations: other checks that failed.
     """
 
     injected: int = 0
     survived: int = 0
     lost: int = 0
     stall: float | None = None
-    wrong: list[str] = field(default_factory=list)
-    skipped: str | None = None
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def survived_all(self) -> bool:
+        return not (self.violations or self.lost)
 
     @property
     def verdict(self) -> str:
-        if self.skipped is not None:
-            return f"skipped: {self.skipped}"
-        return "NOT survived" if self.wrong or self.lost else "survived"
+        return "survived" if self.survived_all else "NOT survived"
 
     @property
     def counts(self) -> str:
         stall = "" if self.stall is None else f", longest stall {self.stall:.1f} s"
         return f"{self.injected} injected, {self.survived} survived, {self.lost} lost{stall}"
 
-    def expect(self, holds: bool, otherwise: str) -> None:
+    def expect(self, holds: bool, violation: str) -> None:
+        """Record the violation unless the condition holds."""
         if not holds:
-            self.wrong.append(otherwise)
+            self.violations.append(violation)
 
 
 @dataclass
 class Scene:
-    """Where it happens. ``quick``: inject as few as say something. ``other``: the shared server, for `Where.SECOND`."""
+    """The setting of a fault. ``quick``: inject few. ``other``: the shared server, for `Target.SECOND`."""
 
     folder: Path
     quick: bool
@@ -68,15 +76,14 @@ class Scene:
         assert self.server is not None, "this fault has no server"
         return self.server
 
-    def few(self, many: int, few: int) -> int:
+    def count(self, many: int, few: int) -> int:
+        """Choose how often to inject."""
         return few if self.quick else many
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``text``: what is done, for the table."""
-
     name: str
-    text: str
-    where: Where
+    description: str
+    target: Target
     inject: Callable[[Scene], Awaitable[Outcome]]

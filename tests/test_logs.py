@@ -13,7 +13,7 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.journal import Journal
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import CohortRecord, UpdateOutcome, UpdateRecord
-from tests.metrics.test_groups import record
+from tests.metrics.test_rollouts import record
 
 NAMES = (logs.OURS, "vllm", "uvicorn", "uvicorn.access")
 

@@ -1,1 +1,1 @@
-"""A million groups on the scripted engine: does anything grow, get stuck, or get lost?"""
+"""Run a million groups on the scripted engine, and check that nothing grows, hangs or gets lost."""

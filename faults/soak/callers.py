@@ -1,4 +1,4 @@
-"""What callers do, by lot: groups in every way there is, some given up, some aborted, most rewarded."""
+"""Callers that request groups in every way there is; some cancel, some groups are aborted, most get rewards."""
 
 import asyncio
 from collections import Counter
@@ -17,73 +17,73 @@ from darts_server.rollout.observers.feedback import Reward
 from darts_server.rollout.plan import OFF, Plan
 from darts_server.rollout.voting.runner import VoteRequest
 from darts_server.types import PromptSpec, RequestOptions
-from faults.soak.house import House
-from faults.soak.world import DOOMED, INVALID
+from faults.soak.engine import DOOMED, INVALID
+from faults.soak.stack import Stack
 
-PATIENCE = 600.0
-"""Seconds of the loop's clock, within which whatever was asked for is answered."""
+TIMEOUT_SECONDS = 600.0
+"""Every request is answered within this time on the loop's clock."""
 SIZES = (2, 3, 4, 6)
-KNOWN_PROMPTS, FRESH = 512, 0.3
-"""Prompts that come again, and the share of those that never do."""
-IMPATIENT, ABORTED, UNLUCKY = 0.06, 0.01, 0.005
-"""Shares of callers that leave, of groups that are aborted, and of prompts that are doomed or invalid."""
-LATEST_REWARD = 4.0
-LONGEST_STAY = 0.8
+REPEATED_PROMPTS, UNIQUE = 512, 0.3
+"""Number of prompts that are used again and again, and the share of requests with a prompt of their own."""
+CANCELLED, ABORTED, FAILING = 0.06, 0.01, 0.005
+"""Shares of requests that are cancelled, of groups that are aborted, and of prompts that are doomed or invalid."""
+MAX_REWARD_DELAY = 4.0
+MAX_CANCEL_DELAY = 0.8
 
 
 class Callers:
-    """``ends`` counts how requests ended, ``told`` what became of rewards, ``slowest`` is the longest wait (s)."""
+    """``requests``, ``rewards``: how many ended how. ``longest_wait``: of a request, in seconds."""
 
-    def __init__(self, house: House, seed: int) -> None:
-        self.ends: Counter[str] = Counter()
-        self.told: Counter[str] = Counter()
-        self.slowest = 0.0
-        self._house = house
-        self._lots = Random(seed)
-        self._policies = [name for name in house.control.configuration().policies if name != OFF]
-        self._rewarding: set[asyncio.Task[None]] = set()
+    def __init__(self, stack: Stack, seed: int) -> None:
+        self.requests: Counter[str] = Counter()
+        self.rewards: Counter[str] = Counter()
+        self.longest_wait = 0.0
+        self._stack = stack
+        self._rng = Random(seed)
+        self._policies = [name for name in stack.control.configuration().policies if name != OFF]
+        self._reports: set[asyncio.Task[None]] = set()
 
     async def work(self, numbers: Iterator[int]) -> None:
-        """One caller after the other, until the numbers are used up."""
-        ways = [self._whole] * 12 + [self._batch] * 3 + [self._singles] * 3 + [self._vote]
+        """Send one request after the other, until the numbers are used up."""
+        ways = [self._group] * 12 + [self._batch] * 3 + [self._singles] * 3 + [self._vote]
         for number in numbers:
             began = asyncio.get_running_loop().time()
-            end = await self._patiently(self._lots.choice(ways)(number, numbers))
-            self.ends[end] += 1
-            self.slowest = max(self.slowest, asyncio.get_running_loop().time() - began)
+            outcome = await self._run(self._rng.choice(ways)(number, numbers))
+            self.requests[outcome] += 1
+            self.longest_wait = max(self.longest_wait, asyncio.get_running_loop().time() - began)
 
-    async def rewarded(self) -> None:
+    async def wait_for_rewards(self) -> None:
         """Wait until all rewards are reported."""
-        while self._rewarding:
-            await asyncio.wait(self._rewarding)
+        while self._reports:
+            await asyncio.wait(self._reports)
 
-    async def _patiently(self, asking: Coroutine[Any, Any, str]) -> str:
-        """How it ended. Some leave before that."""
-        task = asyncio.create_task(asking)
-        if self._lots.random() < IMPATIENT:
-            asyncio.get_running_loop().call_later(self._lots.uniform(0, LONGEST_STAY), task.cancel)
-        done, _ = await asyncio.wait([task], timeout=PATIENCE)
+    async def _run(self, request: Coroutine[Any, Any, str]) -> str:
+        """Run a request and return how it ended; cancel some of them."""
+        task = asyncio.create_task(request)
+        if self._rng.random() < CANCELLED:
+            asyncio.get_running_loop().call_later(self._rng.uniform(0, MAX_CANCEL_DELAY), task.cancel)
+        done, _ = await asyncio.wait([task], timeout=TIMEOUT_SECONDS)
         if not done:
             task.cancel()
             return "lost"
         try:
             return await task
         except asyncio.CancelledError:
-            return "left"
+            return "cancelled"
         except DartsError as error:
-            return f"told: {type(error).__name__}"
+            return f"failed: {type(error).__name__}"
 
-    # --- ways to ask --------------------------------------------------------
+    # --- requests -----------------------------------------------------------
 
-    async def _whole(self, number: int, _: Iterator[int]) -> str:
-        """A group as a request with n > 1 asks for it."""
-        rollouts, request = self._house.rollouts, f"{self._prompt(number)}#{number}"
-        plan = rollouts.plan(self._lots.choice(SIZES), RequestOptions(self._lots.choice(self._policies)))
+    async def _group(self, number: int, _: Iterator[int]) -> str:
+        """Request a group as a request with n > 1 does."""
+        rollouts, request = self._stack.rollouts, f"{self._prompt(number)}#{number}"
+        plan = rollouts.plan(self._rng.choice(SIZES), RequestOptions(self._rng.choice(self._policies)))
         assert plan is not None
-        key, group_id, early = request.partition("#")[0], f"g{number}", self._lots.random() < 0.3
+        key, group_id, early = request.partition("#")[0], f"g{number}", self._rng.random() < 0.3
         rollouts.admission.check(plan.size)
-        if self._lots.random() < ABORTED:
-            asyncio.get_running_loop().call_later(self._lots.uniform(0, LONGEST_STAY), rollouts.abort, group_id)
+        if self._rng.random() < ABORTED:
+            asyncio.get_running_loop().call_later(self._rng.uniform(0, MAX_CANCEL_DELAY), rollouts.abort, group_id)
         with rollouts.admission.held(plan.size) as ticket:
             async with rollouts.gate.held():
                 grant = await rollouts.allocate(plan, key)
@@ -95,34 +95,34 @@ class Callers:
                 finally:
                     run.leave()
         self._reward(group_id, indices)
-        return _right(len(set(indices)) == plan.size)
+        return _outcome(len(set(indices)) == plan.size)
 
     async def _singles(self, number: int, numbers: Iterator[int]) -> str:
-        """A group of requests for one trajectory each, of which some never come and some leave."""
-        size, rollouts, prompt = self._lots.choice(SIZES), self._house.rollouts, self._prompt(number)
+        """Request a group by single requests; sometimes one is missing or cancelled."""
+        size, rollouts, prompt = self._rng.choice(SIZES), self._stack.rollouts, self._prompt(number)
         name = f"singles-{number}"
-        plan = rollouts.plan(1, RequestOptions(self._lots.choice(self._policies), group_id=name, group_size=size))
+        plan = rollouts.plan(1, RequestOptions(self._rng.choice(self._policies), group_id=name, group_size=size))
         assert plan is not None
-        missing = 1 if self._lots.random() < 0.1 else 0
-        asking = [self._single(plan, prompt, name, f"{name}-{place}") for place in range(size - missing)]
-        tasks = [asyncio.create_task(each) for each in asking]
-        if self._lots.random() < IMPATIENT:
-            asyncio.get_running_loop().call_later(self._lots.uniform(0, LONGEST_STAY), tasks[0].cancel)
+        missing = 1 if self._rng.random() < 0.1 else 0
+        requests = [self._single(plan, prompt, name, f"{name}-{place}") for place in range(size - missing)]
+        tasks = [asyncio.create_task(each) for each in requests]
+        if self._rng.random() < CANCELLED:
+            asyncio.get_running_loop().call_later(self._rng.uniform(0, MAX_CANCEL_DELAY), tasks[0].cancel)
         try:
-            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        errors = [end for end in ends if isinstance(end, DartsError)]
-        unexpected = [end for end in ends if isinstance(end, Exception) and not isinstance(end, DartsError)]
+        errors = [result for result in results if isinstance(result, DartsError)]
+        unexpected = [each for each in results if isinstance(each, Exception) and not isinstance(each, DartsError)]
         if unexpected:
             raise unexpected[0]
-        return f"told: {type(errors[0]).__name__}" if errors else "answered"
+        return f"failed: {type(errors[0]).__name__}" if errors else "answered"
 
     async def _single(self, plan: Plan, prompt: str, name: str, request_id: str) -> list[int]:
-        rollouts = self._house.rollouts
+        rollouts = self._stack.rollouts
         joining = Joining(f"{prompt}#{request_id}", request_id, plan, prompt, f"{plan.policy}/{name}", name)
         with rollouts.admission.held(1) as ticket:
             async with rollouts.gate.held(at_once=rollouts.awaits(joining)):
@@ -130,33 +130,33 @@ class Callers:
                 return await rollouts.join(joining, lambda _: None)
 
     async def _vote(self, number: int, _: Iterator[int]) -> str:
-        question = VoteRequest(PromptSpec(text=f"{self._prompt(number)}#{number}"), self._lots.choice(SIZES), "#(.)")
-        result = await self._house.votes.run(question)
+        question = VoteRequest(PromptSpec(text=f"{self._prompt(number)}#{number}"), self._rng.choice(SIZES), "#(.)")
+        result = await self._stack.votes.run(question)
         self._reward(result.record.group_id, [ballot.index for ballot in result.ballots])
         return "answered"
 
     async def _batch(self, number: int, numbers: Iterator[int]) -> str:
-        """Groups by our own API, with or without a claim, told as they run or at the end."""
-        prompts = [number, *islice(numbers, self._lots.randint(0, 7))]
-        asked = BatchRequest(
+        """Request a batch through our own API, with or without a claim, streamed or in one answer."""
+        prompts = [number, *islice(numbers, self._rng.randint(0, 7))]
+        request = BatchRequest(
             [PromptSpec(text=f"{self._prompt(n)}#{n}") for n in prompts],
-            self._lots.choice(SIZES),
-            policy={"name": self._lots.choice([OFF, *self._policies])},
-            num_groups=max(1, len(prompts) - 2) if self._lots.random() < 0.2 else None,
+            self._rng.choice(SIZES),
+            policy={"name": self._rng.choice([OFF, *self._policies])},
+            num_groups=max(1, len(prompts) - 2) if self._rng.random() < 0.2 else None,
         )
-        claim = Claim(b"owner", f"key-{number}", b"digest") if self._lots.random() < 0.3 else None
-        form = Form(self._lots.choice(list(Stream)), chunk_tokens=4)
-        batch = await self._house.batches.open(asked, form, claim)
-        if self._lots.random() < ABORTED:
-            asyncio.get_running_loop().call_later(0.2, batch.cancel, "by lot")
-        if claim is not None and self._lots.random() < 0.3:
-            with batch.listen() as listener, suppress(TimeoutError):  # leaves, and comes back
+        claim = Claim(b"owner", f"key-{number}", b"digest") if self._rng.random() < 0.3 else None
+        form = Form(self._rng.choice(list(Stream)), chunk_tokens=4)
+        batch = await self._stack.batches.open(request, form, claim)
+        if self._rng.random() < ABORTED:
+            asyncio.get_running_loop().call_later(0.2, batch.cancel, "at random")
+        if claim is not None and self._rng.random() < 0.3:
+            with batch.listen() as listener, suppress(TimeoutError):  # disconnects, then comes back
                 async with asyncio.timeout(0.2):
                     await listener.next()
-            if self._lots.random() < 0.2:
-                return "left"
-            batch = self._house.batches.find(batch.batch_id)
-        return await self._listen(batch, asked.group_size)
+            if self._rng.random() < 0.2:
+                return "cancelled"
+            batch = self._stack.batches.find(batch.batch_id)
+        return await self._listen(batch, request.group_size)
 
     async def _listen(self, batch: BatchRun, size: int) -> str:
         with batch.listen() as listener:
@@ -166,34 +166,34 @@ class Callers:
             done = await batch.answer()
         for result in done.results:
             self._reward(result.group_id, list(result.samples))
-        return _right(all(len(r.samples) == (0 if r.error else size) for r in done.results))
+        return _outcome(all(len(r.samples) == (0 if r.error else size) for r in done.results))
 
-    # --- what comes after ---------------------------------------------------
+    # --- prompts and rewards ------------------------------------------------
 
     def _prompt(self, number: int) -> str:
-        lot = self._lots.random()
-        if lot < UNLUCKY:
-            return self._lots.choice((DOOMED, INVALID)) + str(number % KNOWN_PROMPTS)
-        return f"p{number if lot < FRESH else self._lots.randrange(KNOWN_PROMPTS)}"
+        draw = self._rng.random()
+        if draw < FAILING:
+            return self._rng.choice((DOOMED, INVALID)) + str(number % REPEATED_PROMPTS)
+        return f"p{number if draw < UNIQUE else self._rng.randrange(REPEATED_PROMPTS)}"
 
     def _reward(self, group_id: str, indices: Sequence[int]) -> None:
-        if self._lots.random() < 0.3:
+        if self._rng.random() < 0.3:
             return
         ids = [f"{group_id}:{index}" for index in indices]
-        if self._lots.random() < 0.1:
+        if self._rng.random() < 0.1:
             ids += ids[:1]
-        if self._lots.random() < 0.05:
-            ids += [f"nobody-{group_id}:0"]
+        if self._rng.random() < 0.05:
+            ids += [f"unknown-{group_id}:0"]
         rewards = [Reward(float(i % 2), bool(i % 2), trajectory_id=name) for i, name in enumerate(ids)]
-        task = asyncio.create_task(self._report(rewards, self._lots.uniform(0, LATEST_REWARD)))
-        self._rewarding.add(task)
-        task.add_done_callback(self._rewarding.discard)
+        task = asyncio.create_task(self._report(rewards, self._rng.uniform(0, MAX_REWARD_DELAY)))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
 
     async def _report(self, rewards: Sequence[Reward], delay: float) -> None:
         await asyncio.sleep(delay)
-        report = await self._house.feedback.report(rewards)
-        self.told.update(matched=report.matched, repeated=report.repeated, unknown=report.unknown)
+        report = await self._stack.feedback.report(rewards)
+        self.rewards.update(matched=report.matched, repeated=report.repeated, unknown=report.unknown)
 
 
-def _right(whole: bool) -> str:
-    return "answered" if whole else "wrong"
+def _outcome(is_complete: bool) -> str:
+    return "answered" if is_complete else "wrong"

@@ -1,4 +1,4 @@
-"""Whether a process grows: samples of what it holds, and lines fitted to them."""
+"""Detect a growing process: sample its memory, and fit lines to the samples."""
 
 import asyncio
 import gc
@@ -10,16 +10,20 @@ import numpy as np
 import psutil
 
 NOISE = 4.0
-"""Standard errors. Growth below this may be chance."""
+"""Standard errors. A smaller slope may be chance."""
 MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """After ``groups``, with nothing under way. ``blocks``: of Python's allocator. ``objects``: that it tracks,
-    but for those from before the soak. ``own``: those of them that are of classes of ours.
+    """The process after a number of groups, idle.
 
-    ``rss``: megabytes. ``files``: open descriptors.
+    Attributes:
+        blocks: of Python's allocator.
+        objects: tracked by the garbage collector, without those from before the soak.
+        own: those of them whose class is ours.
+        rss: resident memory in megabytes.
+        files: open file descriptors.
     """
 
     groups: int
@@ -33,9 +37,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """``first``, ``last``: of what was looked at. ``slope``: per 1,000 groups, ``error``: its standard error."""
+    """A quantity over the samples. ``slope``: per 1,000 groups; ``error``: its standard error."""
 
-    what: str
+    quantity: str
     first: float
     last: float
     slope: float
@@ -44,18 +48,18 @@ class Growth:
 
 
 LIMITS = {"blocks": 0.01, "objects": 0.1, "own": 0.1, "rss": 0.02, "files": 0.0, "tasks": 0.0}
-"""Share of the level that a process may grow by over all that was looked at, for growth that is no chance to count."""
+"""The share of its mean that a quantity may grow by over all samples, even if the growth is no chance."""
 NAMES = {
     "rss": "resident memory, MB",
     "blocks": "allocated blocks",
     "objects": "tracked objects",
-    "own": "of our classes",
+    "own": "objects of our classes",
     "files": "open files",
 }
 
 
 def sample(groups: int) -> Sample:
-    """What this process holds now."""
+    """Sample this process now."""
     gc.collect()
     process, objects = psutil.Process(), gc.get_objects()
     return Sample(
@@ -69,17 +73,17 @@ def sample(groups: int) -> Sample:
     )
 
 
-def growths(samples: Sequence[Sample]) -> list[Growth]:
-    """Of each thing that is counted, over these samples, at least three."""
+def measure_growth(samples: Sequence[Sample]) -> list[Growth]:
+    """Fit a line to each quantity over at least three samples."""
     groups = np.array([s.groups for s in samples], dtype=np.float64)
-    return [_growth(what, groups, np.array([float(getattr(s, what)) for s in samples])) for what in LIMITS]
+    return [_fit(name, groups, np.array([float(getattr(s, name)) for s in samples])) for name in LIMITS]
 
 
-def _growth(what: str, groups: np.ndarray, values: np.ndarray) -> Growth:
+def _fit(name: str, groups: np.ndarray, values: np.ndarray) -> Growth:
     x = groups - groups.mean()
     slope = float(x @ values / (x @ x))
-    left = values - values.mean() - slope * x
-    error = float(np.sqrt(left @ left / (len(x) - 2) / (x @ x)))
+    residuals = values - values.mean() - slope * x
+    error = float(np.sqrt(residuals @ residuals / (len(x) - 2) / (x @ x)))
     grown = slope * float(groups[-1] - groups[0])
-    flat = slope <= NOISE * error or grown <= LIMITS[what] * float(values.mean())
-    return Growth(what, float(values[0]), float(values[-1]), 1000 * slope, 1000 * error, flat)
+    flat = slope <= NOISE * error or grown <= LIMITS[name] * float(values.mean())
+    return Growth(name, float(values[0]), float(values[-1]), 1000 * slope, 1000 * error, flat)

@@ -1,7 +1,7 @@
-"""Nothing goes by the time of day."""
+"""Nothing waits by the wall clock."""
 
-from faults.clock import looks_at_the_wall_clock
+from faults.clock import find_wall_clock_uses
 
 
-def test_nothing_but_what_tells_it_asks_for_the_time_of_day() -> None:
-    assert list(looks_at_the_wall_clock()) == []
+def test_no_code_uses_the_wall_clock() -> None:
+    assert list(find_wall_clock_uses()) == []

@@ -1,18 +1,18 @@
-"""The soak's short form, and that it finds what it looks for."""
+"""A short soak, and what its checks find."""
 
 import logging
 
 from darts_server.types import CohortRecord, GroupRecord
-from faults.soak.__main__ import kept
-from faults.soak.house import House
+from faults.soak.__main__ import scaled_retention
 from faults.soak.run import Soaked, soak
+from faults.soak.stack import Stack
 
 GROUPS, ROUNDS = 2000, 12
 kept_records: list[GroupRecord] = []
 
 
 class Hoarder:
-    """An observer that keeps all it hears of."""
+    """An observer that never forgets a group."""
 
     def candidates_started(self, count: int) -> None: ...
 
@@ -22,45 +22,45 @@ class Hoarder:
         kept_records.append(record)
 
 
-def short(groups: int = GROUPS, **more: object) -> Soaked:
-    return soak(groups, ROUNDS, kept(groups), **more)  # type: ignore[arg-type]
+def short_soak(groups: int = GROUPS, **more: object) -> Soaked:
+    return soak(groups, ROUNDS, scaled_retention(groups), **more)  # type: ignore[arg-type]
 
 
 def test_nothing_grows_and_nothing_is_lost_over_thousands_of_groups() -> None:
-    soaked = short()
-    assert soaked.wrong == []
+    soaked = short_soak()
+    assert soaked.violations == []
     assert [growth for growth in soaked.growths if not growth.flat] == []
-    assert soaked.ends["answered"] > 0.8 * sum(soaked.ends.values())
-    assert {"left", "told: GroupAborted", "told: CandidateFailed"} <= soaked.ends.keys()
+    assert soaked.requests["answered"] > 0.8 * sum(soaked.requests.values())
+    assert {"cancelled", "failed: GroupAborted", "failed: CandidateFailed"} <= soaked.requests.keys()
     never = {reason for reason, count in soaked.reasons.items() if not count}
-    assert never == set(), "each reason to discard a candidate occurs"
-    assert all(soaked.rewards[what] for what in ("matched", "repeated", "unknown"))
+    assert never == set(), "every discard reason must occur"
+    assert all(soaked.rewards[kind] for kind in ("matched", "repeated", "unknown"))
     assert soaked.updates > 10
 
 
-def test_what_is_never_forgotten_is_found() -> None:
-    def hoard(house: House) -> None:
-        house.rollouts._observers += (Hoarder(),)
+def test_an_observer_that_never_forgets_is_found() -> None:
+    def hoard(stack: Stack) -> None:
+        stack.rollouts._observers += (Hoarder(),)
 
-    soaked = short(1000, spoil=hoard)
+    soaked = short_soak(1000, spoil=hoard)
     kept_records.clear()
-    assert {growth.what for growth in soaked.growths if not growth.flat} >= {"own"}
+    assert {growth.quantity for growth in soaked.growths if not growth.flat} >= {"own"}
     assert not soaked.survived
 
 
-def test_what_is_logged_as_an_error_is_found() -> None:
-    def complain(house: House) -> None:
+def test_a_logged_error_is_found() -> None:
+    def complain(stack: Stack) -> None:
         logging.getLogger("darts_server.rollout.run").error("group g failed")
 
-    soaked = short(200, spoil=complain)
-    assert soaked.wrong == ["logged: group g failed"]
+    soaked = short_soak(200, spoil=complain)
+    assert soaked.violations == ["logged: group g failed"]
     assert not soaked.survived
 
 
-def test_a_candidate_that_nobody_accounts_for_is_found() -> None:
-    def lose(house: House) -> None:
-        house.metrics._started.labels("scripted").inc()
+def test_a_started_candidate_that_never_ends_is_found() -> None:
+    def lose(stack: Stack) -> None:
+        stack.metrics._started.labels("scripted").inc()
 
-    soaked = short(200, spoil=lose)
-    assert "candidates were started" in soaked.wrong[0]
+    soaked = short_soak(200, spoil=lose)
+    assert "candidates were started" in soaked.violations[0]
     assert not soaked.survived

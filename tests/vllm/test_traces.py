@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from darts_server.vllm.traces import Traces
-from tests.metrics.test_groups import record
+from tests.metrics.test_rollouts import record
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -1,4 +1,4 @@
-"""Callers who have nothing to do with a fault, and what must hold when it is over."""
+"""Callers that a fault must not affect, and the checks after it."""
 
 import asyncio
 import time
@@ -13,40 +13,40 @@ from faults.case import PROMPT, Outcome
 
 GROUP: dict[str, Any] = {"prompts": [{"text": PROMPT}], "group_size": 4, "sampling": {"max_tokens": 60}}
 LONG: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "n": 4, "max_tokens": 280, "ignore_eos": True}
-"""The model never ends it by itself, so that its groups run for a while."""
+"""It runs to its token limit, so that groups are still running when the fault is injected."""
 ANSWER_SECONDS = 120.0
-REST_SECONDS = 30.0
+IDLE_SECONDS = 30.0
 
 
 @asynccontextmanager
-async def others(server: Server, outcome: Outcome, callers: int = 3) -> AsyncIterator[None]:
-    """While the block runs, callers ask for one group after the other; each is counted as survived or lost.
+async def bystanders(server: Server, outcome: Outcome, callers: int = 3) -> AsyncIterator[None]:
+    """Let callers request one group after the other while the block runs; count each group as survived or lost.
 
-    They had at least one each when it ends.
+    Every caller requests at least one group.
     """
-    over = asyncio.Event()
+    finished = asyncio.Event()
 
-    async def ask(client: httpx.AsyncClient) -> None:
+    async def request_groups(client: httpx.AsyncClient) -> None:
         while True:
             began = time.monotonic()
-            whole = await is_answered(client, server)
+            complete = await get_group(client, server)
             outcome.stall = max(outcome.stall or 0.0, time.monotonic() - began)
-            outcome.survived += whole
-            outcome.lost += not whole
-            if over.is_set():
+            outcome.survived += complete
+            outcome.lost += not complete
+            if finished.is_set():
                 return
 
     async with httpx.AsyncClient(timeout=ANSWER_SECONDS, limits=httpx.Limits(max_connections=None)) as client:
-        asking = [asyncio.create_task(ask(client)) for _ in range(callers)]
+        requests = [asyncio.create_task(request_groups(client)) for _ in range(callers)]
         try:
             yield
         finally:
-            over.set()
-            await asyncio.gather(*asking)
+            finished.set()
+            await asyncio.gather(*requests)
 
 
-async def is_answered(client: httpx.AsyncClient, server: Server) -> bool:
-    """Whether a group comes back whole."""
+async def get_group(client: httpx.AsyncClient, server: Server) -> bool:
+    """Request a group; return whether it came back complete."""
     try:
         answer = await client.post(f"{server.url}/darts/v1/rollouts", json=GROUP)
     except httpx.TransportError:
@@ -56,20 +56,20 @@ async def is_answered(client: httpx.AsyncClient, server: Server) -> bool:
     return [len(group["trajectories"]) for group in answer.json()["groups"]] == [GROUP["group_size"]]
 
 
-async def at_rest(server: Server, outcome: Outcome) -> None:
-    """Nothing is left on the engine, and every candidate was selected or discarded for a reason."""
+async def check_idle(server: Server, outcome: Outcome) -> None:
+    """Check that the engine becomes idle and that every started candidate was selected or discarded."""
     began = time.monotonic()
-    while await asyncio.to_thread(server.busy) and time.monotonic() - began < REST_SECONDS:
+    while await asyncio.to_thread(server.busy) and time.monotonic() - began < IDLE_SECONDS:
         await asyncio.sleep(0.05)
-    left = await asyncio.to_thread(server.busy)
-    outcome.expect(left == 0, f"{left:.0f} requests still on the engine after {REST_SECONDS:.0f} s")
+    remaining = await asyncio.to_thread(server.busy)
+    outcome.expect(remaining == 0, f"{remaining:.0f} requests still on the engine after {IDLE_SECONDS:.0f} s")
     started = await asyncio.to_thread(server.metric, "darts_candidates_started_total")
     ended = await asyncio.to_thread(server.metric, "darts_candidates_ended_total")
     outcome.expect(started == ended, f"{started:.0f} candidates were started, {ended:.0f} ended")
 
 
-async def until_started(server: Server, candidates: float) -> None:
-    """Wait until so many candidates were started in all, or for long enough."""
+async def wait_until_started(server: Server, candidates: float) -> None:
+    """Wait until the server has started this many candidates in total, or until the timeout."""
     began = time.monotonic()
     while await asyncio.to_thread(server.metric, "darts_candidates_started_total") < candidates:
         if time.monotonic() - began > ANSWER_SECONDS:

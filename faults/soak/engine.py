@@ -1,4 +1,4 @@
-"""What the scripted engine makes of requests: lengths, failures and hidden states, all by lot."""
+"""The scripted engine of the soak, with random lengths, failures and hidden states."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +15,22 @@ from darts_server.quality.types import HeadSettings
 from darts_server.types import FinishReason, PromptSpec, Sample
 
 STEP_SECONDS = 0.02
-"""Of a decode step, on the loop's own clock."""
+"""Duration of a decode step on the loop's own clock."""
 WIDTH = 16
 LIMIT = 40
 """Tokens at which a candidate is truncated."""
 BROKEN, REFUSED, LOST = 0.03, 0.004, 0.01
-"""Shares of candidates that fail, that the engine refuses (which ends their group), and that it aborts."""
+"""Shares of candidates that fail, that the engine refuses (which fails their group), and that it aborts."""
 DOOMED = "doomed"
-"""In a prompt: all its candidates fail."""
+"""All candidates of a prompt with this text fail."""
 INVALID = "invalid"
-"""In a prompt: it is refused before anything starts."""
+"""A prompt with this text is refused before anything starts."""
 TRAIN_EVERY, TRAIN_STEPS = 256, 4
 QUICK = HeadSettings(hidden=16, batch=32, capacity=512, half_life=256.0, fewest=64, learning_rate=1e-2)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its timers go by the engine's steps, so that a day passes in minutes."""
+    """A loop whose clock advances with the engine's steps, so that a day passes in minutes."""
 
     now = 0.0
 
@@ -39,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class Engine(ScriptedEngine):
-    """The scripted engine without a memory of what has ended."""
+    """The scripted engine, without the memory of finished candidates that tests use."""
 
     async def step(self) -> None:
         await super().step()
@@ -49,28 +49,28 @@ class Engine(ScriptedEngine):
         loop.now += STEP_SECONDS
 
 
-def script(seed: int) -> Callable[[str, int], Script]:
-    """How candidates go, by their request and index."""
+def random_scripts(seed: int) -> Callable[[str, int], Script]:
+    """Script each candidate at random, seeded by its request and index."""
 
-    def of(request: str, index: int) -> Script:
-        lots = Random(f"{seed} {request} {index}")
-        length = 1 + min(int(lots.lognormvariate(1.8, 0.8)), LIMIT - 1)
-        fate = lots.random()
+    def script(request: str, index: int) -> Script:
+        rng = Random(f"{seed} {request} {index}")
+        length = 1 + min(int(rng.lognormvariate(1.8, 0.8)), LIMIT - 1)
+        fate = rng.random()
         if DOOMED in request or fate < BROKEN:
-            return Script(length, error=CandidateFailed("broken by lot"))
+            return Script(length, error=CandidateFailed("scripted failure"))
         if fate < BROKEN + REFUSED:
-            return Script(length, error=EngineRefused("refused by lot"))
+            return Script(length, error=EngineRefused("scripted refusal"))
         if fate < BROKEN + REFUSED + LOST:
             return Script(length, lost=True)
         reason = FinishReason.LENGTH if length == LIMIT else FinishReason.STOP
-        return Script(length, lots.choice((0, 0, 0, 2)), reason=reason, hidden=hidden(lots.random() < 0.5, lots))
+        return Script(length, rng.choice((0, 0, 0, 2)), reason=reason, hidden=hidden(rng.random() < 0.5, rng))
 
-    return of
+    return script
 
 
-def hidden(right: bool, lots: Random) -> Callable[[int], Sequence[float]]:
-    """States of a trajectory, which tell a little of what becomes of it."""
-    seed = lots.randrange(2**32)
+def hidden(right: bool, rng: Random) -> Callable[[int], Sequence[float]]:
+    """Hidden states of a trajectory, slightly different for right ones."""
+    seed = rng.randrange(2**32)
 
     def at(_: int) -> list[float]:
         state: NDArray[np.float64] = np.random.default_rng(seed).normal(1.0 if right else -1.0, 2.0, WIDTH)
@@ -80,11 +80,11 @@ def hidden(right: bool, lots: Random) -> Callable[[int], Sequence[float]]:
 
 
 class Texts:
-    """Makes requests of the prompts' texts."""
+    """A prompter whose requests are the prompts' texts."""
 
     async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if INVALID in (prompt.text or INVALID):
-            raise InvalidRequest("text", "is invalid by lot")
+            raise InvalidRequest("text", "is scripted to be invalid")
         return prompt.text or ""
 
     def key(self, request: str) -> str:
@@ -98,7 +98,7 @@ class Texts:
 
 
 class LocalHead(Head):
-    """The quality head, trained in the event loop now and then."""
+    """The quality head, trained in the event loop instead of a process of its own."""
 
     def __init__(self, width: int, trained: Callable[[bytes], None], settings: HeadSettings = QUICK) -> None:
         super().__init__(width, settings)
@@ -110,10 +110,10 @@ class LocalHead(Head):
         return TrainerReport(self.status, self.prior, self.metrics(), self._learned, self.steps)
 
     def start(self) -> None:
-        """There is no process to start."""
+        """Do nothing: there is no process."""
 
     def close(self) -> None:
-        """Nor one to end."""
+        """Do nothing: there is no process."""
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
         learned = super().learn(hidden, position, target, survival)

@@ -1,4 +1,4 @@
-"""The rooms above the engine, wired as the server wires them."""
+"""Everything above the engine, wired as the server wires it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,20 +31,25 @@ from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.store.backend import MAX_IN_MEMORY
 from darts_server.types import GroupRecord
-from faults.soak.world import QUICK, WIDTH, Engine, LocalHead, Texts, VirtualLoop, script
+from faults.soak.engine import QUICK, WIDTH, Engine, LocalHead, Texts, VirtualLoop, random_scripts
 
 MODEL = "scripted"
-CAPACITY, MOST_WAITING = 256, 1024
+CAPACITY, MAX_WAITING = 256, 1024
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What the rooms remember at most. A soak sees growth only once these are full.
+class Retention:
+    """How much the server retains. Growth can be measured only once all of this is full.
 
-    ``groups``: that ended. ``votes``: the same. ``documents``: of each kind, without a state folder.
-    ``flight_bytes``: of hidden states that wait for rewards; the server's 256 MiB take long to fill. ``labels``: of a
-    kind of score, ``vote_labels``: of a kind of votes' scores. ``window``: labels that figures are taken over.
-    ``batches``: durable ones that have ended.
+    Attributes:
+        groups: finished ones.
+        votes: finished ones.
+        documents: of each kind, without a state folder.
+        flight_bytes: hidden states that wait for rewards; the server's 256 MiB take long to fill.
+        labels: for each kind of score.
+        vote_labels: for each kind of vote score.
+        window: labels that the quality figures are computed over.
+        batches: finished durable ones.
     """
 
     groups: int = DEFAULT_KEPT
@@ -57,28 +62,28 @@ class Kept:
     batches: int = 64
 
 
-class House:
-    """All of it, on one loop."""
+class Stack:
+    """The whole server but its engine and its routes, on one loop."""
 
-    def __init__(self, loop: VirtualLoop, kept: Kept, state_dir: Path | None = None, seed: int = 0) -> None:
-        self.engine = Engine(script(seed))
+    def __init__(self, loop: VirtualLoop, retention: Retention, state_dir: Path | None = None, seed: int = 0) -> None:
+        self.engine = Engine(random_scripts(seed))
         self.engine.capacity, self.engine.probe_width = CAPACITY, WIDTH
-        self.store = store = Store(state_dir, max_in_memory=kept.documents)
+        self.store = store = Store(state_dir, max_in_memory=retention.documents)
         self.registry = CollectorRegistry()
         self.metrics = RolloutMetrics(MODEL, registry=self.registry)
         self.gate = Gate()
         self.control = control = Control(Settings.model_validate({}))
         rewards = Rewards(store)
-        confidence = Confidence(store, kept.votes, _calibration(kept.vote_labels, cold_steps=0))
+        confidence = Confidence(store, retention.votes, _calibration(retention.vote_labels, cold_steps=0))
         self.pruner = Pruner(
             ScoringSettings(
                 (4, 8),
-                calibration=_calibration(kept.labels, cold_steps=1),
-                most_bytes=kept.flight_bytes,
-                window=kept.window,
+                calibration=_calibration(retention.labels, cold_steps=1),
+                most_bytes=retention.flight_bytes,
+                window=retention.window,
             ),
             lambda: WIDTH,
-            partial(LocalHead, settings=replace(QUICK, window=kept.window)),
+            partial(LocalHead, settings=replace(QUICK, window=retention.window)),
             store,
             lambda: self.engine.weight_version,
             QualityMetrics(MODEL, registry=self.registry),
@@ -86,11 +91,11 @@ class House:
             loop.time,
         )
         self.feedback = Feedback(
-            rewards, self._rewarded, self.metrics, kept.groups, [confidence.learn_reward, self.pruner.learn_reward]
+            rewards, self._rewarded, self.metrics, retention.groups, [confidence.learn_reward, self.pruner.learn_reward]
         )
-        self.live = Monitor(lambda: self.rollouts, loop.time)
-        observers = (self.metrics, Provenance(kept.groups), LengthBias(), self.feedback, self.live, self.pruner)
-        admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(MOST_WAITING))
+        self.monitor = Monitor(lambda: self.rollouts, loop.time)
+        observers = (self.metrics, Provenance(retention.groups), LengthBias(), self.feedback, self.monitor, self.pruner)
+        admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(MAX_WAITING))
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
             *control.configuration(),
@@ -102,12 +107,12 @@ class House:
             on_return=self.feedback.trajectory_returned,
             gate=self.gate,
             admission=admission,
-            brownout=Brownout.before(MOST_WAITING, CAPACITY, 0.5),
+            brownout=Brownout.before(MAX_WAITING, CAPACITY, 0.5),
             scorer=self.pruner,
         )
         control.drive(self.rollouts)
         submissions = Submissions(self.rollouts, Texts(), control.planner)
-        self.batches = BatchRegistry(submissions, Keeping(kept_batches=kept.batches), clock=loop.time)
+        self.batches = BatchRegistry(submissions, Keeping(kept_batches=retention.batches), clock=loop.time)
         self.votes = VoteRunner(self.rollouts, Texts(), confidence, self.metrics, loop.time)
 
     def count(self, name: str) -> float:
@@ -115,8 +120,8 @@ class House:
         samples = (sample for metric in self.registry.collect() for sample in metric.samples)
         return sum(sample.value for sample in samples if sample.name == name)
 
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """A counter's values by one of its labels."""
+    def count_by(self, name: str, label: str) -> dict[str, float]:
+        """Return a counter's values by one of its labels."""
         samples = (sample for metric in self.registry.collect() for sample in metric.samples)
         return {sample.labels[label]: sample.value for sample in samples if sample.name == name}
 
