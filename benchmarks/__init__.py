@@ -1,1 +1,1 @@
-"""What is measured. Each script prints a table last; none is asserted on by time."""
+"""Benchmarks. Each script prints a table at its end; no test depends on a time."""

@@ -1,4 +1,4 @@
-"""The allocation of candidates: its optimum against brute force, and how its time grows with the number of prompts.
+"""Allocation of candidates: compare it with brute force, and time it by the number of prompts.
 
     python -m benchmarks.allocation
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.allocation", description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=int, default=2000, help="random cases for brute force (default: %(default)s)")
     parser.add_argument("--max-exponent", type=int, default=6, help="up to 10^this prompts (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="timings of each size, the best counts (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="timings of each size; the shortest counts (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (default: %(default)s)")
     options = parser.parse_args(argv)
     if options.cases < 1 or options.max_exponent < 3 or options.repeats < 1:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def gap(rng: np.random.Generator) -> Fraction:
-    """One random small case, ties and zeros frequent: how far above the smallest sum, relative to it."""
+    """Allocate one small random case, with many ties and zeros; return its relative gap to the optimum."""
     weights = [int(w) for w in rng.integers(0, 8, size=rng.integers(1, 6))]
     low = int(rng.integers(1, 4))
     high = low + int(rng.integers(0, 5))
@@ -62,28 +62,28 @@ def batch_time(rng: np.random.Generator, prompts: int, repeats: int) -> float:
     stds = np.exp(rng.normal(4, 1, size=prompts)).tolist()
     timings = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        start = time.perf_counter()
         allocate(norm(stds), MEAN_CANDIDATES * prompts, GROUP_SIZE, 2 * GROUP_SIZE)
-        timings.append(time.perf_counter() - began)
+        timings.append(time.perf_counter() - start)
     return min(timings)
 
 
 def single_time(rng: np.random.Generator, requests: int = 2000) -> float:
     price = ShadowPrice(MEAN_CANDIDATES, GROUP_SIZE, 2 * GROUP_SIZE)
     stds = np.exp(rng.normal(4, 1, size=requests)).tolist()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for std in stds:
         price.candidates(std)
-    return (time.perf_counter() - began) / requests
+    return (time.perf_counter() - start) / requests
 
 
 def growth(seconds: dict[int, float]) -> float:
-    """The exponent k of time ~ N^k, by least squares."""
+    """Fit the exponent k of time ~ N^k, by least squares."""
     return float(np.polyfit(np.log(list(seconds)), np.log(list(seconds.values())), 1)[0])
 
 
 def report(cases: int, worst: Fraction, seconds: dict[int, float], single: float) -> str:
-    large = {n: t for n, t in seconds.items() if n >= 10**4}  # where fixed costs no longer count
+    large = {n: t for n, t in seconds.items() if n >= 10**4}  # fixed costs are negligible there
     rows = [
         ("cases against brute force", f"{cases}"),
         ("largest gap to the optimum", f"{float(worst):.1e}" if worst else "0 (exact)"),

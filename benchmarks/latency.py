@@ -1,10 +1,10 @@
-"""The latency curve that the server learns, and whether it foretells how long a rollout takes.
+"""Predict the duration of rollouts from the latency curve that the server learns, and compare it with the measured one.
 
     python -m benchmarks.latency
 
-One engine in this process. It serves some batches of unshaped requests, from whose steps the curve is learned as in the
-server; then others, of other sizes, whose time is predicted from the curve and their lengths (the paper's cost model)
-and measured. What is learned is frozen before.
+One engine in this process. Some batches of unshaped requests teach it the curve, as in the server. Then the curve is
+frozen, and the time of other batches, of other sizes, is predicted from it and their lengths (the paper's cost model),
+and measured.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from darts_server.demo.server import ENVIRONMENT
 from darts_server.policy.latency import LatencyCurve
 from examples.tiny_rl.engine import TinyEngine, shaping_engine
 
-LEARNED = (1, 2, 4, 8, 16, 32)
+TRAINING = (1, 2, 4, 8, 16, 32)
 HELD_OUT = (1, 3, 6, 12, 24, 48)
 """Prompts in a batch, with 8 trajectories each."""
 SIZE = 8
@@ -31,7 +31,7 @@ SIZE = 8
 
 @dataclass(frozen=True)
 class Row:
-    """One held-out batch: its sequences, tokens, and seconds predicted and measured."""
+    """A held-out batch; times in seconds."""
 
     sequences: int
     tokens: int
@@ -58,30 +58,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def measure(rounds: int) -> tuple[LatencyCurve, list[Row]]:
     rng = Random(2)
     async with shaping_engine({}) as engine:
-        for number in range(rounds * len(LEARNED)):
-            await batch(engine, f"learned-{number}", LEARNED[number % len(LEARNED)], rng)
+        for number in range(rounds * len(TRAINING)):
+            await run_batch(engine, f"training-{number}", TRAINING[number % len(TRAINING)], rng)
         curve = engine.latency.curve
         assert curve is not None, "too few steps to learn from"
         rows = []
         for number in range(rounds * len(HELD_OUT)):
-            seconds, lengths = await batch(engine, f"held-out-{number}", HELD_OUT[number % len(HELD_OUT)], rng)
+            seconds, lengths = await run_batch(engine, f"held-out-{number}", HELD_OUT[number % len(HELD_OUT)], rng)
             predicted = curve.rollout_seconds(lengths, engine.latency.capacity)
             rows.append(Row(len(lengths), sum(lengths), predicted, seconds))
     return curve, rows
 
 
-async def batch(engine: TinyEngine, name: str, prompts: int, rng: Random) -> tuple[float, list[int]]:
-    """Seconds and lengths of one batch of unshaped requests."""
+async def run_batch(engine: TinyEngine, name: str, prompts: int, rng: Random) -> tuple[float, list[int]]:
+    """Run a batch of unshaped requests; return its seconds and the lengths of its trajectories."""
     texts = [sample_problem(rng).prompt for _ in range(prompts)]
-    began = time.perf_counter()
+    start = time.perf_counter()
     outputs = await asyncio.gather(
         *(engine.generate(text, f"{name}-{i}", "off", n=SIZE) for i, text in enumerate(texts))
     )
-    return time.perf_counter() - began, [len(c.token_ids) for output in outputs for c in output.outputs]
+    return time.perf_counter() - start, [len(c.token_ids) for output in outputs for c in output.outputs]
 
 
 def report(curve: LatencyCurve, rows: Sequence[Row]) -> str:
-    lines = ["| sequences that run | step, ms |", "|---|---|"]
+    lines = ["| running sequences | step, ms |", "|---|---|"]
     lines += [f"| {batch} | {1000 * curve.step_seconds(batch):.2f} |" for batch in (1, 8, 32, 128, 384)]
     lines += ["", "| sequences | tokens | predicted, s | measured, s | error |", "|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda r: (r.sequences, r.tokens)):

@@ -1,10 +1,10 @@
-"""What the server costs: throughput with shaping off against vLLM's own server, and CPU time per token when shaping.
+"""Compare the server with vLLM's own: throughput with shaping off, and CPU time per token when shaping.
 
     python -m benchmarks.overhead
 
-Both servers run at the same time on the same machine and take turns, round by round, so that whatever else the machine
-does hits both. Every round generates exactly the same number of tokens (``ignore_eos``). The second part compares the
-CPU time of the API process per generated token, shaped against raw, on trajectories that end by themselves.
+Both servers run at the same time on the same machine and take turns, round by round, so that other load on the machine
+affects both. Every round generates exactly the same number of tokens (``ignore_eos``). The second part compares the
+CPU time of the API process per generated token, shaped against raw, on trajectories with their natural lengths.
 """
 
 import argparse
@@ -23,14 +23,14 @@ import psutil
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
 from darts_server.demo.server import DARTS, PLAIN, Server, serving
 
-# Both servers get the same scheduler: darts-server's default on CPU.
-SAME = ("--no-enable-chunked-prefill",)
+# darts-server's default on a CPU, for both servers.
+SCHEDULER = ("--no-enable-chunked-prefill",)
 GROUP_SIZE = 8
 
 
 @dataclass(frozen=True)
 class Round:
-    """One load on one server. ``tokens`` generated in ``seconds``, ``cpu`` seconds of the API process."""
+    """One load on one server. ``cpu``: seconds of the API process."""
 
     tokens: float
     seconds: float
@@ -54,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     logs = Path("out/overhead")
-    with serving(PLAIN, logs / "plain.log", *SAME) as plain, serving(DARTS, logs / "darts.log", *SAME) as darts:
+    with (
+        serving(PLAIN, logs / "plain.log", *SCHEDULER) as plain,
+        serving(DARTS, logs / "darts.log", *SCHEDULER) as darts,
+    ):
         fixed = {"max_tokens": options.tokens, "ignore_eos": True}
         for server in (plain, darts):
             measure(server, "tiny", options.prompts, fixed)  # warm-up
@@ -65,29 +68,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             rates = {model: measure(server, model, options.prompts, fixed).rate for server, model in order}
             ratios.append(rates["tiny:raw"] / rates["tiny"])
             best = {model: max(rate, rates[model]) for model, rate in best.items()}
-            progress(number, options.rounds, f"{rates['tiny']:.0f} and {rates['tiny:raw']:.0f} tokens/s")
+            print_progress(number, options.rounds, f"{rates['tiny']:.0f} and {rates['tiny:raw']:.0f} tokens/s")
         free = {"max_tokens": MAX_RESPONSE_TOKENS}
         cpu: dict[str, list[float]] = {"tiny:raw": [], "tiny": []}
         for number in range(options.rounds):
             for model in sorted(cpu, reverse=number % 2 == 0):
                 cpu[model].append(measure(darts, model, options.prompts, free).cpu_per_token * 1e6)
-            progress(number, options.rounds, f"{cpu['tiny:raw'][-1]:.0f} and {cpu['tiny'][-1]:.0f} us CPU a token")
+            print_progress(
+                number, options.rounds, f"{cpu['tiny:raw'][-1]:.0f} and {cpu['tiny'][-1]:.0f} us CPU a token"
+            )
     print(report(ratios, best["tiny:raw"] / best["tiny"], cpu["tiny:raw"], cpu["tiny"]))
     return 0
 
 
 def measure(server: Server, model: str, prompts: int, sampling: Mapping[str, object]) -> Round:
-    """One load: all prompts at once, a request each."""
+    """Send all prompts at once, a request each."""
     rng = Random(0)
     texts = [sample_problem(rng).prompt for _ in range(prompts)]
     process = psutil.Process(server.process.pid)
-    tokens, cpu, began = server.metric("vllm:generation_tokens_total"), cpu_of(process), time.perf_counter()
-    asyncio.run(ask(server, model, texts, sampling))
-    seconds = time.perf_counter() - began
-    return Round(server.metric("vllm:generation_tokens_total") - tokens, seconds, cpu_of(process) - cpu)
+    tokens, cpu, start = server.metric("vllm:generation_tokens_total"), cpu_seconds(process), time.perf_counter()
+    asyncio.run(send_all(server, model, texts, sampling))
+    seconds = time.perf_counter() - start
+    return Round(server.metric("vllm:generation_tokens_total") - tokens, seconds, cpu_seconds(process) - cpu)
 
 
-async def ask(server: Server, model: str, texts: list[str], sampling: Mapping[str, object]) -> None:
+async def send_all(server: Server, model: str, texts: list[str], sampling: Mapping[str, object]) -> None:
     body = {"model": model, "n": GROUP_SIZE, "logprobs": 0, "return_token_ids": True, **sampling}
     async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
         url = f"{server.url}/v1/completions"
@@ -95,35 +100,36 @@ async def ask(server: Server, model: str, texts: list[str], sampling: Mapping[st
             answer.raise_for_status()
 
 
-def cpu_of(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def report(ratios: list[float], best: float, raw: list[float], shaped: list[float]) -> str:
-    """The table: medians, with the middle half of the rounds in brackets.
+    """Format the table: medians, with the middle half of the rounds in brackets.
 
-    ``best`` compares the fastest round of either server: what else a machine does only ever slows a round down.
+    ``best``: ratio of the fastest rounds of the two servers. Other load on the machine only ever slows a round down.
     """
     per_round = [s / r for s, r in zip(shaped, raw, strict=True)]
     rows = [
-        ("throughput, shaping off / vLLM's own server", spread(ratios, 3)),
+        ("throughput, shaping off / vLLM's own server", quartiles(ratios, 3)),
         ("the same, fastest round of either", f"{best:.3f}"),
-        ("API process, CPU us per generated token, raw", spread(raw, 1)),
-        ("API process, CPU us per generated token, shaped", spread(shaped, 1)),
-        ("the same, shaped / raw", spread(per_round, 3)),
+        ("API process, CPU us per generated token, raw", quartiles(raw, 1)),
+        ("API process, CPU us per generated token, shaped", quartiles(shaped, 1)),
+        ("the same, shaped / raw", quartiles(per_round, 3)),
     ]
     lines = ["| measured | median [quartiles] |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
     return "\n".join(lines)
 
 
-def spread(values: list[float], digits: int) -> str:
+def quartiles(values: list[float], digits: int) -> str:
+    """Format the median, with the quartiles in brackets."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def progress(number: int, of: int, text: str) -> None:
-    print(f"round {number + 1}/{of}: {text}", file=sys.stderr)
+def print_progress(number: int, total: int, text: str) -> None:
+    print(f"round {number + 1}/{total}: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What each policy does to the same prompts: tokens, time, and the lengths that the trainer gets.
+"""Compare policies on the same prompts: tokens, time, and the lengths of what is returned.
 
     python -m benchmarks.policies
 
-One engine in this process; every policy serves the same prompts in the same epochs, taking turns, and each time is
-compared with that of ``off`` in the same epoch. Statistics of prompts are learned along the way, by all policies alike.
-"Step" is the time until the last of the 64 groups is complete, as a training step waits for it.
+One engine in this process. The policies take turns on the same prompts in every epoch, and each time is compared with
+that of ``off`` in the same epoch. All policies share the prompt statistics that are learned meanwhile. "Step" is the
+time until the last of the 64 groups is complete, as a training step waits for it.
 """
 
 import argparse
@@ -39,7 +39,7 @@ POLICIES = NAMED | {
 
 @dataclass
 class Tally:
-    """What one policy did, over all epochs."""
+    """Totals of one policy over all epochs."""
 
     ratios: list[float] = field(default_factory=list)
     generated: int = 0
@@ -48,7 +48,7 @@ class Tally:
     kept_longest: int = 0
     candidates: int = 0
     cuts: list[int] = field(default_factory=list)
-    """Where trajectories were cut, in tokens."""
+    """Tokens at which trajectories were cut."""
 
     def add(self, records: Sequence[GroupRecord]) -> None:
         for record in records:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def measure(epochs: int, prompts: int) -> tuple[dict[str, Tally], list[float]]:
-    """What each policy did, and for ``darts`` the rank correlation of spread and candidates in each epoch."""
+    """Run all epochs; return the totals, and the rank correlation of spread and candidates under ``darts`` in each."""
     from examples.tiny_rl.engine import shaping_engine
 
     rng = Random(1)
@@ -88,10 +88,10 @@ async def measure(epochs: int, prompts: int) -> tuple[dict[str, Tally], list[flo
             for policy in sorted(tallies, reverse=bool(epoch % 2)):
                 names = [f"{policy}-{epoch}-{i}" for i in range(prompts)]
                 stds = [engine.std(text) for text in texts]
-                began = time.perf_counter()
-                asked = zip(texts, names, strict=True)
-                outputs = await asyncio.gather(*(engine.generate(t, n, policy, n=SIZE) for t, n in asked))
-                seconds[policy] = time.perf_counter() - began
+                start = time.perf_counter()
+                requests = zip(texts, names, strict=True)
+                outputs = await asyncio.gather(*(engine.generate(t, n, policy, n=SIZE) for t, n in requests))
+                seconds[policy] = time.perf_counter() - start
                 if epoch and policy == "off":
                     lengths = [len(c.token_ids) for output in outputs for c in output.outputs]
                     tallies[policy].lengths += lengths
@@ -109,13 +109,13 @@ async def measure(epochs: int, prompts: int) -> tuple[dict[str, Tally], list[flo
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's: the correlation of ranks, equal values sharing the mean of theirs."""
+    """Compute Spearman's rank correlation; equal values share their mean rank."""
     ranks = [np.searchsorted(np.sort(x), x, "left") + np.searchsorted(np.sort(x), x, "right") for x in (one, other)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def report(tallies: dict[str, Tally], correlations: Sequence[float]) -> str:
-    """The table. Times are medians over epochs, with the smallest and largest."""
+    """Format the table. Times are medians over epochs, with the smallest and largest."""
     base = tallies["off"].generated
     correlation = (
         f"rank correlation of a prompt's length std and its candidates {statistics.median(correlations):.2f} "

@@ -1,10 +1,10 @@
-"""What pruning by quality does to labels and to rewards, on synthetic trajectories: the tables of `docs/pruning.md`.
+"""Simulate pruning by quality on synthetic trajectories; print the tables of `docs/pruning.md`.
 
     python -m benchmarks.pruning
 
-The first table: what chances are worth that were calibrated by few labels, as published and made monotone. The second:
-errors of prior and chances where the survivors' labels are taken as they are, and with inverse propensity weights. The
-third: the mean variance of rewards within a group, for each way to prune.
+The first table compares calibrations from few labels: as published, and made monotone. The second shows the errors of
+the prior and of the calibrated probabilities if survivors' labels are used as they are, and with inverse propensity
+weights. The third has the mean variance of rewards within a group, for each way to prune.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ Floats = NDArray[np.float64]
 
 OURS = Calibration(cold_steps=0)
 SEPARATIONS = {"weak": 0.4, "strong": 1.5}
-"""How far apart the scores of right and wrong ones are, as log-odds, in standard deviations of either."""
-WORLDS = 20
+"""Distance between the mean scores (log-odds) of right and wrong trajectories, in standard deviations of either."""
+DATA_SETS = 20
 TRAJECTORIES = 30_000
 PROMPTS = 4_000
 CANDIDATES = 16
-SEEN = 1.5
-"""Spread of the log-odds that the score at a detection point tells."""
-MOST_RIGHT = 0.7
-"""Log-odds of the middle trajectory: six in ten are right."""
+VISIBLE = 1.5
+"""Spread of the part of the log-odds that the score at a detection point contains."""
+MEDIAN_LOG_ODDS = 0.7
+"""Of a trajectory: six in ten are right."""
 DIFFICULTY, WITHIN = 1.2, 2.5
 """Spread of the log-odds over prompts, and over the trajectories of one prompt."""
 
@@ -42,44 +42,50 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for name, separation in SEPARATIONS.items():
         for labels in (256, 1024, 4096):
-            print(f"| {name} | {labels:,} | " + " | ".join(f"{x:.3f}" for x in calibrated(separation, labels)) + " |")
+            print(
+                f"| {name} | {labels:,} | "
+                + " | ".join(f"{x:.3f}" for x in compare_calibrations(separation, labels))
+                + " |"
+            )
     print()
     print("| lambda | error of the prior, plain | corrected | calibration error, plain | corrected |")
     print("|---|---|---|---|---|")
     for strength in (0.5, 1.0, 2.0):
-        priors, errors = zip(*(labelled(strength, corrected) for corrected in (False, True)), strict=True)
+        priors, errors = zip(*(label_errors(strength, corrected) for corrected in (False, True)), strict=True)
         print(f"| {strength:g} | {priors[0]:+.3f} | {priors[1]:+.3f} | {errors[0]:.3f} | {errors[1]:.3f} |")
     print()
     print("| share right | at random | paper's, by all q | aimed by all q | aimed by the group's q |")
     print("|---|---|---|---|---|")
     for middle in (-1.5, 0.0, 1.5):
-        print("| " + " | ".join(rewards(middle)) + " |")
+        print("| " + " | ".join(reward_variances(middle)) + " |")
 
 
-def calibrated(separation: float, labels: int) -> list[float]:
-    """AUC of the score, AUC of q for both ways to calibrate, calibration error of both; means over synthetic worlds."""
+def compare_calibrations(separation: float, labels: int) -> list[float]:
+    """Return AUC of the score, AUC of q and calibration error for both calibrations; means over synthetic data sets."""
     found = []
-    for seed in range(WORLDS):
+    for seed in range(DATA_SETS):
         rng = np.random.default_rng(seed)
-        right = (rng.random(labels + TRAJECTORIES // 10) < sigmoid(MOST_RIGHT)).astype(np.float64)
+        right = (rng.random(labels + TRAJECTORIES // 10) < sigmoid(MEDIAN_LOG_ODDS)).astype(np.float64)
         scores = sigmoid(rng.normal(size=right.size) + separation * right)
-        told = [scores[labels:]]
+        estimates = [scores[labels:]]
         for calibration in (OURS.as_published, OURS):
             calibrator = Calibrator(calibration)
             for score, target in zip(scores[:labels], right[:labels], strict=True):
                 calibrator.add(Label(score, target))
-            told.append(np.asarray([calibrator.probability(s) for s in scores[labels:]]))
+            estimates.append(np.asarray([calibrator.probability(s) for s in scores[labels:]]))
         unseen = right[labels:]
-        found.append([*(auc(q, unseen) or 0.0 for q in told), *(calibration_error(q, unseen) or 0.0 for q in told[1:])])
+        found.append(
+            [*(auc(q, unseen) or 0.0 for q in estimates), *(calibration_error(q, unseen) or 0.0 for q in estimates[1:])]
+        )
     return [fmean(each) for each in zip(*found, strict=True)]
 
 
-def labelled(strength: float, corrected: bool) -> tuple[float, float]:
-    """Errors of prior and chances over all trajectories, pruned at one detection point and calibrated at the next."""
+def label_errors(strength: float, corrected: bool) -> tuple[float, float]:
+    """Return the errors of prior and probabilities, pruned at one detection point and calibrated at the next."""
     rng = np.random.default_rng(0)
-    seen_early, seen_late = rng.normal(0, SEEN, (2, TRAJECTORIES))
-    right = (rng.random(TRAJECTORIES) < sigmoid(seen_early + seen_late + MOST_RIGHT)).astype(np.float64)
-    early, late = sigmoid(seen_early + MOST_RIGHT), sigmoid(seen_late + MOST_RIGHT)
+    seen_early, seen_late = rng.normal(0, VISIBLE, (2, TRAJECTORIES))
+    right = (rng.random(TRAJECTORIES) < sigmoid(seen_early + seen_late + MEDIAN_LOG_ODDS)).astype(np.float64)
+    early, late = sigmoid(seen_early + MEDIAN_LOG_ODDS), sigmoid(seen_late + MEDIAN_LOG_ODDS)
     aim = Pruning(balance_strength=strength).aim(early)
     survivals = [aim.survival(q) for q in early]
     kept = rng.random(TRAJECTORIES) < survivals
@@ -90,29 +96,29 @@ def labelled(strength: float, corrected: bool) -> tuple[float, float]:
     return calibrator.prior - float(right.mean()), error or 0.0
 
 
-def rewards(middle: float) -> list[str]:
-    """Share of right ones, and the mean variance of rewards within a group for each way to prune."""
+def reward_variances(middle: float) -> list[str]:
+    """Return the share of right trajectories, and the mean reward variance within a group for each way to prune."""
     rng = np.random.default_rng(0)
     prompts = rng.normal(middle, DIFFICULTY, (PROMPTS, 1))
     q = sigmoid(prompts + WITHIN * rng.normal(size=(PROMPTS, CANDIDATES)))
-    right, lots = rng.random(q.shape) < q, rng.random(q.shape)
+    right, draws = rng.random(q.shape) < q, rng.random(q.shape)
     ways: list[Callable[[Floats], Aim]] = [
-        by_all(Pruning(balance_strength=0.0), q),
-        by_all(Pruning(), q),
-        by_all(Pruning(aimed=True), q),
+        shared_aim(Pruning(balance_strength=0.0), q),
+        shared_aim(Pruning(), q),
+        shared_aim(Pruning(aimed=True), q),
         Pruning(aimed=True).aim,
     ]
-    return [f"{right.mean():.2f}", *(f"{variance(way, q, right, lots):.3f}" for way in ways)]
+    return [f"{right.mean():.2f}", *(f"{variance(way, q, right, draws):.3f}" for way in ways)]
 
 
-def by_all(pruning: Pruning, q: Floats) -> Callable[[Floats], Aim]:
+def shared_aim(pruning: Pruning, q: Floats) -> Callable[[Floats], Aim]:
     aim = pruning.aim(q.ravel())
     return lambda _: aim
 
 
-def variance(way: Callable[[Floats], Aim], q: Floats, right: NDArray[np.bool_], lots: Floats) -> float:
+def variance(way: Callable[[Floats], Aim], q: Floats, right: NDArray[np.bool_], draws: Floats) -> float:
     survivals = np.asarray([[aim.survival(x) for x in group] for group in q for aim in [way(group)]])
-    kept = lots < survivals
+    kept = draws < survivals
     some = kept.any(axis=1)
     shares = (right & kept).sum(axis=1)[some] / kept.sum(axis=1)[some]
     return float((shares * (1 - shares)).mean())

@@ -1,12 +1,12 @@
-"""What scores tell on the tiny task, and what pruning by them does to groups.
+"""Measure quality scores on the tiny task: how well they predict right answers, and what pruning by them does.
 
     python -m benchmarks.quality
     python -m benchmarks.quality --quick
 
-For each kind of score a server of its own learns from rewards while nothing is pruned. Then the weights stay as they
-are: on other problems it is measured how well the scores tell right trajectories from wrong ones (AUC; 1/2 is a guess),
-and then how groups come out that are pruned by them, in turns with groups that are pruned at random, and with none.
-Reliability diagrams of the chances are drawn as well.
+For each kind of score a server of its own learns from rewards while nothing is pruned; the policy's weights never
+change. On other problems it is then measured how well the scores separate right trajectories from wrong ones (AUC; 1/2
+is a guess). After that groups are pruned by the scores, in turns with groups that are pruned at random or not at all.
+Reliability diagrams of the calibrated probabilities are drawn too.
 """
 
 import argparse
@@ -33,9 +33,9 @@ KINDS = ("head", "logprob", "head+logprob")
 DETECT_AT = 10
 SIZE = 8
 BATCH = 32
-"""Prompts of a batch."""
+"""Prompts in a batch."""
 UNPRUNED = {"name": "arrol", "keep_ratio": 1.0, "max_survival": 1.0}
-"""Scored, and all kept."""
+"""Score all candidates, prune none."""
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "none": {"name": "off"},
     "at random": {"name": "arrol", "balance_strength": 0.0},
@@ -47,8 +47,8 @@ RESAMPLES = 400
 
 
 @dataclass
-class Told:
-    """Trajectories with a score: what it was, and whether they ended right; by difficulty and problem."""
+class Scored:
+    """Scored trajectories: the calibrated score, whether the answer is right, difficulty and number of the problem."""
 
     qualities: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
@@ -56,20 +56,20 @@ class Told:
     problems: list[int] = field(default_factory=list)
 
     def auc(self, difficulty: Difficulty | None) -> str:
-        """With its standard error, from problems drawn anew."""
+        """Format the AUC with its standard error, from a bootstrap over problems."""
         chosen = np.asarray([difficulty in (None, kind) for kind in self.kinds])
         q, y, of = (np.asarray(each)[chosen] for each in (self.qualities, self.right, self.problems))
         rng, rows = np.random.default_rng(0), {problem: np.flatnonzero(of == problem) for problem in np.unique(of)}
-        drawn = []
+        aucs = []
         for _ in range(RESAMPLES):
             picked = np.concatenate([rows[p] for p in rng.choice(list(rows), len(rows))])
-            drawn.append(auc(q[picked], y[picked]))
-        return f"{auc(q, y):.3f} ({np.std([a for a in drawn if a is not None]):.3f})"
+            aucs.append(auc(q[picked], y[picked]))
+        return f"{auc(q, y):.3f} ({np.std([a for a in aucs if a is not None]):.3f})"
 
 
 @dataclass
 class Groups:
-    """How groups came out under one way to prune, batch by batch."""
+    """Groups under one way to prune, batch by batch."""
 
     variance: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
@@ -82,9 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.quality", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--learned", type=int, default=16, help=f"batches of {BATCH} problems to learn from (default: %(default)s)")
-    add("--tested", type=int, default=12, help="batches that are measured, of each kind (default: %(default)s)")
-    add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="NAME", help="of scores (default: all)")
-    add("--calibration", choices=("monotone", "paper"), default="monotone", help="of scores (default: %(default)s)")
+    add("--tested", type=int, default=12, help="batches to measure, for each kind (default: %(default)s)")
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="NAME", help="kinds of scores (default: all)")
+    add(
+        "--calibration",
+        choices=("monotone", "paper"),
+        default="monotone",
+        help="how scores are calibrated (default: %(default)s)",
+    )
     add(
         "--picture",
         type=Path,
@@ -96,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.quick:
         options.learned, options.tested = 6, 3
-    told: dict[str, Told] = {}
+    scored: dict[str, Scored] = {}
     groups: dict[str, dict[str, Groups]] = {}
     for kind in options.kinds:
         flags = ("--detect-at", str(DETECT_AT), "--cold-steps", "0", "--calibration", options.calibration)
@@ -107,11 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             learn(client, options.learned, kind)
             if server.metric("darts_quality_status", status="ready") != 1:
                 sys.exit(f"{kind}: not ready after {options.learned} batches; see out/quality/{kind}.log")
-            told[kind] = test(client, options.tested, kind)
+            scored[kind] = test(client, options.tested, kind)
             groups[kind] = prune(client, options.tested, kind)
-    picture({kind: (each.qualities, each.right) for kind, each in told.items()}, options.picture)
+    picture({kind: (each.qualities, each.right) for kind, each in scored.items()}, options.picture)
     print(f"Reliability: {options.picture}\n")
-    print(report(told, groups))
+    print(report(scored, groups))
     return 0
 
 
@@ -120,45 +125,47 @@ def batches(count: int, seed: int) -> Iterator[list[Problem]]:
     return ([sample_problem(rng) for _ in range(BATCH)] for _ in range(count))
 
 
-def rollouts(client: Client, problems: Sequence[Problem], way: Mapping[str, Any], seed: int) -> tuple[list[Group], Any]:
+def rollouts(
+    client: Client, problems: Sequence[Problem], policy: Mapping[str, Any], seed: int
+) -> tuple[list[Group], Any]:
     batch = client.rollouts(
         [problem.prompt for problem in problems],
         group_size=SIZE,
         max_tokens=MAX_RESPONSE_TOKENS,
-        policy=way,
+        policy=policy,
         seed=seed,
     )
     return sorted(batch, key=lambda group: group.number), batch.usage
 
 
 def learn(client: Client, count: int, kind: str) -> None:
-    """Have the server score and hear what came of it."""
+    """Let the server score trajectories, and report their rewards."""
     for number, problems in zip(trange(count, desc=f"{kind}: learning"), batches(count, seed=1), strict=True):
         groups, _ = rollouts(client, problems, UNPRUNED, seed=1_000_000 + number * 10_000)
         client.rewards(groups, [rewards(problem, group) for problem, group in zip(problems, groups, strict=True)])
 
 
-def test(client: Client, count: int, kind: str) -> Told:
-    """Scores of other problems' trajectories, and what came of these; nothing is learned."""
-    told = Told()
+def test(client: Client, count: int, kind: str) -> Scored:
+    """Score trajectories of other problems; report no rewards, so that nothing is learned."""
+    scored = Scored()
     for number, problems in zip(trange(count, desc=f"{kind}: testing"), batches(count, seed=2), strict=True):
         groups, _ = rollouts(client, problems, UNPRUNED, seed=2_000_000 + number * 10_000)
         for problem, group in zip(problems, groups, strict=True):
             for trajectory, right in zip(group.trajectories, rewards(problem, group), strict=True):
                 if trajectory.quality is not None:
-                    told.qualities.append(trajectory.quality)
-                    told.right.append(right)
-                    told.kinds.append(problem.difficulty)
-                    told.problems.append(number * BATCH + group.number)
-    return told
+                    scored.qualities.append(trajectory.quality)
+                    scored.right.append(right)
+                    scored.kinds.append(problem.difficulty)
+                    scored.problems.append(number * BATCH + group.number)
+    return scored
 
 
 def prune(client: Client, count: int, kind: str) -> dict[str, Groups]:
-    """Groups of the same problems under each way to prune, in turns."""
+    """Run the same problems under each way to prune, in turns."""
     found = {way: Groups() for way in WAYS}
     for number, problems in zip(trange(count, desc=f"{kind}: pruning"), batches(count, seed=3), strict=True):
-        for way, asked in WAYS.items():
-            groups, usage = rollouts(client, problems, asked, seed=3_000_000 + number * 10_000)
+        for way, policy in WAYS.items():
+            groups, usage = rollouts(client, problems, policy, seed=3_000_000 + number * 10_000)
             earned = [rewards(problem, group) for problem, group in zip(problems, groups, strict=True)]
             found[way].variance.append(fmean(map(pvariance, earned)))
             found[way].right.append(fmean(map(fmean, earned)))
@@ -172,10 +179,10 @@ def rewards(problem: Problem, group: Group) -> list[float]:
     return [score(problem, trajectory) for trajectory in group.trajectories]
 
 
-def report(told: Mapping[str, Told], groups: Mapping[str, Mapping[str, Groups]]) -> str:
+def report(scored: Mapping[str, Scored], groups: Mapping[str, Mapping[str, Groups]]) -> str:
     lines = ["| score | AUC | easy | hard | Brier score | calibration error | trajectories |"]
     lines += ["|---|---|---|---|---|---|---|"]
-    for kind, each in told.items():
+    for kind, each in scored.items():
         aucs = " | ".join(each.auc(difficulty) for difficulty in (None, "easy", "hard"))
         brier, error = brier_score(each.qualities, each.right), calibration_error(each.qualities, each.right)
         lines.append(f"| {kind} | {aucs} | {brier:.3f} | {error:.3f} | {len(each.right)} |")
@@ -183,12 +190,12 @@ def report(told: Mapping[str, Told], groups: Mapping[str, Mapping[str, Groups]])
     lines += ["|---|---|---|---|---|---|---|"]
     for kind, ways in groups.items():
         base = ways["none"]
-        for way, made in ways.items():
-            error = np.std(made.variance, ddof=1) / np.sqrt(len(made.variance))
-            pace = median(a / b for a, b in zip(made.seconds, base.seconds, strict=True))
+        for way, result in ways.items():
+            error = np.std(result.variance, ddof=1) / np.sqrt(len(result.variance))
+            pace = median(a / b for a, b in zip(result.seconds, base.seconds, strict=True))
             lines.append(
-                f"| {kind} | {way} | {fmean(made.variance):.3f} ({error:.3f}) | {fmean(made.right):.3f} | "
-                f"{fmean(made.length):.1f} | {sum(made.generated) / sum(base.generated):.2f} | {pace:.2f} |"
+                f"| {kind} | {way} | {fmean(result.variance):.3f} ({error:.3f}) | {fmean(result.right):.3f} | "
+                f"{fmean(result.length):.1f} | {sum(result.generated) / sum(base.generated):.2f} | {pace:.2f} |"
             )
     return "\n".join(lines)
 

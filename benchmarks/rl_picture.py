@@ -1,4 +1,4 @@
-"""The picture of `benchmarks.rl`: what was learned under each policy, step by step."""
+"""Draw what was learned under each policy of `benchmarks.rl`, step by step."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from benchmarks.rl_table import Runs
 from examples.tiny_rl.train_log import Entry
 
-# Told apart by colour-blind readers, and by their dashes: policies that stop the long from those that do not.
-LOOKS = {
+# Colours that colour-blind readers can tell apart; dashes separate policies that wait for long trajectories.
+STYLES = {
     "off": ("#222222", "-"),
     "uniform": ("#56B4E9", "-"),
     "darts": ("#0072B2", "-"),
@@ -20,20 +20,20 @@ LOOKS = {
     "arrol": ("#CC79A7", "-"),
     "darts+arrol": ("#CC79A7", ":"),
 }
-OTHERS = ("#999999", "--")
+OTHER_STYLE = ("#999999", "--")
 SHOWN = {"right": "share of right answers", "length_mean": "mean length (tokens)", "length_std": "std within a prompt"}
 
 
 def picture(starts: Mapping[str, Runs], path: Path) -> None:
-    """A row for each start; means over seeds of what was held out, unshaped."""
+    """Draw a row for each start, with means over seeds of the unshaped evaluations."""
     figure = Figure(figsize=(11, 3.1 * len(starts) + 0.6), dpi=100, layout="constrained")
     rows = figure.subplots(len(starts), len(SHOWN), sharex=True, squeeze=False)
     for (start, runs), row in zip(starts.items(), rows, strict=True):
         seeds = len(next(iter(runs.values())))
         for (name, label), axes in zip(SHOWN.items(), row, strict=True):
-            for policy, of_seeds in runs.items():
-                colour, dashes = LOOKS.get(policy, OTHERS)
-                at, values = means(of_seeds, name)
+            for policy, seed_runs in runs.items():
+                colour, dashes = STYLES.get(policy, OTHER_STYLE)
+                at, values = means(seed_runs, name)
                 width = 2.2 if policy in ("off", "darts_cut") else 1.3
                 axes.plot(at, values, dashes, color=colour, linewidth=width, label=policy)
             axes.set(ylabel=label, title=f"{start}, {seeds} seed{'s' * (seeds > 1)}" if name == "right" else "")
@@ -50,7 +50,7 @@ def picture(starts: Mapping[str, Runs], path: Path) -> None:
 
 
 def means(runs: Mapping[int, Sequence[Entry]], name: str) -> tuple[list[int], list[float]]:
-    """The steps that were evaluated, and the mean over seeds there."""
+    """Return the evaluated steps, and the mean over seeds at each."""
     found: dict[int, list[float]] = {}
     for entries in runs.values():
         for entry in entries:

@@ -1,4 +1,4 @@
-"""The tables of `benchmarks.rl`: what was learned under each policy, and what it cost. Nothing here runs anything."""
+"""Tables of `benchmarks.rl`: what was learned under each policy, and what it cost. Nothing here runs anything."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Runs = Mapping[str, Mapping[int, Sequence[Entry]]]
 
 @dataclass(frozen=True)
 class Point:
-    """What a run had spent when it was evaluated, and how good it was. ``generated``: tokens of all candidates."""
+    """An evaluation: what had been spent until then, and the result. ``generated``: tokens of all candidates."""
 
     steps: float
     generated: float
@@ -28,8 +28,8 @@ class Point:
     right: float
 
 
-def curve(entries: Sequence[Entry]) -> list[Point]:
-    """The run's evaluations, by what had been spent until then."""
+def learning_curve(entries: Sequence[Entry]) -> list[Point]:
+    """Return the run's evaluations, with what had been spent until each."""
     points, generated, seconds = [], 0.0, 0.0
     for entry in entries:
         if entry.training is not None:
@@ -40,8 +40,8 @@ def curve(entries: Sequence[Entry]) -> list[Point]:
     return points
 
 
-def reached(points: Sequence[Point], level: float, axis: str) -> float | None:
-    """What had been spent when ``level`` was first reached, on a straight line between evaluations; None if never."""
+def spent_until(points: Sequence[Point], level: float, axis: str) -> float | None:
+    """Interpolate what had been spent when ``level`` was first reached; ``None`` if it never was."""
     before = points[0]
     for point in points:
         if point.right >= level:
@@ -53,17 +53,17 @@ def reached(points: Sequence[Point], level: float, axis: str) -> float | None:
 
 
 def right_at(points: Sequence[Point], budget: float, axis: str) -> float:
-    """Share of right answers when ``budget`` was spent, on a straight line between evaluations."""
+    """Interpolate the share of right answers when ``budget`` had been spent."""
     return float(np.interp(budget, [getattr(p, axis) for p in points], [p.right for p in points]))
 
 
 def tables(title: str, runs: Runs) -> str:
-    """Both tables of one start."""
-    return f"{title}: what was learned\n\n{learned(runs)}\n\n{title}: what it cost\n\n{cost(runs)}"
+    """Format both tables of one start."""
+    return f"{title}: what was learned\n\n{learned_table(runs)}\n\n{title}: what it cost\n\n{cost_table(runs)}"
 
 
-def learned(runs: Runs) -> str:
-    """The policy after the last step, held out and unshaped; and how right it was at equal time and equal tokens."""
+def learned_table(runs: Runs) -> str:
+    """Format the final evaluation, and the share of right answers at equal time and at equal tokens."""
     head = ["policy", "right", "length mean", "p95", "std within a prompt", "right at equal time", "at equal tokens"]
     rows = []
     for policy, seeds in runs.items():
@@ -71,20 +71,20 @@ def learned(runs: Runs) -> str:
         error = sqrt(sum(each.standard_error**2 for each in final)) / len(final)
         right = spread([each.right for each in final], ".3f")
         lengths = (spread([getattr(each, name) for each in final], ".1f") for name in LENGTHS)
-        equal = (f"{fmean(equally(runs, policy, axis)):.3f}" for axis in ("seconds", "generated"))
+        equal = (f"{fmean(right_at_equal(runs, policy, axis)):.3f}" for axis in ("seconds", "generated"))
         rows.append([policy, f"{right} ± {error:.3f}", *lengths, *equal])
     return markdown(head, rows)
 
 
-def equally(runs: Runs, policy: str, axis: str) -> list[float]:
-    """How right each seed's run was when it had spent what the cheapest policy spent in all with that seed."""
-    curves = {seed: [curve(seeds[seed]) for seeds in runs.values()] for seed in runs[policy]}
+def right_at_equal(runs: Runs, policy: str, axis: str) -> list[float]:
+    """Return each seed's share of right answers when it had spent what the seed's cheapest policy spent in total."""
+    curves = {seed: [learning_curve(seeds[seed]) for seeds in runs.values()] for seed in runs[policy]}
     budgets = {seed: min(getattr(points[-1], axis) for points in each) for seed, each in curves.items()}
-    return [right_at(curve(entries), budgets[seed], axis) for seed, entries in runs[policy].items()]
+    return [right_at(learning_curve(entries), budgets[seed], axis) for seed, entries in runs[policy].items()]
 
 
-def cost(runs: Runs) -> str:
-    """What the steps trained on, and their seconds; steps, tokens and time to a level, relative to `off`."""
+def cost_table(runs: Runs) -> str:
+    """Format tokens and seconds of the steps; and steps, tokens and time to each level, relative to `off`."""
     head = ["policy", "generated a step", "trained on", "truncated", "reward variance"]
     head += ["rollout s", "train s", "push s", "step / off"]
     head += [f"to {level:.2f}: steps, tokens, time" for level in LEVELS]
@@ -102,18 +102,18 @@ def cost(runs: Runs) -> str:
 
 
 def step_seconds(entries: Sequence[Entry]) -> float:
-    """Median over the run's steps: what else the machine does hits single steps."""
+    """Return the median over the run's steps: other load on the machine affects single steps."""
     return median(training.seconds.total for training in trainings(entries))
 
 
 def relative(runs: Runs, policy: str, level: float, axis: str) -> str:
-    """What it took to reach ``level``, relative to `off` with the same seed: the median over seeds.
+    """Format what it took to reach ``level``, relative to `off` with the same seed: the median over seeds.
 
-    Runs that did not reach it count as infinitely expensive.
+    A run that never reaches it counts as infinitely expensive.
     """
     ratios = []
     for seed, entries in runs[policy].items():
-        own, base = (reached(curve(each), level, axis) for each in (entries, runs[BASE][seed]))
+        own, base = (spent_until(learning_curve(each), level, axis) for each in (entries, runs[BASE][seed]))
         if base:
             ratios.append(float("inf") if own is None else own / base)
     middle = median(ratios) if ratios else float("nan")
@@ -129,7 +129,7 @@ def trainings(entries: Sequence[Entry]) -> list[Training]:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """The mean, with the smallest and largest."""
+    """Format the mean, with the smallest and largest."""
     if len(values) == 1:
         return format(values[0], form)
     return f"{fmean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"

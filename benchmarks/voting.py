@@ -1,11 +1,11 @@
-"""Votes on the tiny task: how often each kind of vote is right, and what it saves to stop when it is certain.
+"""Compare kinds of votes on the tiny task: how often each is right, and what stopping early saves.
 
     python -m benchmarks.voting
     python -m benchmarks.voting --quick
 
-All kinds vote on the same problems with the same seeds, so on the same trajectories, as far as they wait for them.
-What scores are worth is learned first, from votes on other problems whose trajectories' rewards are reported. "Saved"
-are tokens that an unshaped group of all 8 generates and the vote does not.
+All kinds vote on the same problems with the same seeds, and so on the same trajectories, as far as they wait for them.
+Scores are calibrated first, by votes on other problems with reported rewards. "Saved" is the share of the tokens of an
+unshaped group of 8 that the vote does not generate.
 """
 
 import argparse
@@ -28,8 +28,7 @@ from examples.tiny_rl.remote import TIMEOUT_SECONDS
 
 SIZE = 8
 PATTERN = "#([0-9])$"
-AT_ONCE = 16
-"""Votes that run side by side."""
+CONCURRENCY = 16
 MAJORITY = "majority"
 KINDS: Mapping[str, Mapping[str, Any]] = {
     MAJORITY: {},
@@ -40,18 +39,18 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 HEAD = ("--detect-at", "2,10", "--cold-steps", "0")
-"""A guess has two tokens before its end, other answers some 30; and at test time there are no steps."""
-TRAINED = 1000
-"""The seed of the first problems that are learned from; those that count have another."""
-ROUNDS = 8
-"""In which the head should be ready."""
+"""A guess has two tokens before the end of sequence, other answers some 30; at test time there are no steps."""
+TRAINING_SEED = 1000
+"""The first seed of training problems; the measured ones have another."""
+MAX_ROUNDS = 8
+"""The head should be ready after these."""
 
-DoneT = TypeVar("DoneT")
+ResultT = TypeVar("ResultT")
 
 
 @dataclass
 class Tally:
-    """What one kind of vote did, problem by problem."""
+    """Results of one kind of vote, problem by problem."""
 
     right: list[float] = field(default_factory=list)
     early: list[float] = field(default_factory=list)
@@ -60,15 +59,15 @@ class Tally:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.voting", description=__doc__.split("\n")[0])
-    parser.add_argument("--problems", type=int, default=400, help="that are voted on (default: %(default)s)")
+    parser.add_argument("--problems", type=int, default=400, help="problems to vote on (default: %(default)s)")
     parser.add_argument(
         "--trained",
         type=int,
         default=200,
-        help="that are learned from, at a time (default: %(default)s)",
+        help="problems in each round of training (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="96 and 64: a minute or two, too few to conclude anything")
-    parser.add_argument("--no-head", action="store_true", help="leave out votes that go by the quality head")
+    parser.add_argument("--no-head", action="store_true", help="leave out votes by the quality head")
     options = parser.parse_args(argv)
     if options.quick:
         options.problems, options.trained = 96, 64
@@ -77,63 +76,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     with serving(DARTS, Path("out/voting/server.log"), *flags) as server:
         print(asyncio.run(measure(server, kinds, options.problems, options.trained)))
         if not options.no_head:
-            print(f"\nThe head was {'' if ready(server) else 'never '}ready: see darts_quality_status in the metrics.")
+            status = "ready" if is_head_ready(server) else "never ready"
+            print(f"\nThe head was {status}: see darts_quality_status in the metrics.")
     return 0
 
 
 async def measure(server: Server, kinds: Sequence[str], problems: int, trained: int) -> str:
-    """Learns, votes, and gives the table."""
+    """Train, vote, and return the table."""
     async with AsyncClient(server.url, timeout=TIMEOUT_SECONDS) as client:
-        await learn(client, "logprob, rank", trained, TRAINED)
-        if "head, rank" in kinds:  # in rounds: only labels that come when the head is trained calibrate it
-            for seed in range(TRAINED, TRAINED + ROUNDS):
+        await learn(client, "logprob, rank", trained, TRAINING_SEED)
+        if "head, rank" in kinds:  # in rounds: only labels after the head's training calibrate it
+            for seed in range(TRAINING_SEED, TRAINING_SEED + MAX_ROUNDS):
                 await learn(client, "head, rank", trained, seed)
-                if ready(server):
+                if is_head_ready(server):
                     break
-        asked = sampled(problems, 0)
-        single, tokens = await singles(client, asked)
+        tested = sample_problems(problems, 0)
+        single, tokens = await sample_groups(client, tested)
         tallies = {}
         for kind in kinds:
             tallies[kind] = tally = Tally()
-            votes = await each(asked, partial(vote, client, kind), kind)
-            for problem, told in zip(asked, votes, strict=True):
-                tally.right.append(float(told.answer == str(problem.answer)))
-                tally.early.append(float(told.decided_early))
-                tally.generated.append(told.usage.generated)
+            votes = await for_each(tested, partial(vote, client, kind), kind)
+            for problem, result in zip(tested, votes, strict=True):
+                tally.right.append(float(result.answer == str(problem.answer)))
+                tally.early.append(float(result.decided_early))
+                tally.generated.append(result.usage.generated)
     return report(single, tokens, tallies)
 
 
-def sampled(count: int, seed: int) -> list[Problem]:
+def sample_problems(count: int, seed: int) -> list[Problem]:
     rng = Random(seed)
     return [sample_problem(rng) for _ in range(count)]
 
 
 async def learn(client: AsyncClient, kind: str, count: int, seed: int) -> None:
-    """Vote on so many problems of that seed, and tell what the trajectories were worth."""
+    """Vote on this many problems of the seed, and report the rewards of their trajectories."""
 
     async def one(number: int, problem: Problem) -> None:
-        told = await vote(client, kind, seed * count + number, problem)
-        await client.rewards({t.trajectory_id: reward(problem, t.text) for t in told.trajectories})
+        result = await vote(client, kind, seed * count + number, problem)
+        await client.rewards({t.trajectory_id: reward(problem, t.text) for t in result.trajectories})
 
-    await each(sampled(count, seed), one, f"learning, {kind}")
+    await for_each(sample_problems(count, seed), one, f"learning, {kind}")
 
 
-def ready(server: Server) -> bool:
-    """Whether the head is trained and calibrated."""
+def is_head_ready(server: Server) -> bool:
+    """Return whether the head is trained and calibrated."""
     return server.metric("darts_quality_status", status="ready") == 1
 
 
-async def singles(client: AsyncClient, problems: Sequence[Problem]) -> tuple[list[float], list[int]]:
-    """Of each problem's 8 trajectories, unshaped: the share of right ones, and how many tokens they have together."""
+async def sample_groups(client: AsyncClient, problems: Sequence[Problem]) -> tuple[list[float], list[int]]:
+    """Sample 8 unshaped trajectories of each problem; return the shares of right ones, and the tokens of each group."""
 
     async def one(number: int, problem: Problem) -> tuple[float, int]:
-        asked: dict[str, Any] = {"group_size": SIZE, "max_tokens": MAX_RESPONSE_TOKENS, "seed": number * SIZE}
-        groups = client.rollouts(problem.prompt, policy="off", logprobs=False, **asked)
+        request: dict[str, Any] = {"group_size": SIZE, "max_tokens": MAX_RESPONSE_TOKENS, "seed": number * SIZE}
+        groups = client.rollouts(problem.prompt, policy="off", logprobs=False, **request)
         [group] = [group async for group in groups]
         return float(np.mean([reward(problem, t.text) for t in group.trajectories])), sum(group.lengths)
 
-    done = await each(problems, one, "all 8")
-    return [share for share, _ in done], [tokens for _, tokens in done]
+    results = await for_each(problems, one, "all 8")
+    return [share for share, _ in results], [tokens for _, tokens in results]
 
 
 async def vote(client: AsyncClient, kind: str, number: int, problem: Problem) -> Vote:
@@ -147,22 +147,24 @@ async def vote(client: AsyncClient, kind: str, number: int, problem: Problem) ->
     )
 
 
-async def each(problems: Sequence[Problem], do: Callable[[int, Problem], Awaitable[DoneT]], what: str) -> list[DoneT]:
-    """Do it for each problem, some at a time; what came of it in their order."""
-    room = asyncio.Semaphore(AT_ONCE)
-    with tqdm(total=len(problems), desc=what, unit="problem") as bar:
+async def for_each(
+    problems: Sequence[Problem], run: Callable[[int, Problem], Awaitable[ResultT]], title: str
+) -> list[ResultT]:
+    """Run it for each problem, some at a time; return the results in the order of the problems."""
+    slots = asyncio.Semaphore(CONCURRENCY)
+    with tqdm(total=len(problems), desc=title, unit="problem") as bar:
 
-        async def one(number: int, problem: Problem) -> DoneT:
-            async with room:
-                done = await do(number, problem)
+        async def one(number: int, problem: Problem) -> ResultT:
+            async with slots:
+                result = await run(number, problem)
                 bar.update()
-                return done
+                return result
 
         return await asyncio.gather(*(one(number, problem) for number, problem in enumerate(problems)))
 
 
 def report(single: Sequence[float], tokens: Sequence[int], tallies: Mapping[str, Tally]) -> str:
-    """The table. Differences are paired, problem by problem; in brackets are standard errors."""
+    """Format the table. Differences are paired, problem by problem; standard errors are in brackets."""
     head = ["vote", "right", "minus majority", "decided early", "tokens", "saved"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines.append(f"| one trajectory, no vote | {share(single)} | {difference(single, tallies)} | | | |")
@@ -176,7 +178,7 @@ def report(single: Sequence[float], tokens: Sequence[int], tallies: Mapping[str,
             f"{1 - sum(tally.generated) / sum(tokens):.1%}",
         ]
         lines.append(f"| {' | '.join(row)} |")
-    count = f"{len(tokens)} problems, {SIZE} samples each of {np.mean(tokens) / SIZE:.1f} tokens in the mean."
+    count = f"{len(tokens)} problems, {SIZE} samples each with a mean of {np.mean(tokens) / SIZE:.1f} tokens."
     return "\n".join([count, "", *lines])
 
 
@@ -190,7 +192,7 @@ def difference(values: Sequence[float], tallies: Mapping[str, Tally]) -> str:
 
 
 def error(values: Sequence[float] | np.ndarray[Any, Any]) -> float:
-    """Standard error of the mean."""
+    """Return the standard error of the mean."""
     return float(np.std(values, ddof=1) / np.sqrt(len(values)))
 
 

@@ -1,10 +1,10 @@
-"""What new weights cost: seconds by phase and by way, and whether anything is lost when they come in a row.
+"""Measure weight updates: seconds by phase and transport, and whether updates in a row lose anything.
 
     python -m benchmarks.weights
 
-The tiny model and one of 300 MB are given new weights in every way there is, while the server has nothing else to do.
-Then the tiny model is given many in a row, first while nobody calls and then under each rule, while callers keep groups
-running. The share of a step is that of an update among itself and a rollout on the same server, without any training.
+The tiny model and one of 300 MB are updated by every transport, on an idle server. Then the tiny model is updated many
+times in a row, first on an idle server and then under each rule, while callers keep groups running. "Of a step" is the
+share of the update in a step that consists of one rollout and the update, without any training.
 """
 
 import argparse
@@ -32,23 +32,24 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from darts_server.demo.server import MODEL, Server, serving
 
-PHASES = ("transfer", "check", "wait", "pause", "load", "resume", "in all")
+PHASES = ("transfer", "check", "wait", "pause", "load", "resume", "total")
 ROUTE = "/darts/v1/weights"
-HERE = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 MEMORY = Path("/dev/shm")
 WEIGHTS = "model.safetensors"
 LARGE: Mapping[str, Any] = {"hidden_size": 640, "intermediate_size": 1920, "num_hidden_layers": 18, "head_dim": 64}
-"""Of the tiny model's kind, with 75 million parameters in float32."""
-PROMPTS, GROUP_SIZE, MOST_TOKENS = 16, 8, 120
+"""The tiny model's architecture with 75 million parameters, in float32."""
+PROMPTS, GROUP_SIZE, MAX_TOKENS = 16, 8, 120
 RULES = ("finish", "keep", "restart")
 WARM_UP = 20
 BLOCKS = 600
-"""Of the KV cache. Of one that the groups never fill, new pages would be touched all along, and count as growth."""
+"""Of the KV cache: few enough that the groups fill it. Pages of a larger one would be touched for the first time all
+along, which would count as growth."""
 
 
 @dataclass
-class Row:
-    """What updates in a row did to callers."""
+class Series:
+    """What a series of updates did to callers; ``seconds`` of each update."""
 
     groups: int = 0
     mixed: int = 0
@@ -58,22 +59,23 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.weights", description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="updates of each kind (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="updates by each transport (default: %(default)s)")
     parser.add_argument("--updates", type=int, default=200, help="updates in a row (default: %(default)s)")
-    parser.add_argument("--groups", type=int, default=32, help="groups that run meanwhile (default: %(default)s)")
+    parser.add_argument("--groups", type=int, default=32, help="groups running meanwhile (default: %(default)s)")
     options = parser.parse_args(argv)
     out = Path("out/weights").resolve()
     costs, rows = [], []
     for model in (make_large(out / "large"), MODEL):
         size = f"{(model / WEIGHTS).stat().st_size / 1e6:.0f} MB"
         costs += [
-            f"| {size} | {line}" for line in tqdm(ways(model, out, options.rounds), f"{size}, by way", unit="way")
+            f"| {size} | {line}"
+            for line in tqdm(measure_transports(model, out, options.rounds), f"{size}, by transport", unit="transport")
         ]
     if options.updates:
-        with served(MODEL, MODEL, out, "--num-gpu-blocks-override", str(BLOCKS)) as server:
-            rows = list(tqdm(in_a_row(server, options.updates, options.groups), "in a row", unit="row"))
+        with serve_model(MODEL, MODEL, out, "--num-gpu-blocks-override", str(BLOCKS)) as server:
+            rows = list(tqdm(measure_series(server, options.updates, options.groups), "series", unit="series"))
     print(f"\nSeconds of an update of an idle server, medians of {options.rounds}:\n")
-    print(f"| model | way | {' | '.join(PHASES)} | of a step |\n|{'---|' * (len(PHASES) + 3)}", *costs, sep="\n")
+    print(f"| model | transport | {' | '.join(PHASES)} | of a step |\n|{'---|' * (len(PHASES) + 3)}", *costs, sep="\n")
     if options.updates:
         print(f"\n{options.updates} updates of the tiny model in a row, {options.groups} groups running:\n")
         print("| rule | groups answered | of these mixed | lost | an update | longest | memory | engine's |")
@@ -81,14 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def served(model: Path, root: Path, out: Path, *flags: str) -> AbstractContextManager[Server]:
-    """``root``: where weights may come from; pushed and pulled ones are staged in ``out``."""
-    places = ("--weights-root", str(root), "--weights-hosts", HERE, "--weights-staging", str(out))
+def serve_model(model: Path, root: Path, out: Path, *flags: str) -> AbstractContextManager[Server]:
+    """Start a server that loads weights from ``root``, and stages pushed and pulled ones in ``out``."""
+    places = ("--weights-root", str(root), "--weights-hosts", LOCALHOST, "--weights-staging", str(out))
     return serving(("darts_server", "serve", str(model)), out / "server.log", *places, *flags)
 
 
 def make_large(folder: Path) -> Path:
-    """A model of the tiny one's kind, untrained."""
+    """Write an untrained model of the tiny one's architecture."""
     torch.manual_seed(0)
     tiny = Qwen3Config.from_pretrained(MODEL)
     config = Qwen3Config(**(tiny.to_dict() | {"layer_types": None, **LARGE}))
@@ -98,30 +100,30 @@ def make_large(folder: Path) -> Path:
     return folder
 
 
-def ways(model: Path, out: Path, rounds: int) -> Iterator[str]:
-    """Of each way a line of the table."""
+def measure_transports(model: Path, out: Path, rounds: int) -> Iterator[str]:
+    """Yield a line of the table for each transport."""
     body = (model / WEIGHTS).read_bytes()
     named = {"path": WEIGHTS}
-    with tempfile.TemporaryDirectory(dir=MEMORY) as copied, sender(model) as url:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as copied, serve_files(model) as url:
         copy(model / WEIGHTS, copied)
-        with served(model, model, out) as server:
+        with serve_model(model, model, out) as server:
             put, post = (partial(send, server.url + ROUTE, timeout=None) for send in (httpx.put, httpx.post))
             step = rollout_seconds(server)
-            yield f"pushed | {cost(partial(put, content=body), rounds, step)}"
-            yield f"pulled | {cost(partial(post, json={'url': f'{url}/{WEIGHTS}'}), rounds, step)}"
-            yield f"from disk | {cost(partial(post, json=named), rounds, step)}"
-        with served(model, Path(copied), out) as server:
+            yield f"pushed | {measure_cost(partial(put, content=body), rounds, step)}"
+            yield f"pulled | {measure_cost(partial(post, json={'url': f'{url}/{WEIGHTS}'}), rounds, step)}"
+            yield f"from disk | {measure_cost(partial(post, json=named), rounds, step)}"
+        with serve_model(model, Path(copied), out) as server:
             send = partial(httpx.post, server.url + ROUTE, json=named, timeout=None)
-            yield f"from memory | {cost(send, rounds, step)}"
+            yield f"from memory | {measure_cost(send, rounds, step)}"
 
 
-def cost(send: Callable[[], httpx.Response], rounds: int, step: float) -> str:
-    """Medians of an update's phases, and its share of a step."""
+def measure_cost(send: Callable[[], httpx.Response], rounds: int, step: float) -> str:
+    """Format the medians of an update's phases, and its share of a step."""
     seen: dict[str, list[float]] = {}
     for _ in range(rounds + 1):
-        began = time.monotonic()
+        start = time.monotonic()
         answer = send().raise_for_status()
-        for phase, seconds in (answer.json()["last"]["seconds"] | {"in all": time.monotonic() - began}).items():
+        for phase, seconds in (answer.json()["last"]["seconds"] | {"total": time.monotonic() - start}).items():
             seen.setdefault(phase, []).append(seconds)
     medians = [statistics.median(seen[phase][1:]) for phase in PHASES]
     share = medians[-1] / (medians[-1] + step)
@@ -129,83 +131,83 @@ def cost(send: Callable[[], httpx.Response], rounds: int, step: float) -> str:
 
 
 def rollout_seconds(server: Server) -> float:
-    """Of a step's groups."""
+    """Time the rollout of one step."""
     for prompts in (1, PROMPTS):  # the first warms up
-        began = time.monotonic()
-        httpx.post(f"{server.url}/darts/v1/rollouts", json=rollout(prompts), timeout=None).raise_for_status()
-    return time.monotonic() - began
+        start = time.monotonic()
+        httpx.post(f"{server.url}/darts/v1/rollouts", json=rollout_body(prompts), timeout=None).raise_for_status()
+    return time.monotonic() - start
 
 
-def rollout(prompts: int) -> dict[str, Any]:
+def rollout_body(prompts: int) -> dict[str, Any]:
     return {
         "prompts": [{"text": "7a-5b*4>"}] * prompts,
         "group_size": GROUP_SIZE,
-        "sampling": {"max_tokens": MOST_TOKENS},
+        "sampling": {"max_tokens": MAX_TOKENS},
     }
 
 
 @contextmanager
-def sender(folder: Path) -> Iterator[str]:
-    """The address at which the files of ``folder`` can be pulled."""
-    with ThreadingHTTPServer((HERE, 0), partial(Quiet, directory=str(folder))) as http:
+def serve_files(folder: Path) -> Iterator[str]:
+    """Serve the files of ``folder`` over HTTP; yield the address."""
+    with ThreadingHTTPServer((LOCALHOST, 0), partial(QuietHandler, directory=str(folder))) as http:
         thread = threading.Thread(target=http.serve_forever)
         thread.start()
         try:
-            yield f"http://{HERE}:{http.server_port}"
+            yield f"http://{LOCALHOST}:{http.server_port}"
         finally:
             http.shutdown()
             thread.join()
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    """Sends files, and says nothing of it."""
+class QuietHandler(SimpleHTTPRequestHandler):
+    """A handler that logs nothing."""
 
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-def in_a_row(server: Server, updates: int, groups: int) -> Iterator[str]:
-    """Of each rule a line of the table."""
+def measure_series(server: Server, updates: int, groups: int) -> Iterator[str]:
+    """Yield a line of the table for each rule."""
     weights = load_file(MODEL / WEIGHTS)
     sets = [save(weights), save({name: tensor * 1.001 for name, tensor in weights.items()})]
     for rule, callers in (("finish", 0), *((rule, groups) for rule in RULES)):
-        asyncio.run(row(server, sets, rule, WARM_UP, callers))
-        before = memory(server)
-        seen = asyncio.run(row(server, sets, rule, updates, callers))
-        api, engine = (after - then for after, then in zip(memory(server), before, strict=True))
-        counts = f"{seen.groups} | {seen.mixed} | {seen.lost}"
-        times = f"{statistics.median(seen.seconds):.3f} s | {max(seen.seconds):.3f} s"
-        name = f"`{rule}`" if callers else "nobody calls"
+        asyncio.run(run_series(server, sets, rule, WARM_UP, callers))
+        before = memory_megabytes(server)
+        series = asyncio.run(run_series(server, sets, rule, updates, callers))
+        api, engine = (after - then for after, then in zip(memory_megabytes(server), before, strict=True))
+        counts = f"{series.groups} | {series.mixed} | {series.lost}"
+        times = f"{statistics.median(series.seconds):.3f} s | {max(series.seconds):.3f} s"
+        name = f"`{rule}`" if callers else "idle server"
         yield f"| {name} | {counts} | {times} | {api:+.0f} MB | {engine:+.0f} MB |"
 
 
-async def row(server: Server, sets: Sequence[bytes], rule: str, updates: int, groups: int) -> Row:
-    """Callers ask for one group after the other while updates follow each other."""
-    seen, over = Row(), asyncio.Event()
-    body = rollout(prompts=1)
+async def run_series(server: Server, sets: Sequence[bytes], rule: str, updates: int, groups: int) -> Series:
+    """Push updates one after the other while callers request one group after the other."""
+    series, finished = Series(), asyncio.Event()
+    body = rollout_body(prompts=1)
 
-    async def ask(client: httpx.AsyncClient) -> None:
-        while not over.is_set():
+    async def request_groups(client: httpx.AsyncClient) -> None:
+        while not finished.is_set():
             answer = await client.post(f"{server.url}/darts/v1/rollouts", json=body)
-            whole = answer.status_code == 200 and len(answer.json()["groups"][0]["trajectories"]) == GROUP_SIZE
-            seen.lost += not whole
-            seen.groups += whole
-            seen.mixed += whole and answer.json()["groups"][0]["mixed_versions"]
+            complete = answer.status_code == 200 and len(answer.json()["groups"][0]["trajectories"]) == GROUP_SIZE
+            series.lost += not complete
+            series.groups += complete
+            series.mixed += complete and answer.json()["groups"][0]["mixed_versions"]
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=300, limits=limits) as client:
-        asking = [asyncio.create_task(ask(client)) for _ in range(groups)]
+        callers = [asyncio.create_task(request_groups(client)) for _ in range(groups)]
         for number in range(updates):
-            began = time.monotonic()
+            start = time.monotonic()
             url = f"{server.url}{ROUTE}?rule={rule}"
             (await client.put(url, content=sets[number % 2])).raise_for_status()
-            seen.seconds.append(time.monotonic() - began)
-        over.set()
-        await asyncio.gather(*asking)
-    return seen
+            series.seconds.append(time.monotonic() - start)
+        finished.set()
+        await asyncio.gather(*callers)
+    return series
 
 
-def memory(server: Server) -> tuple[float, float]:
-    """Megabytes of the API process, and of its engine."""
+def memory_megabytes(server: Server) -> tuple[float, float]:
+    """Return the resident memory of the API process and of its engine."""
     process = psutil.Process(server.process.pid)
     engine = sum(child.memory_info().rss for child in process.children(recursive=True))
     return process.memory_info().rss / 1e6, engine / 1e6

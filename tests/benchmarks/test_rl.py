@@ -1,11 +1,11 @@
-"""The comparison's tables and logs, from runs that nobody trained."""
+"""The tables and logs of the comparison, from made-up runs."""
 
 from pathlib import Path
 
 import pytest
 
 from benchmarks import rl
-from benchmarks.rl_table import curve, equally, reached, relative, right_at, tables
+from benchmarks.rl_table import learning_curve, relative, right_at, right_at_equal, spent_until, tables
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training
 
 
@@ -33,7 +33,7 @@ NEVER = trained([0.5, 0.6, 0.7, 0.8], tokens=1500, seconds=4.0)
 
 
 def test_a_curve_has_what_was_spent_until_each_evaluation() -> None:
-    assert [(p.steps, p.generated, p.seconds, p.right) for p in curve(OFF)] == [
+    assert [(p.steps, p.generated, p.seconds, p.right) for p in learning_curve(OFF)] == [
         (0, 0, 0, 0.5),
         (2, 2000, 4, 0.7),
         (4, 4000, 8, 0.9),
@@ -46,21 +46,21 @@ def test_a_curve_has_what_was_spent_until_each_evaluation() -> None:
     [(0.85, "steps", 3.5), (0.85, "generated", 3500), (0.9, "seconds", 8), (0.5, "steps", 0), (0.95, "steps", None)],
 )
 def test_a_level_is_reached_on_the_line_between_evaluations(level: float, axis: str, expected: float | None) -> None:
-    assert reached(curve(OFF), level, axis) == (None if expected is None else pytest.approx(expected))
+    assert spent_until(learning_curve(OFF), level, axis) == (None if expected is None else pytest.approx(expected))
 
 
 def test_the_first_time_counts_even_if_the_run_falls_back() -> None:
-    assert reached(curve(trained([0.5, 0.9, 0.6, 0.9])), 0.9, "steps") == pytest.approx(2)
+    assert spent_until(learning_curve(trained([0.5, 0.9, 0.6, 0.9])), 0.9, "steps") == pytest.approx(2)
 
 
 def test_right_answers_at_a_budget_are_on_the_same_line() -> None:
-    assert right_at(curve(OFF), 3000, "generated") == pytest.approx(0.8)
+    assert right_at(learning_curve(OFF), 3000, "generated") == pytest.approx(0.8)
 
 
 def test_equal_budgets_are_those_of_the_cheapest_policy_with_the_same_seed() -> None:
     runs = {"off": {0: OFF, 1: OFF}, "cheap": {0: CHEAP, 1: OFF}}
-    assert equally(runs, "off", "generated") == pytest.approx([0.8, 0.94])
-    assert equally(runs, "cheap", "seconds") == pytest.approx([0.92, 0.94])
+    assert right_at_equal(runs, "off", "generated") == pytest.approx([0.8, 0.94])
+    assert right_at_equal(runs, "cheap", "seconds") == pytest.approx([0.92, 0.94])
 
 
 def test_what_a_level_took_is_relative_to_off_with_the_same_seed() -> None:
@@ -88,26 +88,26 @@ def test_tables_have_a_row_for_each_policy_and_means_with_ranges_over_seeds() ->
 
 def test_quick_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rl.main(["--quick", "--report", "--out", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "one start, 2 seeds, off, uniform, darts_cut and 16 steps" in told
+    out = capsys.readouterr().out
+    assert "one start, 2 seeds, off, uniform, darts_cut and 16 steps" in out
 
 
-def test_seeds_whose_runs_are_not_complete_are_left_out(tmp_path: Path) -> None:
+def test_seeds_with_incomplete_runs_are_left_out(tmp_path: Path) -> None:
     plan = rl.arguments(["--steps", "6", "--policies", "off", "uniform", "--starts", "standard"]).plan
     out = tmp_path
     for policy, entries in (("off", OFF), ("uniform", CHEAP)):
         for seed, count in ((0, 7), (1, 7 if policy == "off" else 4)):
-            log = rl.log_of(out, "standard", policy, seed)
+            log = rl.log_path(out, "standard", policy, seed)
             log.parent.mkdir(exist_ok=True)
             log.write_text("\n".join(entry.line() for entry in entries[:count]))
-    assert rl.logged(plan, "standard", out) == {"off": {0: OFF}, "uniform": {0: CHEAP}}
+    assert rl.read_runs(plan, "standard", out) == {"off": {0: OFF}, "uniform": {0: CHEAP}}
     assert "| uniform |" in rl.report(plan, out)
     assert (out / "learning.png").read_bytes().startswith(b"\x89PNG")
     shorter = rl.arguments(["--steps", "4", "--policies", "off", "uniform"]).plan
-    assert rl.logged(shorter, "standard", out)["off"] == {0: OFF[:5]}, "of longer runs their first steps"
+    assert rl.read_runs(shorter, "standard", out)["off"] == {0: OFF[:5]}, "the first steps of longer runs"
 
 
-def test_nothing_is_compared_without_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_without_off_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         rl.arguments(["--policies", "uniform"])
-    assert "--policies must have off" in capsys.readouterr().err
+    assert "--policies must include off" in capsys.readouterr().err
