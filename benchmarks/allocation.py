@@ -15,7 +15,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from darts_server.policy.allocation import ShadowPrice, allocate, norm
+from darts_server.policy.allocation.optimum import allocate, weights_from_stds
+from darts_server.policy.allocation.shadow_price import ShadowPrice
 
 GROUP_SIZE = 8
 MEAN_CANDIDATES = 12
@@ -63,7 +64,7 @@ def batch_time(rng: np.random.Generator, prompts: int, repeats: int) -> float:
     timings = []
     for _ in range(repeats):
         start = time.perf_counter()
-        allocate(norm(stds), MEAN_CANDIDATES * prompts, GROUP_SIZE, 2 * GROUP_SIZE)
+        allocate(weights_from_stds(stds), MEAN_CANDIDATES * prompts, GROUP_SIZE, 2 * GROUP_SIZE)
         timings.append(time.perf_counter() - start)
     return min(timings)
 

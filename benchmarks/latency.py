@@ -20,7 +20,7 @@ from random import Random
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import ENVIRONMENT
-from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.latency.curve import LatencyCurve
 from examples.tiny_rl.engine import TinyEngine, shaping_engine
 
 TRAINING = (1, 2, 4, 8, 16, 32)

@@ -14,9 +14,9 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.calibration import Calibration, Calibrator, Label
-from darts_server.policy.diagnostics import auc, calibration_error
-from darts_server.policy.survival import Aim, Pruning
+from darts_server.policy.pruning.calibration import Calibration, Calibrator, Label
+from darts_server.policy.pruning.score_metrics import auc, calibration_error
+from darts_server.policy.pruning.survival import Pruning, SurvivalCurve
 
 Floats = NDArray[np.float64]
 
@@ -86,7 +86,7 @@ def label_errors(strength: float, corrected: bool) -> tuple[float, float]:
     seen_early, seen_late = rng.normal(0, VISIBLE, (2, TRAJECTORIES))
     right = (rng.random(TRAJECTORIES) < sigmoid(seen_early + seen_late + MEDIAN_LOG_ODDS)).astype(np.float64)
     early, late = sigmoid(seen_early + MEDIAN_LOG_ODDS), sigmoid(seen_late + MEDIAN_LOG_ODDS)
-    aim = Pruning(balance_strength=strength).aim(early)
+    aim = Pruning(balance_strength=strength).fit(early)
     survivals = [aim.survival(q) for q in early]
     kept = rng.random(TRAJECTORIES) < survivals
     calibrator = Calibrator(replace(OURS.as_published, buffer=TRAJECTORIES, corrected=corrected))
@@ -102,21 +102,21 @@ def reward_variances(middle: float) -> list[str]:
     prompts = rng.normal(middle, DIFFICULTY, (PROMPTS, 1))
     q = sigmoid(prompts + WITHIN * rng.normal(size=(PROMPTS, CANDIDATES)))
     right, draws = rng.random(q.shape) < q, rng.random(q.shape)
-    ways: list[Callable[[Floats], Aim]] = [
+    ways: list[Callable[[Floats], SurvivalCurve]] = [
         shared_aim(Pruning(balance_strength=0.0), q),
         shared_aim(Pruning(), q),
         shared_aim(Pruning(aimed=True), q),
-        Pruning(aimed=True).aim,
+        Pruning(aimed=True).fit,
     ]
     return [f"{right.mean():.2f}", *(f"{variance(way, q, right, draws):.3f}" for way in ways)]
 
 
-def shared_aim(pruning: Pruning, q: Floats) -> Callable[[Floats], Aim]:
-    aim = pruning.aim(q.ravel())
+def shared_aim(pruning: Pruning, q: Floats) -> Callable[[Floats], SurvivalCurve]:
+    aim = pruning.fit(q.ravel())
     return lambda _: aim
 
 
-def variance(way: Callable[[Floats], Aim], q: Floats, right: NDArray[np.bool_], draws: Floats) -> float:
+def variance(way: Callable[[Floats], SurvivalCurve], q: Floats, right: NDArray[np.bool_], draws: Floats) -> float:
     survivals = np.asarray([[aim.survival(x) for x in group] for group in q for aim in [way(group)]])
     kept = draws < survivals
     some = kept.any(axis=1)

@@ -25,7 +25,7 @@ from benchmarks.quality_picture import picture
 from darts_client import Client, Group
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
 from darts_server.demo.server import DARTS, serving
-from darts_server.policy.diagnostics import auc, brier_score, calibration_error
+from darts_server.policy.pruning.score_metrics import auc, brier_score, calibration_error
 from examples.tiny_rl.remote import TIMEOUT_SECONDS
 from examples.tiny_rl.train import score
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from darts_server.policy.diagnostics import reliability
+from darts_server.policy.pruning.score_metrics import reliability
 from examples.tiny_rl.colours import BLUE, GREY, ORANGE
 
 Pairs = tuple[Sequence[float], Sequence[float]]
@@ -21,7 +21,7 @@ def picture(kinds: Mapping[str, Pairs], path: Path) -> None:
     axes = figure.subplots(2, len(kinds), sharex=True, squeeze=False, height_ratios=(3, 1))
     for (kind, (probabilities, right)), above, below in zip(kinds.items(), axes[0], axes[1], strict=True):
         bars = [bar for bar in reliability(probabilities, right) if bar.weight >= MIN_TRAJECTORIES]
-        promised, observed = [bar.promised for bar in bars], [bar.observed for bar in bars]
+        promised, observed = [bar.predicted for bar in bars], [bar.observed for bar in bars]
         error = [np.sqrt(bar.observed * (1 - bar.observed) / bar.weight) for bar in bars]
         above.plot((0, 1), (0, 1), color=GREY, linewidth=1, label="calibrated")
         above.errorbar(promised, observed, error, color=BLUE, marker="o", markersize=4, capsize=2, label="measured")

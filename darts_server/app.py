@@ -28,8 +28,8 @@ from darts_server.metrics import (
     RolloutSources,
     WeightMetrics,
 )
-from darts_server.policy.brownout import Brownout
-from darts_server.policy.calibration import Calibration
+from darts_server.policy.allocation.brownout import Brownout
+from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.report import TrainerReport
 from darts_server.rollout.batches.registry import BatchRegistry, Keeping

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named import named
+from darts_server.policy.named_policies import build_policies
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
-from darts_server.policy.survival import Pruning
 from darts_server.rollout.plan import OFF, Limits, Planner
 from darts_server.settings import Settings, apply_patch, runtime_schema, runtime_values
 
@@ -92,7 +92,7 @@ def configuration(settings: Settings) -> Configuration:
         floor=settings.deadline_floor,
         ceiling=settings.deadline_ceiling,
         exploration=settings.exploration,
-        most_lost=settings.max_lost_share,
+        max_lost_share=settings.max_lost_share,
     )
     pruning = Pruning(
         keep_ratio=settings.keep_ratio,
@@ -103,7 +103,7 @@ def configuration(settings: Settings) -> Configuration:
         aimed=settings.survival == "aimed",
     )
     return Configuration(
-        policies=named(uniform, deadline, pruning, settings.refill),
+        policies=build_policies(uniform, deadline, pruning, settings.refill),
         default_policy=settings.policy,
         limits=Limits(settings.max_group_size, settings.group_size),
     )

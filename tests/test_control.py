@@ -4,8 +4,8 @@ import pytest
 
 from darts_server.control import Configuration, Control, configuration
 from darts_server.exceptions import InvalidRequest
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.policy.survival import Pruning
 from darts_server.rollout.plan import Limits
 from darts_server.settings import load
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.steplog import StepLog
 from benchmarks.gpu.traced import Lengths, TracedEngine
 from benchmarks.gpu.watched import RepeatableRollouts, WatchedRollouts
-from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.rollout.learned.latency import Latency

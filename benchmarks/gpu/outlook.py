@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.gpu.policies import PLAIN, SIZE, foretold
 from benchmarks.gpu.tables import Table, Value
 from benchmarks.gpu.traces import Trace
-from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.latency.curve import LatencyCurve
 
 PROMPTS = (8, 16, 32, 64, 128, 256)
 TITLE = "Where shaping pays: foretold time relative to plain vLLM, by prompts in a rollout"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.policies import AGAIN, ESSENTIAL, PLAIN, foretold, seconds
 from benchmarks.gpu.traces import Trace
-from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.latency.curve import LatencyCurve
 
 MARGIN, EXTRA_SECONDS = 1.2, 0.5
 """What a rollout may take beyond what is foretold: contexts grow, and there are prompts to read."""

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.gpu.traces import Prompt, Trace
-from darts_server.policy.allocation import batch_candidates
+from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.latency import LatencyCurve
-from darts_server.policy.lengths import Observation, PromptStats, updated
-from darts_server.policy.named import SHADOW, named
+from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.lengths.estimate import Observation
+from darts_server.policy.lengths.stats import PromptStats, update_stats
+from darts_server.policy.named_policies import SHADOW_PREFIX, build_policies
 from darts_server.policy.replay import Replay, replay
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import FinishReason
@@ -21,9 +22,9 @@ PLAIN, OFF, AGAIN = "plain", "off", "plain again"
 UNSHAPED = (PLAIN, OFF, AGAIN)
 WAIT, LONGEST = "wait", "darts_longest"
 
-_NAMED = named(Shaping(), Deadline(exploration=0.0))
+_NAMED = build_policies(Shaping(), Deadline(exploration=0.0))
 SHAPED: dict[str, Shaping] = {
-    **{name: shaping for name, shaping in _NAMED.items() if SHADOW not in name},
+    **{name: shaping for name, shaping in _NAMED.items() if SHADOW_PREFIX not in name},
     LONGEST: Shaping(adaptive=True, tail=Tail.LONGEST),
     WAIT: Shaping(tail=Tail.LONGEST),
 }
@@ -40,7 +41,7 @@ MEANING = (
 def statistics(prompt: Prompt, trace: Trace) -> PromptStats:
     """What a server would know of a prompt after one earlier group of it."""
     seen = [Observation(n, censored=trace.reason(n) is FinishReason.LENGTH) for n in prompt.earlier]
-    return updated(None, seen, 0)
+    return update_stats(None, seen, 0)
 
 
 def lots(prompt: int) -> tuple[int, int]:
@@ -65,8 +66,8 @@ def played(shaping: Shaping, trace: Trace) -> list[Replay]:
     limit = None
     if shaping.deadline is not None:
         needs = [need for candidates in batch if (need := _needed(candidates)) is not None]
-        limit = shaping.deadline.of(needs, len(needs))
-    return [replay(shaping.rule(SIZE, len(candidates)), candidates, limit) for candidates in batch]
+        limit = shaping.deadline.from_lengths(needs, len(needs))
+    return [replay(shaping.selection_rule(SIZE, len(candidates)), candidates, limit) for candidates in batch]
 
 
 def counts(shaping: Shaping, trace: Trace) -> list[int]:
@@ -75,7 +76,7 @@ def counts(shaping: Shaping, trace: Trace) -> list[int]:
         return [shaping.candidates(SIZE)] * len(trace.prompts)
     stds = [statistics(prompt, trace).std_ema for prompt in trace.prompts]
     low, high = shaping.bounds(SIZE)
-    return batch_candidates(stds, budget=shaping.candidates(SIZE) * len(stds), low=low, high=high)
+    return allocate_by_std(stds, budget=shaping.candidates(SIZE) * len(stds), low=low, high=high)
 
 
 def seconds(curve: LatencyCurve, lengths: Sequence[int], divisor: int, capacity: int | None) -> float:

@@ -18,7 +18,7 @@ from benchmarks.gpu.outlook import Outlook
 from benchmarks.gpu.pictures import draw
 from benchmarks.gpu.report import markdown
 from benchmarks.gpu.traces import lengths
-from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.latency.curve import LatencyCurve
 
 REPORT_SECONDS = 8.0
 """That pictures and report may take."""

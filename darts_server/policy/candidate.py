@@ -40,21 +40,22 @@ MOVES: dict[tuple[State, type], State] = {
 class Candidate:
     """State of one candidate.
 
-    ``tokens`` is a lower bound while it runs and its length once it finished. ``draw`` is its number in the group's
-    lottery for the tail, uniform in [0, 1): the lowest wins. ``place`` counts candidates of the group in the order in
-    which they were heard to finish. ``lot`` is its number in the lottery for survival, uniform in [0, 1): it is pruned
-    when that is not below ``survival``, the product of the probabilities that held at the points where it was scored.
-    ``quality``: its chance to end correct by the latest score; ``None`` without one.
+    ``tokens``: a lower bound of its length while it runs, its length once it has finished. ``tail_draw``: random
+    number in [0, 1) that is drawn before it starts; the lowest ones of the group win the places in a sampled tail.
+    ``finish_position``: 1 for the first candidate of the group that finished; 0 for one that has not. ``quality``:
+    probability to end correct by its latest score; ``None`` without a score. ``survival_draw``: random number in
+    [0, 1); the candidate is pruned as soon as ``survival`` is not above it. ``survival``: product of the probabilities
+    with which it was to be kept, over all its scores.
     """
 
     index: int
-    draw: float
+    tail_draw: float
     state: State = State.REQUESTED
     tokens: int = 0
     finish_reason: FinishReason | None = None
-    place: int = 0
+    finish_position: int = 0
     quality: float | None = None
-    lot: float = 0.0
+    survival_draw: float = 0.0
     survival: float = 1.0
     cut: bool = False
     selected_as: SelectedAs | None = None
@@ -75,7 +76,7 @@ class Candidate:
         return self.finish_reason is FinishReason.STOP
 
     @property
-    def order(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         """Place in the length order, earliest possible one while it runs: ties go to the earlier index.
 
         A candidate seen running with t tokens will have at least t + 1.
@@ -115,7 +116,7 @@ class Candidate:
         One lot does for several draws: below what it was kept with before, it is as uniform as it was at first.
         """
         self.survival *= survival
-        return self.lot < self.survival
+        return self.survival_draw < self.survival
 
     def select(self, selected_as: SelectedAs) -> None:
         self.state = State.SELECTED

@@ -61,13 +61,13 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class LimitSet:
+class DeadlineSet:
     """The group's cut limit is ``tokens`` from now on; tail candidates are cut there if the rule cuts."""
 
     tokens: int
 
 
-Event = Started | Progress | Scored | Finished | Failed | Lost | LimitSet
+Event = Started | Progress | Scored | Finished | Failed | Lost | DeadlineSet
 
 # --- decisions --------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Keep:
     """Of a candidate that was scored: it goes on. ``survival``: the probability with which it was kept.
 
     That is 1 where the group could not have spared it, whatever probability was asked for.
@@ -127,4 +127,4 @@ class GiveUp:
     error: Exception
 
 
-Decision = Start | Stop | Kept | Cut | Deliver | Complete | GiveUp
+Decision = Start | Stop | Keep | Cut | Deliver | Complete | GiveUp

@@ -6,7 +6,7 @@ Usage::
     act_on(group.open(Shortest(8), candidates=12))
     act_on(group.handle(Finished(3, tokens=17, reason=FinishReason.STOP)))
 
-A group whose size is not known yet may `gather` candidates one by one before it is opened.
+A group whose size is not known yet may `add_candidate` candidates one by one before it is opened.
 
 Every candidate that was started ends exactly once, selected or discarded with one reason. What is decided is never
 taken back: a stopped candidate does not return and a delivered one stays in the group.
@@ -20,21 +20,21 @@ from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import (
     Complete,
     Cut,
+    DeadlineSet,
     Decision,
     Deliver,
     Event,
     Failed,
     Finished,
     GiveUp,
-    Kept,
-    LimitSet,
+    Keep,
     Lost,
     Scored,
     Start,
     Started,
     Stop,
 )
-from darts_server.policy.selection import SelectionRule, Verdict
+from darts_server.policy.selection.rules import SelectionRule, Verdict
 from darts_server.types import DiscardReason, Outcome, SelectedAs
 
 
@@ -61,8 +61,8 @@ class Group:
     ) -> None:
         self.candidates: list[Candidate] = []
         self.outcome: Outcome | None = None
-        self.limit: int | None = None
-        self.alarms: dict[int, int] = {}
+        self.deadline: int | None = None
+        self.check_at: dict[int, int] = {}
         """Running candidate -> token count at which its progress should be reported. Nobody need look before."""
         self._rule: SelectionRule | None = None
         self._rng = rng
@@ -99,12 +99,12 @@ class Group:
         return self._rule is not None
 
     @property
-    def settled_all(self) -> bool:
+    def all_delivered(self) -> bool:
         """Whether all its trajectories were delivered, though it may still watch others."""
         return self.is_open and len(self._delivered) == self.size
 
     @property
-    def needed(self) -> int | None:
+    def completion_length(self) -> int | None:
         """Length of the M-th shortest valid candidate so far; ``None`` before so many have finished by themselves."""
         return self.nth_shortest(self.size)
 
@@ -113,7 +113,7 @@ class Group:
         lengths = sorted(c.tokens for c in self.candidates[self.restarted_from :] if c.valid)
         return lengths[place - 1] if len(lengths) >= place else None
 
-    def gather(self) -> list[Decision]:
+    def add_candidate(self) -> list[Decision]:
         """Start one candidate of a group that is not open yet. Nothing is decided about it before that."""
         if self._rule is not None:
             raise IllegalMove("the group is open already")
@@ -151,7 +151,7 @@ class Group:
         """
         for event in events:
             self._hear(event)
-        if self.outcome is not None or not self.candidates or self.halted:
+        if self.outcome is not None or not self.candidates or self.is_paused:
             return []
         if self._rule is None:
             return list(self._give_up()) if self._beyond_help else []
@@ -161,27 +161,27 @@ class Group:
         """The caller went away: stop everything."""
         return list(self._close(Outcome.CANCELLED)) if self.outcome is None else []
 
-    def enough(self) -> list[Decision]:
+    def end_decided(self) -> list[Decision]:
         """The caller needs no more than what was delivered: stop the rest."""
         return list(self._close(Outcome.DECIDED, DiscardReason.DECIDED)) if self.outcome is None else []
 
     @property
-    def halted(self) -> bool:
-        """Whether it waits for `go_on`."""
+    def is_paused(self) -> bool:
+        """Whether it waits for `resume`."""
         return self._owed is not None
 
     @property
-    def restartable(self) -> bool:
+    def can_restart(self) -> bool:
         """Whether it may be started anew: nothing of it has gone out."""
-        return self.outcome is None and not self._delivered and not self.halted
+        return self.outcome is None and not self._delivered and not self.is_paused
 
     def restart(self) -> list[Decision]:
-        """Stop everything and decide nothing, until `go_on` starts as many candidates anew.
+        """Stop everything and decide nothing, until `resume` starts as many candidates anew.
 
         Raises:
             IllegalMove: it cannot be.
         """
-        if not self.restartable:
+        if not self.can_restart:
             raise IllegalMove("the group cannot be started anew")
         alive = [c for c in self.candidates if c.alive]
         stops: list[Decision] = [Stop(c.index, DiscardReason.RESTARTED) for c in alive if c.running]
@@ -191,10 +191,10 @@ class Group:
         self._most += len(self.candidates) - self.restarted_from
         self.restarted_from = len(self.candidates)
         self._finish_count = self._freed = 0
-        self._scored, self.alarms = [], {}
+        self._scored, self.check_at = [], {}
         return stops
 
-    def go_on(self) -> list[Decision]:
+    def resume(self) -> list[Decision]:
         """Start the candidates that are owed since `restart`, and decide again."""
         owed, self._owed = self._owed, None
         if self.outcome is not None or not owed:
@@ -207,9 +207,9 @@ class Group:
     def _hear(self, event: Event) -> None:
         if not isinstance(event, Started | Scored):  # these make nobody certain or hopeless
             self._undecided = True
-        if isinstance(event, LimitSet):
+        if isinstance(event, DeadlineSet):
             # What was decided under one limit cannot be taken back under another.
-            self.limit = event.tokens if self.limit is None else self.limit
+            self.deadline = event.tokens if self.deadline is None else self.deadline
             return
         if not 0 <= event.index < len(self.candidates):
             raise IllegalMove(f"no candidate {event.index} was started: {event}")
@@ -221,7 +221,7 @@ class Group:
                 self._scored.append(event)
             case Finished() if news:
                 self._finish_count += 1
-                candidate.place = self._finish_count
+                candidate.finish_position = self._finish_count
             case Failed(error=error, retryable=retryable):
                 self._last_error = error
                 if not retryable:
@@ -241,7 +241,7 @@ class Group:
                 continue
             survival = score.survival if self._can_spare_one() else 1.0
             if candidate.draw_for(survival):
-                yield Kept(score.index, survival)
+                yield Keep(score.index, survival)
             else:
                 candidate.discard(DiscardReason.PRUNED)
                 self._freed += 1
@@ -272,16 +272,16 @@ class Group:
         if cuts := list(self._cut(verdict)):
             yield from cuts
             verdict = self._assess()
-        if len(verdict.settled) >= self.size and not verdict.watching:
+        if len(verdict.settled) >= self.size and not verdict.observing:
             yield from self._complete()
             return
-        self.alarms = dict(verdict.alarms)
+        self.check_at = dict(verdict.check_at)
         if self._early:
             yield from self._deliver(verdict)
 
     def _assess(self) -> Verdict:
         running = [c for c in self.candidates if c.running]
-        return self.rule.assess(running, self._finished(), self._early, self.limit)
+        return self.rule.assess(running, self._finished(), self._early, self.deadline)
 
     def _finished(self) -> list[Candidate]:
         return [c for c in self.candidates if c.alive and not c.running]
@@ -289,7 +289,8 @@ class Group:
     def _start(self, count: int) -> Start:
         first = len(self.candidates)
         self.candidates += [
-            Candidate(index, draw=float(self._rng.random()), lot=self._lot()) for index in range(first, first + count)
+            Candidate(index, tail_draw=float(self._rng.random()), survival_draw=self._lot())
+            for index in range(first, first + count)
         ]
         return Start(tuple(range(first, first + count)))
 
@@ -322,14 +323,14 @@ class Group:
     # --- ending -------------------------------------------------------------
 
     def _complete(self) -> Iterator[Decision]:
-        selection = self.rule.select(self._finished(), self.limit)
+        selection = self.rule.select(self._finished(), self.deadline)
         for candidate in self.candidates:
             if candidate.index in selection:
                 candidate.select(selection[candidate.index])
             elif candidate.alive:
-                candidate.discard(self.rule.surplus(candidate))
+                candidate.discard(self.rule.discard_reason(candidate))
         self.outcome = Outcome.COMPLETED
-        self.alarms = {}
+        self.check_at = {}
         yield Complete(dict(sorted(selection.items())))
 
     def _give_up(self) -> Iterator[Decision]:
@@ -339,7 +340,7 @@ class Group:
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
         """End without a group. What was delivered has gone out, and stays selected."""
-        ends = self.rule.select(self._finished(), self.limit) if self._delivered else {}
+        ends = self.rule.select(self._finished(), self.deadline) if self._delivered else {}
         for candidate in self.candidates:
             if candidate.running:
                 yield Stop(candidate.index, reason)
@@ -348,4 +349,4 @@ class Group:
             elif candidate.alive:
                 candidate.discard(reason)
         self.outcome = outcome
-        self.alarms = {}
+        self.check_at = {}

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from darts_server.policy.candidate import Candidate
-from darts_server.policy.events import Cut, Event, Finished, LimitSet, Progress, Started, Stop
+from darts_server.policy.events import Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
 from darts_server.policy.group import Group
-from darts_server.policy.selection import SelectionRule
+from darts_server.policy.selection.rules import SelectionRule
 from darts_server.types import FinishReason
 
 
@@ -29,20 +29,20 @@ class Replay:
         return sum(self.lengths[i] for i in self.selection)
 
 
-def replay(rule: SelectionRule, candidates: Sequence[Candidate], limit: int | None = None) -> Replay:
+def replay(rule: SelectionRule, candidates: Sequence[Candidate], deadline: int | None = None) -> Replay:
     """Run ``candidates``, all finished and at least ``rule.size``, at one token a step from one start.
 
-    Their lots are kept. ``limit``: the group's token limit, known from the start.
+    Their lots are kept. ``deadline``: the group's deadline in tokens, known from the start.
     """
-    group = Group(rng=_Lots(c.draw for c in candidates), spare=0)
+    group = Group(rng=_Lots(c.tail_draw for c in candidates), spare=0)
     group.open(rule, len(candidates))
     step, lengths = 0, [c.tokens for c in candidates]
-    group.handle(*([] if limit is None else [LimitSet(limit)]), *(Started(i) for i in range(len(candidates))))
+    group.handle(*([] if deadline is None else [DeadlineSet(deadline)]), *(Started(i) for i in range(len(candidates))))
     while group.outcome is None:
         running = [c.index for c in group.candidates if c.running]
         # An alarm may be at a count that has been passed already: it is answered in the same step.
-        step = max(step, min([*(lengths[i] for i in running), *group.alarms.values()]))
-        for decision in group.handle(*_events(running, candidates, group.alarms, step)):
+        step = max(step, min([*(lengths[i] for i in running), *group.check_at.values()]))
+        for decision in group.handle(*_events(running, candidates, group.check_at, step)):
             match decision:
                 case Stop(index=index):
                     lengths[index] = min(step, lengths[index])
@@ -52,13 +52,13 @@ def replay(rule: SelectionRule, candidates: Sequence[Candidate], limit: int | No
 
 
 def _events(
-    running: Iterable[int], candidates: Sequence[Candidate], alarms: Mapping[int, int], step: int
+    running: Iterable[int], candidates: Sequence[Candidate], check_at: Mapping[int, int], step: int
 ) -> list[Event]:
     events: list[Event] = []
     for i in running:
         if candidates[i].tokens <= step:
             events.append(Finished(i, candidates[i].tokens, candidates[i].finish_reason or FinishReason.STOP))
-        elif alarms.get(i, step + 1) <= step:
+        elif check_at.get(i, step + 1) <= step:
             events.append(Progress(i, step))
     return events
 

@@ -5,11 +5,11 @@ from enum import StrEnum
 from math import floor
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.balancing import Balanced, Survivors
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.selection import FirstFinish, SelectionRule, Shadow, Shortest
-from darts_server.policy.survival import Pruning
-from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
+from darts_server.policy.selection.rules import FirstFinish, SelectionRule, Shadow, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 
 
 class Tail(StrEnum):
@@ -60,7 +60,7 @@ class Shaping:
     shadow: bool = False
 
     @property
-    def batched(self) -> bool:
+    def uses_cohort(self) -> bool:
         """Whether groups that come together are looked at together."""
         return self.adaptive or self.deadline is not None or self.budget is not BudgetKind.FIXED
 
@@ -77,11 +77,11 @@ class Shaping:
         """M' = redundancy * M, rounded half up."""
         return max(size, floor(self.redundancy * size + 0.5))
 
-    def most(self, size: int) -> int:
+    def max_candidates(self, size: int) -> int:
         """Candidates up to which pruned ones are replaced by new ones; 0 for never."""
         return self.bounds(size)[1] if self.prunes and self.refill else 0
 
-    def rule(self, size: int, candidates: int | None = None) -> SelectionRule:
+    def selection_rule(self, size: int, candidates: int | None = None) -> SelectionRule:
         """The selection rule for a group of ``size`` with that many candidates.
 
         Raises:
@@ -93,7 +93,7 @@ class Shaping:
 
     def _rule(self, size: int, candidates: int | None) -> SelectionRule:
         if self.survivors:
-            return Survivors(size)
+            return AllSurvivors(size)
         return self._by_length(size, candidates) if self.target is None else Balanced(size, self.target)
 
     def _by_length(self, size: int, candidates: int | None) -> SelectionRule:

@@ -3,8 +3,8 @@
 from collections import deque
 from dataclasses import dataclass
 
-from darts_server.policy.calibration import Label, inverse_propensity
-from darts_server.policy.diagnostics import auc, brier_score, calibration_error
+from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
+from darts_server.policy.pruning.score_metrics import auc, brier_score, calibration_error
 
 WINDOW = 1024
 """Labels: some steps of a usual batch."""
@@ -42,7 +42,7 @@ class Evaluation:
         targets = [x.target for x in self._labels]
         weights: list[float] | None = None
         if self._most_weight is not None:
-            weights = inverse_propensity([x.survival for x in self._labels], self._most_weight).tolist()
+            weights = inverse_propensity_weights([x.survival for x in self._labels], self._most_weight).tolist()
         return ScoreMetrics(
             labels=len(scores),
             auc=auc(scores, targets, weights),

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.calibration import Label
+from darts_server.policy.pruning.calibration import Label
 from darts_server.quality.evaluation import Evaluation, ScoreMetrics
 from darts_server.quality.features import Single, Standardiser, assembled
 from darts_server.quality.network import Network

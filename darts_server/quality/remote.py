@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.exceptions import InvalidRequest, StateError
-from darts_server.policy.calibration import Label
+from darts_server.policy.pruning.calibration import Label
 from darts_server.quality.evaluation import ScoreMetrics
 from darts_server.quality.features import assembled
 from darts_server.quality.frames import Example, Frame, examples, read, write

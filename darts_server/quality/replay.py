@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.calibration import inverse_propensity
+from darts_server.policy.pruning.calibration import inverse_propensity_weights
 from darts_server.quality.features import Single
 
 Floats = NDArray[np.float64]
@@ -78,4 +78,4 @@ class Replay:
         count = len(self)
         if self._most_weight is None:
             return np.ones(count)
-        return inverse_propensity(self._survivals[:count], self._most_weight)
+        return inverse_propensity_weights(self._survivals[:count], self._most_weight)

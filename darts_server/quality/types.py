@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from darts_server.policy.calibration import MOST_WEIGHT
+from darts_server.policy.pruning.calibration import MAX_WEIGHT
 from darts_server.quality.evaluation import WINDOW
 
 
@@ -43,7 +43,7 @@ class HeadSettings:
     half_life: float = 2048.0
     fewest: int = 64
     corrected: bool = True
-    most_weight: float = MOST_WEIGHT
+    most_weight: float = MAX_WEIGHT
     window: int = WINDOW
     seed: int = 0
 

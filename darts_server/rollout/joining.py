@@ -20,7 +20,7 @@ from typing import Generic, Protocol
 
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import GroupAborted
-from darts_server.policy.survival import Pruning
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
@@ -248,8 +248,8 @@ class _Assembled(Generic[RequestT, OutputT]):
     async def _open(self) -> None:
         plan = self._sealed_plan()
         grant = await self._host.allocate(plan, self._prompt_key) if self._extras else Allocation(plan.size)
-        most = plan.shaping.most(plan.size) if self._extras else 0
-        self._run.open(plan.shaping.rule(plan.size, grant.candidates), grant, most)
+        most = plan.shaping.max_candidates(plan.size) if self._extras else 0
+        self._run.open(plan.shaping.selection_rule(plan.size, grant.candidates), grant, most)
 
     def _end(self) -> None:
         """From now on nobody is seated here. Synchronous: the task may be cancelled before its first turn."""

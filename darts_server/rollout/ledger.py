@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
 from darts_server.policy.replay import replay
-from darts_server.policy.selection import Shadow
+from darts_server.policy.selection.rules import Shadow
 from darts_server.serving.admission import caller
 from darts_server.types import CandidateRecord, GroupRecord, Outcome, Returned, ShadowRecord
 
@@ -88,7 +88,9 @@ class Ledger:
             ended_at=now,
             tail_wait=self._tail_wait(group, now),
             error=None if error is None else str(error),
-            deadline=None if deadline is None or group.needed is None else max(deadline, group.needed),
+            deadline=None
+            if deadline is None or group.completion_length is None
+            else max(deadline, group.completion_length),
             explored=explored,
             needed=needed,
             members=self.members,
@@ -128,7 +130,7 @@ def shadow_of(group: Group, policy: str) -> ShadowRecord | None:
     ended = [c for c in group.candidates[group.restarted_from :] if c.finish_reason is not None]
     if len(ended) < group.size:
         return None
-    would = replay(group.rule.shaped, ended, group.limit)
+    would = replay(group.rule.shadowed, ended, group.deadline)
     return ShadowRecord(
         policy=policy,
         selection=tuple(ended[i].index for i in would.selection),

@@ -29,7 +29,7 @@ class Plan:
         One request alone is not shaped, nor is a size that the policy cannot do.
         """
         try:
-            self.shaping.rule(size)
+            self.shaping.selection_rule(size)
         except InvalidRequest:
             return replace(self, shaping=UNSHAPED, size=size)
         return replace(self, shaping=self.shaping if size > 1 else UNSHAPED, size=size)
@@ -75,7 +75,7 @@ class Planner:
                 f"ask for that many, or use policy 'off'",
             )
         shaping = self._policies[name]
-        shaping.rule(size)  # refuses sizes that do not fit
+        shaping.selection_rule(size)  # refuses sizes that do not fit
         return Plan(name, shaping, size, single=n == 1)
 
     def shaping(self, policy: str) -> Shaping | None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted, InvalidRequest
-from darts_server.policy.brownout import Brownout
-from darts_server.policy.deadline import Losses
+from darts_server.policy.allocation.brownout import Brownout
+from darts_server.policy.deadline import DeadlineLosses
 from darts_server.policy.group import Group
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
-from darts_server.policy.survival import Pruning
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import Budgets
 from darts_server.rollout.allocation.cohort import Allocation
@@ -196,7 +196,9 @@ class Rollouts(Generic[RequestT, OutputT]):
             early=early,
             pruning=plan.shaping.pruning if plan.shaping.prunes else None,
         )
-        run.open(plan.shaping.rule(plan.size, grant.candidates), grant, plan.shaping.most(plan.size))
+        run.open(
+            plan.shaping.selection_rule(plan.size, grant.candidates), grant, plan.shaping.max_candidates(plan.size)
+        )
         return run
 
     def gathering(
@@ -242,7 +244,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             self._allocator.deadlines.rewarded(record, right, shaping.deadline)
 
     @property
-    def losses(self) -> Losses:
+    def losses(self) -> DeadlineLosses:
         """What deadlines take away, as far as rewards were reported."""
         return self._allocator.deadlines.losses
 

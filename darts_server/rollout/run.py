@@ -13,14 +13,14 @@ from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import (
     Complete,
     Cut,
+    DeadlineSet,
     Decision,
     Deliver,
     Event,
     Failed,
     Finished,
     GiveUp,
-    Kept,
-    LimitSet,
+    Keep,
     Lost,
     Progress,
     Start,
@@ -28,8 +28,8 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.group import Group
-from darts_server.policy.selection import SelectionRule
-from darts_server.policy.survival import Pruning
+from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.selection.rules import SelectionRule
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidate_requests import CandidateRequests
 from darts_server.rollout.ledger import Ledger
@@ -102,20 +102,20 @@ class GroupRun(Generic[RequestT, OutputT]):
     def gather(self, request: RequestT) -> None:
         """Start a candidate with a request of its own, before the group's size is known."""
         self._requests.own(len(self._group.candidates), request)
-        self._act(self._group.gather())
+        self._act(self._group.add_candidate())
 
     def halt(self) -> bool:
         """Stop all candidates, for as many that `go_on` starts; whether nothing of it is to be waited for."""
-        if self._group.restartable:
+        if self._group.can_restart:
             self._requests.halt(c.index for c in self._group.candidates if c.alive)
             self._ledger.restarted()
             self._act(self._group.restart())
-        return self._group.halted or self.ended
+        return self._group.is_paused or self.ended
 
     def go_on(self) -> None:
         """Start candidates anew, after `halt`. Harmless if there was none."""
         self._requests.go_on(len(self._group.candidates))
-        self._act(self._group.go_on())
+        self._act(self._group.resume())
 
     @property
     def ended(self) -> bool:
@@ -171,17 +171,17 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def leave(self) -> None:
         """The caller is gone or has all it asked for: stop what still runs, unless it runs to be watched."""
-        if not self._group.settled_all:
+        if not self._group.all_delivered:
             self.close()
 
     def enough(self) -> None:
         """The caller needs no more than what it was given: stop the rest."""
-        self._act(self._group.enough())
+        self._act(self._group.end_decided())
         self._end()
 
     def limit(self, tokens: int) -> None:
         """The batch's deadline is known."""
-        self._feed(LimitSet(tokens))
+        self._feed(DeadlineSet(tokens))
 
     def close(self) -> None:
         """Stop whatever still runs. Synchronous, so that it also works while the caller is being cancelled."""
@@ -201,10 +201,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Report the progress of candidates that reached the count at which it matters, and have others scored."""
         events = [
             Progress(index, tokens)
-            for index, alarm in self._group.alarms.items()
+            for index, tokens_due in self._group.check_at.items()
             if (running := self._running.get(index)) is not None
             and (tokens := running.tokens()) is not None
-            and tokens >= alarm
+            and tokens >= tokens_due
         ]
         scores = [] if self._group_scorer is None else self._group_scorer.poll()
         if events or scores:
@@ -335,7 +335,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                     self._start(indices)
                 case Stop(index=index):
                     self._stop(index)
-                case Kept(index=index, survival=survival) if self._group_scorer is not None:
+                case Keep(index=index, survival=survival) if self._group_scorer is not None:
                     self._group_scorer.record_kept(index, survival)
                 case Cut(index=index, tokens=tokens):
                     self._cut(index, tokens)
@@ -386,7 +386,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             return
         try:
             explored = self._batch if self._batch is not None and self._batch.terms.explored else None
-            deadline = self._group.limit if explored is None else explored.tokens
+            deadline = self._group.deadline if explored is None else explored.tokens
             self.record = self._ledger.close(self._group, error, deadline, explored is not None, self._needed)
             self._observer.group_ended(self.record)
         finally:  # a fault in what hears of it is no reason for others to wait

@@ -26,12 +26,12 @@ from matplotlib.ticker import FixedLocator, MultipleLocator, NullLocator
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import ENVIRONMENT
-from darts_server.policy.allocation import batch_candidates
+from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named import named
+from darts_server.policy.named_policies import build_policies
 from darts_server.policy.replay import Replay, replay
-from darts_server.policy.selection import InOrder, SelectionRule
+from darts_server.policy.selection.rules import InOrder, SelectionRule
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import OFF
 from darts_server.types import FinishReason
@@ -66,13 +66,13 @@ class Panel:
 
 def panels() -> list[Panel]:
     """The rules that are shown, each as the named policy has it."""
-    policies, most = named(Shaping(), Deadline()), 2 * SIZE
-    rules = {name: shaping.rule(SIZE, CANDIDATES) for name, shaping in policies.items()}
+    policies, most = build_policies(Shaping(), Deadline()), 2 * SIZE
+    rules = {name: shaping.selection_rule(SIZE, CANDIDATES) for name, shaping in policies.items()}
     return [
         Panel("off", f"the first {SIZE}, no others started", InOrder(SIZE), candidates=SIZE),
         Panel("uniform, darts", "7 shortest, 1 drawn by lot", rules["uniform"]),
         Panel("--tail longest, first_finish", "7 shortest, the longest", rules["first_finish"]),
-        Panel("darts, saturated prompt", "8 shortest", policies["darts"].rule(SIZE, most)),
+        Panel("darts, saturated prompt", "8 shortest", policies["darts"].selection_rule(SIZE, most)),
         Panel("darts_deadline", "7 shortest, longest within D", rules["darts_deadline"], deadline=True),
         Panel("darts_cut", "7 shortest, 1 by lot, cut at D", rules["darts_cut"], deadline=True),
     ]
@@ -123,7 +123,7 @@ def batch_of(ends: Sequence[Sequence[tuple[int, str]]]) -> list[Prompt]:
 def deadline_of(batch: Sequence[Prompt]) -> int:
     """The batch's deadline, from the prompts that have enough candidates which ended by themselves."""
     needs = [need for prompt in batch if (need := needed(prompt)) is not None]
-    tokens = Deadline().of(needs, len(needs))
+    tokens = Deadline().from_lengths(needs, len(needs))
     if tokens is None:
         raise ValueError("no prompt has as many valid candidates as a group")
     return tokens
@@ -158,9 +158,9 @@ def telling(batch: Sequence[Prompt], limit: int) -> Prompt:
     uniform = panels()[1]
 
     def score(prompt: Prompt) -> tuple[bool, bool, bool, int]:
-        need, order = needed(prompt), sorted(prompt, key=lambda c: c.order)
+        need, order = needed(prompt), sorted(prompt, key=lambda c: c.sort_key)
         chosen = uniform.play(prompt, limit).selection
-        drawn = max((prompt[i] for i in chosen), key=lambda c: c.order)
+        drawn = max((prompt[i] for i in chosen), key=lambda c: c.sort_key)
         in_time = need is not None and need < limit and any(limit > c.tokens > need for c in prompt)
         return in_time, drawn.tokens > limit, drawn is not order[-1], len({c.tokens for c in prompt})
 
@@ -184,14 +184,14 @@ def fate(candidate: Candidate, played: Replay, panel: Panel, prompt: Prompt) -> 
         return "ended" if whole else "stopped"
     if not whole:
         return "cut"
-    ordered = sorted(played.selection, key=lambda i: prompt[i].order)
+    ordered = sorted(played.selection, key=lambda i: prompt[i].sort_key)
     return "short" if candidate.index in ordered[: panel.rule.num_shortest] else "tail"
 
 
 def timeline(prompt: Prompt, limit: int) -> Figure:
     """What each rule does to one prompt's candidates, shortest on top."""
     figure = Figure(figsize=(10, 7.2), dpi=110, layout="constrained")
-    rows, own = sorted(prompt, key=lambda c: c.order), max(limit, needed(prompt) or 0)
+    rows, own = sorted(prompt, key=lambda c: c.sort_key), max(limit, needed(prompt) or 0)
     for axes, panel in zip(figure.subplots(**PANELS).flat, panels(), strict=True):
         played = panel.play(prompt, limit)
         for row, candidate in enumerate(rows):
@@ -285,7 +285,7 @@ def allocation(batch: Sequence[Prompt]) -> Figure:
     axes = figure.subplots()
     stds, low, high = [stdev(c.tokens for c in prompt) for prompt in batch], SIZE, 2 * SIZE
     for redundancy, colour in REDUNDANCIES.items():
-        counts = batch_candidates(stds, budget=round(redundancy * SIZE * len(stds)), low=low, high=high)
+        counts = allocate_by_std(stds, budget=round(redundancy * SIZE * len(stds)), low=low, high=high)
         mean = f"{redundancy * SIZE:g} on the average ({redundancy} M)"
         label = f"{mean}: {counts.count(high)} of {len(stds)} prompts are saturated"
         ordered = sorted(zip(stds, counts, strict=True))

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from darts_server.control import Control
 from darts_server.metrics import QualityMetrics, RolloutMetrics
-from darts_server.policy.brownout import Brownout
-from darts_server.policy.calibration import BUFFER, Calibration
+from darts_server.policy.allocation.brownout import Brownout
+from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.quality.evaluation import WINDOW
 from darts_server.rollout.batches.registry import BatchRegistry, Keeping
 from darts_server.rollout.batches.submission import Submissions

@@ -20,7 +20,7 @@ from benchmarks.gpu.policies import AGAIN, OFF, ORDER, PLAIN, SHAPED, WAIT, fore
 from benchmarks.gpu.report import markdown
 from benchmarks.gpu.steplog import StepLog, monotone
 from benchmarks.gpu.tables import Table
-from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.types import FinishReason
 
 pytestmark = pytest.mark.nightly

@@ -34,7 +34,7 @@ def test_all_pictures_are_small_pngs(tmp_path: Path) -> None:
 def test_each_candidate_meets_the_fate_that_the_rule_has_for_it() -> None:
     [prompt] = pictures.batch_of([ENDS])
     for candidate in prompt:
-        candidate.draw = -candidate.tokens  # the lowest lot wins: that of the longest
+        candidate.tail_draw = -candidate.tokens  # the lowest lot wins: that of the longest
     met = {}
     for panel in pictures.panels():
         played = panel.play(prompt, limit=25)

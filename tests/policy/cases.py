@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from darts_server.policy.group import Group
-from darts_server.policy.selection import FirstFinish, InOrder, Shadow, Shortest
-from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.rules import FirstFinish, InOrder, Shadow, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from tests.policy.oracle import Rule
 from tests.policy.world import Ending, Peek, Truth, World
 

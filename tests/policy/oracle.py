@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, permutations, product
 
-from darts_server.policy.balance import resolution
-from darts_server.policy.balancing import Balanced, Survivors
-from darts_server.policy.selection import FirstFinish, InOrder, Shadow, Shortest
-from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.nearest_mean import grid_resolution
+from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
+from darts_server.policy.selection.rules import FirstFinish, InOrder, Shadow, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import SelectedAs
 
 
@@ -25,8 +25,8 @@ class Fate:
 
     length: int
     valid: bool
-    draw: float
-    place: int = 0
+    tail_draw: float
+    finish_position: int = 0
     quality: float | None = None
 
 
@@ -41,7 +41,7 @@ Rule = (
     | DeadlineTail
     | CutTail
     | Balanced
-    | Survivors
+    | AllSurvivors
 )
 
 
@@ -54,7 +54,7 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
             return _first_by_index(fates, rule.size)
         case Balanced(size, target):
             return _nearest_share(fates, size, target)
-        case Survivors():
+        case AllSurvivors():
             return {i: SelectedAs.BALANCED if fate.valid else SelectedAs.FILL for i, fate in fates.items()}
         case Shortest(size):
             return _valid_first(fates, short=size, size=size)
@@ -62,7 +62,10 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
             return {
                 i: SelectedAs.SHORT if fate.valid else SelectedAs.FILL
                 for i, fate in fates.items()
-                if sum((not o.valid, o.place) < (not fate.valid, fate.place) for o in fates.values()) < size
+                if sum(
+                    (not o.valid, o.finish_position) < (not fate.valid, fate.finish_position) for o in fates.values()
+                )
+                < size
             }
         case LongestTail(short, longest):
             return _both_ends(fates, short, longest)
@@ -77,7 +80,7 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
             drawn = {
                 i: SelectedAs.LONG if fate.valid else SelectedAs.FILL
                 for i, fate in rest.items()
-                if sum(other.draw < fate.draw for other in rest.values()) < longest
+                if sum(other.tail_draw < fate.tail_draw for other in rest.values()) < longest
             }
             return first | drawn
 
@@ -90,7 +93,7 @@ def _nearest_share(fates: Fates, size: int, target: float) -> dict[int, Selected
         return ends | {i: SelectedAs.FILL for i in _valid_first(fates, short=size, size=size) if i not in ends}
     known = [q for i in valid if (q := fates[i].quality) is not None]
     mean = sum(known) / len(known) if known else 0.5
-    grid = resolution(size, len(valid))
+    grid = grid_resolution(size, len(valid))
     units = {i: round((mean if (q := fates[i].quality) is None else q) * grid) for i in valid}
     chosen = min(combinations(valid, size), key=lambda c: (abs(sum(units[i] for i in c) - target * size * grid), c))
     return dict.fromkeys(chosen, SelectedAs.BALANCED)
@@ -195,7 +198,7 @@ def futures(rule: Rule, known: Known, open_ones: Open, limit: int | None = None)
     ]
     for ends in product(*ways):
         ended = {
-            i: Fate(length, valid=True, draw=draw)
+            i: Fate(length, valid=True, tail_draw=draw)
             for (i, _, draw), length in zip(open_ones, ends, strict=True)
             if length is not None
         }
@@ -204,7 +207,7 @@ def futures(rule: Rule, known: Known, open_ones: Open, limit: int | None = None)
 
 def _orders(known: Known, open_ones: Open) -> Iterator[Fates]:
     """In a future of ``FirstFinish`` the open ones finish one after the other; lengths do not matter."""
-    last = max((fate.place for _, fate in known), default=0)
+    last = max((fate.finish_position for _, fate in known), default=0)
     for order in permutations(open_ones):
         ended = {i: Fate(tokens + 1, True, draw, last + n) for n, (i, tokens, draw) in enumerate(order, 1)}
         yield dict(known) | ended

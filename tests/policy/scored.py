@@ -7,9 +7,9 @@ from random import Random
 import numpy as np
 from hypothesis import strategies as st
 
-from darts_server.policy.balancing import Balanced, Survivors
-from darts_server.policy.events import Decision, Event, Finished, Kept, Scored, Start, Started, Stop
+from darts_server.policy.events import Decision, Event, Finished, Keep, Scored, Start, Started, Stop
 from darts_server.policy.group import Group
+from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
 from darts_server.types import DiscardReason
 from tests.policy.cases import Case
 from tests.policy.oracle import Fate
@@ -18,7 +18,7 @@ from tests.policy.world import Run, World
 QUALITIES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 SURVIVALS = st.sampled_from([0.0, 0.3, 0.7, 1.0])
 BALANCED = st.builds(Balanced, st.integers(1, 4), QUALITIES)
-SURVIVORS = st.builds(Survivors, st.integers(1, 4))
+SURVIVORS = st.builds(AllSurvivors, st.integers(1, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ScoredWorld(World):
             match decision:
                 case Start(indices):
                     returnable += len(indices)
-                case Kept(i, survival):
+                case Keep(i, survival):
                     assert i in self.known
                     self.kept[i] = self.kept.get(i, 1.0) * survival
                 case Stop(i, DiscardReason.PRUNED):

@@ -33,7 +33,7 @@ LEGAL: dict[State, dict[type[CandidateEvent], State]] = {
 def candidate(state: State = State.RUNNING, tokens: int = 3) -> Candidate:
     return Candidate(
         index=0,
-        draw=0.5,
+        tail_draw=0.5,
         state=state,
         tokens=tokens,
         finish_reason=FinishReason.STOP if state in (State.FINISHED, State.SELECTED) else None,
@@ -108,7 +108,7 @@ def test_a_score_that_comes_after_the_end_is_kept_while_the_fate_is_open() -> No
 
 def test_survival_multiplies_and_one_lot_does_for_all_draws() -> None:
     c = candidate()
-    c.lot = 0.3
+    c.survival_draw = 0.3
     assert c.draw_for(0.8)
     assert c.draw_for(0.5)
     assert c.survival == 0.4
@@ -126,8 +126,8 @@ def test_one_that_fails_is_discarded_as_failed(state: State, event: CandidateEve
 
 
 def test_a_running_candidate_will_have_one_token_more() -> None:
-    assert candidate(State.RUNNING, tokens=3).order == (4, 0)
-    assert candidate(State.FINISHED, tokens=3).order == (3, 0)
+    assert candidate(State.RUNNING, tokens=3).sort_key == (4, 0)
+    assert candidate(State.FINISHED, tokens=3).sort_key == (3, 0)
 
 
 def test_a_cut_keeps_the_first_tokens_as_if_they_had_been_the_limit() -> None:

@@ -8,12 +8,12 @@ from darts_server.policy.candidate import State
 from darts_server.policy.events import (
     Complete,
     Cut,
+    DeadlineSet,
     Deliver,
     Event,
     Failed,
     Finished,
     GiveUp,
-    LimitSet,
     Lost,
     Progress,
     Start,
@@ -21,8 +21,8 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.group import Group
-from darts_server.policy.selection import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
-from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 
@@ -54,7 +54,7 @@ def gathered(candidates: int, *, lots: tuple[float, ...] = (), spare: int | None
     """A group that is not open yet, with so many that run."""
     group = unopened(lots=lots, spare=spare, early=early)
     for i in range(candidates):
-        assert group.gather() == [Start((i,))]
+        assert group.add_candidate() == [Start((i,))]
         assert group.handle(Started(i)) == []
     return group
 
@@ -87,18 +87,18 @@ def test_a_group_opens_once_and_gathers_no_more() -> None:
     with pytest.raises(IllegalMove, match="open already"):
         group.open(Shortest(1), 1)
     with pytest.raises(IllegalMove, match="open already"):
-        group.gather()
+        group.add_candidate()
 
 
 def test_a_group_has_no_size_before_it_is_open() -> None:
     group = gathered(1)
     assert not group.is_open
-    assert not group.settled_all
-    for unknown in ("rule", "size", "needed"):
+    assert not group.all_delivered
+    for unknown in ("rule", "size", "completion_length"):
         with pytest.raises(IllegalMove, match="not open yet"):
             getattr(group, unknown)
     group.open(Shortest(2), 2)
-    assert (group.is_open, group.rule, group.size, group.needed) == (True, Shortest(2), 2, None)
+    assert (group.is_open, group.rule, group.size, group.completion_length) == (True, Shortest(2), 2, None)
 
 
 def test_a_group_that_was_cancelled_before_it_opened_does_not_open() -> None:
@@ -106,13 +106,13 @@ def test_a_group_that_was_cancelled_before_it_opened_does_not_open() -> None:
     assert group.cancel() == []
     assert group.outcome is Outcome.CANCELLED
     assert group.open(Shortest(1), 1) == []
-    assert group.gather() == []
+    assert group.add_candidate() == []
     assert not group.candidates
 
 
 def test_a_limit_may_be_set_before_the_group_opens() -> None:
     group = unopened(lots=(0.2, 0.1))
-    assert group.handle(LimitSet(3)) == []
+    assert group.handle(DeadlineSet(3)) == []
     assert group.open(CutTail(1, 1), 2) == [Start((0, 1))]
     assert group.handle(Started(0), stop(0, 2), Started(1)) == []
     assert group.handle(stop(1, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
@@ -121,10 +121,10 @@ def test_a_limit_may_be_set_before_the_group_opens() -> None:
 
 def test_lots_are_numbered_by_the_generator_it_was_given() -> None:
     lots = list(np.random.default_rng(0).random(3))
-    assert [c.draw for c in opened(Shortest(1), 3).candidates] == lots
+    assert [c.tail_draw for c in opened(Shortest(1), 3).candidates] == lots
     group = gathered(2)
     group.open(Shortest(1), 3)
-    assert [c.draw for c in group.candidates] == lots
+    assert [c.tail_draw for c in group.candidates] == lots
 
 
 # --- gathering --------------------------------------------------------------
@@ -133,17 +133,17 @@ def test_lots_are_numbered_by_the_generator_it_was_given() -> None:
 def test_nothing_is_decided_before_a_group_is_open() -> None:
     group = gathered(3)
     assert group.handle(stop(0, 2), truncated(1, 9), Progress(2, 5)) == []
-    assert group.handle(LimitSet(1)) == []
-    assert group.alarms == {}
+    assert group.handle(DeadlineSet(1)) == []
+    assert group.check_at == {}
     assert group.open(Shortest(1), 3) == [Stop(2, DiscardReason.LONGER_THAN_NEEDED), Complete({0: SelectedAs.SHORT})]
 
 
 def test_opening_starts_what_is_missing() -> None:
     group = gathered(2)
     assert group.open(Shortest(2), 4) == [Start((2, 3))]
-    assert group.alarms == {}
+    assert group.check_at == {}
     group.handle(stop(0, 2), stop(1, 6))
-    assert group.alarms == {2: 5, 3: 5}
+    assert group.check_at == {2: 5, 3: 5}
 
 
 def test_opening_with_more_than_was_wanted_starts_nobody_and_stops_nobody() -> None:
@@ -156,7 +156,7 @@ def test_those_that_finished_before_the_opening_count() -> None:
     group = gathered(2)
     group.handle(stop(0, 2), stop(1, 4))
     assert group.open(Shortest(3), 3) == [Start((2,))]
-    assert group.alarms == {}
+    assert group.check_at == {}
     assert group.handle(Started(2), stop(2, 3)) == [
         Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT, 2: SelectedAs.SHORT})
     ]
@@ -189,7 +189,7 @@ def test_a_failure_that_others_would_share_ends_a_group_that_is_not_open() -> No
     assert group.handle(Failed(0, error, retryable=False)) == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
     assert group.outcome is Outcome.FAILED
     assert reasons(group) == [DiscardReason.FAILED, DiscardReason.CANCELLED]
-    assert group.gather() == []
+    assert group.add_candidate() == []
     assert group.open(Shortest(2), 2) == []
 
 
@@ -205,7 +205,7 @@ def test_a_gathering_group_that_is_cancelled_stops_what_runs() -> None:
     group.handle(stop(0, 2))
     assert group.cancel() == [Stop(1, DiscardReason.CANCELLED), Stop(2, DiscardReason.CANCELLED)]
     assert reasons(group) == [DiscardReason.CANCELLED] * 3
-    assert group.gather() == []
+    assert group.add_candidate() == []
     assert group.open(Shortest(2), 2) == []
     assert group.handle(stop(1, 4), Failed(2, RuntimeError(), retryable=False)) == []
 
@@ -213,10 +213,10 @@ def test_a_gathering_group_that_is_cancelled_stops_what_runs() -> None:
 def test_a_group_of_which_a_part_is_enough_is_what_was_delivered() -> None:
     group = opened(InOrder(3), 3, early=True)
     assert group.handle(stop(1, 5)) == [Deliver(1)]
-    assert group.enough() == [Stop(0, DiscardReason.DECIDED), Stop(2, DiscardReason.DECIDED)]
+    assert group.end_decided() == [Stop(0, DiscardReason.DECIDED), Stop(2, DiscardReason.DECIDED)]
     assert group.outcome is Outcome.DECIDED
     assert reasons(group) == [DiscardReason.DECIDED, None, DiscardReason.DECIDED]
-    assert group.enough() == []
+    assert group.end_decided() == []
 
 
 # --- refusing ---------------------------------------------------------------
@@ -249,15 +249,15 @@ def test_the_shortest_complete_as_soon_as_the_others_are_known_to_be_longer() ->
     group = opened(Shortest(2), 4)
     assert group.handle(stop(3, 2)) == []
     assert group.handle(stop(1, 5)) == []
-    assert group.alarms == {0: 5, 2: 4}
+    assert group.check_at == {0: 5, 2: 4}
     assert group.handle(Progress(2, 4)) == [Stop(2, DiscardReason.LONGER_THAN_NEEDED)]
-    assert group.alarms == {0: 5}
+    assert group.check_at == {0: 5}
     assert group.handle(Progress(0, 5)) == [
         Stop(0, DiscardReason.LONGER_THAN_NEEDED),
         Complete({1: SelectedAs.SHORT, 3: SelectedAs.SHORT}),
     ]
     assert group.outcome is Outcome.COMPLETED
-    assert group.alarms == {}
+    assert group.check_at == {}
     assert reasons(group) == [DiscardReason.LONGER_THAN_NEEDED, None, DiscardReason.LONGER_THAN_NEEDED, None]
 
 
@@ -307,7 +307,7 @@ def test_of_those_that_finish_in_one_call_the_first_told_are_first() -> None:
     assert group.handle(truncated(0, 1), stop(3, 7), stop(1, 7), stop(2, 3)) == [
         Complete({1: SelectedAs.SHORT, 3: SelectedAs.SHORT})
     ]
-    assert [c.place for c in group.candidates] == [1, 3, 4, 2]
+    assert [c.finish_position for c in group.candidates] == [1, 3, 4, 2]
 
 
 def test_too_few_that_finish_are_filled_up_in_the_same_order() -> None:
@@ -331,11 +331,11 @@ def test_a_shadow_delivers_the_first_and_watches_the_others_to_their_end() -> No
     group = opened(Shadow(Shortest(2)), 4, early=True)
     assert group.handle(stop(3, 2), stop(1, 3)) == [Deliver(1)]
     assert group.handle(Progress(2, 50)) == []
-    assert not group.settled_all
+    assert not group.all_delivered
     assert group.handle(truncated(0, 9)) == [Deliver(0)]
-    assert group.settled_all
+    assert group.all_delivered
     assert group.outcome is None
-    assert group.alarms == {}
+    assert group.check_at == {}
     assert group.handle(stop(2, 60)) == [Complete({0: SelectedAs.FILL, 1: SelectedAs.SHORT})]
     assert reasons(group) == [None, None, DiscardReason.WATCHED, DiscardReason.WATCHED]
 
@@ -436,37 +436,37 @@ def test_a_restart_leaves_both_ends_of_the_group_as_they_were_wanted() -> None:
 
 def test_a_running_tail_is_cut_when_it_reaches_the_limit() -> None:
     group = opened(CutTail(1, 1), 4, lots=(0.9, 0.2, 0.1, 0.8))
-    assert group.handle(LimitSet(6), stop(0, 2), Progress(1, 2), Progress(2, 3), Progress(3, 3)) == []
-    assert group.alarms == {}
+    assert group.handle(DeadlineSet(6), stop(0, 2), Progress(1, 2), Progress(2, 3), Progress(3, 3)) == []
+    assert group.check_at == {}
     assert group.handle(stop(3, 5)) == []
-    assert group.alarms == {1: 5, 2: 5}
+    assert group.check_at == {1: 5, 2: 5}
     assert group.handle(Progress(1, 5)) == [Stop(1, DiscardReason.TAIL_PRUNED)]
     assert group.handle(Progress(2, 5)) == []
-    assert group.alarms == {2: 6}
+    assert group.check_at == {2: 6}
     assert group.handle(Progress(2, 7)) == [Cut(2, 6), Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
     assert (group.candidates[2].tokens, group.candidates[2].state) == (6, State.SELECTED)
 
 
 def test_a_tail_is_never_cut_before_what_the_group_itself_needs() -> None:
     group = opened(CutTail(1, 1), 3, lots=(0.9, 0.8, 0.1))
-    assert group.handle(LimitSet(3), stop(0, 2), Progress(2, 4), stop(1, 5)) == []
-    assert group.alarms == {2: 5}
+    assert group.handle(DeadlineSet(3), stop(0, 2), Progress(2, 4), stop(1, 5)) == []
+    assert group.check_at == {2: 5}
     assert group.handle(Progress(2, 5)) == [Cut(2, 5), Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
 
 
 def test_a_tail_that_ended_beyond_the_limit_is_cut_when_it_is_certain_where() -> None:
     group = opened(CutTail(1, 1), 4, lots=(0.9, 0.1, 0.8, 0.7))
-    assert group.handle(LimitSet(3), truncated(1, 9), stop(0, 2), stop(2, 7)) == []
-    assert group.alarms == {3: 1}
+    assert group.handle(DeadlineSet(3), truncated(1, 9), stop(0, 2), stop(2, 7)) == []
+    assert group.check_at == {3: 1}
     assert group.handle(Progress(3, 5)) == []
-    assert group.alarms == {3: 6}
+    assert group.check_at == {3: 6}
     assert group.handle(stop(3, 6)) == [Cut(1, 6), Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
     assert group.candidates[1].tokens == 6
 
 
 def test_the_others_are_stopped_when_it_is_certain_that_nobody_is_cut() -> None:
     group = opened(CutTail(1, 1), 3, lots=(0.9, 0.1, 0.8))
-    assert group.handle(LimitSet(5), stop(0, 2), Progress(2, 2)) == []
+    assert group.handle(DeadlineSet(5), stop(0, 2), Progress(2, 2)) == []
     assert group.handle(stop(1, 5)) == [
         Stop(2, DiscardReason.TAIL_PRUNED),
         Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG}),
@@ -476,20 +476,20 @@ def test_the_others_are_stopped_when_it_is_certain_that_nobody_is_cut() -> None:
 def test_a_tail_that_ended_before_there_was_a_limit_is_cut_afterwards() -> None:
     group = opened(CutTail(1, 1), 3, lots=(0.9, 0.1, 0.8))
     assert group.handle(stop(1, 9), stop(0, 2)) == []
-    assert group.handle(LimitSet(5), stop(2, 4)) == [Cut(1, 5), Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
+    assert group.handle(DeadlineSet(5), stop(2, 4)) == [Cut(1, 5), Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
 
 
 def test_a_group_that_is_complete_before_there_is_a_limit_keeps_its_tail_whole() -> None:
     group = opened(CutTail(1, 1), 2)
     assert group.handle(stop(0, 2), stop(1, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
-    assert group.handle(LimitSet(5)) == []
+    assert group.handle(DeadlineSet(5)) == []
     assert group.candidates[1].tokens == 9
 
 
 def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
     group = opened(CutTail(1, 2), 5, lots=(0.9, 0.1, 0.2, 0.8, 0.7), early=True)
     assert group.handle(stop(0, 2), stop(1, 9)) == [Deliver(1)]
-    assert group.handle(LimitSet(5), Progress(2, 4), stop(3, 3), stop(4, 4)) == [Deliver(0)]
+    assert group.handle(DeadlineSet(5), Progress(2, 4), stop(3, 3), stop(4, 4)) == [Deliver(0)]
     assert group.handle(Progress(2, 5)) == [
         Cut(2, 5),
         Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG, 2: SelectedAs.LONG}),
@@ -498,48 +498,48 @@ def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
 
 def test_what_may_yet_be_cut_is_not_delivered() -> None:
     group = opened(CutTail(1, 1), 3, lots=(0.1, 0.5, 0.6), early=True)
-    assert group.handle(LimitSet(3), stop(0, 9)) == []
+    assert group.handle(DeadlineSet(3), stop(0, 9)) == []
     assert group.handle(stop(1, 2), Progress(2, 1)) == [Deliver(1)]
     assert group.handle(stop(2, 2)) == [Cut(0, 3), Complete({0: SelectedAs.LONG, 1: SelectedAs.SHORT})]
 
 
 def test_only_the_first_limit_counts() -> None:
     group = opened(CutTail(1, 1), 3, lots=(0.9, 0.8, 0.1))
-    group.handle(LimitSet(6), stop(0, 2), stop(1, 3))
-    assert group.handle(LimitSet(4), Progress(2, 5)) == []
-    assert (group.limit, group.alarms) == (6, {2: 6})
+    group.handle(DeadlineSet(6), stop(0, 2), stop(1, 3))
+    assert group.handle(DeadlineSet(4), Progress(2, 5)) == []
+    assert (group.deadline, group.check_at) == (6, {2: 6})
 
 
 def test_without_enough_valid_ones_nobody_is_cut() -> None:
     group = opened(CutTail(1, 2), 3, lots=(0.9, 0.5, 0.1))
-    assert group.handle(LimitSet(3), stop(0, 2), truncated(1, 9), Progress(2, 8)) == []
+    assert group.handle(DeadlineSet(3), stop(0, 2), truncated(1, 9), Progress(2, 8)) == []
     assert group.handle(stop(2, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.FILL, 2: SelectedAs.LONG})]
 
 
 def test_a_newcomer_takes_no_seat_from_a_tail_that_may_be_cut() -> None:
     group = opened(CutTail(1, 1), 2, lots=(0.9, 0.5, 0.0), spare=1)
-    assert group.handle(LimitSet(4), stop(0, 2), Lost(1)) == [Start((2,))]
+    assert group.handle(DeadlineSet(4), stop(0, 2), Lost(1)) == [Start((2,))]
     assert group.handle(Started(2), Progress(2, 9)) == []
     assert group.handle(stop(2, 10)) == [Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
 
 
 def test_what_the_engine_still_says_about_one_that_was_cut_changes_nothing() -> None:
     group = opened(CutTail(1, 2), 4, lots=(0.9, 0.8, 0.2, 0.1))
-    assert group.handle(LimitSet(4), stop(0, 2), stop(1, 3), Progress(2, 3), Progress(3, 4)) == []
+    assert group.handle(DeadlineSet(4), stop(0, 2), stop(1, 3), Progress(2, 3), Progress(3, 4)) == []
     assert group.handle(stop(2, 4)) == [
         Cut(3, 4),
         Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG, 3: SelectedAs.LONG}),
     ]
     assert group.handle(truncated(3, 5)) == []
-    assert (group.candidates[3].tokens, group.candidates[3].place) == (4, 0)
+    assert (group.candidates[3].tokens, group.candidates[3].finish_position) == (4, 0)
 
 
 def test_whoever_reaches_the_deadline_of_its_group_is_stopped() -> None:
     group = opened(DeadlineTail(1, 1), 4)
-    assert group.handle(LimitSet(6), stop(0, 2), Progress(1, 9)) == []
-    assert group.alarms == {}
+    assert group.handle(DeadlineSet(6), stop(0, 2), Progress(1, 9)) == []
+    assert group.check_at == {}
     assert group.handle(stop(2, 8)) == [Stop(1, DiscardReason.TAIL_PRUNED)]
-    assert group.alarms == {3: 8}
+    assert group.check_at == {3: 8}
     assert group.handle(stop(3, 7)) == [Complete({0: SelectedAs.SHORT, 3: SelectedAs.LONG})]
     assert reasons(group) == [None, DiscardReason.TAIL_PRUNED, DiscardReason.MIDDLE, None]
 
@@ -547,8 +547,8 @@ def test_whoever_reaches_the_deadline_of_its_group_is_stopped() -> None:
 def test_before_there_is_a_limit_the_longest_is_waited_for() -> None:
     group = opened(DeadlineTail(1, 1), 3)
     assert group.handle(stop(0, 2), stop(1, 3), Progress(2, 20)) == []
-    assert group.alarms == {}
-    assert group.handle(LimitSet(20)) == [
+    assert group.check_at == {}
+    assert group.handle(DeadlineSet(20)) == [
         Stop(2, DiscardReason.TAIL_PRUNED),
         Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG}),
     ]
@@ -557,11 +557,11 @@ def test_before_there_is_a_limit_the_longest_is_waited_for() -> None:
 def test_what_a_group_needs_falls_as_shorter_ones_come_in() -> None:
     group = opened(LongestTail(1, 1), 4)
     group.handle(stop(0, 9), truncated(1, 1))
-    assert group.needed is None
+    assert group.completion_length is None
     group.handle(stop(2, 5))
-    assert group.needed == 9
+    assert group.completion_length == 9
     group.handle(stop(3, 4))
-    assert group.needed == 5
+    assert group.completion_length == 5
 
 
 # --- cancelling -------------------------------------------------------------

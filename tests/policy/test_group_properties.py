@@ -6,9 +6,9 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from darts_server.policy.candidate import State
-from darts_server.policy.events import Failed, Finished, LimitSet, Lost, Progress, Scored, Started
-from darts_server.policy.selection import Shadow
-from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.events import DeadlineSet, Failed, Finished, Lost, Progress, Scored, Started
+from darts_server.policy.selection.rules import Shadow
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
@@ -218,7 +218,7 @@ def assert_ended_well(case: Case, world: World) -> None:
     group = world.group
     assert len(group.candidates) == len(world.runs) <= world.in_all + case.spare
     assert not world.known
-    assert not group.alarms
+    assert not group.check_at
     assert (world.selection is None) != (world.gave_up is None)
     for candidate in group.candidates:
         assert not candidate.running
@@ -242,7 +242,9 @@ def assert_completed(case: Case, world: World) -> None:
     assert world.selection == {c.index: c.selected_as for c in world.group.candidates if c.selected_as is not None}
     for i in world.selection:
         candidate = world.group.candidates[i]
-        assert Fate(candidate.tokens, candidate.valid, candidate.draw, candidate.place) == world.finished[i]
+        assert (
+            Fate(candidate.tokens, candidate.valid, candidate.tail_draw, candidate.finish_position) == world.finished[i]
+        )
         assert candidate.cut == (i in world.cuts)
 
 
@@ -291,11 +293,11 @@ def assert_late_words_change_nothing(world: World, running: list[int]) -> None:
         started = [Started(i)] if not world.runs[i].started else []
         for word in (Finished(i, 3, FinishReason.STOP), Lost(i), Failed(i, RuntimeError(), retryable=False)):
             assert world.group.handle(*started, Progress(i, 2), Scored(i, 0.5), word) == []
-    assert world.group.handle(LimitSet(1)) == []
+    assert world.group.handle(DeadlineSet(1)) == []
     assert world.group.cancel() == []
     assert [repr(c) for c in world.group.candidates] == before
     assert world.group.outcome is outcome
-    assert not world.group.alarms
+    assert not world.group.check_at
 
 
 # --- limits -----------------------------------------------------------------
@@ -320,7 +322,7 @@ def test_a_limit_is_nothing_to_a_rule_without_a_deadline(case: Case, moment: int
     world = case.world()
     for passed, _ in enumerate(world.moments()):
         if passed == moment:
-            world.tell(LimitSet(limit))
+            world.tell(DeadlineSet(limit))
     assert sights(world) == sights(case.world().run())
 
 
@@ -328,8 +330,8 @@ def test_a_limit_is_nothing_to_a_rule_without_a_deadline(case: Case, moment: int
 def test_only_the_first_limit_counts(case: Case, first: int, others: list[int]) -> None:
     world, same = case.world(), case.world()
     for limit in (first, *others):
-        world.tell(LimitSet(limit))
-    same.tell(LimitSet(first))
+        world.tell(DeadlineSet(limit))
+    same.tell(DeadlineSet(first))
     assert sights(world.run()) == sights(same.run())
 
 
@@ -338,4 +340,4 @@ def test_needed_is_the_length_of_the_last_of_the_shortest_so_far(case: Case) -> 
     world = case.world()
     for _ in world.moments():
         if world.group.is_open:
-            assert world.group.needed == deadline(world.finished, case.rule.size, 0)
+            assert world.group.completion_length == deadline(world.finished, case.rule.size, 0)

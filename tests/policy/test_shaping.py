@@ -6,9 +6,9 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.selection import FirstFinish, SelectionRule, Shadow, Shortest
+from darts_server.policy.selection.rules import FirstFinish, SelectionRule, Shadow, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
-from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 
 
 @pytest.mark.parametrize(("redundancy", "size", "candidates"), [(1.0, 8, 8), (1.5, 8, 12), (1.5, 3, 5), (1.25, 1, 1)])
@@ -32,8 +32,8 @@ def test_redundancy_is_rounded_half_up_and_never_below_the_size(redundancy: floa
     ],
 )
 def test_the_settings_name_a_rule(shaping: Shaping, rule: SelectionRule) -> None:
-    assert shaping.rule(8) == rule
-    assert shaping.rule(8, candidates=12) == rule
+    assert shaping.selection_rule(8) == rule
+    assert shaping.selection_rule(8, candidates=12) == rule
 
 
 ADAPTIVE = Shaping(adaptive=True, max_redundancy=2.0)
@@ -52,17 +52,17 @@ ADAPTIVE = Shaping(adaptive=True, max_redundancy=2.0)
 def test_a_saturated_prompt_keeps_the_shortest_alone_unless_there_is_a_deadline(
     shaping: Shaping, rule: SelectionRule
 ) -> None:
-    assert shaping.rule(8, candidates=16) == rule
+    assert shaping.selection_rule(8, candidates=16) == rule
 
 
 @pytest.mark.parametrize("shaping", [ADAPTIVE, replace(ADAPTIVE, finish_order=True)])
 @pytest.mark.parametrize("candidates", [None, 8, 15])
 def test_other_prompts_of_an_adaptive_policy_keep_their_tail(shaping: Shaping, candidates: int | None) -> None:
-    assert shaping.rule(8, candidates) == SampledTail(7, 1)
+    assert shaping.selection_rule(8, candidates) == SampledTail(7, 1)
 
 
 def test_a_prompt_that_may_have_no_more_than_its_seats_is_not_saturated() -> None:
-    assert replace(ADAPTIVE, max_redundancy=1.0).rule(8, candidates=8) == SampledTail(7, 1)
+    assert replace(ADAPTIVE, max_redundancy=1.0).selection_rule(8, candidates=8) == SampledTail(7, 1)
 
 
 @pytest.mark.parametrize(("redundancy", "most"), [(2.0, 16), (1.5, 12), (1.7, 14), (0.5, 8)])
@@ -71,7 +71,7 @@ def test_a_prompt_gets_between_its_seats_and_the_greatest_redundancy(redundancy:
 
 
 @pytest.mark.parametrize(
-    ("shaping", "batched"),
+    ("shaping", "uses_cohort"),
     [
         (Shaping(), False),
         (Shaping(shadow=True, finish_order=True), False),
@@ -81,17 +81,17 @@ def test_a_prompt_gets_between_its_seats_and_the_greatest_redundancy(redundancy:
         (Shaping(budget=BudgetKind.UTILITY), True),
     ],
 )
-def test_what_looks_at_groups_together_waits_for_a_batch(shaping: Shaping, batched: bool) -> None:
-    assert shaping.batched is batched
+def test_what_looks_at_groups_together_waits_for_a_batch(shaping: Shaping, uses_cohort: bool) -> None:
+    assert shaping.uses_cohort is uses_cohort
 
 
 @pytest.mark.parametrize("shadow", [False, True])
 def test_a_size_that_is_not_both_ends_together_is_refused(shadow: bool) -> None:
     with pytest.raises(InvalidRequest, match="needs n = 8, got 4"):
-        Shaping(num_shortest=7, num_longest=1, shadow=shadow).rule(4)
+        Shaping(num_shortest=7, num_longest=1, shadow=shadow).selection_rule(4)
 
 
 @pytest.mark.parametrize("shadow", [False, True])
 def test_a_tail_that_leaves_no_short_place_is_refused(shadow: bool) -> None:
     with pytest.raises(InvalidRequest, match="raise n, or lower --num-longest"):
-        Shaping(num_longest=2, shadow=shadow).rule(2)
+        Shaping(num_longest=2, shadow=shadow).selection_rule(2)

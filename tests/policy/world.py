@@ -12,13 +12,13 @@ from typing import Self
 from darts_server.policy.events import (
     Complete,
     Cut,
+    DeadlineSet,
     Decision,
     Deliver,
     Event,
     Failed,
     Finished,
     GiveUp,
-    LimitSet,
     Lost,
     Progress,
     Scored,
@@ -139,7 +139,7 @@ class World:
     def moments(self) -> Iterator[None]:
         """Live until the group has ended, with a halt after each time it decided."""
         if 0 in self.limits:
-            self.tell(LimitSet(self.limits[0]))
+            self.tell(DeadlineSet(self.limits[0]))
         yield from self._let_in()
         while self.group.outcome is None:
             self.step += 1
@@ -150,7 +150,7 @@ class World:
 
     def _let_in(self) -> Iterator[None]:
         for _ in range(self.gathers.count(self.step)):
-            self.act(self.group.gather())
+            self.act(self.group.add_candidate())
             self.in_all = len(self.runs)
         if self.step == self.opening:
             alive = len(self.runs) - len(self.failed)
@@ -177,7 +177,7 @@ class World:
     def _note(self, event: Event) -> None:
         """Keep book of what the group knows. Of one that it has stopped only a failure of the engine is news."""
         self.broken |= isinstance(event, Failed) and not event.retryable
-        if isinstance(event, LimitSet):
+        if isinstance(event, DeadlineSet):
             if self.limit is None and self.group.outcome is None:
                 self.limit = event.tokens
                 self.whole = frozenset(self.delivered)
@@ -188,7 +188,9 @@ class World:
                 case Finished(i, tokens, reason):
                     del self.known[i]
                     self.heard += 1
-                    self.finished[i] = Fate(tokens, reason is FinishReason.STOP, self.draw(i), place=self.heard)
+                    self.finished[i] = Fate(
+                        tokens, reason is FinishReason.STOP, self.draw(i), finish_position=self.heard
+                    )
                 case Failed(i) | Lost(i):
                     del self.known[i]
                     self.failed[i] = event
@@ -199,7 +201,7 @@ class World:
     def _step(self) -> list[Event]:
         queues = [self._advance(i, run) for i, run in enumerate(self.runs) if not run.over]
         if self.step in self.limits:
-            queues.append([LimitSet(self.limits[self.step])])
+            queues.append([DeadlineSet(self.limits[self.step])])
         queues = [queue for queue in queues if queue]
         events: list[Event] = []
         while queues:
@@ -255,7 +257,7 @@ class World:
         elif self.peek is Peek.ALARMS or self.order.random() < 0.5:
             while due := self._progress(self._ringing()):
                 yield from self._tell(due)
-                silent = all(self.group.alarms.get(event.index, event.tokens + 1) > event.tokens for event in due)
+                silent = all(self.group.check_at.get(event.index, event.tokens + 1) > event.tokens for event in due)
                 assert silent, "an alarm that was answered still rings"
 
     def _progress(self, indices: list[int]) -> list[Progress]:
@@ -263,7 +265,7 @@ class World:
         return [Progress(i, self.runs[i].tokens) for i in indices if self.runs[i].started and not self.runs[i].over]
 
     def _ringing(self) -> list[int]:
-        return [i for i, tokens in self.group.alarms.items() if self.runs[i].tokens >= tokens]
+        return [i for i, tokens in self.group.check_at.items() if self.runs[i].tokens >= tokens]
 
     # --- doing what the group wants -----------------------------------------
 
@@ -287,8 +289,8 @@ class World:
                     self.selection = selection
                 case GiveUp(error):
                     self.gave_up = error
-        assert self.group.alarms.keys() <= self.known.keys(), "an alarm for a candidate that does not run"
-        assert self.group.settled_all == (self.group.is_open and len(self.delivered) == self.rule.size)
+        assert self.group.check_at.keys() <= self.known.keys(), "an alarm for a candidate that does not run"
+        assert self.group.all_delivered == (self.group.is_open and len(self.delivered) == self.rule.size)
 
     def _start(self, indices: Sequence[int]) -> None:
         assert tuple(indices) == tuple(range(len(self.runs), len(self.runs) + len(indices)))
@@ -305,17 +307,17 @@ class World:
         else:
             assert self.finished[i].length > tokens
         self.cuts[i] = tokens
-        place = self.finished[i].place if i in self.finished else 0
-        self.finished[i] = Fate(tokens, valid=False, draw=self.draw(i), place=place)
+        place = self.finished[i].finish_position if i in self.finished else 0
+        self.finished[i] = Fate(tokens, valid=False, tail_draw=self.draw(i), finish_position=place)
 
     # --- truths -------------------------------------------------------------
 
     def draw(self, i: int) -> float:
-        return self.group.candidates[i].draw
+        return self.group.candidates[i].tail_draw
 
     def fates(self) -> dict[int, Fate]:
         """How every candidate that was started would end if nobody stopped it; after those that did, in any order."""
-        places = {i: fate.place for i, fate in self.finished.items() if fate.place}
+        places = {i: fate.finish_position for i, fate in self.finished.items() if fate.finish_position}
         return {
             i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i), places.get(i, PATIENCE + i))
             for i, run in enumerate(self.runs)

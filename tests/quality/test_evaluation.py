@@ -2,7 +2,7 @@
 
 import pytest
 
-from darts_server.policy.calibration import Label
+from darts_server.policy.pruning.calibration import Label
 from darts_server.quality.evaluation import WINDOW, Evaluation, ScoreMetrics
 
 

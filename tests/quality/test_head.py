@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.diagnostics import auc
+from darts_server.policy.pruning.score_metrics import auc
 from darts_server.quality.head import Head
 from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainingResult
 from tests.quality.synthetic import QUICK, WIDTH, World, taught, teach

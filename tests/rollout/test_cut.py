@@ -9,7 +9,7 @@ from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import EngineDead
 from darts_server.policy.group import Group
-from darts_server.policy.tails import CutTail
+from darts_server.policy.selection.tail_rules import CutTail
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.run import GroupRun

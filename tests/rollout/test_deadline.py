@@ -10,8 +10,8 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.policy.deadline import QUANTILE, Deadline
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.policy.tails import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.rollout.run import GroupRun
 from darts_server.types import CandidateRecord, CohortRecord, FinishReason, GroupRecord, Outcome, SelectedAs
 from tests.policy.oracle import Fate, chosen, cut_lengths
@@ -43,7 +43,7 @@ class Played:
         fates = {}
         for candidate in self.runs[name]._group.candidates:
             script = self.house.script(name, candidate.index)
-            fates[candidate.index] = Fate(script.length, script.reason is FinishReason.STOP, candidate.draw)
+            fates[candidate.index] = Fate(script.length, script.reason is FinishReason.STOP, candidate.tail_draw)
         return fates
 
     def needed(self, name: str) -> int:
@@ -189,7 +189,7 @@ async def test_a_deadline_over_the_groups_before_holds_from_the_start() -> None:
     [run] = await house.together(SIZE, "sampled", ["next"])
     task = asyncio.create_task(collect(run))
     await settle()
-    assert run._group.limit == known[ceil(QUANTILE * len(known)) - 1]
+    assert run._group.deadline == known[ceil(QUANTILE * len(known)) - 1]
     await house.engine.run()
     assert len(await task) == SIZE
-    assert house.recorder.batches[-1].deadline == run._group.limit
+    assert house.recorder.batches[-1].deadline == run._group.deadline

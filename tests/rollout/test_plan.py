@@ -135,5 +135,5 @@ def test_a_size_that_the_policy_cannot_do_is_not_shaped() -> None:
 )
 def test_one_request_alone_is_never_shaped(shaping: Shaping) -> None:
     assert Plan("any", shaping, 8, single=True).shrunk(1) == Plan("any", UNSHAPED, 1, single=True)
-    assert not UNSHAPED.batched
+    assert not UNSHAPED.uses_cohort
     assert UNSHAPED.candidates(1) == 1

@@ -7,8 +7,9 @@ from math import floor
 
 import numpy as np
 
-from darts_server.policy.allocation import PriceState, ShadowPrice, batch_candidates
-from darts_server.policy.brownout import dimmed
+from darts_server.policy.allocation.brownout import reduce_candidates
+from darts_server.policy.allocation.optimum import allocate_by_std
+from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.budgets import SMALLEST_BATCH, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
@@ -53,7 +54,7 @@ class Allocator:
     ) -> None:
         self._prompts = prompts
         self._budgets = budgets
-        self._prices = StoredValues(documents, "price", lambda value: PriceState(**value))
+        self._prices = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
         self.deadlines = Deadlines(documents, rng or np.random.default_rng())
         self._with_deadlines: set[Kind] = set()
         self._window = window
@@ -65,8 +66,8 @@ class Allocator:
 
     async def grant(self, policy: str, shaping: Shaping, size: int, key: str) -> Allocation:
         """Candidates for a group of ``size`` of the prompt ``key``, at least ``size``."""
-        if not shaping.batched:
-            return Allocation(dimmed(shaping.candidates(size), size, self._scale()))
+        if not shaping.uses_cohort:
+            return Allocation(reduce_candidates(shaping.candidates(size), size, self._scale()))
         loop = asyncio.get_running_loop()
         kind = (policy, size)
         if kind not in self._waiting:
@@ -119,7 +120,7 @@ class Allocator:
         mean = budget.mean
         if total is None:
             scale, size = self._scale(), kind[1]
-            counts = [dimmed(count, size, scale) for count in self._counts(kind, shaping, mean, stds)]
+            counts = [reduce_candidates(count, size, scale) for count in self._counts(kind, shaping, mean, stds)]
             mean -= (mean - size) * (1 - scale)
         else:
             counts = _spent(kind, shaping, total, stds)
@@ -148,7 +149,7 @@ class Allocator:
             recent, debt, carry = price.state.recent, price.state.debt, price.state.carry
             self._prices.save(_name(*kind), {"recent": list(recent), "debt": debt, "carry": carry})
             return counts
-        return batch_candidates(stds, budget=sum(self._even(kind, target, len(stds))), low=low, high=high)
+        return allocate_by_std(stds, budget=sum(self._even(kind, target, len(stds))), low=low, high=high)
 
     def _even(self, kind: Kind, target: float, groups: int) -> list[int]:
         """Whole candidates with ``target`` as their mean, over this batch and those before it."""
@@ -165,7 +166,7 @@ def _spent(kind: Kind, shaping: Shaping, total: int, stds: Sequence[float | None
     low, high = shaping.bounds(kind[1])
     # Prompts that nothing sets apart share evenly.
     apart = stds if shaping.adaptive else [None] * len(stds)
-    return batch_candidates(apart, budget=total, low=low, high=high)
+    return allocate_by_std(apart, budget=total, low=low, high=high)
 
 
 def _give_back(grant: Allocation) -> None:

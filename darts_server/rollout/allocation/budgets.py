@@ -7,7 +7,8 @@ from math import inf
 
 import numpy as np
 
-from darts_server.policy.budget import Draws, Workload, best_mean, cv_log, expected
+from darts_server.policy.allocation.budget import choose_mean_candidates, cv_log_mean
+from darts_server.policy.allocation.rollout_model import SampledRollouts, Workload, estimate_shaped
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.rollout.learned.dataset import Dataset
 from darts_server.rollout.learned.latency import Latency
@@ -67,17 +68,17 @@ class Budgets:
             return Budget(mean)
         rng = np.random.default_rng(SEED)
         if given is None and shaping.budget is BudgetKind.UTILITY:
-            found = best_mean(workload, low, high, curve, shaping.budget_aversion, rng)
+            found = choose_mean_candidates(workload, low, high, curve, shaping.budget_aversion, rng)
             best = max(found.trials, key=lambda trial: trial.utility)
             return Budget(best.mean_candidates, best.expectation.seconds)
-        return Budget(mean, expected(workload, mean, curve, Draws.of(workload, high, rng)).seconds)
+        return Budget(mean, estimate_shaped(workload, mean, curve, SampledRollouts.of(workload, high, rng)).seconds)
 
     def _mean(self, shaping: Shaping, size: int, high: int) -> float:
         """By a formula. A request may name a policy on a server whose redundancy is above what one prompt may get."""
         stats = self._dataset.stats if shaping.budget is BudgetKind.CV_LOG else None
         if stats is None or stats.std is None or not stats.mean:
             return min(shaping.redundancy * size, high)
-        return min(cv_log(stats.std, stats.mean, size), high)
+        return min(cv_log_mean(stats.std, stats.mean, size), high)
 
     def _workload(self, shaping: Shaping, size: int, keys: Sequence[str]) -> Workload | None:
         """The batch to come; prompts never seen take the mean of the others."""

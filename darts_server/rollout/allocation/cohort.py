@@ -94,7 +94,7 @@ class Cohort:
     def _look(self) -> None:
         if self.terms.deadline is None or self.tokens is not None:
             return
-        self.tokens = self.terms.deadline.of(self._needs.values(), self._expected)
+        self.tokens = self.terms.deadline.from_lengths(self._needs.values(), self._expected)
         if self.tokens is not None:
             for member in self._members:
                 # In a turn of its own: the group that brought the news has not acted on it yet.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from darts_server.policy.deadline import Deadline, Losses, RecentNeeds
+from darts_server.policy.deadline import Deadline, DeadlineLosses, RecentCompletionLengths
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import DocumentStore, StoredValues
 from darts_server.types import GroupRecord, Outcome
@@ -19,14 +19,14 @@ class Deadlines:
 
     def __init__(self, documents: DocumentStore, rng: np.random.Generator) -> None:
         self._needs = StoredValues(documents, "deadline", _needs)
-        self._losses = StoredValues(documents, "losses", lambda value: Losses(**value))
+        self._losses = StoredValues(documents, "losses", lambda value: DeadlineLosses(**value))
         self._rng = rng
 
     @property
-    def losses(self) -> Losses:
+    def losses(self) -> DeadlineLosses:
         """What deadlines take away, as far as rewards were reported."""
-        known: Losses | None = self._losses.load(KEY)
-        return known or Losses()
+        known: DeadlineLosses | None = self._losses.load(KEY)
+        return known or DeadlineLosses()
 
     def rule(self, shaping: Shaping) -> Deadline | None:
         """How a batch's deadline is made now."""
@@ -34,7 +34,7 @@ class Deadlines:
 
     def recent(self, rule: Deadline, name: str) -> int | None:
         """The deadline over the last groups, for one of few that come together; ``None`` while too few are known."""
-        return (self._needs.load(name) or RecentNeeds()).deadline(rule)
+        return (self._needs.load(name) or RecentCompletionLengths()).deadline(rule)
 
     def explores(self, rule: Deadline) -> bool:
         """Whether a batch is let run past its deadline.
@@ -47,7 +47,7 @@ class Deadlines:
     def learn(self, record: GroupRecord, name: str) -> None:
         """Take in how long the group needed."""
         if record.outcome is Outcome.COMPLETED and record.needed is not None:
-            needs = self._needs.load(name) or RecentNeeds()
+            needs = self._needs.load(name) or RecentCompletionLengths()
             needs.add(record.needed)
             self._needs.save(name, needs.state)
 
@@ -58,10 +58,10 @@ class Deadlines:
         answers = [c for c in record.selected if right.get(c.index)]
         # A group that was complete before its deadline was known loses nothing by it.
         lost = sum(record.deadline is not None and c.tokens > record.deadline for c in answers)
-        self._losses.save(KEY, asdict(self.losses.reported(len(answers), lost, rule.most_lost)))
+        self._losses.save(KEY, asdict(self.losses.with_group(len(answers), lost, rule.max_lost_share)))
 
 
-def _needs(value: Any) -> RecentNeeds:
+def _needs(value: Any) -> RecentCompletionLengths:
     if not (isinstance(value, list) and all(isinstance(tokens, int) for tokens in value)):
         raise ValueError("lengths in tokens must be a list of whole numbers")
-    return RecentNeeds(value)
+    return RecentCompletionLengths(value)

@@ -2,8 +2,9 @@
 
 from dataclasses import asdict
 
-from darts_server.policy.lengths import DatasetStats, Estimate, PromptStats, estimate
-from darts_server.policy.profile import LengthProfile, ProfileState
+from darts_server.policy.lengths.estimate import LengthEstimate, estimate_lengths
+from darts_server.policy.lengths.profile import LengthProfile, ProfileState
+from darts_server.policy.lengths.stats import DatasetStats, PromptStats
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import DocumentStore, StoredValues
 from darts_server.rollout.learned.prompts import observations
@@ -24,10 +25,12 @@ class Dataset:
 
     def __init__(self, documents: DocumentStore) -> None:
         self._stats = StoredValues(documents, "dataset", lambda value: DatasetStats(**value))
-        self._steps = StoredValues(documents, "step", lambda value: [(int(v), Estimate(m, s)) for v, m, s in value])
+        self._steps = StoredValues(
+            documents, "step", lambda value: [(int(v), LengthEstimate(m, s)) for v, m, s in value]
+        )
         self._profiles = StoredValues(documents, "profile", lambda value: ProfileState(**value))
         self._ratios: list[tuple[float, bool]] = []
-        self._groups: list[tuple[int, Estimate]] = []
+        self._groups: list[tuple[int, LengthEstimate]] = []
         self._keep = Debounce(KEEP_SECONDS, self._write)
 
     @property
@@ -48,7 +51,7 @@ class Dataset:
         if record.outcome is not Outcome.COMPLETED or not seen:
             return
         version = max((c.weight_version_end or 0 for c in record.selected), default=0)
-        now = estimate(seen)
+        now = estimate_lengths(seen)
         mean = now.mean if prompt is None else prompt.mean_ema
         self._groups.append((version, now))
         self._ratios += [(o.tokens / mean, o.censored) for o in seen]
@@ -65,7 +68,7 @@ class Dataset:
         profile = LengthProfile(self._profiles.load(KEY))
         profile.observe(self._ratios)
         self._profiles.save(KEY, asdict(profile.state))
-        step: list[tuple[int, Estimate]] = self._steps.load(KEY) or []
+        step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
         for version, now in self._groups:
             if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
                 self._stats.save(KEY, asdict(self._known().step(known for _, known in step)))

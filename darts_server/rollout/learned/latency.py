@@ -2,7 +2,8 @@
 
 from dataclasses import asdict
 
-from darts_server.policy.latency import LatencyCurve, LatencyModel, LatencyState
+from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency.model import LatencyModel, LatencyState
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import DocumentStore, StoredValues
 

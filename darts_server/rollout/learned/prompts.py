@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from darts_server.exceptions import StateError
-from darts_server.policy.lengths import Observation, PromptStats, prompt_key, updated
+from darts_server.policy.lengths.estimate import Observation
+from darts_server.policy.lengths.stats import PromptStats, make_prompt_key, update_stats
 from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
 
@@ -18,7 +19,7 @@ KIND = "prompt"
 def key_of(token_ids: Sequence[int], *beside: str) -> str:
     """The key of a prompt whose caller named none: a hash of its token ids and of what else sets it apart."""
     # Token ids are not negative, so what stands beside them cannot be taken for more of them.
-    return prompt_key([*token_ids, *(-1 - byte for text in beside for byte in text.encode())])
+    return make_prompt_key([*token_ids, *(-1 - byte for text in beside for byte in text.encode())])
 
 
 class Prompts:
@@ -69,7 +70,7 @@ class Prompts:
 
     def _add(self, key: str, seen: Sequence[Observation], record: GroupRecord) -> PromptStats:
         versions = [c.weight_version_end for c in record.selected if c.weight_version_end is not None]
-        stats = updated(self.stats(key), seen, max(versions, default=0))
+        stats = update_stats(self.stats(key), seen, max(versions, default=0))
         self._documents.put(KIND, key, asdict(stats))
         return stats
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
-from darts_server.policy.patterns import Moments, Pattern, RewardStats, restored
+from darts_server.policy.reward_stats import Moments, RewardStats, TailPattern, restore_stats
 from darts_server.rollout.learned.documents import DocumentStore, StoredValues
 
 PROMPT_KIND = "prompt_rewards"
@@ -33,7 +33,7 @@ class RewardSummary:
     rewarded_groups: int
     length_right: MeanLength | None
     length_wrong: MeanLength | None
-    pattern: Pattern | None
+    pattern: TailPattern | None
     difference: float | None
     difference_se: float | None
 
@@ -42,8 +42,8 @@ class Rewards:
     """Statistics of rewards, by prompt key and over all prompts."""
 
     def __init__(self, documents: DocumentStore) -> None:
-        self._prompts = StoredValues(documents, PROMPT_KIND, restored)
-        self._dataset = StoredValues(documents, DATASET_KIND, restored)
+        self._prompts = StoredValues(documents, PROMPT_KIND, restore_stats)
+        self._dataset = StoredValues(documents, DATASET_KIND, restore_stats)
 
     def of_prompt(self, key: str) -> RewardStats | None:
         """``None`` if none of its trajectories got a reward."""

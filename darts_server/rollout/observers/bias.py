@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 
-from darts_server.policy.lengths import completed
+from darts_server.policy.lengths.estimate import complete_sample
 from darts_server.rollout.learned.prompts import observations
 from darts_server.types import CohortRecord, GroupRecord, Outcome
 
@@ -30,7 +30,7 @@ class LengthBias:
 
     def group_ended(self, record: GroupRecord) -> None:
         if record.outcome is Outcome.COMPLETED:
-            self._generated.append(completed(observations(record, beyond_limit=False)))
+            self._generated.append(complete_sample(observations(record, beyond_limit=False)))
             self._returned.append([(1.0, float(c.tokens)) for c in record.selected])
 
     def mean(self, kind: str) -> float | None:

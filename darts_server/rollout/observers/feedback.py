@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from darts_server.policy.patterns import Moments, RewardStats, one
+from darts_server.policy.reward_stats import Moments, RewardStats, single_length
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.base import RewardObserver
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
@@ -161,7 +161,7 @@ def _count(report: Report, place: int, named: Sequence[Trajectory], fresh: Seque
 
 
 def _of_trajectory(trajectory: Trajectory) -> RewardStats:
-    length, none = one(trajectory.tokens), Moments()
+    length, none = single_length(trajectory.tokens), Moments()
     return RewardStats(length, none) if trajectory.correct else RewardStats(none, length)
 
 

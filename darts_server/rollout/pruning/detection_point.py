@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from darts_server.policy.calibration import Calibration, CalibrationState, Calibrator
-from darts_server.policy.survival import Aim, Pruning
+from darts_server.policy.pruning.calibration import Calibration, CalibrationState, Calibrator
+from darts_server.policy.pruning.survival import Pruning, SurvivalCurve
 from darts_server.rollout.learned.blobs import BlobStore
 
 RECENT = 1024
@@ -26,7 +26,7 @@ class Survival:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._seen = 0
-        self._aims: OrderedDict[Pruning, tuple[Aim, int]] = OrderedDict()
+        self._aims: OrderedDict[Pruning, tuple[SurvivalCurve, int]] = OrderedDict()
 
     def of(self, chance: float, pruning: Pruning) -> float:
         """The probability that a trajectory with this chance is to be kept with."""
@@ -34,7 +34,7 @@ class Survival:
         self._seen += 1
         aim, since = self._aims.get(pruning, (None, 0))
         if aim is None or self._seen - since >= min(AIM_EVERY, 1 + since // 4):  # at first each one tells much
-            aim, since = pruning.aim(np.asarray(self._recent)), self._seen
+            aim, since = pruning.fit(np.asarray(self._recent)), self._seen
         self._aims[pruning] = aim, since
         self._aims.move_to_end(pruning)
         if len(self._aims) > MOST_RULES:

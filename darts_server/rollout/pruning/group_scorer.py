@@ -7,7 +7,7 @@ from typing import Any
 from darts_server.engine.port import Generated, Probe, Probed, Running
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Scored
-from darts_server.policy.survival import Pruning
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.pruning.scorer import Assessment, CandidateScorer
 
 

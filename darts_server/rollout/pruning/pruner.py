@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from darts_server.engine.port import Probed
 from darts_server.exceptions import StateError
-from darts_server.policy.calibration import Label
-from darts_server.policy.calibration import Status as CalibrationStatus
-from darts_server.policy.survival import Pruning
+from darts_server.policy.pruning.calibration import CalibrationStatus as CalibrationStatus
+from darts_server.policy.pruning.calibration import Label
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.evaluation import Evaluation, ScoreMetrics
 from darts_server.quality.report import TrainerReport
 from darts_server.quality.types import HeadStatus, Score
@@ -112,7 +112,7 @@ class Pruner:
         self._points: dict[ScoreKind, DetectionPoints] = {}
         self._head: TrainedHead | None = None
         calibration = judging.calibration
-        most_weight = calibration.most_weight if calibration.corrected else None
+        most_weight = calibration.max_weight if calibration.corrected else None
         self._by_score, self._by_chance = (Evaluation(most_weight, judging.window) for _ in range(2))
         self._said: PruningStatus | None = None
         self._version: int | None = None

@@ -7,8 +7,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.calibration import Calibration, target_of
-from darts_server.policy.confidence import as_score, lowest_window, mean_logprob
+from darts_server.policy.pruning.calibration import Calibration, label_from_reward
+from darts_server.policy.pruning.logprob_scores import logprob_to_score, lowest_window_logprob, mean_logprob
 from darts_server.quality.evaluation import WINDOW
 from darts_server.rollout.pruning.pending_labels import MOST_BYTES
 from darts_server.types import PruningStatus
@@ -61,7 +61,7 @@ class ScoringSettings:
     def target(self, reward: float, correct: bool) -> float:
         if self.reward_threshold is None and not self.soft:
             return float(correct)
-        return target_of(reward, self.reward_threshold)
+        return label_from_reward(reward, self.reward_threshold)
 
 
 def features(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[float, ...]) -> NDArray[np.float32]:
@@ -86,7 +86,9 @@ def logprob_score(kind: ScoreKind, logprobs: tuple[float, ...]) -> float | None:
     rounded = _rounded(logprobs)
     if rounded is None:
         return None
-    return as_score(lowest_window(rounded) if kind is ScoreKind.LOWEST_LOGPROB else mean_logprob(rounded))
+    return logprob_to_score(
+        lowest_window_logprob(rounded) if kind is ScoreKind.LOWEST_LOGPROB else mean_logprob(rounded)
+    )
 
 
 def _rounded(logprobs: tuple[float, ...]) -> list[float] | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from darts_server.engine.port import Probed
-from darts_server.policy.survival import Pruning
+from darts_server.policy.pruning.survival import Pruning
 
 
 @dataclass(frozen=True, slots=True)

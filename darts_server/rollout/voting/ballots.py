@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.answers import Boxed, Choices, Extractor, Pattern
-from darts_server.policy.voting import LogOdds, Majority, Ranked, Tally, Vote, Weighting, decided, tally
+from darts_server.policy.voting.answers import BoxedExtractor, ChoiceExtractor, Extractor, RegexExtractor
+from darts_server.policy.voting.tally import Tally, count_votes, is_decided
+from darts_server.policy.voting.weighting import LogOddsWeighting, MajorityWeighting, RankWeighting, Vote, Weighting
 from darts_server.types import Sample
 
 BOXED = "boxed"
@@ -65,7 +66,7 @@ class BallotBox:
 
     async def take(self, index: int, sample: Sample) -> None:
         """A trajectory came to its end."""
-        find = self._extractor.answer
+        find = self._extractor.extract
         short = len(sample.text) <= SHORT_TEXT
         answer = find(sample.text) if short else await asyncio.to_thread(find, sample.text)
         self.ballots.append(Ballot(index, sample, answer))
@@ -78,7 +79,7 @@ class BallotBox:
         """
         known, unknown = self._votes()
         missing = [*remaining, *(ballot.index for ballot in unknown)]
-        return len(known) >= len(missing) and decided(known, missing, self._weighting)
+        return len(known) >= len(missing) and is_decided(known, missing, self._weighting)
 
     def count(self) -> VoteCount:
         """The result. Votes without a score get the mean of the others'."""
@@ -87,7 +88,7 @@ class BallotBox:
         votes = [*known, *(Vote(b.index, b.answer, mean) for b in unknown if b.answer is not None)]
         weights = self._weighting.weights(votes)
         return VoteCount(
-            tally=tally(votes, self._weighting),
+            tally=count_votes(votes, self._weighting),
             weights={vote.index: float(weight) for vote, weight in zip(votes, weights, strict=True)},
         )
 
@@ -115,9 +116,9 @@ def extractor_of(pattern: str | Sequence[str]) -> Extractor:
         InvalidRequest: it cannot be used.
     """
     if isinstance(pattern, str):
-        return Boxed() if pattern == BOXED else Pattern(pattern)
+        return BoxedExtractor() if pattern == BOXED else RegexExtractor(pattern)
     try:
-        return Choices(tuple(pattern))
+        return ChoiceExtractor(tuple(pattern))
     except InvalidRequest as error:
         raise InvalidRequest("pattern.choices", error.message) from error
 
@@ -129,9 +130,11 @@ def weighting_of(weights: str, pattern: str | Sequence[str]) -> Weighting:
         InvalidRequest: there is no such weighting.
     """
     if weights == MAJORITY:
-        return Majority()
+        return MajorityWeighting()
     if weights == RANK:
-        return Ranked()
+        return RankWeighting()
     if weights == LOG_ODDS:
-        return LogOdds() if isinstance(pattern, str) else LogOdds(wrong_answers=max(1, len(pattern) - 1))
+        return (
+            LogOddsWeighting() if isinstance(pattern, str) else LogOddsWeighting(wrong_answers=max(1, len(pattern) - 1))
+        )
     raise InvalidRequest("weights", f"must be one of {', '.join(WEIGHTS)}, got {weights!r}")

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from darts_server.exceptions import StateError
-from darts_server.policy.calibration import Calibration, Label, Status
+from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus, Label
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.learned.documents import DocumentStore
@@ -42,7 +42,7 @@ class Confidence:
         self._keep = Debounce(KEEP_SECONDS, self._write)
         self._read()
 
-    def status(self, kind: str) -> Status:
+    def status(self, kind: str) -> CalibrationStatus:
         """Whether `chance` knows anything, or why not."""
         return self._points[kind].calibrator.status
 

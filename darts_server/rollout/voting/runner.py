@@ -9,9 +9,9 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, Prompter, RequestT
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.calibration import Status
-from darts_server.policy.selection import InOrder
-from darts_server.policy.survival import Pruning
+from darts_server.policy.pruning.calibration import CalibrationStatus
+from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.selection.rules import InOrder
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.observers.base import VoteObserver
 from darts_server.rollout.plan import OFF
@@ -88,7 +88,7 @@ class VoteResult:
     count: VoteCount
     ballots: Sequence[Ballot]
     decided_early: bool
-    calibration: Status | None
+    calibration: CalibrationStatus | None
     record: GroupRecord
     seconds: float
 
@@ -184,7 +184,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
         return run
 
     def _measure(
-        self, question: VoteRequest, run: GroupRun[RequestT, OutputT], calibration: Status | None
+        self, question: VoteRequest, run: GroupRun[RequestT, OutputT], calibration: CalibrationStatus | None
     ) -> ScoreBallot | None:
         kind = question.score
         if question.weights == MAJORITY or kind is None:
@@ -201,7 +201,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
         def chance(score: float) -> float:
             if calibration is None:
                 return score
-            return self._confidence.chance(kind, score) if calibration is Status.READY else UNKNOWN
+            return self._confidence.chance(kind, score) if calibration is CalibrationStatus.READY else UNKNOWN
 
         return by_logprobs if question.by_logprobs else by_quality
 

@@ -16,7 +16,7 @@ from starlette.types import Message
 from darts_server.engine.scripted import settle
 from darts_server.http.resources.monitor import LiveAnswer, LiveStream, Viewed, pieces, routes
 from darts_server.http.resources.rollouts_events import MEDIA_TYPE
-from darts_server.policy.patterns import RewardStats, one
+from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.monitor import Viewer
 from darts_server.types import UpdateOutcome, UpdateRecord
@@ -93,7 +93,7 @@ async def test_health_tells_of_weights_and_rewards() -> None:
     health = server.viewed.health()
     assert health["weights"]["last"]["error"] == "too large"
     assert health["rewards"] is None
-    server.rewards.learn({None: RewardStats(right=one(5), wrong=one(9), groups=4, zero_variance=1)})
+    server.rewards.learn({None: RewardStats(right=single_length(5), wrong=single_length(9), groups=4, zero_variance=1)})
     rewards = {"rewarded": 2, "pass_rate": 0.5, "rewarded_groups": 4, "zero_variance_groups": 1}
     assert server.viewed.health()["rewards"] == rewards
 

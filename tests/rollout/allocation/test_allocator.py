@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from darts_server.policy.brownout import dimmed
-from darts_server.policy.selection import Shortest
+from darts_server.policy.allocation.brownout import reduce_candidates
+from darts_server.policy.selection.rules import Shortest
+from darts_server.policy.selection.tail_rules import SampledTail
 from darts_server.policy.shaping import Shaping
-from darts_server.policy.tails import SampledTail
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
 from darts_server.rollout.allocation.cohort import Allocation
@@ -105,9 +105,9 @@ async def test_a_store_that_fails_is_told_to_everyone_who_waits() -> None:
 
 
 def test_a_saturated_prompt_keeps_the_shortest_only() -> None:
-    assert isinstance(DARTS.rule(SIZE, 16), Shortest)
-    assert isinstance(DARTS.rule(SIZE, 15), SampledTail)
-    assert isinstance(Shaping(redundancy=2.0).rule(SIZE, 16), SampledTail)
+    assert isinstance(DARTS.selection_rule(SIZE, 16), Shortest)
+    assert isinstance(DARTS.selection_rule(SIZE, 15), SampledTail)
+    assert isinstance(Shaping(redundancy=2.0).selection_rule(SIZE, 16), SampledTail)
 
 
 async def test_where_there_is_no_room_everyone_gets_less_of_the_redundancy_and_nobody_less_than_the_size() -> None:
@@ -117,7 +117,7 @@ async def test_where_there_is_no_room_everyone_gets_less_of_the_redundancy_and_n
     for scale, each in ((1.0, 12), (0.5, 10), (0.0, 8)):
         allocator = an_allocator(prompts(**stds), window=0.01, scale=scale)
         assert await allocator.grant("uniform", uniform, SIZE, "p0") == Allocation(each)
-        assert await together(allocator, list(stds)) == [dimmed(count, SIZE, scale) for count in full]
+        assert await together(allocator, list(stds)) == [reduce_candidates(count, SIZE, scale) for count in full]
 
 
 def test_a_batch_whose_caller_says_how_many_candidates_it_gets_has_them_all_the_same() -> None:

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.deadline import ENOUGH_RIGHT, Deadline
+from darts_server.policy.deadline import MIN_RIGHT, Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
 SIZE = 8
-RULE = Deadline(most_lost=0.02)
+RULE = Deadline(max_lost_share=0.02)
 CUTTING = Shaping(deadline=RULE)
 
 
@@ -26,7 +26,7 @@ def explored(deadline: int, *lengths: int) -> GroupRecord:
     )
 
 
-def reported(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: int = ENOUGH_RIGHT) -> None:
+def reported(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: int = MIN_RIGHT) -> None:
     for _ in range(times):
         deadlines.rewarded(record, dict.fromkeys(range(SIZE), right), RULE)
 
@@ -39,7 +39,7 @@ def test_right_answers_beyond_the_deadline_hold_it_back_and_that_is_remembered()
     rule = Deadlines(documents, np.random.default_rng(0)).rule(CUTTING)
     assert rule is not None
     assert rule.stretch == deadlines.losses.stretch > 1
-    assert rule.of([100] * 10, 10) == pytest.approx(100 * rule.stretch, abs=1)
+    assert rule.from_lengths([100] * 10, 10) == pytest.approx(100 * rule.stretch, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineRefused
-from darts_server.policy.deadline import FEWEST
+from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
@@ -111,7 +111,7 @@ async def test_what_groups_needed_before_stands_in_for_a_batch_of_few() -> None:
     house.engine.now = 0
     [task] = await begun(house, ["later"])
     assert SMALLEST_BATCH > 1
-    assert len(NAMES) >= FEWEST
+    assert len(NAMES) >= MIN_GROUPS
     await house.engine.run()
     await task
     assert house.record("later").deadline == 5
@@ -151,7 +151,7 @@ async def test_a_group_that_knew_what_it_needs_before_it_was_opened_tells_its_ba
     for _ in range(5):
         await house.engine.step()
     batch = a_batch(house, 1)
-    run.open(Shaping(num_longest=0).rule(1), Allocation(3, batch))
+    run.open(Shaping(num_longest=0).selection_rule(1), Allocation(3, batch))
     assert batch.tokens == 5
     run.close()
 
@@ -161,7 +161,7 @@ async def test_a_group_that_failed_before_it_was_opened_is_dropped_from_its_batc
     house.engine.refuse = EngineRefused("no")
     run = gathered(house, "p", 4)
     await settle()
-    run.open(DARTS_CUT.rule(4), Allocation(6, a_batch(house, 1)))
+    run.open(DARTS_CUT.selection_rule(4), Allocation(6, a_batch(house, 1)))
     with pytest.raises(EngineRefused):
         await collect(run)
     assert len(house.recorder.batches) == 1
@@ -192,7 +192,7 @@ async def test_the_record_names_no_deadline_that_the_group_was_not_held_to() -> 
     house = House(lambda _, index: script[index], {"cut": DARTS_CUT})
     run = house.rollouts.gathering("p", "cut", group_id="p", tail_seed=(TAIL_SEED_FOR_3,))
     batch = a_batch(house, 1)
-    run.open(DARTS_CUT.rule(4), Allocation(5, batch))
+    run.open(DARTS_CUT.selection_rule(4), Allocation(5, batch))
     task = asyncio.create_task(collect(run))
     await house.engine.run()
     assert {t.index: len(t.output) for t in await task} == {0: 2, 1: 2, 2: 2, 3: 12}

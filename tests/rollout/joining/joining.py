@@ -218,7 +218,7 @@ class Hall:
         fates = {}
         for candidate in run._group.candidates:
             script = self.script(*run._asked(candidate.index))
-            fates[candidate.index] = Fate(script.length, script.reason == "stop", candidate.draw)
+            fates[candidate.index] = Fate(script.length, script.reason == "stop", candidate.tail_draw)
         return fates
 
     def origin(self, group_id: str, index: int) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import StateError
-from darts_server.policy.calibration import Calibration
+from darts_server.policy.pruning.calibration import Calibration
 from darts_server.rollout.learned.blobs import PART_BYTES, Blob, BlobStore
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.pruning.detection_point import DetectionPoint

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from darts_server.exceptions import StateError
-from darts_server.policy.allocation import PriceState
+from darts_server.policy.allocation.shadow_price import ShadowPriceState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import Scalar, StoredValues
@@ -51,9 +51,9 @@ def test_they_are_read_anew_each_time() -> None:
 
 def test_what_is_loaded_is_made_of_the_json() -> None:
     documents = Documents()
-    notes = StoredValues(documents, "price", lambda value: PriceState(**value))
+    notes = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
     notes.save("a", {"recent": [1.5], "debt": 2, "carry": 0})
-    assert notes.load("a") == PriceState((1.5,), 2, 0)
+    assert notes.load("a") == ShadowPriceState((1.5,), 2, 0)
     assert notes.load("b") is None
 
 
@@ -75,12 +75,12 @@ def test_what_is_not_what_it_should_be_counts_as_not_there(
 ) -> None:
     documents = Documents()
     documents.put("price", "a", document)
-    notes = StoredValues(documents, "price", lambda value: PriceState(**value))
+    notes = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
     assert notes.load("a") is None
     assert notes.load("a") is None
     assert caplog.text.count("what was learned as price cannot be read; it is learned anew") == 1
     notes.save("a", {"recent": [1.5]})
-    assert notes.load("a") == PriceState((1.5,))
+    assert notes.load("a") == ShadowPriceState((1.5,))
 
 
 def test_a_store_that_cannot_be_read_is_said_once_until_it_can_be_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.policy.deadline import MEMORY, Deadline
-from darts_server.policy.patterns import Moments, RewardStats, restored
+from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.learned.rewards import DATASET_KIND, KEY, PROMPT_KIND, Rewards, summary
@@ -460,7 +460,7 @@ def test_junk_counts_as_nothing_and_is_learned_over(junk: dict[str, Scalar]) -> 
     trainer.report(by_id("g:0", 1.0), by_id("g:1", 0.0))
     assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(Moments(1, 2.0), Moments(1, 3.0), 1, 0)
     assert trainer.rewards.mean_length("wrong") == 3
-    assert restored(json.loads(str((store.get(PROMPT_KIND, "p") or {})["value"]))) == trainer.prompt("p")
+    assert restore_stats(json.loads(str((store.get(PROMPT_KIND, "p") or {})["value"]))) == trainer.prompt("p")
 
 
 def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:

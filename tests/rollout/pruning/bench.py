@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.engine.port import Probed
-from darts_server.policy.calibration import Calibration
-from darts_server.policy.survival import Pruning
+from darts_server.policy.pruning.calibration import Calibration
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.head import Head
 from darts_server.quality.report import TrainerReport
 from darts_server.quality.types import HeadSettings, HeadStatus

@@ -6,7 +6,7 @@ import numpy as np
 
 from darts_server.engine.port import Probe, Probed
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
-from darts_server.policy.survival import Pruning
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.pruning.scorer import Assessment
 
 

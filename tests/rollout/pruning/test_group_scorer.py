@@ -12,9 +12,9 @@ from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.events import Scored
-from darts_server.policy.named import named
+from darts_server.policy.named_policies import build_policies
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
-from darts_server.policy.survival import Pruning
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.submission import BatchRequest, Submissions
 from darts_server.rollout.joining import Joining
@@ -27,8 +27,8 @@ from tests.rollout.pruning.fake_scorer import Hasty, Oracle, states
 
 pytestmark = pytest.mark.anyio
 SHAPINGS = {
-    **named(Shaping(), Deadline(), Pruning()),
-    "refill": named(Shaping(max_redundancy=3.0), Deadline(), Pruning(), refill=True)["arrol"],
+    **build_policies(Shaping(), Deadline(), Pruning()),
+    "refill": build_policies(Shaping(max_redundancy=3.0), Deadline(), Pruning(), refill=True)["arrol"],
 }
 NEVER, SURELY = 0.0, 1.0
 LOGPROBS_ONLY = {"uses_hidden_states": False, "uses_logprobs": True}
@@ -181,7 +181,7 @@ async def test_the_lots_of_the_tail_are_those_without_pruning_and_decisions_can_
     def drawn(policy: str) -> list[float]:
         run = a_house(Oracle(4), [20], {}).run(4, policy)
         run.close()
-        return [c.draw for c in run.candidates]
+        return [c.tail_draw for c in run.candidates]
 
     assert drawn("darts") == drawn("darts+arrol")
     fates = []
@@ -319,7 +319,7 @@ async def test_pruning_is_refused_where_nothing_can_be_scored(
 
 
 async def test_a_group_that_has_nobody_to_prune_is_refused() -> None:
-    shapings = named(Shaping(), Deadline(), Pruning(keep_ratio=0.9))
+    shapings = build_policies(Shaping(), Deadline(), Pruning(keep_ratio=0.9))
     house = House(lengths(5), shapings, scorer=Oracle(4, **LOGPROBS_ONLY))
     with pytest.raises(InvalidRequest, match=r"n / keep_ratio = 2 / 0\.9"):
         house.plan(2, "arrol")

@@ -8,9 +8,9 @@ import pytest
 
 from darts_server.engine.scripted import Script
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named import named
+from darts_server.policy.named_policies import build_policies
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
-from darts_server.policy.survival import Pruning
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.feedback import Feedback, Reward
 from darts_server.types import DiscardReason
@@ -37,7 +37,7 @@ class Trained:
         self.world = World()
         self.right: dict[tuple[str, int], bool] = {}
         self.bench = Bench(replace(QUICKLY, detect_at=(POINT,)))
-        shapings = named(Shaping(num_longest=1), Deadline(), Pruning())
+        shapings = build_policies(Shaping(num_longest=1), Deadline(), Pruning())
         self.house = House(self._script, shapings, scorer=self.bench.pruner)
         self.house.engine.probe_width = WIDTH
         on_reward = [self.bench.pruner.learn_reward]

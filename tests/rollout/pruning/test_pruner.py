@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from darts_server.engine.port import Probed
-from darts_server.policy.calibration import Calibration
-from darts_server.policy.calibration import Status as CalibrationStatus
-from darts_server.policy.survival import Pruning
+from darts_server.policy.pruning.calibration import Calibration
+from darts_server.policy.pruning.calibration import CalibrationStatus as CalibrationStatus
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.types import HeadStatus
 from darts_server.rollout.pruning.detection_point import AIM_EVERY, MOST_RULES, Survival
 from darts_server.rollout.pruning.pruner import STEP_GROUPS, UNPROBED_TOKENS
@@ -383,7 +383,7 @@ def test_survival_is_aimed_by_the_chances_scored_last_and_kept_for_some_ways_to_
     told = [survival.of(float(q), Pruning(keep_ratio=0.4)) for q in chances]
     assert np.mean(told[-1000:]) == pytest.approx(0.4, abs=0.02)
     recent = np.asarray(survival._recent)
-    assert told[-1] == pytest.approx(Pruning(keep_ratio=0.4).aim(recent).survival(float(chances[-1])), abs=0.02)
+    assert told[-1] == pytest.approx(Pruning(keep_ratio=0.4).fit(recent).survival(float(chances[-1])), abs=0.02)
     for i in range(3 * MOST_RULES):
         survival.of(0.5, Pruning(keep_ratio=0.3 + i / 1000))
     assert len(survival._aims) == MOST_RULES

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from darts_server.engine.port import Probed
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
-from darts_server.policy.calibration import BUFFER, Status
-from darts_server.policy.survival import Pruning
+from darts_server.policy.pruning.calibration import BUFFER, CalibrationStatus
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.rollout.run import GroupRun
@@ -251,12 +251,12 @@ async def test_log_odds_are_of_what_rewards_said() -> None:
     booth = Booth(*voters("ab"))
     asked = question(2, weights="log_odds", score="logprob")
     result = await booth.run(asked)
-    assert result.calibration is Status.NO_LABELS
+    assert result.calibration is CalibrationStatus.NO_LABELS
     assert len(set(result.count.weights.values())) == 1, "nothing is known, so all weigh the same"
     booth = Booth(Voter(10, "a", -2.5), Voter(20, "b", -0.1), Voter(30, "a", -2.0))
     booth.votes._confidence = trained()
     result = await booth.run(replace(asked, n=3))
-    assert (result.calibration, result.count.tally.winner) == (Status.READY, "b")
+    assert (result.calibration, result.count.tally.winner) == (CalibrationStatus.READY, "b")
 
 
 async def test_rewards_of_votes_are_what_scores_are_worth_and_outlive_a_restart() -> None:
@@ -266,7 +266,7 @@ async def test_rewards_of_votes_are_what_scores_are_worth_and_outlive_a_restart(
     for index in (0, 1, 7):
         booth.confidence.learn_reward(result.vote_id, index, 1.0, True)
     booth.confidence.learn_reward("unknown", 0, 1.0, True)
-    assert [booth.confidence.status(kind) for kind in KINDS] == [Status.FEW_LABELS] * 2
+    assert [booth.confidence.status(kind) for kind in KINDS] == [CalibrationStatus.FEW_LABELS] * 2
     booth.confidence._keep.now()
     [label] = Confidence(documents)._points["logprob"].calibrator.state.labels
     assert label == pytest.approx((math.exp(-1.0), 1.0, 1.0))
@@ -291,7 +291,7 @@ async def test_votes_that_cannot_be_kept_or_read_are_counted_all_the_same(caplog
     store.close()
     confidence._keep.now()
     assert "was not kept" in caplog.text
-    assert Confidence(store).status("logprob") is Status.NO_LABELS
+    assert Confidence(store).status("logprob") is CalibrationStatus.NO_LABELS
     assert "cannot be read" in caplog.text
 
 
@@ -438,6 +438,6 @@ def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
 
 
 def test_choices_are_found_and_weighed_as_such() -> None:
-    assert extractor_of(["yes", "no"]).answer("yes or no? yes") == "yes"
-    assert extractor_of("boxed").answer(r"\boxed{7}") == "7"
+    assert extractor_of(["yes", "no"]).extract("yes or no? yes") == "yes"
+    assert extractor_of("boxed").extract(r"\boxed{7}") == "7"
     assert weighting_of("log_odds", ["yes", "no"]) == weighting_of("log_odds", ["only"])

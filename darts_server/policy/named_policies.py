@@ -1,0 +1,48 @@
+"""The named policies: which combination of rules each one is."""
+
+from dataclasses import replace
+
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.shaping import BudgetKind, Shaping, Tail
+
+SHAPED_POLICIES = ("uniform", "darts", "darts_deadline", "darts_cut", "first_finish", "arrol", "darts+arrol")
+SHADOW_PREFIX = "shadow:"
+"""Before the name of a policy: nothing is shaped, but what that policy would have done is recorded."""
+
+
+def build_policies(
+    base: Shaping, deadline: Deadline, pruning: Pruning | None = None, refill: bool = False
+) -> dict[str, Shaping]:
+    """All policies but ``off``, by name; ``base`` is ``uniform``, which the others differ from.
+
+    Without ``pruning`` those that prune are left out. They have no shadows: nobody can replay the choice of candidates
+    that were not scored.
+    """
+    darts = replace(base, adaptive=True)
+    shaped = {
+        "uniform": base,
+        "darts": darts,
+        "darts_deadline": replace(darts, tail=Tail.LONGEST, deadline=deadline),
+        "darts_cut": replace(darts, tail=Tail.SAMPLED, deadline=deadline),
+        "first_finish": replace(darts, tail=Tail.LONGEST, finish_order=True),
+    }
+    shadows = {SHADOW_PREFIX + name: replace(shaping, shadow=True) for name, shaping in shaped.items()}
+    pruned = {} if pruning is None else _pruned(base, darts, pruning, refill)
+    return shaped | shadows | pruned
+
+
+def _pruned(base: Shaping, darts: Shaping, pruning: Pruning, refill: bool) -> dict[str, Shaping]:
+    started = 1 / pruning.keep_ratio
+    return {
+        "arrol": replace(
+            base,
+            redundancy=started,
+            max_redundancy=max(base.max_redundancy, started),
+            budget=BudgetKind.FIXED,
+            pruning=pruning,
+            refill=refill,
+            target=pruning.target_positive_ratio,
+        ),
+        "darts+arrol": replace(darts, pruning=pruning, refill=refill),
+    }

@@ -1,0 +1,365 @@
+"""How many candidates in total: against closed forms, and against counting one candidate after the other."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from darts_server.policy.allocation.budget import choose_mean_candidates, cv_log_mean
+from darts_server.policy.allocation.rollout_model import (
+    QUEUED,
+    SIMULATED,
+    RolloutEstimate,
+    SampledRollouts,
+    Workload,
+    estimate_shaped,
+    estimate_unshaped,
+)
+from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.shaping import Tail
+
+Floats = NDArray[np.float64]
+
+SIZE, HIGH, MEAN = 8, 16, 300.0
+FLAT = LatencyCurve((1.0,), (0.02,))
+PROPORTIONAL = LatencyCurve((1.0,), (0.004,), 0.004)
+GPU = LatencyCurve((1.0, 128.0, 256.0), (0.02, 0.02, 0.04), 0.0002)
+
+MIDDLES = (np.arange(4000) + 0.5) / 4000
+EXPONENTIAL = -np.log(1 - MIDDLES)
+NARROW = np.sort(np.random.default_rng(0).lognormal(-0.02, 0.2, 2000))
+WIDE = np.sort(np.random.default_rng(0).lognormal(-0.125, 0.5, 2000))
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def prompts(count: int, ratios: Floats = EXPONENTIAL) -> Workload:
+    return Workload(means=[MEAN] * count, ratios=ratios, size=SIZE)
+
+
+def foresee(workload: Workload, mean_candidates: float, curve: LatencyCurve) -> RolloutEstimate:
+    return estimate_shaped(workload, mean_candidates, curve, SampledRollouts.of(workload, HIGH, rng()))
+
+
+# --- the public code's closed form ------------------------------------------
+
+
+def test_the_closed_form_is_the_public_codes() -> None:
+    assert cv_log_mean(0, 300, 8) == 8
+    assert cv_log_mean(60, 300, 8) == 8  # 5 std / mean = 1
+    assert cv_log_mean(75, 300, 8) == pytest.approx(8 * (1 + 1.5 * math.log(1.25)))
+    assert cv_log_mean(300, 300, 8) == 14
+
+
+@given(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6), st.integers(1, 64))
+def test_the_closed_form_is_clipped(std: float, mean: float, size: int) -> None:
+    open_form = size * (1 + 1.5 * math.log(5 * std / mean))
+    assert cv_log_mean(std, mean, size) == pytest.approx(min(max(open_form, size), 1.75 * size))
+
+
+def test_the_closed_form_refuses_what_cannot_be() -> None:
+    for std in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="std must be finite and at least 0"):
+            cv_log_mean(std, 300, 8)
+    for mean in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="mean must be finite and above 0"):
+            cv_log_mean(10, mean, 8)
+    with pytest.raises(ValueError, match="size must be at least 1"):
+        cv_log_mean(10, 300, 0)
+    assert cv_log_mean(1e308, 1e-308, 8) == 14
+
+
+# --- against closed forms ---------------------------------------------------
+
+
+def order_statistic(k: int, n: int) -> float:
+    """Mean of the k-th shortest of n exponential lengths, over their mean."""
+    return sum(1 / j for j in range(n - k + 1, n + 1))
+
+
+@pytest.mark.parametrize("candidates", [8, 10, 12, 16])
+def test_of_exponential_lengths_the_shortest_are_as_the_book_says(candidates: int) -> None:
+    found = foresee(prompts(64), candidates, FLAT)
+    returned = sum(order_statistic(k, candidates) for k in range(1, SIZE + 1)) / SIZE
+    assert found.returned_mean == pytest.approx(MEAN * returned, rel=0.02)
+    # They have no memory: each of the M that end takes the mean length of tokens, whoever generates these.
+    assert found.generated_tokens == pytest.approx(64 * SIZE * MEAN, rel=0.02)
+
+
+@pytest.mark.parametrize("candidates", [8, 12, 16])
+def test_of_a_lone_prompt_flat_steps_make_the_last_one_decide(candidates: int) -> None:
+    found = foresee(prompts(1), candidates, FLAT)
+    assert found.seconds == pytest.approx(0.02 * MEAN * order_statistic(SIZE, candidates), rel=0.03)
+
+
+@pytest.mark.parametrize("candidates", [8, 11.5, 16])
+def test_proportional_steps_make_the_sum_decide(candidates: float) -> None:
+    for workload in (prompts(3), replace(prompts(50), capacity=100), prompts(5000)):
+        found = foresee(workload, candidates, PROPORTIONAL)
+        assert found.seconds == pytest.approx(0.004 * found.generated_tokens)
+
+
+def test_a_drawn_tail_has_the_mean_of_what_is_left() -> None:
+    candidates, shortest = 12, SIZE - 1
+    found = foresee(replace(prompts(64), num_longest=1), candidates, PROPORTIONAL)
+    ordered = [order_statistic(k, candidates) for k in range(1, candidates + 1)]
+    tail = sum(ordered[shortest:]) / (candidates - shortest)
+    assert found.returned_mean == pytest.approx(MEAN * (sum(ordered[:shortest]) + tail) / SIZE, rel=0.02)
+    run = sum(ordered[:shortest]) + (candidates - shortest - 1) * ordered[shortest - 1] + tail
+    assert found.generated_tokens == pytest.approx(64 * MEAN * run, rel=0.03)
+
+
+@pytest.mark.parametrize("candidates", [8, 12, 15])
+def test_half_a_candidate_more_is_half_of_what_one_more_does(candidates: int) -> None:
+    few, some, many = (foresee(prompts(64), candidates + more, FLAT).returned_mean for more in (0, 0.5, 1))
+    assert few > some > many
+    assert some == pytest.approx((few + many) / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("count", [1, 100, SIMULATED // HIGH, SIMULATED])
+def test_a_batch_is_timed_at_its_full_size(count: int) -> None:
+    alike = Workload(means=[MEAN] * count, ratios=[1.0], size=SIZE)
+    found = foresee(alike, 12, GPU)
+    assert found.returned_mean == pytest.approx(MEAN)
+    assert found.generated_tokens == pytest.approx(12 * count * MEAN)
+    assert found.seconds == pytest.approx(MEAN * GPU.step_seconds(12 * count))
+
+
+@pytest.mark.parametrize("count", [4, QUEUED // HIGH, 1000])
+def test_more_than_the_engine_runs_at_once_take_turns(count: int) -> None:
+    alike = Workload(means=[MEAN] * count, ratios=[1.0], size=SIZE, capacity=4 * count)
+    found = foresee(alike, 12, GPU)
+    assert found.seconds == pytest.approx(3 * MEAN * GPU.step_seconds(4 * count), rel=0.01)
+
+
+def test_large_batches_are_like_their_prompts_at_even_distances() -> None:
+    means = np.random.default_rng(0).lognormal(5, 0.7, 20_000)
+    found = foresee(Workload(means=list(means), ratios=[1.0], size=SIZE), SIZE, FLAT)
+    assert found.returned_mean == pytest.approx(float(means.mean()), rel=0.01)
+
+
+def test_a_size_beyond_what_is_simulated_is_simulated_with_one_prompt() -> None:
+    size = SIMULATED + 1
+    alike = Workload(means=[MEAN] * 2, ratios=[1.0], size=size)
+    found = estimate_shaped(alike, size, FLAT, SampledRollouts.of(alike, size, rng()))
+    assert found.generated_tokens == pytest.approx(2 * size * MEAN)
+
+
+def test_long_prompts_and_short_ones_get_the_odd_candidate_alike() -> None:
+    means = [100.0] * 50 + [900.0] * 50
+    found = foresee(Workload(means=means, ratios=[1.0], size=SIZE), 8.5, FLAT)
+    assert found.generated_tokens == pytest.approx(8.5 * sum(means))
+
+
+# --- against counting one after the other -----------------------------------
+
+
+def counted(workload: Workload, mean_candidates: float, curve: LatencyCurve, draws: SampledRollouts) -> RolloutEstimate:
+    """The same without arrays."""
+    rounds, count, _ = draws.lengths.shape
+    few = math.floor(mean_candidates)
+    odd = [math.floor((r + 1) * (mean_candidates - few)) > math.floor(r * (mean_candidates - few)) for r in draws.ranks]
+    returned, tokens, seconds = 0.0, 0.0, 0.0
+    for lengths, lots in zip(draws.lengths.tolist(), draws.lots.tolist(), strict=True):
+        groups = [lengths[i][: few + odd[i]] for i in range(count)]
+        needs = [sorted(group)[workload.size - 1] for group in groups]
+        deadline = sorted(needs)[math.ceil(0.9 * count) - 1] if workload.cut else math.inf
+        batch = []
+        for i, group in enumerate(groups):
+            mean, run = counted_group(workload, group, lots[i], max(deadline, needs[i]))
+            returned += mean / (rounds * count)
+            batch += run
+        tokens += sum(batch) / rounds
+        seconds += curve.rollout_seconds(batch, workload.capacity) / rounds
+    return RolloutEstimate(returned, tokens, seconds)
+
+
+def counted_group(workload: Workload, group: list[float], lots: list[float], end: float) -> tuple[float, list[float]]:
+    size, tail = workload.size, workload.num_longest
+    order = sorted(range(len(group)), key=lambda j: group[j])
+    short, rest = order[: size - tail], order[size - tail :]
+    total = sum(group[j] for j in short)
+    need, last = group[order[size - 1]], group[short[-1]]
+    if not tail:
+        return total / size, [min(x, need) for x in group]
+    if workload.tail is Tail.LONGEST:
+        valid = [j for j in rest if group[j] <= end and group[j] < (workload.max_tokens or math.inf)]
+        chosen = valid[-tail:] if len(valid) >= tail else rest[:tail]
+        return (total + sum(group[j] for j in chosen)) / size, [min(x, end) for x in group]
+    drawn = sorted(rest, key=lambda j: lots[j])[:tail]
+    stop = need if workload.cut else last
+    run = [min(x, end) if j in drawn or j in short else min(x, stop) for j, x in enumerate(group)]
+    return (total + tail * sum(min(group[j], end) for j in rest) / len(rest)) / size, run
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    size = draw(st.integers(1, 4))
+    return Workload(
+        means=draw(st.lists(st.floats(5, 500), min_size=1, max_size=3)) * draw(st.integers(1, 40)),
+        ratios=draw(st.lists(st.floats(0.05, 8), min_size=1, max_size=40)),
+        size=size,
+        num_longest=draw(st.integers(0, size - 1)),
+        tail=draw(st.sampled_from(Tail)),
+        max_tokens=draw(st.none() | st.integers(20, 500)),
+        cut=draw(st.booleans()),
+        capacity=draw(st.none() | st.integers(1, 40)),
+    )
+
+
+@given(workloads(), st.integers(0, 8), st.sampled_from([FLAT, GPU]))
+def test_it_is_what_counting_one_after_the_other_gives(workload: Workload, halves: int, curve: LatencyCurve) -> None:
+    whole = SampledRollouts.of(workload, workload.size + 4, rng())
+    few = replace(whole, lengths=whole.lengths[:2], lots=whole.lots[:2])  # rounds
+    found = estimate_shaped(workload, workload.size + halves / 2, curve, few)
+    by_hand = counted(workload, workload.size + halves / 2, curve, few)
+    assert found.returned_mean == pytest.approx(by_hand.returned_mean)
+    assert found.generated_tokens == pytest.approx(by_hand.generated_tokens)
+    assert found.seconds == pytest.approx(by_hand.seconds)
+
+
+@given(workloads(), st.sampled_from([FLAT, GPU]))
+def test_no_candidate_more_and_no_deadline_is_the_unshaped_batch(workload: Workload, curve: LatencyCurve) -> None:
+    workload = replace(workload, cut=False)
+    draws = SampledRollouts.of(workload, workload.size + 1, rng())
+    plain, shaped = estimate_unshaped(workload, curve, draws), estimate_shaped(workload, workload.size, curve, draws)
+    assert shaped.returned_mean == pytest.approx(plain.returned_mean)
+    assert shaped.generated_tokens == pytest.approx(plain.generated_tokens)
+    assert shaped.seconds == pytest.approx(plain.seconds)
+
+
+@given(workloads(), st.integers(0, 8))
+def test_a_deadline_never_makes_it_longer(workload: Workload, halves: int) -> None:
+    draws = SampledRollouts.of(workload, workload.size + 4, rng())
+    cut, whole = (
+        estimate_shaped(replace(workload, cut=cut), workload.size + halves / 2, FLAT, draws).returned_mean
+        for cut in (True, False)
+    )
+    assert cut <= whole * (1 + 1e-12)
+
+
+# --- the best of them -------------------------------------------------------
+
+
+def test_whole_and_half_numbers_are_tried_and_the_best_is_taken() -> None:
+    decision = choose_mean_candidates(prompts(16, WIDE), 9, 12, GPU, 0.5, rng())
+    assert [trial.mean_candidates for trial in decision.trials] == [9, 9.5, 10, 10.5, 11, 11.5, 12]
+    assert decision.utility == max(trial.utility for trial in decision.trials)
+    assert decision.mean_candidates in [t.mean_candidates for t in decision.trials if t.utility == decision.utility]
+    for trial in decision.trials:
+        found, plain = trial.expectation, decision.unshaped
+        shorter = 1 - found.returned_mean / plain.returned_mean
+        assert trial.utility == pytest.approx(shorter - 0.5 * found.seconds / plain.seconds)
+
+
+def test_bounds_that_meet_leave_no_choice() -> None:
+    decision = choose_mean_candidates(prompts(4), 12, 12, GPU, 1.0, rng())
+    assert (decision.mean_candidates, len(decision.trials)) == (12, 1)
+
+
+@pytest.mark.parametrize("ratios", [NARROW, WIDE, EXPONENTIAL])
+def test_if_time_is_free_all_candidates_are_taken(ratios: Floats) -> None:
+    assert choose_mean_candidates(prompts(64, ratios), SIZE, HIGH, PROPORTIONAL, 0.0, rng()).mean_candidates == HIGH
+
+
+def test_if_time_is_dear_and_candidates_take_some_none_is_added() -> None:
+    for workload in (prompts(64, NARROW), replace(prompts(64, NARROW), num_longest=1, capacity=100)):
+        assert choose_mean_candidates(workload, SIZE, HIGH, PROPORTIONAL, 1e6, rng()).mean_candidates == SIZE
+
+
+def test_if_time_is_dear_and_candidates_save_some_all_are_taken() -> None:
+    assert choose_mean_candidates(prompts(8), SIZE, HIGH, FLAT, 1e6, rng()).mean_candidates >= HIGH - 1
+
+
+def test_equal_lengths_leave_nothing_to_gain() -> None:
+    assert choose_mean_candidates(prompts(8, np.ones(1)), SIZE, HIGH, FLAT, 0.0, rng()).mean_candidates == SIZE
+
+
+def test_a_price_in_between_gives_a_number_in_between() -> None:
+    for count, curve in ((64, PROPORTIONAL), (1000, GPU)):
+        assert SIZE < choose_mean_candidates(prompts(count, WIDE), SIZE, HIGH, curve, 1.0, rng()).mean_candidates < HIGH
+
+
+@given(
+    st.sampled_from([NARROW, WIDE, EXPONENTIAL]),
+    st.sampled_from([FLAT, GPU, PROPORTIONAL]),
+    st.sampled_from([0, 1]),
+    st.lists(st.floats(0, 20), min_size=2, max_size=2).map(sorted),
+)
+def test_the_dearer_time_is_the_less_is_spent(
+    ratios: Floats, curve: LatencyCurve, tail: int, aversions: list[float]
+) -> None:
+    workload = replace(prompts(32, ratios), num_longest=tail)
+    cheap, dear = (chosen_seconds(workload, curve, aversion) for aversion in aversions)
+    assert dear <= cheap * (1 + 1e-9)
+
+
+def chosen_seconds(workload: Workload, curve: LatencyCurve, aversion: float) -> float:
+    decision = choose_mean_candidates(workload, SIZE, SIZE + 2, curve, aversion, rng())
+    return next(t.expectation.seconds for t in decision.trials if t.mean_candidates == decision.mean_candidates)
+
+
+def test_the_same_draws_give_the_same_answer() -> None:
+    workload = replace(prompts(64, WIDE), num_longest=1, cut=True)
+    assert choose_mean_candidates(workload, SIZE, HIGH, GPU, 1.0, rng()) == choose_mean_candidates(
+        workload, SIZE, HIGH, GPU, 1.0, rng()
+    )
+
+
+def test_other_draws_find_one_that_is_hardly_worse() -> None:
+    draws = [np.random.default_rng(seed) for seed in range(12)]
+    found = [choose_mean_candidates(prompts(64, WIDE), SIZE, HIGH, GPU, 1.0, each) for each in draws]
+    utility = np.mean([[trial.utility for trial in decision.trials] for decision in found], axis=0)
+    for decision in found:
+        chosen = utility[round(2 * (decision.mean_candidates - SIZE))]
+        assert chosen > utility.max() - 0.05 * np.ptp(utility)
+
+
+def test_the_order_of_the_ratios_does_not_matter() -> None:
+    one, two = (choose_mean_candidates(prompts(8, r), SIZE, HIGH, GPU, 1.0, rng()) for r in (WIDE, WIDE[::-1].copy()))
+    assert one == two
+
+
+# --- what is refused --------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [[], [1.0, 0.0], [math.nan], [math.inf]])
+def test_means_and_ratios_that_cannot_be_are_refused(values: list[float]) -> None:
+    with pytest.raises(ValueError, match="means must be at least one, all finite and above 0"):
+        Workload(means=values, ratios=[1.0], size=8)
+    with pytest.raises(ValueError, match="ratios must be at least one, all finite and above 0"):
+        Workload(means=[1.0], ratios=values, size=8)
+
+
+def test_a_workload_that_cannot_be_is_refused() -> None:
+    for size, longest in ((8, 8), (8, -1), (0, 0)):
+        with pytest.raises(ValueError, match="num_longest must be in"):
+            Workload(means=[1.0], ratios=[1.0], size=size, num_longest=longest)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
+        Workload(means=[1.0], ratios=[1.0], size=8, max_tokens=0)
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
+        Workload(means=[1.0], ratios=[1.0], size=8, capacity=0)
+
+
+@pytest.mark.parametrize("mean_candidates", [7.5, 16.5, math.nan])
+def test_numbers_beyond_the_draws_are_refused(mean_candidates: float) -> None:
+    with pytest.raises(ValueError, match=r"mean_candidates must be in \[8, 16\]"):
+        foresee(prompts(2), mean_candidates, FLAT)
+
+
+@pytest.mark.parametrize(("low", "high"), [(7, 12), (12, 11)])
+def test_bounds_that_cannot_hold_are_refused(low: int, high: int) -> None:
+    with pytest.raises(ValueError, match="8 <= low <= high"):
+        choose_mean_candidates(prompts(2), low, high, FLAT, 1.0, rng())
+
+
+@pytest.mark.parametrize("aversion", [-0.1, math.nan, math.inf])
+def test_an_aversion_that_cannot_be_is_refused(aversion: float) -> None:
+    with pytest.raises(ValueError, match="budget_aversion must be finite and at least 0"):
+        choose_mean_candidates(prompts(2), 8, 9, FLAT, aversion, rng())

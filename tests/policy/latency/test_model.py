@@ -1,0 +1,306 @@
+"""PTL(b): what a rollout takes, against a simulation token by token, and learned within 10 % of known engines."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency.model import MIN_STEPS, STEPS_PER_BIN, LatencyModel, LatencyState
+
+Engine = Callable[[float], float]
+
+FLAT = LatencyCurve((1.0,), (0.02,))
+PROPORTIONAL = LatencyCurve((1.0,), (0.004,), 0.004)
+BENT = LatencyCurve((1.0, 4.0, 8.0), (0.02, 0.02, 0.04), 0.005)
+CURVES = st.sampled_from([FLAT, PROPORTIONAL, BENT])
+SIZES = [1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 90, 128, 180, 256]
+
+
+def simulated(lengths: Sequence[int], capacity: int, curve: LatencyCurve) -> float:
+    """One step after the other; whoever waits longest takes a place that is free."""
+    waiting, running, seconds = [x for x in lengths if x], list[int](), 0.0
+    while waiting or running:
+        while waiting and len(running) < capacity:
+            running.append(waiting.pop(0))
+        seconds += curve.step_seconds(len(running))
+        running = [left - 1 for left in running if left > 1]
+    return seconds
+
+
+# --- the curve --------------------------------------------------------------
+
+
+def test_between_its_points_the_curve_is_a_line_and_beyond_them_one_goes_on() -> None:
+    assert [BENT.step_seconds(b) for b in (0.3, 1, 2, 4, 6, 8, 10)] == pytest.approx(
+        [0.02, 0.02, 0.02, 0.02, 0.03, 0.04, 0.05]
+    )
+
+
+def test_an_array_is_read_like_its_values() -> None:
+    batches = np.asarray([[0.5, 3.0, 5.0], [7.5, 8.0, 900.0]])
+    expected = [[BENT.step_seconds(b) for b in row] for row in batches.tolist()]
+    assert BENT.step_seconds_array(batches).tolist() == expected
+
+
+def test_a_curve_survives_json() -> None:
+    assert LatencyCurve(**json.loads(json.dumps(asdict(BENT)))) == BENT
+
+
+@pytest.mark.parametrize(
+    ("batches", "seconds", "per_sequence", "message"),
+    [
+        ((), (), 0.0, "as many, and at least one"),
+        ((1.0, 2.0), (0.1,), 0.0, "as many, and at least one"),
+        ((0.0,), (0.1,), 0.0, "batches must be finite and above 0"),
+        ((1.0,), (0.0,), 0.0, "seconds must be finite and above 0"),
+        ((1.0,), (math.nan,), 0.0, "seconds must be finite and above 0"),
+        ((2.0, 2.0), (0.1, 0.2), 0.0, "batches must increase"),
+        ((1.0, 2.0), (0.2, 0.1), 0.0, "seconds must not decrease"),
+        ((1.0,), (0.1,), -0.1, "per_sequence must be finite and at least 0"),
+        ((1.0,), (0.1,), math.inf, "per_sequence must be finite and at least 0"),
+    ],
+)
+def test_a_curve_that_cannot_be_is_refused(
+    batches: tuple[float, ...], seconds: tuple[float, ...], per_sequence: float, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LatencyCurve(batches, seconds, per_sequence)
+
+
+# --- what a rollout takes ---------------------------------------------------
+
+
+def test_the_cost_model_is_the_papers() -> None:
+    by_hand = 2 * BENT.step_seconds(3) + (7 - 2) * BENT.step_seconds(2) + (9 - 7) * BENT.step_seconds(1)
+    assert BENT.rollout_seconds([7, 2, 9]) == pytest.approx(by_hand)
+    assert BENT.rollout_seconds([]) == 0
+
+
+@given(st.lists(st.integers(0, 12), max_size=12), CURVES)
+def test_without_a_capacity_all_run_from_the_start(lengths: list[int], curve: LatencyCurve) -> None:
+    assert curve.rollout_seconds(lengths) == pytest.approx(simulated(lengths, len(lengths), curve))
+
+
+@given(st.lists(st.integers(0, 12), max_size=25), st.integers(1, 8), CURVES)
+def test_beyond_the_capacity_they_queue_in_order_of_arrival(
+    lengths: list[int], capacity: int, curve: LatencyCurve
+) -> None:
+    assert curve.rollout_seconds(lengths, capacity) == pytest.approx(simulated(lengths, capacity, curve))
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 30))
+def test_flat_steps_make_the_longest_decide_and_proportional_ones_the_sum(lengths: list[int], capacity: int) -> None:
+    assert FLAT.rollout_seconds(lengths) == pytest.approx(0.02 * max(lengths))
+    assert PROPORTIONAL.rollout_seconds(lengths) == pytest.approx(0.004 * sum(lengths))
+    assert PROPORTIONAL.rollout_seconds(lengths, capacity) == pytest.approx(0.004 * sum(lengths))
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=10), st.integers(1, 5), CURVES)
+def test_a_length_may_stand_for_several(lengths: list[int], weight: int, curve: LatencyCurve) -> None:
+    model = curve.rollout_seconds_batch(np.asarray([lengths], dtype=np.float64), weight=weight)
+    assert model[0] == pytest.approx(curve.rollout_seconds(lengths * weight))
+
+
+@pytest.mark.parametrize("capacity", [10, 64, 300])
+def test_a_scale_model_has_a_queue_to_scale(capacity: int) -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 0.5, (1, 400))
+    model = float(BENT.rollout_seconds_batch(lengths, capacity, weight=6.0)[0])
+    full = BENT.rollout_seconds(np.tile(lengths[0], 6).tolist(), capacity)
+    assert model == pytest.approx(full, rel=0.04)
+
+
+def test_several_rollouts_at_once_are_as_many_alone() -> None:
+    lengths = np.random.default_rng(0).lognormal(3, 1, (5, 30))
+    for capacity in (None, 7):
+        alone = [BENT.rollout_seconds(row, capacity) for row in lengths.tolist()]
+        assert BENT.rollout_seconds_batch(lengths, capacity).tolist() == pytest.approx(alone)
+
+
+def test_lengths_and_capacities_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="lengths must be finite and at least 0"):
+        FLAT.rollout_seconds([3, -1])
+    with pytest.raises(ValueError, match="lengths must be finite and at least 0"):
+        FLAT.rollout_seconds([math.inf])
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
+        FLAT.rollout_seconds([3], 0)
+
+
+# --- learning it ------------------------------------------------------------
+
+
+def gpu(batch: float) -> float:
+    return max(0.02, 0.02 * batch / 100)
+
+
+def cpu(batch: float) -> float:
+    return 0.001 + 0.004 * batch
+
+
+def experts(batch: float) -> float:
+    """A mixture of experts: more are needed at first, then all are."""
+    return 0.01 + 0.01 * (1 - math.exp(-batch / 20)) + 0.00006 * batch
+
+
+ENGINES = [gpu, cpu, experts]
+UNSEEN: NDArray[np.float64] = np.unique(np.geomspace(1, 256, 150).round())
+
+
+def taught(
+    model: LatencyModel,
+    engine: Engine,
+    steps: int,
+    sizes: Sequence[int] = SIZES,
+    noise: float = 0.05,
+    contaminated: float = 0.0,
+) -> LatencyModel:
+    """After ``steps`` of each size, in any order; of the contaminated ones some last up to a hundred times as long."""
+    rng = np.random.default_rng(len(sizes))
+    for batch in rng.permuted(np.repeat(sizes, steps)).tolist():
+        stall = float(rng.choice([1.5, 2, 5, 100])) if rng.random() < contaminated else 1.0
+        model.observe(batch, engine(batch) * stall * float(np.exp(noise * rng.standard_normal())))
+    return model
+
+
+def known(model: LatencyModel) -> LatencyCurve:
+    assert model.curve is not None
+    return model.curve
+
+
+def error(model: LatencyModel, engine: Engine, batches: Sequence[float] = tuple(UNSEEN)) -> float:
+    """The largest relative one."""
+    curve = known(model)
+    return max(abs(curve.step_seconds(b) / engine(b) - 1) for b in batches)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("contaminated", [0.0, 0.2])
+def test_it_is_within_a_tenth_at_sizes_that_were_never_seen(engine: Engine, contaminated: float) -> None:
+    assert error(taught(LatencyModel(), engine, 60, contaminated=contaminated), engine) < 0.1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_many_sizes_are_as_good_as_few(engine: Engine) -> None:
+    every = list(range(1, 257))
+    assert error(taught(LatencyModel(), engine, 40, every, contaminated=0.2), engine) < 0.1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_beyond_the_largest_size_it_goes_on_as_it_was(engine: Engine) -> None:
+    assert error(taught(LatencyModel(), engine, 60), engine, [300, 512, 1024]) < 0.15
+
+
+@pytest.mark.parametrize(("engine", "sizes"), [(cpu, [16, 32, 64]), (gpu, [16, 32, 64]), (cpu, [40, 80])])
+def test_below_the_smallest_size_too(engine: Engine, sizes: list[int]) -> None:
+    model = taught(LatencyModel(), engine, 60, sizes, noise=0.0)
+    assert error(model, engine, [4, 8, 12, 100]) < 0.1
+    assert known(model).step_seconds(1) > 0
+
+
+def test_stalls_hardly_move_it() -> None:
+    model = taught(LatencyModel(), cpu, 60)
+    before = known(model).step_seconds_array(UNSEEN)
+    for batch in SIZES:
+        for _ in range(3):
+            model.observe(batch, 100 * cpu(batch))
+    assert known(model).step_seconds_array(UNSEEN) == pytest.approx(before, rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_an_engine_that_became_slower_or_faster_is_believed_soon(factor: float) -> None:
+    model = taught(LatencyModel(), gpu, 200)
+    model = taught(model, lambda b: factor * gpu(b), 50)
+    assert error(model, lambda b: factor * gpu(b)) < 0.1
+
+
+def test_a_slower_engine_is_believed_though_larger_batches_were_faster_before() -> None:
+    model = taught(LatencyModel(), gpu, 60)
+    model = taught(model, lambda b: 10 * gpu(b), 600, sizes=SIZES[:6])
+    assert error(model, lambda b: 10 * gpu(b), SIZES[:6]) < 0.1
+    assert known(model).step_seconds(256) >= known(model).step_seconds(8)
+
+
+def test_nothing_is_said_before_two_sizes_are_known() -> None:
+    model = LatencyModel()
+    assert model.curve is None
+    for batch in (8, 15):  # too near to each other
+        for _ in range(MIN_STEPS):
+            model.observe(batch, 0.1)
+    for _ in range(MIN_STEPS - 1):
+        model.observe(16, 0.2)
+        assert model.curve is None
+    model.observe(16, 0.2)
+    assert known(model).step_seconds(16) == pytest.approx(0.2)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-6, 1e3)), min_size=2, max_size=12))
+def test_whatever_is_seen_the_curve_neither_falls_nor_gets_to_zero(seen: list[tuple[int, float]]) -> None:
+    model = LatencyModel()
+    for batch, seconds in seen:
+        for _ in range(MIN_STEPS):
+            model.observe(batch, seconds)
+    if model.curve is not None:
+        values = model.curve.step_seconds_array(np.geomspace(0.5, 20_000, 300))
+        assert (np.diff(values) >= -1e-12 * values[1:]).all()
+        assert values[0] > 0
+        assert np.isfinite(values).all()
+
+
+def test_what_was_learned_survives_json_and_goes_on_as_if_nothing_had_happened() -> None:
+    model = taught(taught(LatencyModel(), gpu, 40), cpu, 20, sizes=[1, 5, 16, 17, 300])
+    restored = LatencyState(**json.loads(json.dumps(asdict(model.state))))
+    assert restored == model.state
+    twin = LatencyModel.from_state(restored)
+    assert twin.curve == model.curve
+    assert taught(twin, gpu, 5).curve == taught(model, gpu, 5).curve
+
+
+def test_the_state_stays_small() -> None:
+    model = taught(LatencyModel(), cpu, 2 * STEPS_PER_BIN, sizes=range(1, 1025, 3))
+    assert len(json.dumps(asdict(model.state))) < 50_000
+    assert max(len(steps) for steps in model.state.seconds) == STEPS_PER_BIN
+
+
+def test_an_empty_state_is_a_new_model() -> None:
+    assert LatencyModel.from_state(LatencyState()).curve is None
+    assert LatencyModel().state == LatencyState()
+
+
+@pytest.mark.parametrize(
+    ("batches", "seconds", "ages", "message"),
+    [
+        (((1,),), ((0.1, 0.2),), (0,), "as many"),
+        (((1,),), ((0.1,),), (), "as many"),
+        (((),), ((),), (0,), "batches must be some, and of one bin"),
+        (((1, 9),), ((0.1, 0.2),), (0,), "batches must be some, and of one bin"),
+        (((0,),), ((0.1,),), (0,), "batch must be finite and at least 1"),
+        (((1,),), ((-0.1,),), (0,), "seconds must be finite and above 0"),
+        (((1,),), ((0.1,),), (-1,), "ages must be at least 0"),
+        (((8,), (9,)), ((0.1,), (0.1,)), (0, 0), "one entry for each bin"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(
+    batches: tuple[tuple[int, ...], ...], seconds: tuple[tuple[float, ...], ...], ages: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LatencyState(batches, seconds, ages)
+
+
+@pytest.mark.parametrize("batch", [0, -3, math.inf, math.nan])
+def test_a_batch_that_cannot_be_is_refused(batch: int) -> None:
+    with pytest.raises(ValueError, match="batch must be finite and at least 1"):
+        LatencyModel().observe(batch, 0.1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -0.1, math.inf, math.nan])
+def test_a_time_that_cannot_be_is_refused(seconds: float) -> None:
+    model = LatencyModel()
+    with pytest.raises(ValueError, match="seconds must be finite and above 0"):
+        model.observe(3, seconds)
+    assert model.state == LatencyState()

@@ -1,0 +1,327 @@
+"""Length statistics: plain where nothing was stopped, and not biased short where something was."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from darts_server.policy.lengths.estimate import LengthEstimate, Observation, complete_sample, estimate_lengths
+from darts_server.policy.lengths.stats import WINDOW_STEPS, DatasetStats, PromptStats, make_prompt_key, update_stats
+
+Lengths = NDArray[np.float64]
+Stopping = Callable[[Lengths, np.random.Generator], list[Observation]]
+
+TOKENS = st.integers(1, 12) | st.integers(1, 40_000)
+OBSERVATIONS = st.lists(st.builds(Observation, TOKENS, st.booleans()), min_size=1, max_size=20)
+
+
+def ended(*tokens: int) -> list[Observation]:
+    return [Observation(t) for t in tokens]
+
+
+def stopped(*tokens: int) -> list[Observation]:
+    return [Observation(t, censored=True) for t in tokens]
+
+
+# --- without censoring ------------------------------------------------------
+
+
+@given(st.lists(TOKENS, min_size=2, max_size=20))
+def test_without_censoring_it_is_the_mean_and_the_sample_std(tokens: list[int]) -> None:
+    plain = estimate_lengths(ended(*tokens))
+    assert plain.mean == pytest.approx(statistics.mean(tokens), rel=1e-14)
+    assert plain.std == pytest.approx(statistics.stdev(tokens), rel=1e-12)
+
+
+def test_one_candidate_has_no_spread() -> None:
+    assert estimate_lengths(ended(7)) == LengthEstimate(7, None)
+    assert estimate_lengths(stopped(7)) == LengthEstimate(7, None)
+
+
+# --- the bias ---------------------------------------------------------------
+
+
+def log_normal(median: float, sigma: float) -> Callable[[np.random.Generator, int], Lengths]:
+    return lambda rng, n: np.ceil(rng.lognormal(math.log(median), sigma, n))
+
+
+def geometric(mean: float) -> Callable[[np.random.Generator, int], Lengths]:
+    return lambda rng, n: rng.geometric(1 / mean, n).astype(np.float64)
+
+
+def two_modes(short: float, long: float, share: float) -> Callable[[np.random.Generator, int], Lengths]:
+    """Two narrow log-normal modes; ``share`` of the lengths are in the longer one."""
+    modes = log_normal(short, 0.3), log_normal(long, 0.3)
+    return lambda rng, n: np.where(rng.random(n) < share, modes[1](rng, n), modes[0](rng, n))
+
+
+def shortest(lengths: Lengths, _: np.random.Generator) -> list[Observation]:
+    """The 8 shortest finish, the others are stopped when they have as many tokens as the 8th."""
+    bar = int(np.sort(lengths)[7])
+    return [Observation(min(int(x), bar), censored=x > bar) for x in lengths]
+
+
+def shortest_polled_early(lengths: Lengths, _: np.random.Generator) -> list[Observation]:
+    """The same, but stopped one token before: the next one would be the bar's, and a later index loses the tie."""
+    bar = int(np.sort(lengths)[7])
+    return [Observation(bar - 1, censored=True) if x > bar else Observation(int(x)) for x in lengths]
+
+
+def drawn_tail(lengths: Lengths, rng: np.random.Generator) -> list[Observation]:
+    """The 7 shortest finish and one drawn by lot does; the others are stopped at the 7th."""
+    order = np.argsort(lengths, kind="stable")
+    bar, drawn = int(lengths[order[6]]), rng.choice(order[7:])
+    return [
+        Observation(int(x)) if x <= bar or i == drawn else Observation(bar, censored=True)
+        for i, x in enumerate(lengths)
+    ]
+
+
+# Mean std over many groups of 12 and of 16, as a ratio to that of the same groups had nobody been stopped.
+NARROW, WIDE, HEAVY = log_normal(200, 0.3), log_normal(200, 0.5), log_normal(200, 0.8)
+GEOMETRIC, EVEN, UNEVEN = geometric(200), two_modes(150, 600, 0.5), two_modes(150, 450, 0.3)
+MOSTLY_LONG = two_modes(150, 600, 0.7)
+FIGURES = [
+    pytest.param(NARROW, shortest, 0.99, 0.99, id="log-normal 0.3, shortest"),
+    pytest.param(WIDE, shortest, 0.89, 0.85, id="log-normal 0.5, shortest"),
+    pytest.param(HEAVY, shortest, 0.76, 0.67, id="log-normal 0.8, shortest"),
+    pytest.param(GEOMETRIC, shortest, 0.98, 0.92, id="geometric, shortest"),
+    pytest.param(EVEN, shortest, 1.23, 0.92, id="two even modes, shortest"),
+    pytest.param(UNEVEN, shortest, 0.68, 0.45, id="the longer mode rare, shortest"),
+    pytest.param(NARROW, shortest_polled_early, 0.99, 0.99, id="log-normal 0.3, polled early"),
+    pytest.param(GEOMETRIC, shortest_polled_early, 0.98, 0.92, id="geometric, polled early"),
+    pytest.param(NARROW, drawn_tail, 0.97, 0.97, id="log-normal 0.3, drawn tail"),
+    pytest.param(WIDE, drawn_tail, 0.92, 0.88, id="log-normal 0.5, drawn tail"),
+    pytest.param(HEAVY, drawn_tail, 0.83, 0.76, id="log-normal 0.8, drawn tail"),
+    pytest.param(GEOMETRIC, drawn_tail, 0.94, 0.90, id="geometric, drawn tail"),
+    pytest.param(EVEN, drawn_tail, 1.05, 0.94, id="two even modes, drawn tail"),
+    pytest.param(UNEVEN, drawn_tail, 0.83, 0.74, id="the longer mode rare, drawn tail"),
+]
+ROUNDS = 700
+
+
+@pytest.mark.parametrize(("draw", "stop", "of_12", "of_16"), FIGURES)
+def test_the_bias_of_the_std_is_what_the_docstring_says(
+    draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, of_12: float, of_16: float
+) -> None:
+    for candidates, expected in ((12, of_12), (16, of_16)):
+        ratio, naive = ratios(draw, stop, candidates)
+        assert ratio == pytest.approx(expected, abs=0.06)
+        assert abs(math.log(ratio)) < 0.75 * abs(math.log(naive))
+
+
+@pytest.mark.parametrize(("stop", "of_12", "of_16"), [(shortest, 1.51, 1.77), (drawn_tail, 1.19, 1.30)])
+def test_two_modes_of_which_the_upper_shows_its_short_end_only_come_out_too_wide(
+    stop: Stopping, of_12: float, of_16: float
+) -> None:
+    assert ratios(MOSTLY_LONG, stop, 12)[0] == pytest.approx(of_12, abs=0.06)
+    assert ratios(MOSTLY_LONG, stop, 16)[0] == pytest.approx(of_16, abs=0.06)
+
+
+def ratios(draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, candidates: int) -> tuple[float, float]:
+    """Mean estimated std, and mean std of the finished ones alone, to that of the groups had nobody been stopped."""
+    rng = np.random.default_rng(candidates)
+    groups = [draw(rng, candidates) for _ in range(ROUNDS)]
+    whole = statistics.fmean(float(np.std(lengths, ddof=1)) for lengths in groups)
+    observed = [stop(lengths, rng) for lengths in groups]
+    naive = statistics.fmean(known_std([c for c in o if not c.censored]) for o in observed)
+    return statistics.fmean(known_std(o) for o in observed) / whole, naive / whole
+
+
+@pytest.mark.parametrize("draw", [NARROW, WIDE, GEOMETRIC, EVEN])
+@pytest.mark.parametrize("stop", [shortest, drawn_tail])
+@pytest.mark.parametrize("candidates", [12, 16])
+def test_the_std_is_near_the_true_one_where_the_naive_one_is_not(
+    draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, candidates: int
+) -> None:
+    rng = np.random.default_rng(1)
+    truth = float(np.std(draw(rng, 200_000)))
+    observed = [stop(draw(rng, candidates), rng) for _ in range(ROUNDS)]
+    ratio = statistics.fmean(known_std(o) for o in observed) / truth
+    naive = statistics.fmean(known_std([c for c in o if not c.censored]) for o in observed) / truth
+    assert 0.75 < ratio < 1.25
+    assert naive < 0.75 * ratio
+
+
+@pytest.mark.parametrize("draw", [NARROW, WIDE, GEOMETRIC, EVEN])
+@pytest.mark.parametrize("stop", [shortest, drawn_tail])
+def test_the_mean_is_not_biased_short_either(
+    draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping
+) -> None:
+    rng = np.random.default_rng(2)
+    groups = [draw(rng, 12) for _ in range(ROUNDS)]
+    estimated = statistics.fmean(estimate_lengths(stop(lengths, rng)).mean for lengths in groups)
+    assert estimated == pytest.approx(statistics.fmean(float(x.mean()) for x in groups), rel=0.08)
+
+
+def test_more_candidates_do_not_make_a_prompt_look_narrower() -> None:
+    rng = np.random.default_rng(3)
+    of_8, of_12, of_16 = (
+        statistics.fmean(known_std(shortest(GEOMETRIC(rng, n), rng)) for _ in range(ROUNDS)) for n in (8, 12, 16)
+    )
+    assert of_12 == pytest.approx(of_8, rel=0.1)
+    assert of_16 == pytest.approx(of_8, rel=0.1)
+
+
+def known_std(observations: list[Observation]) -> float:
+    std = estimate_lengths(observations).std
+    assert std is not None
+    return std
+
+
+# --- whatever happens -------------------------------------------------------
+
+
+@given(OBSERVATIONS)
+def test_a_censored_length_counts_for_at_least_what_it_was_stopped_at(observations: list[Observation]) -> None:
+    guess = estimate_lengths(observations)
+    assert guess.mean >= statistics.fmean(o.tokens for o in observations) * (1 - 1e-9)
+    assert guess.mean < 100 * sum(o.tokens for o in observations)
+    assert (guess.std is None) == (len(observations) == 1)
+    assert guess.std is None or 0 <= guess.std < 100 * sum(o.tokens for o in observations)
+
+
+@given(OBSERVATIONS, st.randoms())
+def test_the_order_of_the_candidates_does_not_matter(observations: list[Observation], random: Random) -> None:
+    shuffled = random.sample(observations, len(observations))
+    once, again = estimate_lengths(observations), estimate_lengths(shuffled)
+    assert once.mean == pytest.approx(again.mean)
+    assert once.std == (None if again.std is None else pytest.approx(again.std, rel=1e-6, abs=1e-6))
+
+
+def test_all_equal_and_the_rest_stopped_there_leaves_some_spread() -> None:
+    guess = estimate_lengths(ended(*[23] * 8) + stopped(*[23] * 8))
+    assert 23 < guess.mean < 26
+    assert guess.std is not None
+    assert 0 < guess.std < 6
+
+
+def test_one_that_is_known_to_be_longer_votes_on_those_that_were_stopped() -> None:
+    short = estimate_lengths(ended(10, 11, 12, 20) + stopped(12, 12, 12))
+    long = estimate_lengths(ended(10, 11, 12, 200) + stopped(12, 12, 12))
+    assert long.mean - short.mean > (200 - 20) / 7 * 2
+
+
+def test_one_token_longer_is_no_vote() -> None:
+    at_the_bar = estimate_lengths(ended(100, 150, 200, 210) + stopped(210, 210, 210, 210))
+    just_before = estimate_lengths(ended(100, 150, 200, 210) + stopped(209, 209, 209, 209))
+    assert just_before.mean == pytest.approx(at_the_bar.mean, rel=0.01)
+
+
+def test_a_longer_one_that_was_stopped_too_hands_on_its_votes() -> None:
+    direct = estimate_lengths(ended(10, 20, 1000) + stopped(30, 30))
+    chained = estimate_lengths(ended(10, 20, 1000) + stopped(30, 500))
+    assert chained.mean > direct.mean
+
+
+def test_a_few_short_ones_among_many_stopped_ones_do_not_explode() -> None:
+    guess = estimate_lengths(ended(3) + stopped(*[256] * 15))
+    assert guess.mean == pytest.approx(3 + 15 * 256)  # one ending in as many tokens
+    assert estimate_lengths(ended(1) + stopped(*[1_000_000] * 100)).mean < 1.01 * 100_000_000
+
+
+def test_if_none_ended_the_longest_is_taken_to_have() -> None:
+    assert estimate_lengths(stopped(5, 9, 9)) == estimate_lengths(ended(9) + stopped(5, 9))
+
+
+def test_candidates_that_never_began_say_nothing() -> None:
+    assert estimate_lengths(ended(4, 6) + stopped(0, 0)) == estimate_lengths(ended(4, 6))
+
+
+@pytest.mark.parametrize("nothing", [[], stopped(0, 0)])
+def test_no_token_at_all_is_refused(nothing: list[Observation]) -> None:
+    with pytest.raises(ValueError, match="at least one candidate"):
+        estimate_lengths(nothing)
+
+
+def test_a_negative_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
+        Observation(-1)
+
+
+# --- what is remembered -----------------------------------------------------
+
+
+def test_the_first_group_is_taken_as_it_is_and_later_ones_are_averaged() -> None:
+    first = update_stats(None, ended(10, 20), 1)
+    assert first == PromptStats(math.sqrt(50), 15, 1, 2, 1)
+    second = update_stats(first, ended(30, 30, 30), 4)
+    assert second == PromptStats(0.7 * math.sqrt(50), 0.3 * 30 + 0.7 * 15, 2, 5, 4)
+    assert update_stats(first, ended(30, 30, 30), None, alpha=1) == PromptStats(0, 30, 2, 5, None)
+
+
+def test_a_group_of_one_leaves_the_spread_as_it_was() -> None:
+    first = update_stats(None, ended(10), 1)
+    assert first.std_ema is None
+    second = update_stats(first, ended(10, 20), 1)
+    assert second.std_ema == pytest.approx(math.sqrt(50))
+    assert update_stats(second, ended(99), 1).std_ema == second.std_ema
+
+
+@pytest.mark.parametrize("alpha", [0, -0.1, 1.1, math.nan])
+def test_alpha_out_of_range_is_refused(alpha: float) -> None:
+    with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
+        update_stats(None, ended(1, 2), 0, alpha)
+
+
+def test_the_data_set_averages_the_spread_over_ten_steps_and_takes_the_last_mean() -> None:
+    stats = DatasetStats()
+    assert (stats.std, stats.mean) == (None, None)
+    for number in range(15):
+        stats = stats.step(
+            [LengthEstimate(number, number), LengthEstimate(number + 2, number + 4), LengthEstimate(number + 1, None)]
+        )
+    assert WINDOW_STEPS == 10
+    assert stats.std == pytest.approx(statistics.fmean(range(5 + 2, 15 + 2)))
+    assert stats.mean == 15
+    assert stats.steps == 15
+
+
+def test_a_step_without_spread_keeps_the_window_and_an_empty_one_changes_nothing() -> None:
+    stats = DatasetStats().step([LengthEstimate(10, 3)])
+    assert stats.step([]) is stats
+    assert stats.step([LengthEstimate(20, None)]) == DatasetStats((3,), 20, 2)
+
+
+def test_statistics_survive_json() -> None:
+    prompt = update_stats(None, ended(10, 20) + stopped(20), 3)
+    dataset = DatasetStats().step([LengthEstimate(10, 3)]).step([LengthEstimate(11, 4.5)])
+    assert PromptStats(**json.loads(json.dumps(asdict(prompt)))) == prompt
+    assert DatasetStats(**json.loads(json.dumps(asdict(dataset)))) == dataset
+
+
+# --- keys -------------------------------------------------------------------
+
+
+def test_a_key_is_the_same_everywhere() -> None:
+    assert make_prompt_key([1, 2, 3]) == "ab44942e43d9d2af667cb73e"
+    assert make_prompt_key((1, 2, 3)) == make_prompt_key(np.array([1, 2, 3], dtype=np.int32).tolist())
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=6), st.lists(st.integers(0, 200_000), max_size=6))
+def test_other_tokens_have_another_key(one: list[int], other: list[int]) -> None:
+    assert (make_prompt_key(one) == make_prompt_key(other)) == (one == other)
+    assert len(make_prompt_key(one)) == 24
+
+
+def test_a_completed_sample_has_every_candidates_weight_and_takes_stopped_ones_for_longer() -> None:
+    observations = [Observation(10), Observation(20), Observation(60), Observation(20, censored=True)]
+    pairs = complete_sample([*observations, Observation(0, censored=True)])
+    assert sum(weight for weight, _ in pairs) == pytest.approx(4)
+    mean = sum(weight * length for weight, length in pairs) / 4
+    assert mean == pytest.approx(estimate_lengths(observations).mean)
+    assert max(length for _, length in pairs) >= 60
+
+
+@pytest.mark.parametrize("censored", [False, True])
+def test_a_sample_of_one_kind_is_completed_by_itself(censored: bool) -> None:
+    observations = [Observation(tokens, censored=censored) for tokens in (3, 5)]
+    assert complete_sample(observations) == [(1.0, 3.0), (1.0, 5.0)]

@@ -1,0 +1,253 @@
+"""The recorded distribution: right where nothing was stopped, and not short where the long ones were."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from darts_server.policy.lengths.profile import EDGES, MEMORY, LengthProfile, ProfileState
+
+Floats = NDArray[np.float64]
+Drawing = Callable[[np.random.Generator, tuple[int, ...]], Floats]
+Ratios = list[tuple[float, bool]]
+
+PROMPT_MEAN = 300
+POOL = 3 * MEMORY
+RATIOS = st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=20)
+
+
+def log_normal(sigma: float) -> Drawing:
+    return lambda rng, shape: rng.lognormal(-(sigma**2) / 2, sigma, shape)
+
+
+def geometric(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+    return rng.geometric(1 / PROMPT_MEAN, shape) / PROMPT_MEAN
+
+
+def nobody(lengths: Floats, _: np.random.Generator) -> Ratios:
+    return [(float(x), False) for x in lengths]
+
+
+def shortest(lengths: Floats, _: np.random.Generator) -> Ratios:
+    """The 8 shortest end, the others are stopped where the 8th ended."""
+    bar = float(np.sort(lengths)[7])
+    return [(min(float(x), bar), bool(x > bar)) for x in lengths]
+
+
+def drawn_tail(lengths: Floats, rng: np.random.Generator) -> Ratios:
+    """The 7 shortest end and one drawn by lot does; the others are stopped at the 7th."""
+    order = np.argsort(lengths)
+    bar, drawn = float(lengths[order[6]]), rng.choice(order[7:])
+    return [(float(x), False) if x <= bar or i == drawn else (bar, True) for i, x in enumerate(lengths)]
+
+
+def recorded(
+    draw: Drawing, stop: Callable[[Floats, np.random.Generator], Ratios], candidates: int, groups: int | None = None
+) -> LengthProfile:
+    rng = np.random.default_rng(candidates)
+    profile = LengthProfile()
+    for lengths in draw(rng, (groups or POOL // candidates, candidates)):
+        profile.observe(stop(lengths, rng))
+    return profile
+
+
+def quantiles(profile: LengthProfile, n: int = 2000) -> Floats:
+    found = profile.quantiles(n)
+    assert found is not None
+    return found
+
+
+# --- against known distributions --------------------------------------------
+
+
+@pytest.mark.parametrize("draw", [log_normal(0.3), log_normal(0.5), geometric])
+@pytest.mark.parametrize("stop", [nobody, shortest, drawn_tail])
+@pytest.mark.parametrize("candidates", [8, 12, 16])
+def test_mean_and_tail_are_right_though_the_long_ones_were_stopped(
+    draw: Drawing, stop: Callable[[Floats, np.random.Generator], Ratios], candidates: int
+) -> None:
+    truth = draw(np.random.default_rng(99), (400_000,))
+    found = quantiles(recorded(draw, stop, candidates))
+    assert float(found.mean()) == pytest.approx(float(truth.mean()), rel=0.1)
+    assert float(np.quantile(found, 0.9)) == pytest.approx(float(np.quantile(truth, 0.9)), rel=0.1)
+    assert float(np.median(found)) == pytest.approx(float(np.median(truth)), rel=0.05)
+
+
+def test_the_ended_ones_alone_would_be_far_too_short() -> None:
+    profile = recorded(geometric, shortest, 16)
+    finished = np.asarray(profile.state.finished)
+    middles = (EDGES[1:] + EDGES[:-1]) / 2
+    assert float(finished @ middles / finished.sum()) < 0.5
+    assert float(quantiles(profile).mean()) > 0.9
+
+
+def test_without_stopping_the_quantiles_are_those_of_the_sample() -> None:
+    sample = np.random.default_rng(0).gamma(3, 1 / 3, 4000)
+    profile = LengthProfile()
+    profile.observe([(float(x), False) for x in sample])
+    assert np.quantile(quantiles(profile), [0.05, 0.25, 0.5, 0.75, 0.9]) == pytest.approx(
+        np.quantile(sample, [0.05, 0.25, 0.5, 0.75, 0.9]), rel=0.03
+    )
+
+
+def test_the_product_limit_rule_by_hand() -> None:
+    profile = LengthProfile()
+    # Of ten, two end at 1/4; four are stopped at 1/2; of the four left, each of 1, 2, 4 and 8 is the end of one.
+    profile.observe([(0.25, False)] * 2 + [(0.5, True)] * 4 + [(float(2**k), False) for k in range(4)])
+    found = quantiles(profile, 1000)
+    width = 2 ** (1 / 24)
+    assert float((found < 0.25 * width).mean()) == pytest.approx(0.2, abs=0.002)
+    assert float((found < 0.9).mean()) == pytest.approx(0.2, abs=0.002)
+    assert float((found < 1 * width).mean()) == pytest.approx(0.2 + 0.8 / 4, abs=0.002)
+
+
+def test_a_few_groups_are_enough_for_a_rough_picture() -> None:
+    found = quantiles(recorded(log_normal(0.5), shortest, 12, groups=4))
+    assert float(found.mean()) == pytest.approx(1, rel=0.35)
+
+
+def test_a_single_ending_says_where_the_others_are_at_least() -> None:
+    profile = LengthProfile()
+    profile.observe([(1.0, False), (1.0, True), (1.0, True), (1.0, True)])
+    found = quantiles(profile, 100)
+    assert float(found.min()) > 0.9
+    assert math.isfinite(float(found.max()))
+
+
+# --- what comes out ---------------------------------------------------------
+
+
+def test_samples_follow_the_quantiles() -> None:
+    profile = recorded(geometric, drawn_tail, 12)
+    sample = profile.sample(np.random.default_rng(0), (100, 300))
+    assert sample is not None
+    assert sample.shape == (100, 300)
+    levels = [0.1, 0.5, 0.9, 0.99]
+    assert np.quantile(sample, levels) == pytest.approx(np.quantile(quantiles(profile), levels), rel=0.05)
+    again = profile.sample(np.random.default_rng(0), (100, 300))
+    assert again is not None
+    assert (again == sample).all()
+
+
+@given(RATIOS, st.integers(1, 50))
+def test_quantiles_ascend_and_are_positive_once_one_has_ended(ratios: Ratios, n: int) -> None:
+    profile = LengthProfile()
+    profile.observe(ratios)
+    found = profile.quantiles(n)
+    assert (found is None) == all(censored for _, censored in ratios)
+    if found is not None:
+        assert found.shape == (n,)
+        assert (found >= EDGES[0]).all()
+        assert (np.diff(found) >= 0).all()
+        assert np.isfinite(found).all()
+
+
+def test_nothing_is_known_before_one_has_ended() -> None:
+    profile = LengthProfile()
+    profile.observe([(1.0, True)] * 5)
+    assert profile.quantiles(10) is None
+    assert profile.sample(np.random.default_rng(0), (3,)) is None
+
+
+def test_ratios_off_the_scale_count_as_the_outermost() -> None:
+    profile = LengthProfile()
+    profile.observe([(1e-9, False), (0.0, False), (1e9, False), (1e300, True)])
+    assert (profile.state.finished[0], profile.state.finished[-1], profile.state.censored[-1]) == (2, 1, 1)
+
+
+# --- what is remembered -----------------------------------------------------
+
+
+def test_old_ratios_fade() -> None:
+    rng = np.random.default_rng(0)
+    profile = LengthProfile()
+    for scale in (1.0, 0.2):
+        for _ in range(8 * MEMORY // 16):
+            profile.observe([(float(x), False) for x in scale * rng.lognormal(-0.125, 0.5, 16)])
+    assert float(quantiles(profile).mean()) == pytest.approx(0.2, rel=0.05)
+    assert sum(profile.state.finished) == pytest.approx(MEMORY, rel=0.01)
+    for _ in range(100):
+        profile.observe([(1.0, True)] * MEMORY)
+    assert sum(profile.state.finished) == 0
+    assert profile.quantiles(3) is None
+
+
+def test_the_order_within_a_group_does_not_matter() -> None:
+    ratios = [(0.3, False), (0.9, False), (0.9, True), (2.5, False)]
+    one, two = LengthProfile(), LengthProfile()
+    one.observe(ratios)
+    two.observe(ratios[::-1])
+    assert one.state == two.state
+
+
+def test_candidates_that_never_began_say_nothing() -> None:
+    profile = LengthProfile()
+    profile.observe([(1.0, False), (0.5, True)])
+    before = profile.state
+    profile.observe([(0.0, True)] * 50)
+    profile.observe([])
+    assert profile.state == before
+
+
+def test_what_was_learned_survives_json_and_goes_on_as_if_nothing_had_happened() -> None:
+    profile = recorded(geometric, drawn_tail, 16)
+    text = json.dumps(asdict(profile.state))
+    assert len(text) < 20_000
+    restored = ProfileState(**json.loads(text))
+    assert restored == profile.state
+    twin = LengthProfile.from_state(restored)
+    for one in (profile, twin):
+        one.observe([(0.7, False), (1.1, True)])
+    assert twin.state == profile.state
+    assert (quantiles(twin) == quantiles(profile)).all()
+
+
+def test_an_empty_state_is_a_new_profile() -> None:
+    assert LengthProfile.from_state(ProfileState()).state == LengthProfile().state == ProfileState()
+    assert LengthProfile().quantiles(4) is None
+
+
+def test_a_state_is_not_changed_by_what_comes_later() -> None:
+    profile = recorded(geometric, shortest, 12, groups=2)
+    state = profile.state
+    before = asdict(state)
+    LengthProfile.from_state(state).observe([(1.0, False)])
+    profile.observe([(1.0, False)])
+    assert asdict(state) == before
+
+
+# --- what is refused --------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [-0.1, math.nan, math.inf])
+def test_a_ratio_that_cannot_be_is_refused_with_its_whole_group(ratio: float) -> None:
+    profile = LengthProfile()
+    with pytest.raises(ValueError, match="ratios must be finite and at least 0"):
+        profile.observe([(1.0, False), (ratio, True)])
+    assert profile.state == ProfileState()
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_no_quantiles_are_refused(n: int) -> None:
+    with pytest.raises(ValueError, match="n must be at least 1"):
+        LengthProfile().quantiles(n)
+
+
+@pytest.mark.parametrize("count", [-1.0, math.nan, math.inf])
+def test_a_state_that_cannot_be_is_refused(count: float) -> None:
+    bins = len(EDGES) - 1
+    with pytest.raises(ValueError, match="finished must be finite and at least 0"):
+        ProfileState(finished=(count,) * bins)
+    with pytest.raises(ValueError, match="censored must be finite and at least 0"):
+        ProfileState(censored=(0.0,) * (bins - 1) + (count,))
+
+
+def test_a_state_with_other_bins_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"finished must have \d+ counts, got 3"):
+        ProfileState(finished=(1.0, 2.0, 3.0))

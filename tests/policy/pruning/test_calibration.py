@@ -1,0 +1,269 @@
+"""Calibration: the paper's formulas, when they apply, and what pruning does to them."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from darts_server.policy.isotonic import fit_isotonic
+from darts_server.policy.pruning.calibration import (
+    MAX_WEIGHT,
+    UNKNOWN,
+    Calibration,
+    CalibrationState,
+    CalibrationStatus,
+    Calibrator,
+    Label,
+    inverse_propensity_weights,
+    label_from_reward,
+)
+from darts_server.policy.pruning.score_metrics import auc, calibration_error
+from darts_server.policy.pruning.survival import Pruning
+
+CHANCES = st.sampled_from([0.0, 0.5, 127 / 128, 1.0]) | st.floats(0, 1)
+LABELS = st.lists(
+    st.builds(Label, CHANCES, st.sampled_from([0.0, 1.0]), st.sampled_from([1.0, 0.9, 0.4, 0.1, 0.05])),
+    min_size=2,
+    max_size=40,
+)
+OURS = Calibration(cold_steps=0, cold_labels=0)
+PLAIN = OURS.as_published
+CORRECTED = replace(PLAIN, corrected=True)
+
+
+def learned(calibration: Calibration, labels: list[Label]) -> Calibrator:
+    calibrator = Calibrator(calibration)
+    for label in labels:
+        calibrator.add(label)
+    return calibrator
+
+
+def transcribed(labels: list[Label], score: float, bins: int, alpha: float, weights: list[float]) -> float:
+    """The paper's formulas, one by one."""
+    b = min(bins - 1, math.floor(bins * score))
+    c_plus, c_minus = [0.0] * bins, [0.0] * bins
+    for label, weight in zip(labels, weights, strict=True):
+        counter = c_plus if label.target == 1 else c_minus
+        counter[min(bins - 1, math.floor(bins * label.score))] += weight
+    p_right = (c_plus[b] + alpha) / (sum(c_plus) + alpha * bins)
+    p_wrong = (c_minus[b] + alpha) / (sum(c_minus) + alpha * bins)
+    pi = sum(c_plus) / (sum(c_plus) + sum(c_minus))
+    return pi * p_right / (pi * p_right + (1 - pi) * p_wrong)
+
+
+# --- the formulas -----------------------------------------------------------
+
+
+@given(LABELS, CHANCES, st.sampled_from([1, 7, 128]), st.sampled_from([0.5, 1.0]))
+def test_it_is_what_the_paper_says(labels: list[Label], score: float, bins: int, alpha: float) -> None:
+    two_classes = [Label(0.3, 1.0), Label(0.6, 0.0), *labels]
+    calibrator = learned(replace(PLAIN, bins=bins, smoothing=alpha), two_classes)
+    expected = transcribed(two_classes, score, bins, alpha, [1.0] * len(two_classes))
+    assert calibrator.status is CalibrationStatus.READY
+    assert calibrator.probability(score) == pytest.approx(expected, abs=1e-12)
+
+
+@given(LABELS, CHANCES)
+def test_corrected_each_label_counts_by_the_inverse_of_its_survival(labels: list[Label], score: float) -> None:
+    two_classes = [Label(0.3, 1.0), Label(0.6, 0.0), *labels]
+    weights = [min(1 / x.survival, MAX_WEIGHT) for x in two_classes]
+    scaled = [w * len(weights) / sum(weights) for w in weights]
+    expected = transcribed(two_classes, score, 128, 1.0, scaled)
+    assert learned(CORRECTED, two_classes).probability(score) == pytest.approx(expected, abs=1e-12)
+
+
+def test_without_pruning_the_correction_changes_nothing() -> None:
+    labels = [Label(i / 10, float(i > 4)) for i in range(10)]
+    assert learned(CORRECTED, labels).probability(0.7) == learned(PLAIN, labels).probability(0.7)
+
+
+def test_a_target_in_between_counts_as_that_much_of_each() -> None:
+    soft = learned(PLAIN, [Label(0.2, 0.25)] * 4 + [Label(0.8, 1.0)])
+    hard = learned(PLAIN, [Label(0.2, 1.0)] + [Label(0.2, 0.0)] * 3 + [Label(0.8, 1.0)])
+    assert soft.probability(0.2) == pytest.approx(hard.probability(0.2))
+    assert soft.prior == pytest.approx(hard.prior) == pytest.approx(0.4)
+
+
+def test_only_the_last_labels_count() -> None:
+    calibration = Calibration(buffer=3, cold_steps=0, cold_labels=0)
+    recent = [Label(0.1, 0.0), Label(0.9, 1.0), Label(0.8, 1.0)]
+    assert learned(calibration, [Label(0.1, 1.0)] * 5 + recent).state == learned(calibration, recent).state
+
+
+def test_weights_have_mean_one_and_are_clipped() -> None:
+    assert inverse_propensity_weights([1.0, 0.5]).tolist() == pytest.approx([2 / 3, 4 / 3])
+    assert inverse_propensity_weights([1.0, 0.001], most=3).tolist() == pytest.approx([0.5, 1.5])
+    assert inverse_propensity_weights([]).tolist() == []
+
+
+# --- made monotone ----------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.5, 1.0, 7.0])), min_size=1, max_size=12))
+def test_pooled_values_are_the_nearest_that_never_fall(pairs: list[tuple[float, float]]) -> None:
+    """Against the closed form: the largest over first ends of the least over last ends of the mean between them."""
+    values, weights = (np.asarray(each) for each in zip(*pairs, strict=True))
+    places = range(values.size)
+
+    def mean(first: int, last: int) -> float:
+        return float(np.average(values[first : last + 1], weights=weights[first : last + 1]))
+
+    nearest = [max(min(mean(j, k) for k in places[i:]) for j in places[: i + 1]) for i in places]
+    assert fit_isotonic(values, weights).tolist() == pytest.approx(nearest, abs=1e-12)
+
+
+@given(LABELS, CHANCES, CHANCES)
+def test_a_higher_score_never_has_a_lower_chance(labels: list[Label], one: float, other: float) -> None:
+    calibrator = learned(OURS, [Label(0.3, 1.0), Label(0.6, 0.0), *labels])
+    low, high = sorted((one, other))
+    assert 0 < calibrator.probability(low) <= calibrator.probability(high) < 1
+
+
+def test_made_monotone_a_few_hundred_labels_keep_what_the_score_tells() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.beta(4.0, 3.0, 4300)  # each is the true chance
+    right = (rng.random(4300) < scores).astype(np.float64)
+    labels = [Label(*each) for each in zip(scores[:300].tolist(), right[:300].tolist(), strict=True)]
+    told = [[learned(form, labels).probability(s) for s in scores[300:]] for form in (PLAIN, OURS)]
+    best, (plain, ours) = auc(scores[300:], right[300:]), [auc(q, right[300:]) for q in told]
+    assert best is not None
+    assert plain is not None
+    assert ours is not None
+    assert best - ours < 0.02 < 0.06 < best - plain
+    errors = [calibration_error(q, right[300:]) or 0.0 for q in told]
+    assert errors[1] < 0.06 < errors[0]
+
+
+def test_a_score_the_wrong_way_round_tells_nothing() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.random(2000)
+    calibrator = learned(OURS, [Label(s, float(rng.random() > s)) for s in scores])
+    assert [calibrator.probability(s) for s in (0.2, 0.5, 0.8)] == pytest.approx([calibrator.prior] * 3, abs=0.05)
+
+
+# --- when it applies --------------------------------------------------------
+
+
+def test_it_starts_neutral_and_says_why() -> None:
+    calibrator = Calibrator(Calibration(cold_steps=2, cold_labels=3))
+    assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.NO_LABELS, UNKNOWN)
+    calibrator.add(Label(0.9, 1.0))
+    calibrator.add(Label(0.9, 1.0))
+    assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.COLD, 1.0)
+    statuses = []
+    for _ in range(2):
+        calibrator.step()
+        statuses.append(calibrator.status)
+    assert statuses == [CalibrationStatus.COLD, CalibrationStatus.FEW_LABELS]
+    calibrator.add(Label(0.8, 1.0))
+    assert (calibrator.status, calibrator.probability(0.1)) == (CalibrationStatus.ONE_CLASS, 1.0)
+    calibrator.add(Label(0.1, 0.0))
+    assert (calibrator.status, calibrator.prior) == (CalibrationStatus.READY, 0.75)
+    assert calibrator.probability(0.1) < calibrator.prior < calibrator.probability(0.9)
+
+
+def test_only_wrong_ones_are_one_class_too() -> None:
+    calibrator = learned(PLAIN, [Label(0.4, 0.0)])
+    assert (calibrator.status, calibrator.probability(0.4)) == (CalibrationStatus.ONE_CLASS, 0.0)
+
+
+def test_what_was_learned_survives_json() -> None:
+    calibrator = Calibrator(CORRECTED)
+    for i in range(9):
+        calibrator.add(Label(i / 9, float(i % 2), 1 / (i + 1)))
+        calibrator.step()
+    restored = Calibrator(CORRECTED, CalibrationState(**json.loads(json.dumps(asdict(calibrator.state)))))
+    assert restored.state == calibrator.state
+    assert [restored.probability(i / 20) for i in range(21)] == [calibrator.probability(i / 20) for i in range(21)]
+
+
+# --- labels that are missing not at random ----------------------------------
+
+
+@pytest.mark.parametrize(("strength", "off"), [(0.5, 0.045), (1.0, 0.09), (2.0, 0.11)])
+def test_under_pruning_plain_labels_are_biased_and_corrected_ones_are_not(strength: float, off: float) -> None:
+    """Pruned by the score at one detection point, calibrated at the next; six in ten are right.
+
+    Both scores tell something that the other does not. Errors are over all trajectories, pruned ones too.
+    """
+    rng = np.random.default_rng(0)
+    seen_early, seen_late = rng.normal(0, 1.5, (2, 30_000))
+    right = (rng.random(30_000) < sigmoid(seen_early + seen_late + 0.7)).astype(np.float64)
+    early, late = sigmoid(seen_early + 0.7), sigmoid(seen_late + 0.7)
+    pruning = Pruning(balance_strength=strength)
+    aim = pruning.fit(early)
+    survivals = [aim.survival(q) for q in early]
+    kept = rng.random(30_000) < survivals
+    labels = [Label(s, y, p) for s, y, p, k in zip(late, right, survivals, kept, strict=True) if k]
+    plain, corrected = (learned(replace(form, buffer=30_000), labels) for form in (PLAIN, CORRECTED))
+    errors = [calibration_error([c.probability(s) for s in late], right) or 0.0 for c in (plain, corrected)]
+    assert errors[0] > off
+    assert errors[1] < 0.015
+    assert plain.prior < right.mean() - off
+    assert corrected.prior == pytest.approx(right.mean(), abs=0.015)
+
+
+def test_pruned_by_the_score_itself_the_prior_alone_is_biased() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.beta(3.0, 1.5, 40_000)  # each is the true chance; 2/3 on the average
+    aim = Pruning().fit(scores)
+    labels = [Label(s, float(rng.random() < s), aim.survival(s)) for s in scores]
+    kept = [label for label in labels if rng.random() < label.survival]
+    plain, corrected = (learned(replace(form, buffer=40_000), kept) for form in (PLAIN, CORRECTED))
+    assert plain.prior < 2 / 3 - 0.04
+    assert corrected.prior == pytest.approx(2 / 3, abs=0.01)
+    for calibrator in (plain, corrected):
+        gaps = [calibrator.probability(s) - s for s in scores[:2000]]
+        assert abs(np.mean(gaps)) < 0.02
+
+
+def sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(1 / (1 + np.exp(-x)), dtype=np.float64)
+
+
+# --- rewards, and what is refused -------------------------------------------
+
+
+def test_a_reward_is_a_soft_target_or_held_against_a_threshold() -> None:
+    assert [label_from_reward(r) for r in (-1.0, 0.3, 2.0)] == [0.0, 0.3, 1.0]
+    assert [label_from_reward(r, 0.5) for r in (-1.0, 0.5, 2.0)] == [0.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="reward must be finite"):
+        label_from_reward(math.nan)
+
+
+@pytest.mark.parametrize("wrong", [(1.5, 1.0, 1.0), (math.nan, 1.0, 1.0), (0.5, -1.0, 1.0), (0.5, 1.0, 0.0)])
+def test_a_label_out_of_range_is_refused(wrong: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="must be in"):
+        Label(*wrong)
+    with pytest.raises(ValueError, match="must be in"):
+        CalibrationState((wrong,))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"bins": 0},
+        {"smoothing": 0.0},
+        {"max_weight": 0.5},
+        {"cold_steps": -1},
+        {"cold_labels": 9, "buffer": 8},
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Calibration(**wrong)
+
+
+def test_scores_steps_and_survivals_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="score must be"):
+        Calibrator().probability(math.nan)
+    with pytest.raises(ValueError, match="steps must be"):
+        CalibrationState((), -1)
+    with pytest.raises(ValueError, match="survival probabilities"):
+        inverse_propensity_weights([0.0])

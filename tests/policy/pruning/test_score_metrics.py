@@ -1,0 +1,87 @@
+"""Calibration error, Brier score and AUC, against definitions written out pair by pair and bin by bin."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_server.policy.pruning.score_metrics import ReliabilityBin, auc, brier_score, calibration_error, reliability
+
+CHANCES = st.sampled_from([0.0, 0.05, 0.25, 0.5, 0.75, 0.9, 1.0]) | st.floats(0, 1)
+LABELS = st.lists(st.tuples(CHANCES, st.sampled_from([0.0, 1.0, 0.25]), st.integers(0, 5)), max_size=25)
+
+
+@given(LABELS)
+def test_the_auc_counts_every_pair_and_half_of_every_tie(labels: list[tuple[float, float, int]]) -> None:
+    won = pairs = 0.0
+    for s, y, w in labels:
+        for t, z, v in labels:
+            both = w * y * v * (1 - z)
+            pairs += both
+            won += both * (1.0 if s > t else 0.5 if s == t else 0.0)
+    found = auc(*columns(labels))
+    assert found == (pytest.approx(won / pairs) if pairs else None)
+
+
+@given(LABELS, st.integers(1, 20))
+def test_the_calibration_error_is_the_mean_gap_of_the_bins(labels: list[tuple[float, float, int]], bins: int) -> None:
+    held: dict[int, list[tuple[float, float, int]]] = {}
+    for s, y, w in labels:
+        held.setdefault(min(bins - 1, math.floor(s * bins)), []).append((s, y, w))
+    gaps = [abs(sum(w * (s - y) for s, y, w in one)) for one in held.values()]
+    mass = sum(w for _, _, w in labels)
+    assert calibration_error(*columns(labels), bins) == (pytest.approx(sum(gaps) / mass) if mass else None)
+
+
+@given(LABELS)
+def test_the_brier_score_is_the_mean_square(labels: list[tuple[float, float, int]]) -> None:
+    mass = sum(w for _, _, w in labels)
+    squares = sum(w * (s - y) ** 2 for s, y, w in labels)
+    assert brier_score(*columns(labels)) == (pytest.approx(squares / mass) if mass else None)
+
+
+@given(LABELS)
+def test_a_weight_counts_as_so_many_labels(labels: list[tuple[float, float, int]]) -> None:
+    scores, targets, weights = columns(labels)
+    repeated = [(s, y, 1) for s, y, w in labels for _ in range(w)]
+    for figure in (auc, brier_score, calibration_error):
+        assert figure(scores, targets, weights) == pytest.approx(figure(*columns(repeated)[:2]))
+
+
+def test_the_auc_reads_the_order_alone() -> None:
+    assert auc([-700.0, -3.0, 2.0, 90.0], [0, 1, 0, 1]) == auc([0.1, 0.2, 0.3, 0.4], [0, 1, 0, 1]) == 0.75
+
+
+def test_a_diagram_has_a_bar_for_each_bin_that_holds_any() -> None:
+    bars = reliability([0.1, 0.2, 1.0], [0, 1, 1], [1, 3, 1], bins=2)
+    assert [bar.predicted for bar in bars] == pytest.approx([0.175, 1.0])
+    assert bars == [ReliabilityBin(bars[0].predicted, 0.75, 4.0), ReliabilityBin(1.0, 1.0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("scores", "targets", "weights", "complaint"),
+    [
+        ([0.5], [1, 0], None, "as many of each"),
+        ([0.5], [1], [1, 1], "as many of each"),
+        ([1.5], [1], None, "probabilities must"),
+        ([math.nan], [1], None, "probabilities must"),
+        ([0.5], [2], None, "targets must"),
+        ([0.5], [1], [-1], "weights must"),
+        ([0.5], [1], [math.inf], "weights must"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(
+    scores: list[float], targets: list[float], weights: list[float] | None, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        brier_score(scores, targets, weights)
+
+
+def test_the_auc_needs_finite_scores() -> None:
+    with pytest.raises(ValueError, match="scores must be finite"):
+        auc([math.nan], [1])
+
+
+def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[float], list[float]]:
+    return [s for s, _, _ in labels], [y for _, y, _ in labels], [float(w) for _, _, w in labels]

@@ -1,0 +1,223 @@
+"""Survival: the paper's formula, delta, the keep ratio and the pull; and that a decision can be replayed."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from darts_server.policy.pruning.calibration import inverse_propensity_weights
+from darts_server.policy.pruning.survival import Draw, Pruning, SurvivalCurve, draw
+
+CHANCES = st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 1)
+QUALITIES = st.lists(CHANCES, min_size=1, max_size=60)
+
+
+@st.composite
+def prunings(draw: st.DrawFn) -> Pruning:
+    least = draw(st.floats(0.01, 0.5))
+    keep = draw(st.floats(least, 1))
+    return Pruning(
+        keep_ratio=keep,
+        target_positive_ratio=draw(CHANCES),
+        balance_strength=draw(st.floats(0, 3) | st.just(100.0)),
+        min_survival=least,
+        max_survival=draw(st.floats(keep, 1)),
+    )
+
+
+def transcribed(pruning: Pruning, q: float, delta: float) -> float:
+    """The paper's formula."""
+    pull = pruning.keep_ratio + delta + pruning.balance_strength * (pruning.target_positive_ratio - q)
+    return min(max(pull, pruning.min_survival), pruning.max_survival)
+
+
+@given(prunings(), CHANCES, QUALITIES)
+def test_survival_is_what_the_paper_says(pruning: Pruning, q: float, recent: list[float]) -> None:
+    aim = pruning.fit(recent)
+    assert aim.survival(q) == pytest.approx(transcribed(pruning, q, aim.shift), abs=1e-12)
+
+
+@given(prunings(), QUALITIES, st.booleans())
+def test_delta_meets_the_keep_ratio_exactly(pruning: Pruning, recent: list[float], aimed: bool) -> None:
+    aim = replace(pruning, aimed=aimed).fit(recent)
+    assert abs(math.fsum(map(aim.survival, recent)) - pruning.keep_ratio * len(recent)) < 1e-9
+
+
+@given(prunings(), st.lists(st.tuples(CHANCES, st.integers(0, 4)), max_size=20), st.booleans())
+def test_a_weight_counts_as_so_many(pruning: Pruning, weighted: list[tuple[float, int]], aimed: bool) -> None:
+    pruning = replace(pruning, aimed=aimed)
+    weighted = [(0.5, 1), (0.4, 1), *weighted]
+    repeated = [q for q, w in weighted for _ in range(w)]
+    by_weight = pruning.fit([q for q, _ in weighted], [w for _, w in weighted])
+    assert abs(math.fsum(map(by_weight.survival, repeated)) - pruning.keep_ratio * len(repeated)) < 1e-9
+    assert by_weight.slope == pytest.approx(pruning.fit(repeated).slope)
+
+
+def test_while_nothing_is_known_nothing_is_shifted() -> None:
+    for aimed in (False, True):
+        assert Pruning(aimed=aimed).fit([]).survival(0.7) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("aimed", [False, True])
+def test_a_constant_score_prunes_at_the_keep_ratio(aimed: bool) -> None:
+    for q in (0.0, 0.3, 1.0):
+        assert Pruning(keep_ratio=0.6, aimed=aimed).fit([q] * 5).survival(q) == pytest.approx(0.6)
+
+
+# --- on synthetic scores ----------------------------------------------------
+
+
+def population(share_of_right: float, count: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Calibrated chances and what came of them."""
+    rng = np.random.default_rng(round(100 * share_of_right))
+    q = rng.beta(4 * share_of_right, 4 * (1 - share_of_right), count)
+    return q, rng.random(count) < q
+
+
+def survivors(pruning: Pruning, q: NDArray[np.float64]) -> NDArray[np.bool_]:
+    aim = pruning.fit(q)
+    rng = np.random.default_rng(7)
+    return np.asarray([d.kept for d in draw([aim.survival(x) for x in q], q.size, rng)])
+
+
+@pytest.mark.parametrize("aimed", [False, True])
+@pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
+def test_the_keep_rate_is_kappa(share: float, aimed: bool) -> None:
+    q, _ = population(share, 20_000)
+    assert survivors(Pruning(aimed=aimed), q).mean() == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("share", [0.65, 0.8])
+def test_where_most_are_right_the_survivors_are_pulled_towards_rho(share: float) -> None:
+    q, right = population(share, 20_000)
+    kept = survivors(Pruning(), q)
+    assert 0.5 < right[kept].mean() < right.mean() - 0.015
+
+
+@given(prunings(), QUALITIES, CHANCES)
+def test_in_the_papers_form_delta_takes_rho_back(pruning: Pruning, recent: list[float], rho: float) -> None:
+    one, other = pruning.fit(recent), replace(pruning, target_positive_ratio=rho).fit(recent)
+    assert [one.survival(q) for q in recent] == pytest.approx([other.survival(q) for q in recent], abs=1e-9)
+
+
+def test_so_where_most_are_wrong_the_papers_form_pulls_away_from_rho() -> None:
+    q, right = population(0.3, 20_000)
+    assert right[survivors(Pruning(), q)].mean() < right.mean() - 0.015
+
+
+@pytest.mark.parametrize("rho", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
+def test_aimed_the_survivors_are_pulled_towards_rho_and_not_past_it(share: float, rho: float) -> None:
+    q, _ = population(share, 20_000)
+    kept = survivors(Pruning(aimed=True, target_positive_ratio=rho), q)
+    before, after = q.mean() - rho, q[kept].mean() - rho
+    assert abs(after) < 0.01 or (abs(after) < abs(before) - 0.015 and after * before > 0)
+
+
+def test_where_the_papers_form_pulls_the_right_way_as_hard_as_it_can_aiming_changes_nothing() -> None:
+    q, _ = population(0.9, 1000)
+    assert Pruning(aimed=True).fit(q) == replace(Pruning().fit(q), pruning=Pruning(aimed=True))
+
+
+def test_aimed_by_each_group_rewards_vary_more_than_with_random_pruning() -> None:
+    """500 prompts of all difficulties, groups of 16 of which 8 stay; variance of rewards within a group."""
+    rng = np.random.default_rng(0)
+    q = 1 / (1 + np.exp(-rng.normal(0, 1.2, (500, 1)) - 1.5 * rng.normal(size=(500, 16))))
+    right = rng.random(q.shape) < q
+    lots = rng.random(q.shape)
+
+    def variance(pruning: Pruning) -> float:
+        survivals = np.asarray([[aim.survival(x) for x in row] for row, aim in ((r, pruning.fit(r)) for r in q)])
+        kept = lots < survivals
+        shares = (right & kept).sum(axis=1) / np.maximum(kept.sum(axis=1), 1)
+        return float((shares * (1 - shares)).mean())
+
+    at_random = variance(Pruning(balance_strength=0.0))
+    assert variance(Pruning(aimed=True)) > at_random + 0.005
+    assert variance(Pruning()) < at_random + 0.001
+
+
+def test_delta_of_the_survivors_alone_misses_the_keep_ratio_and_weights_mend_it() -> None:
+    """Strong pull, nine in ten right. The survivors' q are lower, so a delta over them prunes too many."""
+    pruning = Pruning(balance_strength=2.0)
+    q, _ = population(0.9, 20_000)
+    aim = pruning.fit(q)
+    p = np.asarray([aim.survival(x) for x in q])
+    kept = np.random.default_rng(3).random(q.size) < p
+
+    def rate(aim: SurvivalCurve) -> float:
+        return float(np.mean([aim.survival(x) for x in q]))
+
+    assert rate(pruning.fit(q[kept])) < 0.5 - 0.05
+    assert rate(pruning.fit(q[kept], inverse_propensity_weights(p[kept]))) == pytest.approx(0.5, abs=0.02)
+
+
+# --- drawing ----------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0.01, 1), max_size=30), st.integers(0, 30), st.integers(0, 1000))
+def test_no_more_than_can_be_spared_are_pruned_and_each_knows_its_chance(
+    survivals: list[float], spare: int, seed: int
+) -> None:
+    drawn = draw(survivals, spare, np.random.default_rng(seed))
+    lots = np.random.default_rng(seed).random(len(survivals))
+    pruned = 0
+    for p, lot, one in zip(survivals, lots, drawn, strict=True):
+        told = 1.0 if pruned == spare else p
+        assert one == Draw(told, bool(lot < told))
+        pruned += not one.kept
+    assert pruned <= spare
+
+
+@given(st.lists(st.floats(0.01, 1), max_size=30), st.integers(0, 30), st.integers(0, 30))
+def test_the_same_numbers_give_the_same_decisions_in_one_call_or_in_several(
+    survivals: list[float], spare: int, split: int
+) -> None:
+    rng = np.random.default_rng(5)
+    first = draw(survivals[:split], spare, rng)
+    second = draw(survivals[split:], spare - sum(not d.kept for d in first), rng)
+    assert first + second == draw(survivals, spare, np.random.default_rng(5))
+
+
+def test_weights_stay_unbiased_where_the_group_has_nothing_to_spare() -> None:
+    """Of four with the values 1, 2, 3, 4 at most one is pruned; the weighted sum of the others is 10 on the average."""
+    rng = np.random.default_rng(11)
+    sums = []
+    for _ in range(20_000):
+        drawn = draw([0.5] * 4, 1, rng)
+        sums.append(sum(value / d.survival for value, d in zip((1, 2, 3, 4), drawn, strict=True) if d.kept))
+    assert np.mean(sums) == pytest.approx(10, abs=0.1)
+
+
+# --- what is refused --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_survival": 0.0},
+        {"min_survival": 0.6},
+        {"max_survival": 0.4},
+        {"max_survival": 1.1},
+        {"keep_ratio": math.nan},
+        {"target_positive_ratio": -0.1},
+        {"balance_strength": math.inf},
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        Pruning(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("qualities", "weights"),
+    [([1.5], None), ([math.nan], None), ([0.5], [1, 1]), ([0.5], [-1]), ([0.5], [0]), ([0.5], [math.inf])],
+)
+def test_qualities_and_weights_out_of_range_are_refused(qualities: list[float], weights: list[float] | None) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Pruning().fit(qualities, weights)

@@ -1,0 +1,87 @@
+"""The balanced choice, against all subsets."""
+
+import math
+import time
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_server.policy.selection.nearest_mean import grid_resolution, select_nearest_mean
+
+COARSE = st.integers(0, 16).map(lambda n: n / 16)
+
+
+@given(st.lists(COARSE, min_size=1, max_size=9), st.integers(1, 5), COARSE)
+def test_on_the_grid_it_is_the_best_of_all_subsets_and_of_equals_the_earliest(
+    qualities: list[float], size: int, target: float
+) -> None:
+    subsets = list(combinations(range(len(qualities)), min(size, len(qualities))))
+    wanted = Fraction(target) * size
+
+    def gap(subset: tuple[int, ...]) -> Fraction:
+        return abs(sum((Fraction(qualities[i]) for i in subset), Fraction(0)) - wanted)
+
+    chosen = select_nearest_mean(qualities, size, target)
+    if len(qualities) <= size:
+        assert chosen == tuple(range(len(qualities)))
+    else:
+        assert chosen == min(subsets, key=lambda subset: (gap(subset), subset))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=10), st.integers(1, 5), st.floats(0, 1))
+def test_off_the_grid_it_is_as_near_the_best_as_the_grid_is_fine(
+    qualities: list[float], size: int, target: float
+) -> None:
+    size = min(size, len(qualities))
+
+    def gap(subset: tuple[int, ...]) -> float:
+        return abs(math.fsum(qualities[i] for i in subset) / size - target)
+
+    chosen = select_nearest_mean(qualities, size, target)
+    assert len(set(chosen)) == size
+    best = min(gap(subset) for subset in combinations(range(len(qualities)), size))
+    assert gap(chosen) <= best + 1 / grid_resolution(size, len(qualities)) + 1e-12
+
+
+@pytest.mark.parametrize(("size", "candidates", "bits"), [(8, 16, 14), (16, 64, 13), (64, 128, 9), (1, 2, 14)])
+def test_the_grid_is_as_fine_as_said(size: int, candidates: int, bits: int) -> None:
+    assert grid_resolution(size, candidates) == 2**bits
+
+
+@pytest.mark.parametrize(("size", "candidates"), [(8, 16), (32, 64), (64, 128)])
+def test_the_largest_groups_meet_the_target_to_the_grid_and_in_time(size: int, candidates: int) -> None:
+    """Bounded in memory by the grid; the time allows for slow machines, it is some ten milliseconds."""
+    qualities = np.random.default_rng(0).random(candidates).tolist()
+    began = time.perf_counter()
+    chosen = select_nearest_mean(qualities, size, 0.5)
+    assert time.perf_counter() - began < 2
+    assert len(set(chosen)) == size
+    assert np.mean([qualities[i] for i in chosen]) == pytest.approx(0.5, abs=1 / 64 if size == 8 else 1 / 500)
+
+
+def test_one_class_is_chosen_as_far_as_it_must() -> None:
+    assert select_nearest_mean([0.9, 0.8, 0.2, 0.1], 2, 0.5) == (0, 3)
+    assert select_nearest_mean([0.9, 0.9, 0.9, 0.1], 2, 0.0) == (0, 3)
+    assert select_nearest_mean([0.1] * 6, 3, 1.0) == (0, 1, 2)
+
+
+def test_of_a_sum_above_and_one_below_the_earlier_candidates_win() -> None:
+    assert select_nearest_mean([0.0, 0.75, 0.25], 2, 0.25) == (0, 1)
+    assert select_nearest_mean([0.0, 0.25, 0.75], 2, 0.25) == (0, 1)
+
+
+def test_a_grid_for_sizes_beyond_all_use_still_fits() -> None:
+    assert grid_resolution(1000, 2000) == 1
+    assert grid_resolution(64, 100_000) > 0
+
+
+@pytest.mark.parametrize(
+    ("qualities", "size", "target"), [([0.5], 0, 0.5), ([1.5], 1, 0.5), ([math.nan], 1, 0.5), ([0.5], 1, -1.0)]
+)
+def test_what_is_out_of_range_is_refused(qualities: list[float], size: int, target: float) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        select_nearest_mean(qualities, size, target)

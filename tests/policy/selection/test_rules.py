@@ -1,0 +1,402 @@
+"""The rules by themselves: whom they choose, how they label, what they hold for certain."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from darts_server.policy.candidate import Candidate, State
+from darts_server.policy.selection.rules import FirstFinish, InOrder, Shadow, Shortest, Verdict
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
+from tests.policy.cases import CUT_TAILS, DEADLINE_TAILS, FIRST_FINISH, RULES, WITHOUT_DEADLINE
+from tests.policy.oracle import Fate, Known, Open, Rule, chosen, cut_lengths, deadline, futures, possible
+
+cheap = settings(max_examples=3 * settings().max_examples)
+thoroughly = settings(max_examples=6 * settings().max_examples)
+
+
+RuleT = TypeVar("RuleT", bound=Rule)
+RANDOMS = st.randoms(use_true_random=True)
+LIMITS = st.none() | st.integers(1, 8)
+
+
+def ended(index: int, tokens: int, *, valid: bool = True, tail_draw: float = 0.5, place: int = 0) -> Candidate:
+    reason = FinishReason.STOP if valid else FinishReason.LENGTH
+    return Candidate(
+        index, tail_draw=tail_draw, state=State.FINISHED, tokens=tokens, finish_reason=reason, finish_position=place
+    )
+
+
+def running(index: int, tokens: int, *, tail_draw: float = 0.5) -> Candidate:
+    return Candidate(index, tail_draw=tail_draw, state=State.RUNNING, tokens=tokens)
+
+
+# --- choosing ---------------------------------------------------------------
+
+
+@cheap
+@given(RULES, st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=10), LIMITS, RANDOMS)
+def test_a_rule_chooses_what_its_definition_says(
+    rule: Rule, ends: list[tuple[int, bool]], limit: int | None, random: Random
+) -> None:
+    draws, places = random.sample(range(100), len(ends)), random.sample(range(100), len(ends))
+    fates = {
+        i: Fate(length, valid, draw, place)
+        for i, ((length, valid), draw, place) in enumerate(zip(ends, draws, places, strict=True))
+    }
+    finished = [
+        ended(i, f.length, valid=f.valid, tail_draw=f.tail_draw, place=f.finish_position) for i, f in fates.items()
+    ]
+    random.shuffle(finished)
+    assert rule.select(finished, limit) == chosen(rule, fates, limit)
+
+
+def test_the_shortest_are_short_and_truncated_ones_fill() -> None:
+    finished = [ended(0, 9), ended(1, 2, valid=False), ended(2, 4), ended(3, 1, valid=False)]
+    assert Shortest(2).select(finished) == {0: SelectedAs.SHORT, 2: SelectedAs.SHORT}
+    assert Shortest(3).select(finished) == {0: SelectedAs.SHORT, 2: SelectedAs.SHORT, 3: SelectedAs.FILL}
+
+
+def test_ties_go_to_the_earlier_index() -> None:
+    assert Shortest(1).select([ended(2, 4), ended(1, 4), ended(3, 4)]) == {1: SelectedAs.SHORT}
+    assert LongestTail(0, 1).select([ended(2, 4), ended(1, 4)]) == {2: SelectedAs.LONG}
+
+
+def test_the_longest_are_long_and_truncated_ones_fill() -> None:
+    finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 99, valid=False)]
+    assert LongestTail(1, 1).select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
+    assert LongestTail(1, 3).select(finished) == {
+        1: SelectedAs.SHORT,
+        2: SelectedAs.LONG,
+        0: SelectedAs.LONG,
+        3: SelectedAs.FILL,
+    }
+    assert LongestTail(1, 0).select(finished) == {1: SelectedAs.SHORT}
+
+
+def test_the_sampled_tail_is_drawn_from_all_but_the_shortest() -> None:
+    finished = [
+        ended(0, 9, tail_draw=0.1),
+        ended(1, 2, tail_draw=0.9),
+        ended(2, 4, tail_draw=0.3),
+        ended(3, 99, valid=False, tail_draw=0.2),
+    ]
+    assert SampledTail(1, 1).select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
+    assert SampledTail(1, 2).select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG, 3: SelectedAs.FILL}
+
+
+def test_a_sampled_tail_without_enough_valid_ones_takes_all_and_fills() -> None:
+    finished = [
+        ended(0, 9, tail_draw=0.9),
+        ended(1, 8, valid=False, tail_draw=0.1),
+        ended(2, 5, valid=False, tail_draw=0.8),
+    ]
+    assert SampledTail(2, 0).select(finished) == {0: SelectedAs.SHORT, 2: SelectedAs.FILL}
+
+
+def test_in_order_takes_the_first_however_they_ended() -> None:
+    finished = [ended(2, 1), ended(0, 9, valid=False), ended(1, 5)]
+    assert InOrder(2).select(finished) == {0: SelectedAs.FILL, 1: SelectedAs.SHORT}
+
+
+def test_the_first_to_finish_are_short_and_truncated_ones_fill_in_the_same_order() -> None:
+    finished = [
+        ended(0, 1, place=4),
+        ended(1, 9, place=2),
+        ended(2, 3, valid=False, place=3),
+        ended(3, 5, valid=False, place=1),
+    ]
+    assert FirstFinish(1).select(finished) == {1: SelectedAs.SHORT}
+    assert FirstFinish(3).select(finished) == {0: SelectedAs.SHORT, 1: SelectedAs.SHORT, 3: SelectedAs.FILL}
+
+
+def test_a_shadow_returns_the_first_whatever_is_shadowed() -> None:
+    finished = [ended(2, 1), ended(0, 9, valid=False), ended(1, 5)]
+    assert Shadow(Shortest(2)).select(finished) == {0: SelectedAs.FILL, 1: SelectedAs.SHORT}
+
+
+def test_the_longest_are_those_that_made_the_deadline() -> None:
+    finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
+    rule = DeadlineTail(1, 1)
+    assert rule.select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
+    assert rule.select(finished, 9) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
+    assert rule.select(finished, 5) == {1: SelectedAs.SHORT, 3: SelectedAs.LONG}
+
+
+def test_a_deadline_is_never_less_than_the_group_itself_needs() -> None:
+    finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
+    assert DeadlineTail(1, 1).select(finished, 1) == {1: SelectedAs.SHORT, 2: SelectedAs.LONG}
+    assert DeadlineTail(1, 2).select(finished, 1) == {1: SelectedAs.SHORT, 2: SelectedAs.LONG, 3: SelectedAs.LONG}
+    assert DeadlineTail(1, 3).select(finished, 1) == {
+        1: SelectedAs.SHORT,
+        2: SelectedAs.LONG,
+        3: SelectedAs.LONG,
+        0: SelectedAs.LONG,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rule", "short", "size"),
+    [
+        (InOrder(3), 3, 3),
+        (Shortest(3), 3, 3),
+        (FirstFinish(3), 3, 3),
+        (Shadow(SampledTail(3, 1)), 4, 4),
+        (LongestTail(3, 1), 3, 4),
+        (SampledTail(3, 1), 3, 4),
+        (DeadlineTail(3, 1), 3, 4),
+        (CutTail(3, 1), 3, 4),
+    ],
+)
+def test_a_rule_knows_its_seats(rule: Rule, short: int, size: int) -> None:
+    assert (rule.num_shortest, rule.size) == (short, size)
+
+
+@pytest.mark.parametrize(
+    ("rule", "valid", "truncated"),
+    [
+        (InOrder(1), DiscardReason.MIDDLE, DiscardReason.MIDDLE),
+        (Shortest(1), DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED),
+        (LongestTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
+        (SampledTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
+        (DeadlineTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
+        (CutTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
+        (FirstFinish(1), DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED),
+        (Shadow(Shortest(1)), DiscardReason.WATCHED, DiscardReason.WATCHED),
+    ],
+)
+def test_the_rule_says_why_a_finished_one_is_surplus(
+    rule: Rule, valid: DiscardReason, truncated: DiscardReason
+) -> None:
+    assert rule.discard_reason(ended(0, 3)) is valid
+    assert rule.discard_reason(ended(0, 3, valid=False)) is truncated
+
+
+# --- being certain ----------------------------------------------------------
+
+
+def test_one_that_has_run_as_far_as_the_last_short_place_is_hopeless() -> None:
+    done = [ended(1, 5), ended(2, 7)]
+    verdict = Shortest(2).assess([running(0, 6), running(3, 6), running(4, 5)], done, early=False)
+    assert verdict.hopeless == {3: DiscardReason.LONGER_THAN_NEEDED}
+    assert verdict.check_at == {0: 7, 4: 6}
+
+
+def test_surplus_candidates_in_order_run_until_enough_before_them_have_ended() -> None:
+    assert not InOrder(1).assess([running(0, 3), running(2, 3)], [], early=False).hopeless
+    verdict = InOrder(1).assess([running(0, 3), running(2, 3)], [ended(1, 9, valid=False)], early=False)
+    assert verdict.hopeless == {2: DiscardReason.LONGER_THAN_NEEDED}
+    assert verdict.settled == frozenset()
+
+
+def test_one_that_lost_the_lottery_is_pruned_from_the_tail() -> None:
+    done = [ended(0, 2, tail_draw=0.9), ended(1, 5, tail_draw=0.1)]
+    verdict = SampledTail(1, 1).assess([running(2, 5, tail_draw=0.2), running(3, 0, tail_draw=0.2)], done, early=False)
+    assert verdict.hopeless == {2: DiscardReason.TAIL_PRUNED}
+
+
+def test_one_that_passes_any_of_the_shortest_can_decide_the_lottery() -> None:
+    """Candidate 4 wins only if both 2 and 3 come in before both that finished."""
+    done = [ended(0, 5, tail_draw=0.8), ended(1, 9, tail_draw=0.9)]
+    losing = running(4, 9, tail_draw=0.3)
+    before = SampledTail(2, 1).assess(
+        [running(2, 3, tail_draw=0.1), running(3, 0, tail_draw=0.2), losing], done, early=False
+    )
+    after = SampledTail(2, 1).assess(
+        [running(2, 4, tail_draw=0.1), running(3, 0, tail_draw=0.2), losing], done, early=False
+    )
+    assert not before.hopeless
+    assert after.hopeless == {4: DiscardReason.TAIL_PRUNED}
+    assert before.check_at[2] == 4
+
+
+def test_a_drawn_one_is_certain_to_belong_if_it_is_valid_or_enough_others_are() -> None:
+    going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
+    valid = ended(0, 6, tail_draw=0.1)
+    truncated = ended(1, 9, valid=False, tail_draw=0.1)
+    assert SampledTail(2, 1).assess(going, [valid], early=True).settled == {0}
+    assert SampledTail(2, 1).assess(going, [truncated], early=True).settled == set()
+    assert SampledTail(1, 1).assess(going, [ended(2, 7), truncated], early=True).settled == {1}
+
+
+def test_the_first_that_finish_are_certain_at_once_and_the_rest_hopeless() -> None:
+    rule, going = FirstFinish(2), [running(4, 0), running(5, 9)]
+    assert rule.assess(going, [ended(0, 9, place=1)], early=True) == Verdict(frozenset({0}))
+    done = [ended(0, 9, place=1), ended(2, 8, valid=False, place=2), ended(1, 7, place=3)]
+    longer = DiscardReason.LONGER_THAN_NEEDED
+    assert rule.assess(going, done, early=True) == Verdict(frozenset({0, 1}), {4: longer, 5: longer})
+
+
+def test_a_truncated_one_is_not_certain_to_be_among_the_first_while_others_run() -> None:
+    done = [ended(0, 9, valid=False, place=1)]
+    assert FirstFinish(1).assess([running(1, 0)], done, early=True) == Verdict(frozenset())
+    assert FirstFinish(1).assess([], done, early=True) == Verdict(frozenset({0}))
+
+
+def test_a_shadow_watches_until_nothing_runs() -> None:
+    rule, done = Shadow(Shortest(1)), [ended(0, 9), ended(1, 2)]
+    assert rule.assess([running(2, 9)], done, early=True) == Verdict(frozenset({0}), observing=True)
+    assert rule.assess([], done, early=True) == Verdict(frozenset({0}))
+
+
+def test_candidates_that_only_fill_up_are_not_cut() -> None:
+    done = [ended(0, 2), ended(1, 5, valid=False), ended(2, 6, valid=False)]
+    assert CutTail(2, 1).assess([], done, early=False, deadline=1) == Verdict(frozenset({0, 1, 2}))
+
+
+def test_a_drawn_one_beyond_the_limit_waits_for_those_that_may_come_in_before() -> None:
+    """Candidate 1 is drawn. Where it ends hangs on 3, which may still be shorter than the second shortest."""
+    done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.1), ended(2, 6, tail_draw=0.8)]
+    rule, going = CutTail(1, 1), running(3, 4, tail_draw=0.2)
+    waiting = rule.assess([going], done, early=False, deadline=3)
+    assert waiting == Verdict(frozenset({0}), check_at={3: 5})
+    certain = rule.assess([replace(going, tokens=5)], done, early=False, deadline=3)
+    assert certain == Verdict(frozenset({0, 1}), {3: DiscardReason.TAIL_PRUNED}, cuts={1: 6})
+
+
+def test_a_loser_of_the_lottery_runs_on_for_the_deadline_and_no_longer() -> None:
+    done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.2)]
+    going = [running(2, 4, tail_draw=0.1), running(3, 4, tail_draw=0.8)]
+    assert not CutTail(1, 1).assess(going, done, early=False, deadline=20).hopeless
+    assert SampledTail(1, 1).assess(going, done, early=False).hopeless == {3: DiscardReason.TAIL_PRUNED}
+    done.append(ended(4, 4, tail_draw=0.7))
+    verdict = CutTail(1, 1).assess(going, done, early=False, deadline=20)
+    assert (verdict.hopeless, verdict.check_at) == ({3: DiscardReason.TAIL_PRUNED}, {2: 20})
+
+
+def test_what_may_be_short_or_else_cut_is_not_certain_beyond_the_limit() -> None:
+    """Candidate 0 belongs either way, but with its first tokens only if two others come in before it."""
+    going, drawn = [running(1, 0, tail_draw=0.5), running(2, 0, tail_draw=0.6)], [ended(0, 9, tail_draw=0.1)]
+    assert CutTail(1, 1).assess(going, drawn, early=True).settled == {0}
+    assert CutTail(1, 1).assess(going, drawn, early=True, deadline=9).settled == {0}
+    assert CutTail(1, 1).assess(going, drawn, early=True, deadline=8).settled == set()
+
+
+def test_what_is_surely_short_is_certain_beyond_the_limit_too() -> None:
+    going = [running(1, 9), running(2, 9)]
+    assert CutTail(1, 1).assess(going, [ended(0, 9)], early=True, deadline=3).settled == {0}
+
+
+def test_whoever_reaches_the_deadline_is_pruned() -> None:
+    done = [ended(0, 2), ended(1, 5)]
+    going = [running(2, 5), running(3, 4), running(4, 7)]
+    verdict = DeadlineTail(1, 1).assess(going, done, early=False, deadline=7)
+    assert (verdict.hopeless, verdict.check_at) == ({4: DiscardReason.TAIL_PRUNED}, {2: 7, 3: 7})
+    verdict = DeadlineTail(1, 1).assess(going, done, early=False, deadline=3)
+    assert (verdict.hopeless, verdict.check_at) == (dict.fromkeys((2, 4), DiscardReason.TAIL_PRUNED), {3: 5})
+    assert not DeadlineTail(1, 1).assess(going, done, early=False).hopeless
+    assert not DeadlineTail(1, 2).assess(going, done, early=False, deadline=3).hopeless
+
+
+def test_a_deadline_tail_of_none_stops_those_that_are_longer() -> None:
+    verdict = DeadlineTail(1, 0).assess([running(1, 2)], [ended(0, 2)], early=False, deadline=9)
+    assert verdict == Verdict(frozenset({0}), {1: DiscardReason.LONGER_THAN_NEEDED})
+
+
+States = list[tuple[str, int]]
+
+
+def situations(
+    of: st.SearchStrategy[RuleT], most: int = 5, max_tokens: int = 3, spare: int = 0
+) -> st.SearchStrategy[tuple[RuleT, States]]:
+    """A rule, and at most ``most`` candidates, enough for a group and ``spare`` more."""
+    tokens = st.just(0) | st.integers(0, max_tokens)
+    state = st.tuples(st.sampled_from(["running", "running", "stop", "stop", "length"]), tokens)
+    return of.filter(lambda rule: rule.size <= most).flatmap(
+        lambda rule: st.tuples(st.just(rule), st.lists(state, min_size=min(most, rule.size + spare), max_size=most))
+    )
+
+
+def candidates(states: States, random: Random) -> tuple[list[Candidate], list[Candidate]]:
+    """Those that run and those that have finished, with lots and in an order of finishing of any kind."""
+    going, done = [], []
+    draws, places = random.sample(range(100), len(states)), random.sample(range(100), len(states))
+    for i, ((state, tokens), draw, place) in enumerate(zip(states, draws, places, strict=True)):
+        if state == "running":
+            going.append(running(i, tokens, tail_draw=draw))
+        else:
+            done.append(ended(i, tokens + 1, valid=state == "stop", tail_draw=draw, place=place))
+    return going, done
+
+
+def known(going: Sequence[Candidate], done: Sequence[Candidate]) -> tuple[Known, Open]:
+    ends = tuple((c.index, Fate(c.tokens, c.valid, c.tail_draw, c.finish_position)) for c in done)
+    return ends, tuple((c.index, c.tokens, c.tail_draw) for c in going)
+
+
+@cheap
+@given(situations(WITHOUT_DEADLINE | FIRST_FINISH), st.booleans(), RANDOMS)
+def test_the_hopeless_are_those_that_no_future_selects(
+    situation: tuple[Rule, States], early: bool, random: Random
+) -> None:
+    rule, (going, done) = situation[0], candidates(situation[1], random)
+    some, every = possible(rule, *known(going, done))
+    verdict = rule.assess(going, done, early)
+    if not isinstance(rule, Shadow):
+        assert verdict.hopeless.keys() == {c.index for c in going} - some
+    assert verdict.settled <= every
+
+
+@cheap
+@given(situations(DEADLINE_TAILS), st.booleans(), st.sampled_from([None, 1, 2, 3, 4]), RANDOMS)
+def test_with_a_deadline_the_hopeless_are_those_that_reached_it(
+    situation: tuple[DeadlineTail, States], early: bool, limit: int | None, random: Random
+) -> None:
+    rule, (going, done) = situation[0], candidates(situation[1], random)
+    some, every = possible(rule, *known(going, done), limit)
+    verdict = rule.assess(going, done, early, limit)
+    end = deadline(dict(known(going, done)[0]), rule.size, limit)
+    late = {c.index for c in going if end is not None and c.tokens >= end}
+    assert not late & some
+    assert verdict.hopeless.keys() == (late if rule.num_longest else {c.index for c in going} - some)
+    assert verdict.settled <= every
+
+
+@thoroughly
+@given(situations(CUT_TAILS, spare=2), st.booleans(), st.sampled_from([None, 1, 2, 3]), RANDOMS)
+def test_what_a_rule_that_cuts_holds_for_certain_comes_true_in_every_future(
+    situation: tuple[CutTail, States], early: bool, limit: int | None, random: Random
+) -> None:
+    rule, (going, done) = situation[0], candidates(situation[1], random)
+    verdict = rule.assess(going, done, early, limit)
+    outcomes: dict[object, object] = {}
+    some: set[int] = set()
+    for fates in futures(rule, *known(going, done), limit):
+        group, cuts = chosen(rule, fates).keys(), cut_lengths(rule, fates, limit)
+        some |= group
+        assert verdict.settled <= group
+        assert verdict.cuts.items() <= cuts.items()
+        assert verdict.settled & cuts.keys() <= verdict.cuts.keys()
+        # Nobody is stopped whose length could change anything.
+        others = tuple(fate.length for i, fate in sorted(fates.items()) if i not in verdict.hopeless)
+        outcome = frozenset(group), frozenset(cuts.items())
+        assert outcomes.setdefault(others, outcome) == outcome
+    unselected = {c.index for c in going} - some
+    ahead = [sum(d.valid and d.sort_key < c.sort_key for d in done) for c in going]
+    behind = {c.index for c, before in zip(going, ahead, strict=True) if before >= rule.size}
+    certain = len(verdict.settled) == rule.size
+    assert verdict.hopeless.keys() == (unselected if certain else unselected & behind)
+
+
+@cheap
+@given(situations(RULES, most=8, max_tokens=8), st.booleans(), LIMITS, RANDOMS)
+def test_no_verdict_changes_before_an_alarm(
+    situation: tuple[Rule, States], early: bool, limit: int | None, random: Random
+) -> None:
+    rule, (going, done) = situation[0], candidates(situation[1], random)
+    now = rule.assess(going, done, early, limit)
+    assert now.check_at.keys() <= {c.index for c in going}
+    assert all(now.check_at[c.index] > c.tokens for c in going if c.index in now.check_at)
+    silent = [replace(c, tokens=random.randint(c.tokens, now.check_at.get(c.index, 20) - 1)) for c in going]
+    then = rule.assess(silent, done, early, limit)
+    assert acted_on(rule, now, early) == acted_on(rule, then, early)
+
+
+def acted_on(rule: Rule, verdict: Verdict, early: bool) -> Sequence[object]:
+    settled = verdict.settled if early else len(verdict.settled) == rule.size
+    return settled, verdict.hopeless, verdict.cuts, verdict.observing

@@ -1,0 +1,263 @@
+"""Groups whose candidates are scored: who is pruned, who is kept, and what that does to each rule."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from darts_server.policy.events import (
+    Complete,
+    Decision,
+    Deliver,
+    Failed,
+    Finished,
+    Keep,
+    Progress,
+    Scored,
+    Start,
+    Started,
+    Stop,
+)
+from darts_server.policy.group import Group
+from darts_server.policy.pruning.survival import draw
+from darts_server.policy.selection.quality_rules import Balanced
+from darts_server.policy.selection.rules import SelectionRule, Shortest
+from darts_server.policy.selection.tail_rules import SampledTail
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
+from tests.policy.cases import (
+    CUT_TAILS,
+    FIRST_FINISH,
+    LONGEST_TAILS,
+    RULES,
+    SAMPLED_TAILS,
+    WITH_DEADLINE,
+    WITH_FAILURES,
+    WITH_THE_END_OF_THE_ENGINE,
+    WITHOUT_DEADLINE,
+    WITHOUT_FAILURES,
+    WITHOUT_TAIL,
+    cases,
+)
+from tests.policy.oracle import Fate, chosen
+from tests.policy.scored import BALANCED, SURVIVORS, ScoredCase, ScoredWorld, scored
+from tests.policy.test_group_properties import assert_exact, assert_given_up, sights
+
+thoroughly = settings(max_examples=3 * settings().max_examples)
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+# --- properties -------------------------------------------------------------
+
+
+@thoroughly
+@given(scored(cases(WITHOUT_FAILURES, of=WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | FIRST_FINISH | BALANCED)))
+def test_the_rule_chooses_among_those_that_were_not_pruned(case: ScoredCase) -> None:
+    world = case.world().run()
+    assert world.selection == chosen(case.case.rule, left(world))
+    assert len(world.selection or {}) == case.case.rule.size
+    assert not world.pruned & (world.selection or {}).keys()
+    event("pruned" if world.pruned else "none pruned")
+
+
+@thoroughly
+@given(scored(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2, cut=True)))
+def test_so_it_does_with_a_deadline(case: ScoredCase) -> None:
+    world = case.world().run()
+    assert_exact(case.case, world, left(world))
+    assert not world.pruned & (world.selection or {}).keys()
+    event("pruned" if world.pruned else "none pruned")
+    event("cut" if world.cuts else "not cut")
+
+
+@given(scored(cases(WITH_FAILURES, of=SURVIVORS, max_spare=6), refill=True))
+def test_all_survivors_are_returned_and_no_fewer_than_the_groups_size(case: ScoredCase) -> None:
+    world = case.world().run()
+    if world.selection is not None:
+        survivors = set(range(len(world.runs))) - world.pruned - world.failed.keys()
+        assert world.selection.keys() == survivors
+        assert len(survivors) >= case.case.rule.size
+        assert world.stopped.keys() == world.pruned
+    assert not world.delivered
+    event("more than its size" if len(world.selection or {}) > case.case.rule.size else "no more")
+
+
+def left(world: ScoredWorld) -> dict[int, Fate]:
+    return {i: fate for i, fate in world.fates().items() if i not in world.gone}
+
+
+@thoroughly
+@given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | BALANCED | CUT_TAILS, max_spare=6, cut=True), refill=True))
+def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(case: ScoredCase) -> None:
+    world = case.world().run()
+    assert not world.known
+    for candidate in world.group.candidates:
+        assert (candidate.selected_as is None) != (candidate.reason is None)
+        assert (candidate.reason is DiscardReason.PRUNED) == (candidate.index in world.pruned)
+        if candidate.index not in world.pruned:
+            assert candidate.survival == pytest.approx(world.kept.get(candidate.index, 1.0))
+    if world.selection is not None:
+        assert len(world.selection) == case.case.rule.size
+        assert world.delivered.keys() <= world.selection.keys()
+        assert world.cuts.keys() <= world.selection.keys()
+        assert not world.pruned & world.selection.keys()
+    elif len(world.runs) <= world.in_all + case.case.spare and not world.pruned:
+        assert_given_up(case.case, world)
+    event("refilled" if len(world.runs) > world.in_all + case.case.spare else "not refilled")
+    event(str(world.group.outcome))
+
+
+@given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | BALANCED, max_spare=6, cut=True), refill=True))
+def test_the_same_lots_and_events_make_the_same_decisions(case: ScoredCase) -> None:
+    here, there = case.world().run(), case.world().run()
+    assert (sights(here), here.kept) == (sights(there), there.kept)
+
+
+@given(scored(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE)), st.booleans())
+def test_without_pruning_a_group_is_what_it_is_without_scores(case: ScoredCase, lots: bool) -> None:
+    """Whether survival is 1 for all, or there are no lots."""
+    survivals = [[replace(score, survival=1.0) if lots else score for score in scores] for scores in case.scores]
+    world = replace(case, scores=survivals, chances=0 if lots else None).world().run()
+    unscored = case.case.world().run()
+    assert not world.pruned
+    assert set(world.kept.values()) <= {1.0}
+    assert world.selection == unscored.selection
+    assert [c.tail_draw for c in world.group.candidates] == [c.tail_draw for c in unscored.group.candidates]
+
+
+@given(
+    st.lists(st.sampled_from([0.1, 0.4, 0.6, 0.9]), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.integers(0, 1000),
+    st.booleans(),
+)
+def test_scored_in_order_the_fates_are_those_of_the_survival_rule(
+    survivals: list[float], size: int, seed: int, at_once: bool
+) -> None:
+    size = min(size, len(survivals))
+    group = opened(Shortest(size), len(survivals), np.random.default_rng(seed))
+    scores = [Scored(i, 0.5, p) for i, p in enumerate(survivals)]
+    decisions = group.handle(*scores) if at_once else [d for score in scores for d in group.handle(score)]
+    fates = draw(survivals, len(survivals) - size, np.random.default_rng(seed))
+    told = [d for d in decisions if not isinstance(d, Deliver)]
+    assert told == [
+        Keep(i, fate.survival) if fate.kept else Stop(i, DiscardReason.PRUNED) for i, fate in enumerate(fates)
+    ]
+
+
+def test_survival_over_two_points_is_the_product_of_both() -> None:
+    rng, kept = np.random.default_rng(0), 0
+    for _ in range(4000):
+        group = opened(Shortest(1), 2, rng)
+        kept += len(group.handle(Scored(0, 0.5, 0.7), Scored(0, 0.5, 0.4))) == 2 and group.candidates[0].running
+    assert kept / 4000 == pytest.approx(0.28, abs=0.03)  # four standard errors
+
+
+# --- one by one -------------------------------------------------------------
+
+
+class Lots:
+    """The lots of survival, one after the other."""
+
+    def __init__(self, *lots: float) -> None:
+        self._lots = iter(lots)
+
+    def random(self) -> float:
+        return next(self._lots, 0.99)
+
+
+def opened(rule: SelectionRule, candidates: int, chances: object, early: bool = False, most: int = 0) -> Group:
+    group = Group(rng=np.random.default_rng(0), early=early, chances=chances)  # type: ignore[arg-type]
+    group.open(rule, candidates, most)
+    group.handle(*(Started(i) for i in range(candidates)))
+    return group
+
+
+def finish(group: Group, **lengths: int) -> list[Decision]:
+    return group.handle(*(Finished(int(name[1:]), tokens, STOP) for name, tokens in lengths.items()))
+
+
+def test_one_that_the_group_cannot_spare_is_kept_for_sure() -> None:
+    group = opened(Shortest(2), 3, Lots(0.9, 0.9, 0.9))
+    assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED)]
+    assert group.handle(Scored(1, 0.2, 0.5)) == [Keep(1, 1.0)]
+    assert group.candidates[1].survival == 1.0
+
+
+def test_truncated_ones_are_no_reason_to_prune_one_that_may_end_by_itself() -> None:
+    group = opened(Shortest(2), 4, Lots(0.9, 0.9, 0.9, 0.9))
+    group.handle(Finished(0, 9, LENGTH), Finished(1, 9, LENGTH))
+    assert group.handle(Scored(2, 0.2, 0.5)) == [Keep(2, 1.0)]
+
+
+def test_one_that_failed_cannot_be_returned() -> None:
+    group = opened(Shortest(2), 3, Lots(0.9, 0.9, 0.9))
+    assert group.handle(Scored(1, 0.2, 0.5), Failed(0, RuntimeError())) == [Keep(1, 1.0)]
+
+
+def test_one_that_finished_with_its_score_is_not_pruned() -> None:
+    group = opened(Balanced(2, 0.5), 3, Lots(0.9, 0.9, 0.9))
+    assert group.handle(Scored(0, 0.2, 0.0), Finished(0, 4, STOP)) == []
+    assert (group.candidates[0].quality, group.candidates[0].survival) == (0.2, 1.0)
+
+
+def test_scores_of_a_group_that_gathers_are_drawn_for_when_it_is_open() -> None:
+    group = Group(rng=np.random.default_rng(0), chances=Lots(0.9, 0.9, 0.9))
+    group.add_candidate()
+    assert group.handle(Started(0), Scored(0, 0.2, 0.5)) == []
+    assert group.open(Shortest(1), 2) == [Start((1,)), Stop(0, DiscardReason.PRUNED)]
+
+
+def test_the_last_contender_pruned_completes_the_group() -> None:
+    group = opened(Shortest(2), 3, Lots(0.0, 0.0, 0.9))
+    assert finish(group, c0=5, c1=7) == []
+    assert group.handle(Scored(2, 0.2, 0.5)) == [
+        Stop(2, DiscardReason.PRUNED),
+        Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT}),
+    ]
+
+
+def test_alarms_of_a_pruned_candidate_are_gone() -> None:
+    group = opened(Shortest(1), 3, Lots(0.0, 0.9, 0.0))
+    finish(group, c0=5)
+    assert set(group.check_at) == {1, 2}
+    group.handle(Scored(1, 0.2, 0.5))
+    assert set(group.check_at) == {2}
+
+
+def test_the_tail_goes_to_the_next_lot_when_its_winner_is_pruned() -> None:
+    group = opened(SampledTail(1, 1), 3, Lots(0.9, 0.9, 0.9))
+    winner = min((1, 2), key=lambda i: group.candidates[i].tail_draw)
+    assert group.handle(Scored(winner, 0.2, 0.5)) == [Stop(winner, DiscardReason.PRUNED)]
+    loser = 3 - winner
+    assert finish(group, c0=4) == []
+    assert group.handle(Finished(loser, 30, STOP)) == [
+        Complete(dict(sorted({0: SelectedAs.SHORT, loser: SelectedAs.LONG}.items())))
+    ]
+
+
+# --- refill -----------------------------------------------------------------
+
+
+def test_a_pruned_one_is_replaced_as_far_as_that_goes() -> None:
+    group = opened(Shortest(1), 3, Lots(0.9, 0.9, 0.9, 0.9), most=4)
+    assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED), Start((3,))]
+    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
+
+
+def test_nobody_is_replaced_when_the_group_is_complete_or_delivered_from() -> None:
+    group = opened(Shortest(1), 2, Lots(0.0, 0.9), most=9)
+    finish(group, c0=5)
+    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED), Complete({0: SelectedAs.SHORT})]
+
+    group = opened(Shortest(2), 4, Lots(0.0, 0.9, 0.9, 0.9), early=True, most=9)
+    group.handle(*(Progress(i, 6) for i in (1, 2, 3)))
+    assert finish(group, c0=5) == [Deliver(0)]
+    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
+    assert len(group.candidates) == 4
+
+
+def test_a_replacement_is_scored_and_pruned_like_any_other() -> None:
+    group = opened(Balanced(1, 0.5), 2, Lots(0.9, 0.0, 0.9), most=3)
+    group.handle(Scored(0, 0.2, 0.5))
+    assert group.handle(Started(2), Scored(2, 0.2, 0.5)) == [Stop(2, DiscardReason.PRUNED)]

@@ -1,0 +1,119 @@
+"""A group that is stopped and started anew."""
+
+import numpy as np
+import pytest
+
+from darts_server.exceptions import IllegalMove
+from darts_server.policy.events import Complete, DeadlineSet, Deliver, Failed, Finished, Scored, Start, Started, Stop
+from darts_server.policy.group import Group
+from darts_server.policy.selection.rules import InOrder, Shortest
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
+
+STOP = FinishReason.STOP
+
+
+def running(rule: Shortest, candidates: int, *, early: bool = False, most: int = 0, prunes: bool = False) -> Group:
+    chances = np.random.default_rng(0) if prunes else None
+    group = Group(rng=np.random.default_rng(0), early=early, chances=chances)
+    group.open(rule, candidates, most)
+    group.handle(*(Started(i) for i in range(candidates)))
+    return group
+
+
+def test_all_are_discarded_and_as_many_as_were_granted_are_started() -> None:
+    group = running(Shortest(2), 4)
+    group.handle(Finished(3, 5, STOP))
+    assert group.handle(Failed(0, RuntimeError("x"), retryable=True)) == []
+    assert group.restart() == [Stop(1, DiscardReason.RESTARTED), Stop(2, DiscardReason.RESTARTED)]
+    assert [c.reason for c in group.candidates] == [DiscardReason.FAILED, *[DiscardReason.RESTARTED] * 3]
+    assert group.is_paused
+    assert group.resume() == [Start((4, 5, 6, 7))]
+    assert not group.is_paused
+    group.handle(*(Started(i) for i in range(4, 8)))
+    decisions = group.handle(
+        *(Finished(i, length, STOP) for i, length in zip(range(4, 8), (12, 9, 9, 12), strict=True))
+    )
+    assert decisions[-1] == Complete({5: SelectedAs.SHORT, 6: SelectedAs.SHORT})
+
+
+def test_what_was_before_counts_for_nothing() -> None:
+    group = running(Shortest(2), 3)
+    group.handle(Finished(0, 5, STOP))
+    group.restart()
+    assert group.handle(Finished(1, 6, STOP), DeadlineSet(9)) == []
+    assert group.nth_shortest(1) is None
+    group.resume()
+    group.handle(*(Started(i) for i in (3, 4, 5)))
+    group.handle(Finished(5, 8, STOP))
+    assert group.nth_shortest(1) == 8
+    assert group.candidates[5].finish_position == 1
+    assert group.check_at.keys() <= {3, 4}
+
+
+def test_what_has_gone_out_in_part_cannot_be_started_anew() -> None:
+    group = running(Shortest(2), 2, early=True)
+    assert group.can_restart
+    assert Deliver(0) in group.handle(Finished(0, 5, STOP))
+    assert not group.can_restart
+    with pytest.raises(IllegalMove):
+        group.restart()
+
+
+def test_it_is_halted_once() -> None:
+    group = running(Shortest(1), 1)
+    group.restart()
+    assert not group.can_restart
+    with pytest.raises(IllegalMove):
+        group.restart()
+
+
+def test_a_group_that_gathers_starts_as_many_as_it_had_and_those_that_came_meanwhile() -> None:
+    group = Group(rng=np.random.default_rng(0))
+    group.add_candidate()
+    group.add_candidate()
+    group.handle(Started(0), Started(1))
+    group.restart()
+    assert group.add_candidate() == []
+    assert group.resume() == [Start((2, 3, 4))]
+    assert group.add_candidate() == [Start((5,))]
+    assert group.open(InOrder(4), 5) == [Start((6,))]
+
+
+@pytest.mark.parametrize(("gathered", "granted", "started"), [(2, 4, 4), (4, 2, 4)])
+def test_a_group_may_be_opened_while_it_is_halted(gathered: int, granted: int, started: int) -> None:
+    group = Group(rng=np.random.default_rng(0))
+    for _ in range(gathered):
+        group.add_candidate()
+    group.restart()
+    assert group.open(InOrder(2), granted) == []
+    assert group.resume() == [Start(tuple(range(gathered, gathered + started)))]
+
+
+def test_a_group_without_candidates_owes_none() -> None:
+    group = Group(rng=np.random.default_rng(0))
+    group.restart()
+    assert group.resume() == []
+    assert group.resume() == []
+
+
+def test_one_that_is_cancelled_while_it_is_halted_stays_so() -> None:
+    group = running(Shortest(1), 2)
+    group.restart()
+    assert group.cancel() == []
+    assert group.resume() == []
+    assert group.outcome is Outcome.CANCELLED
+
+
+def test_places_of_pruned_candidates_are_given_anew() -> None:
+    """As many candidates may be started in place of pruned ones as before."""
+    group = running(Shortest(1), 3, most=4, prunes=True)
+    for first in (0, 3 + 1, 3 + 1 + 4):
+        assert group.handle(Scored(first, 0.0, survival=0.0)) == [
+            Stop(first, DiscardReason.PRUNED),
+            Start((first + 3,)),
+        ]
+        group.handle(Started(first + 3))
+        assert group.handle(Scored(first + 1, 0.0, survival=0.0)) == [Stop(first + 1, DiscardReason.PRUNED)]
+        group.restart()
+        group.resume()
+        group.handle(*(Started(i) for i in range(first + 4, first + 7)))

@@ -1,0 +1,106 @@
+"""Which rules and numbers the names stand for."""
+
+from dataclasses import replace
+
+import pytest
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.named_policies import SHADOW_PREFIX, SHAPED_POLICIES, build_policies
+from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
+from darts_server.policy.selection.rules import FirstFinish, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.shaping import BudgetKind, Shaping, Tail
+
+BASE = Shaping(redundancy=1.5, max_redundancy=2.0)
+POLICIES = build_policies(BASE, Deadline(), Pruning())
+SEVERE = Pruning(keep_ratio=0.25, target_positive_ratio=0.4)
+
+
+def test_each_name_has_a_shaping_and_those_that_do_not_prune_a_shadow() -> None:
+    shaped = {name for name in POLICIES if not name.startswith(SHADOW_PREFIX)}
+    assert shaped == set(SHAPED_POLICIES)
+    shadows = {name.removeprefix(SHADOW_PREFIX) for name in POLICIES if name.startswith(SHADOW_PREFIX)}
+    assert shadows == {name for name in shaped if not POLICIES[name].prunes}
+    assert {name for name in shaped if POLICIES[name].prunes} == {"arrol", "darts+arrol"}
+
+
+def test_without_pruning_there_are_none_that_prune() -> None:
+    assert build_policies(BASE, Deadline()) == {name: made for name, made in POLICIES.items() if not made.prunes}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "saturated"),
+    [
+        ("uniform", SampledTail(7, 1), SampledTail(7, 1)),
+        ("darts", SampledTail(7, 1), Shortest(8)),
+        ("darts_deadline", DeadlineTail(7, 1), DeadlineTail(7, 1)),
+        ("darts_cut", CutTail(7, 1), CutTail(7, 1)),
+        ("first_finish", LongestTail(7, 1), FirstFinish(8)),
+        ("arrol", Balanced(8, 0.5), Balanced(8, 0.5)),
+        ("darts+arrol", SampledTail(7, 1), Shortest(8)),
+    ],
+)
+def test_the_names_stand_for_rules(name: str, rule: object, saturated: object) -> None:
+    assert POLICIES[name].selection_rule(8, 12) == rule
+    assert POLICIES[name].selection_rule(8, 16) == saturated
+
+
+@pytest.mark.parametrize(
+    ("keep_ratio", "size", "candidates"), [(0.5, 8, 16), (0.25, 8, 32), (0.75, 8, 11), (0.3, 3, 10)]
+)
+def test_arrol_starts_as_many_as_are_to_be_left_after_pruning(keep_ratio: float, size: int, candidates: int) -> None:
+    arrol = build_policies(BASE, Deadline(), Pruning(keep_ratio=keep_ratio))["arrol"]
+    assert arrol.candidates(size) == candidates
+    assert not arrol.uses_cohort
+    assert arrol.bounds(size)[1] >= candidates
+
+
+def test_arrol_has_nothing_to_do_with_ends_of_the_length_order_and_budgets() -> None:
+    base = replace(BASE, num_shortest=4, num_longest=2, budget=BudgetKind.UTILITY)
+    arrol = build_policies(base, Deadline(), SEVERE)["arrol"]
+    assert arrol.selection_rule(8) == Balanced(8, 0.4)
+    assert not arrol.uses_cohort
+
+
+def test_darts_with_arrol_is_darts_but_for_the_pruning() -> None:
+    base = replace(BASE, tail=Tail.LONGEST)
+    both = build_policies(base, Deadline(), SEVERE)
+    assert both["darts+arrol"] == replace(both["darts"], pruning=SEVERE)
+
+
+@pytest.mark.parametrize(("refill", "most"), [(False, 0), (True, 24)])
+def test_refill_goes_up_to_the_greatest_redundancy(refill: bool, most: int) -> None:
+    policies = build_policies(replace(BASE, max_redundancy=3.0), Deadline(), Pruning(), refill)
+    assert policies["arrol"].max_candidates(8) == policies["darts+arrol"].max_candidates(8) == most
+    assert policies["darts"].max_candidates(8) == 0
+
+
+def test_a_keep_ratio_of_one_scores_and_prunes_nobody() -> None:
+    kept = build_policies(BASE, Deadline(), Pruning(keep_ratio=1.0, max_survival=1.0))["arrol"]
+    assert kept.selection_rule(8) == Balanced(8, 0.5)
+    assert kept.candidates(8) == 8
+
+
+def test_a_group_that_has_nobody_to_prune_is_refused() -> None:
+    sparing = Pruning(keep_ratio=0.9)
+    policies = build_policies(replace(BASE, max_redundancy=1.0), Deadline(), sparing)
+    with pytest.raises(InvalidRequest, match=r"n / keep_ratio = 4 / 0.9 comes to no more .* raise n") as arrol:
+        policies["arrol"].selection_rule(4)
+    with pytest.raises(InvalidRequest, match="raise --max-redundancy, which is 1") as both:
+        policies["darts+arrol"].selection_rule(4)
+    assert arrol.value.field == both.value.field == "n"
+    assert policies["arrol"].selection_rule(8, 9) == Balanced(8, 0.5)
+
+
+def test_survivors_are_all_returned_under_either_policy() -> None:
+    for name in ("arrol", "darts+arrol"):
+        assert replace(POLICIES[name], survivors=True).selection_rule(8, 16) == AllSurvivors(8)
+    assert AllSurvivors(8).num_shortest == 8
+
+
+def test_a_shadow_prunes_nobody() -> None:
+    shadow = Shaping(shadow=True, pruning=Pruning(), refill=True)
+    assert not shadow.prunes
+    assert shadow.max_candidates(8) == 0

@@ -1,0 +1,181 @@
+"""Moments that merge, and what the lengths of right and wrong trajectories say of a prompt."""
+
+import json
+import math
+from typing import Any, SupportsFloat
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from darts_server.policy.reward_stats import (
+    MIN_TRAJECTORIES,
+    MeanDifference,
+    Moments,
+    RewardStats,
+    TailPattern,
+    compare_means,
+    restore_stats,
+    single_length,
+)
+
+LENGTHS = st.lists(st.integers(1, 40) | st.integers(1, 40_000), max_size=40)
+SOME = st.lists(st.integers(1, 40_000), min_size=2, max_size=40)
+
+
+def of(lengths: list[int]) -> Moments:
+    return sum(map(single_length, lengths), Moments())
+
+
+def close(got: float | None, wanted: SupportsFloat) -> bool:
+    return got == pytest.approx(float(wanted), rel=1e-9, abs=1e-6)
+
+
+# --- moments ----------------------------------------------------------------
+
+
+@given(st.lists(LENGTHS, max_size=6))
+def test_moments_of_parts_merge_into_those_of_the_whole(parts: list[list[int]]) -> None:
+    whole = [length for part in parts for length in part]
+    merged = sum(map(of, parts), Moments())
+    assert merged.count == len(whole)
+    if whole:
+        assert close(merged.mean, np.mean(whole))
+        assert close(merged.m2, np.var(whole) * len(whole))
+
+
+@given(LENGTHS, LENGTHS)
+def test_the_order_of_merging_does_not_matter(first: list[int], second: list[int]) -> None:
+    there, back = of(first) + of(second), of(second) + of(first)
+    assert there.count == back.count
+    assert close(there.mean, back.mean)
+    assert close(there.m2, back.m2)
+
+
+@given(SOME)
+def test_the_error_is_that_of_the_mean(lengths: list[int]) -> None:
+    assert close(of(lengths).error, np.std(lengths, ddof=1) / math.sqrt(len(lengths)))
+
+
+def test_a_single_length_has_no_error() -> None:
+    assert single_length(7).error is None
+    assert Moments().error is None
+
+
+# --- patterns ---------------------------------------------------------------
+
+
+@given(SOME, SOME)
+def test_the_difference_has_welchs_error(right: list[int], wrong: list[int]) -> None:
+    told = compare_means(of(right), of(wrong))
+    assert close(told.tokens, np.mean(right) - np.mean(wrong))
+    assert close(told.error, math.sqrt(sum(np.var(x, ddof=1) / len(x) for x in (right, wrong))))
+
+
+@given(SOME, SOME)
+def test_a_pattern_is_told_only_from_enough_lengths_that_are_far_enough_apart(
+    right: list[int], wrong: list[int]
+) -> None:
+    told = compare_means(of(right), of(wrong))
+    assert told.tokens is not None
+    assert told.error is not None
+    assume(abs(abs(told.tokens) - 2 * told.error) > 1e-6)
+    enough = min(len(right), len(wrong)) >= MIN_TRAJECTORIES
+    if enough and abs(told.tokens) > 2 * told.error:
+        assert told.pattern == ("II" if np.mean(right) > np.mean(wrong) else "I")
+    else:
+        assert told.pattern == "unclear"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ([], [5, 6], MeanDifference()),
+        ([5, 6], [], MeanDifference()),
+        ([5], [9, 9], MeanDifference(-4, None, TailPattern.UNCLEAR)),
+        ([5, 5], [9], MeanDifference(-4, None, TailPattern.UNCLEAR)),
+        ([5] * MIN_TRAJECTORIES, [5] * MIN_TRAJECTORIES, MeanDifference(0, 0, TailPattern.UNCLEAR)),
+        ([5] * MIN_TRAJECTORIES, [9] * MIN_TRAJECTORIES, MeanDifference(-4, 0, TailPattern.VERBOSITY)),
+        ([9] * MIN_TRAJECTORIES, [5] * MIN_TRAJECTORIES, MeanDifference(4, 0, TailPattern.DEPTH)),
+        ([9] * MIN_TRAJECTORIES, [5] * (MIN_TRAJECTORIES - 1), MeanDifference(4, 0, TailPattern.UNCLEAR)),
+        (
+            [4, 8] * MIN_TRAJECTORIES,
+            [6, 8] * MIN_TRAJECTORIES,
+            MeanDifference(-1, math.sqrt(5 / 19), TailPattern.UNCLEAR),
+        ),
+    ],
+)
+def test_what_small_samples_say(right: list[int], wrong: list[int], told: MeanDifference) -> None:
+    assert compare_means(of(right), of(wrong)) == told
+
+
+def test_of_equal_lengths_about_one_in_twenty_prompts_is_told_a_pattern_by_chance() -> None:
+    rng = np.random.default_rng(5)
+    tries = 2000
+    samples = rng.lognormal(5, 0.5, (tries, 2, MIN_TRAJECTORIES)).astype(int) + 1
+    told = [compare_means(of(right.tolist()), of(wrong.tolist())).pattern for right, wrong in samples]
+    assert sum(pattern != "unclear" for pattern in told) / tries == pytest.approx(0.06, abs=0.02)
+
+
+# --- what is kept -----------------------------------------------------------
+
+
+def test_statistics_add_up_and_tell_their_pass_rate() -> None:
+    first = RewardStats(of([5, 7]), of([9]), groups=1)
+    second = RewardStats(of([6]), Moments(), groups=1, zero_variance=1)
+    both = first + second
+    assert (both.rewarded, both.pass_rate, both.groups, both.zero_variance) == (4, 0.75, 2, 1)
+    assert both.right == Moments(3, 6.0, 2.0)
+    assert both.difference == compare_means(both.right, both.wrong)
+    assert RewardStats().pass_rate is None
+
+
+@given(LENGTHS, LENGTHS)
+def test_their_state_survives_json(right: list[int], wrong: list[int]) -> None:
+    stats = RewardStats(of(right), of(wrong), 3, 2)
+    assert restore_stats(json.loads(json.dumps(stats.state))) == stats
+
+
+WHOLE = [3, 5.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        [],
+        [WHOLE, WHOLE],
+        [WHOLE, WHOLE, 3],
+        [WHOLE, WHOLE, [1, 2]],
+        [WHOLE, WHOLE, [1, -1]],
+        [WHOLE, WHOLE, [2.0, 1]],
+        [WHOLE, WHOLE, [10**400, 1]],
+        [WHOLE, WHOLE, [2, 1, 0]],
+        [WHOLE, WHOLE, [2]],
+        [WHOLE, [3, 5.0], [2, 1]],
+        [WHOLE, [-1, 5.0, 2.0], [2, 1]],
+        [WHOLE, [True, 5.0, 2.0], [2, 1]],
+        [WHOLE, [3.0, 5.0, 2.0], [2, 1]],
+        [WHOLE, [10**400, 5.0, 2.0], [2, 1]],
+        [WHOLE, [3, 10**400, 2.0], [2, 1]],
+        [WHOLE, [3, 5.0, 1e301], [2, 1]],
+        [WHOLE, [3, math.nan, 2.0], [2, 1]],
+        [WHOLE, [3, 5.0, math.inf], [2, 1]],
+        [WHOLE, [3, 5.0, -2.0], [2, 1]],
+        [WHOLE, [3, "5", 2.0], [2, 1]],
+        [WHOLE, [0, 5.0, 2.0], [2, 1]],
+    ],
+    ids=repr,
+)
+def test_what_is_no_such_state_is_refused(state: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        restore_stats(state)
+
+
+def test_more_can_be_added_to_whatever_is_taken_for_a_state() -> None:
+    most = [2**52, 2.0**52, 1e300]
+    stats = restore_stats([most, most, [2**52, 2**52]])
+    more = RewardStats(of([1, 2]), of([3]), 1, 1)
+    assert (stats + more + stats).groups == 2**53 + 1
+    assert (stats + more).difference.pattern == "unclear"

@@ -1,0 +1,168 @@
+"""Votes: what they weigh, who wins, and when it is decided, against every way the rest could vote."""
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_server.policy.voting.tally import Tally, count_votes, is_decided
+from darts_server.policy.voting.weighting import LogOddsWeighting, MajorityWeighting, RankWeighting, Vote, Weighting
+
+SCORES = st.sampled_from([0.001, 0.05, 0.3, 0.5, 0.8, 0.999])
+WEIGHTINGS: list[Weighting] = [
+    MajorityWeighting(),
+    RankWeighting(),
+    LogOddsWeighting(),
+    LogOddsWeighting(wrong_answers=1),
+    LogOddsWeighting(wrong_answers=1, most=0.5),
+    LogOddsWeighting(wrong_answers=2, least=0.01, most=0.8),
+]
+KINDS = st.sampled_from(WEIGHTINGS)
+
+
+@st.composite
+def elections(draw: st.DrawFn, most: int = 5, left: int = 2) -> tuple[list[Vote], list[int]]:
+    """Votes that were cast and candidates that remain, with their indices mixed."""
+    cast, remain = draw(st.integers(0, most)), draw(st.integers(0, left))
+    indices = draw(st.permutations(range(cast + remain)))
+    votes = [Vote(i, draw(st.sampled_from("abc")), draw(SCORES)) for i in indices[:cast]]
+    return votes, list(indices[cast:])
+
+
+# --- weights ----------------------------------------------------------------
+
+
+@given(elections(most=9, left=0))
+def test_ranks_go_linearly_from_the_worst_to_the_best_and_ties_share(election: tuple[list[Vote], list[int]]) -> None:
+    votes, _ = election
+    scores = sorted(v.score for v in votes)
+    for vote, weight in zip(votes, RankWeighting().weights(votes), strict=True):
+        ranks = [rank for rank, s in enumerate(scores) if s == vote.score]
+        mean = Fraction(sum(ranks), len(ranks))
+        assert weight == (mean / (len(votes) - 1) if len(votes) > 1 else 1)
+
+
+def test_ranks_are_the_papers() -> None:
+    votes = [Vote(0, "a", 0.2), Vote(1, "b", 0.9), Vote(2, "a", 0.4)]
+    assert [float(w) for w in RankWeighting().weights(votes)] == [0.0, 1.0, 0.5]
+    assert count_votes(votes, RankWeighting()) == Tally("b", {"b": 1.0, "a": 0.5}, {"b": 1, "a": 2})
+
+
+def test_log_odds_are_those_of_naive_bayes() -> None:
+    """Three votes, W = 4 wrong answers: the posterior of each answer, worked out from the chances."""
+    votes = [Vote(0, "a", 0.7), Vote(1, "b", 0.4), Vote(2, "b", 0.3)]
+    wrong = 4
+    likelihood = {
+        answer: math.prod(v.score if v.answer == answer else (1 - v.score) / wrong for v in votes) for answer in "ab"
+    }
+    counted = count_votes(votes, LogOddsWeighting(wrong_answers=wrong))
+    expected = math.log(likelihood["a"] / likelihood["b"])
+    assert counted.weights["a"] - counted.weights["b"] == pytest.approx(expected)
+
+
+def test_a_chance_of_none_or_all_is_held_back() -> None:
+    rule = LogOddsWeighting(wrong_answers=1, least=0.1, most=0.75)
+    assert [float(rule.weight(q)) for q in (0.0, 1.0)] == pytest.approx([math.log(1 / 9), math.log(3)])
+
+
+# --- counting ---------------------------------------------------------------
+
+
+@given(elections(left=0), KINDS)
+def test_the_heaviest_wins_and_of_equals_the_earliest(
+    election: tuple[list[Vote], list[int]], weighting: Weighting
+) -> None:
+    votes, _ = election
+    weights = dict(zip((v.index for v in votes), weighting.weights(votes), strict=True))
+    sums = {a: sum(weights[v.index] for v in votes if v.answer == a) for a in {v.answer for v in votes}}
+    first = {a: min(v.index for v in votes if v.answer == a) for a in sums}
+    best = min(sums, key=lambda a: (-sums[a], first[a]), default=None)
+    assert count_votes(votes, weighting).winner == best
+    assert count_votes(votes[::-1], weighting) == count_votes(votes, weighting)
+
+
+def test_no_votes_have_no_winner() -> None:
+    assert count_votes([], MajorityWeighting()) == Tally(None, {}, {})
+
+
+# --- being decided ----------------------------------------------------------
+
+
+def completions(votes: Sequence[Vote], remaining: Sequence[int], marks: Sequence[float]) -> Iterator[list[Vote]]:
+    """All ways the rest could vote: nothing, any known answer or one of two others, with any of the scores."""
+    answers = [*sorted({v.answer for v in votes}), "x", "y"]
+    ballots = [None, *product(answers, marks)]
+    for cast in product(ballots, repeat=len(remaining)):
+        yield [*votes, *(Vote(i, *ballot) for i, ballot in zip(remaining, cast, strict=True) if ballot is not None)]
+
+
+@given(elections(), KINDS)
+def test_a_vote_is_decided_exactly_when_no_completion_turns_it(
+    election: tuple[list[Vote], list[int]], weighting: Weighting
+) -> None:
+    votes, remaining = election
+    leader = count_votes(votes, weighting).winner
+    levels = sorted({v.score for v in votes})
+    between = [(a + b) / 2 for a, b in pairwise(levels)]
+    marks = [0.0, *levels, *between, 1.0] if isinstance(weighting, RankWeighting) else [0.0, 0.4, 1.0]
+    turned = any(count_votes(cast, weighting).winner != leader for cast in completions(votes, remaining, marks))
+    assert is_decided(votes, remaining, weighting) == (not turned)
+
+
+@given(elections(most=12, left=4), KINDS)
+def test_a_decided_vote_stays_decided(election: tuple[list[Vote], list[int]], weighting: Weighting) -> None:
+    votes, remaining = election
+    if is_decided(votes, remaining, weighting) and remaining:
+        for answer, score in product("axb", (0.0, 1.0)):
+            more = [*votes, Vote(remaining[0], answer, score)]
+            assert count_votes(more, weighting).winner == count_votes(votes, weighting).winner
+            assert is_decided(more, remaining[1:], weighting)
+
+
+def test_five_of_eight_decide_a_majority_and_four_only_with_the_first_index() -> None:
+    assert is_decided([Vote(i, "a") for i in range(5)], [5, 6, 7], MajorityWeighting())
+    assert is_decided([Vote(i, "a") for i in range(4)], [4, 5, 6, 7], MajorityWeighting())
+    assert not is_decided([Vote(i, "a") for i in range(1, 5)], [0, 5, 6, 7], MajorityWeighting())
+
+
+def test_a_lead_that_two_more_can_just_draw_level_with_holds_for_the_earlier_only() -> None:
+    """Ranks 0 to 6: the rival has 3, the leader 18 in all. Two more on top bring 7 + 8."""
+
+    def votes(rival: int) -> list[Vote]:
+        others = [i for i in range(7) if i != rival]
+        return [Vote(rival, "b", 3.0), *(Vote(i, "a", s) for i, s in zip(others, (0.0, 1, 2, 4, 5, 6), strict=True))]
+
+    assert is_decided(votes(rival=6), [7, 8], RankWeighting())
+    assert not is_decided(votes(rival=0), [7, 8], RankWeighting())
+
+
+def test_votes_against_the_leader_may_make_it_the_earlier() -> None:
+    """The last one can only draw the leader level with the rival, by a doubtful vote of index 0 for the leader."""
+    rule = LogOddsWeighting(wrong_answers=1, most=0.8)
+    leader, rival = [Vote(4, "a", 0.8), Vote(5, "a", 0.8)], [Vote(1, "b", 0.8), Vote(2, "b", 0.8), Vote(3, "b", 0.0)]
+    assert is_decided(leader + rival, [0], rule)
+    assert not is_decided(leader + rival, [6], rule)
+
+
+# --- what is refused --------------------------------------------------------
+
+
+def test_nobody_votes_twice() -> None:
+    twice = [Vote(0, "a"), Vote(0, "b")]
+    with pytest.raises(ValueError, match="votes once"):
+        count_votes(twice, MajorityWeighting())
+    with pytest.raises(ValueError, match="votes once"):
+        is_decided([Vote(0, "a")], [0], MajorityWeighting())
+
+
+def test_settings_and_scores_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="score must"):
+        Vote(0, "a", math.nan)
+    with pytest.raises(ValueError, match="wrong_answers must"):
+        LogOddsWeighting(wrong_answers=0)
+    with pytest.raises(ValueError, match="chances must"):
+        LogOddsWeighting(most=1.0)
