@@ -109,7 +109,7 @@ class AsyncRollouts(Generic[ItemT]):
                 await self._transport.send("DELETE", path, timeout=CANCEL_TIMEOUT)
 
     async def _read_id(self) -> None:
-        """Connect once more, only to receive the id of the batch."""
+        """Send the request again, only to receive the id: its idempotency key finds the batch that it started."""
         method, path, options = self._batch.next_request()
         async with self._transport.stream_events(method, path, TimeLimit(CANCEL_TIMEOUT), **options) as events:
             async for sse in events:

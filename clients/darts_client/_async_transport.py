@@ -66,6 +66,7 @@ class AsyncTransport:
                 if not response.is_success:
                     await response.aread()
                 raise_for_status(response)
+                # httpx has a timeout for each read, and none for the whole response.
                 response.stream = _AsyncLimitedStream(response.stream, limit)
                 async with async_read_sse(response) as events:
                     yield events

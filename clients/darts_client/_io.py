@@ -83,6 +83,7 @@ class AsyncBody(_SizedBody):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         with self._open() as file:
+            # A cancelled `run_sync` waits for its thread, so the file is not closed during a read.
             while piece := await run_sync(file.read, PIECE_SIZE):
                 yield piece
 

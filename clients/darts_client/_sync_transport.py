@@ -67,6 +67,7 @@ class Transport:
                 if not response.is_success:
                     response.read()
                 raise_for_status(response)
+                # httpx has a timeout for each read, and none for the whole response.
                 response.stream = _LimitedStream(response.stream, limit)
                 with read_sse(response) as events:
                     yield events
