@@ -178,8 +178,8 @@ def report(rounds_of: dict[str, list[Round]]) -> str:
 def spread(values: list[float]) -> str:
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     rng = Random(0)
-    drawn = [statistics.median(rng.choices(values, k=len(values))) for _ in range(RESAMPLES)]
-    return f"{middle:.3f} ± {statistics.pstdev(drawn):.3f} [{low:.3f}, {high:.3f}]"
+    medians = [statistics.median(rng.choices(values, k=len(values))) for _ in range(RESAMPLES)]
+    return f"{middle:.3f} ± {statistics.pstdev(medians):.3f} [{low:.3f}, {high:.3f}]"
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What a single GPU says of our claim of speed: ``benchmarks/gpu/run``."""
+"""The benchmark for one GPU: ``benchmarks/gpu/run``."""

@@ -1,6 +1,6 @@
 import sys
 
-from benchmarks.gpu.whole import main
+from benchmarks.gpu.benchmark import main
 
 if __name__ == "__main__":
     sys.exit(main())

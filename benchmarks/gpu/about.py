@@ -1,4 +1,4 @@
-"""What the figures belong to: machine, versions, date."""
+"""Describe the machine, the versions and the date that the figures belong to."""
 
 import platform
 import subprocess
@@ -14,7 +14,7 @@ GIT_SECONDS = 10.0
 
 
 def about(card: Card) -> dict[str, object]:
-    """Facts by name; ``None`` where one is not known."""
+    """Return facts by name, ``None`` where one is unknown."""
     return {
         "card": card.name,
         "memory": f"{card.memory / 2**30:.0f} GiB",
@@ -38,11 +38,11 @@ def _own_version() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that is checked out; ``None`` where git or its data are missing."""
+    """Return the checked-out commit; ``None`` without git or its data."""
     head = _git("rev-parse", "--short=12", "HEAD")
     if head is None:
         return None
-    return f"{head} and changes to it" if _git("status", "--porcelain") else head
+    return f"{head} with local changes" if _git("status", "--porcelain") else head
 
 
 def _git(*args: str) -> str | None:

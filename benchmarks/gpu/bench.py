@@ -1,4 +1,4 @@
-"""One engine, and what the parts of the benchmark do with it."""
+"""One running engine, and what the parts of the benchmark do with it."""
 
 import asyncio
 import random
@@ -12,12 +12,12 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from benchmarks.gpu.logged import LoggedRollouts, RepeatableRollouts
 from benchmarks.gpu.models import UNKNOWN, Shape
-from benchmarks.gpu.policies import lots
+from benchmarks.gpu.policies import tail_seed
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.steplog import StepLog
 from benchmarks.gpu.traced import Lengths, TracedEngine
-from benchmarks.gpu.watched import RepeatableRollouts, WatchedRollouts
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import DocumentStore
@@ -29,8 +29,8 @@ from darts_server.vllm.engine import VllmPort, VllmRollouts
 from darts_server.vllm.llm import ShapingLLM
 
 LIMITS = Limits(1024)
-QUIET_SECONDS = 20.0
-"""Until everything that was stopped must have ended."""
+DRAIN_SECONDS = 20.0
+"""How long stopped requests may take to end."""
 
 
 class Bench:
@@ -46,22 +46,22 @@ class Bench:
         self.curve: LatencyCurve | None = None
         self._seed = seed
         self._stores: list[Store] = []
-        self._listening: WatchedRollouts
+        self._logged: LoggedRollouts
         self._prompts: dict[int, Any] = {}
 
     # --- the engine ---------------------------------------------------------
 
     def wire(self, port: VllmPort) -> VllmRollouts:
-        """What the engine tells of its steps from its start to its end; it shapes nothing."""
+        """Log the engine's steps as long as it runs; shape nothing."""
         self.port = port
         store = self.empty_store()
-        listening = WatchedRollouts(port, {}, OFF, LIMITS, store, latency=Latency(store, port.capacity))
-        listening.log = self.log
-        self._listening = listening
-        return listening
+        logged = LoggedRollouts(port, {}, OFF, LIMITS, store, latency=Latency(store, port.capacity))
+        logged.log = self.log
+        self._logged = logged
+        return logged
 
     def empty_store(self) -> Store:
-        """Open as long as the engine runs: what was learned is written a while after it was."""
+        """Return a new store. It stays open as long as the engine runs, since learned state is written with a delay."""
         self._stores.append(Store())
         return self._stores[-1]
 
@@ -76,42 +76,42 @@ class Bench:
         lengths: Lengths,
         observers: Sequence[GroupObserver],
     ) -> VllmRollouts:
-        """Have the engine shape so from now on, with lengths from a trace."""
+        """Shape with these policies from now on, with lengths from a trace."""
         port = TracedEngine(self.port, lengths)
         rollouts = RepeatableRollouts(port, policies, OFF, LIMITS, documents, observers)
-        rollouts.lots = lambda group_id: lots(number_of(group_id))
+        rollouts.tail_seed = lambda group_id: tail_seed(prompt_number(group_id))
         self.llm.rollouts = rollouts
-        self._listening.learning = True
+        self._logged.learning = True
         return rollouts
 
     def shape_nothing(self, *, plain: bool = False) -> None:
-        """Every request passes our code (policy ``off``) and goes to the engine as it is; ``plain``: without ours."""
-        self.llm.rollouts = None if plain else self._listening
-        self._listening.learning = not plain
+        """Pass every request through our code unshaped (policy ``off``); ``plain``: bypass our code."""
+        self.llm.rollouts = None if plain else self._logged
+        self._logged.learning = not plain
 
-    async def quiet(self) -> None:
-        """Wait until nothing runs, and forget cached prompts, so that all that comes starts alike.
+    async def drain(self) -> None:
+        """Wait until nothing runs, and reset the prefix cache, so that every load starts from the same state.
 
         Raises:
-            TimeoutError: something still runs, though it was told to stop.
+            TimeoutError: an aborted request is still running.
         """
         running = self.llm.output_processor.request_states
-        async with asyncio.timeout(QUIET_SECONDS):
+        async with asyncio.timeout(DRAIN_SECONDS):
             if running:
-                await asyncio.sleep(0.1)  # for what has ended, or was stopped, and has not been heard of
+                await asyncio.sleep(0.1)  # finished and stopped requests may not have been reported yet
                 await AsyncLLM.abort(self.llm, list(running), internal=True)
             while running or not await self.llm.reset_prefix_cache():
                 await asyncio.sleep(0.05)
 
     def output_tokens(self) -> list[int]:
-        """Tokens that each unfinished request has generated; 0 for one that waits."""
+        """Return the generated tokens of each unfinished request; 0 for a waiting one."""
         states = self.llm.output_processor.request_states.values()
         return [state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None]
 
     # --- requests -----------------------------------------------------------
 
     def prompt(self, number: int) -> Any:
-        """Prompt ``number``, random tokens, as vLLM's routes hand it to ``generate()``."""
+        """Return prompt ``number``: random tokens, in the form that vLLM's routes pass to ``generate()``."""
         if number not in self._prompts:
             rng = random.Random(self._seed * 1_000_003 + number)
             tokens = [rng.randrange(UNKNOWN + 1, self.shape.vocabulary) for _ in range(self.sizes.prompt)]
@@ -121,7 +121,7 @@ class Bench:
         return self._prompts[number]
 
     def params(self, max_tokens: int, n: int = 1, **extra: str) -> SamplingParams:
-        """Of a request that does not stream and ends at ``max_tokens``; ``extra``: of shaping."""
+        """Make parameters of a request that does not stream and ends at ``max_tokens``; ``extra``: for shaping."""
         return SamplingParams(
             n=n,
             temperature=1.0,
@@ -132,29 +132,29 @@ class Bench:
             extra_args=dict(extra) or None,
         )
 
-    async def ask(self, prompt: int, params: SamplingParams, name: str, *, plain: bool = False) -> RequestOutput:
-        """The final output of a request; ``plain``: of vLLM's own ``generate()``."""
+    async def request(self, prompt: int, params: SamplingParams, name: str, *, plain: bool = False) -> RequestOutput:
+        """Run a request and return its final output; ``plain``: by vLLM's own ``generate()``."""
         generate = super(ShapingLLM, self.llm).generate if plain else self.llm.generate
         outputs = [output async for output in generate(self.prompt(prompt), params, name)]
         return outputs[-1]
 
 
-def number_of(request_id: str) -> int:
-    """The number of its prompt, with which the name of every request ends."""
+def prompt_number(request_id: str) -> int:
+    """Return the number of the prompt, which every request id ends with."""
     return int(request_id.rsplit("-", 1)[1])
 
 
-async def all_of(requests: Iterable[Any], seconds: float) -> list[RequestOutput]:
-    """Outputs of all, in order.
+async def gather_within(requests: Iterable[Any], seconds: float) -> list[RequestOutput]:
+    """Run all requests and return their outputs in order.
 
     Raises:
-        TimeoutError: they took longer than ``seconds``; they are stopped.
+        TimeoutError: they took longer than ``seconds``; they are cancelled.
     """
     async with asyncio.timeout(seconds):
         return list(await asyncio.gather(*requests))
 
 
 def cpu_seconds() -> float:
-    """That this process, the API process, has used so far."""
+    """Return the CPU time of this process, the API process, so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime

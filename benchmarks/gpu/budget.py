@@ -1,4 +1,4 @@
-"""Time that may be spent, and who gets how much of it."""
+"""Split the available time."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -7,27 +7,27 @@ Clock = Callable[[], float]
 
 
 class Budget:
-    """Seconds from now on that may be spent."""
+    """An amount of time, counted from now."""
 
     def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._ends_at = clock() + seconds
 
     @property
-    def left(self) -> float:
-        """Seconds, never less than 0."""
+    def remaining(self) -> float:
+        """The remaining seconds, at least 0."""
         return max(0.0, self._ends_at - self._clock())
 
     def fits(self, seconds: float) -> bool:
-        """Whether something that takes so long would still end in time."""
-        return seconds <= self.left
+        """Return whether something that takes this long would end in time."""
+        return seconds <= self.remaining
 
-    def shared(self, weights: Mapping[str, float]) -> Iterator[tuple[str, "Budget"]]:
-        """One budget for each name, in order; what one leaves over goes to those after it.
+    def split(self, weights: Mapping[str, float]) -> Iterator[tuple[str, "Budget"]]:
+        """Yield a budget for each name, in order; time that one does not use goes to those after it.
 
-        Each is made when it is asked for: its share of what is left then is its weight against those of the rest.
+        Each is created when it is requested: its share of the remaining time is its weight against those of the rest.
         """
         rest = sum(weights.values())
         for name, weight in weights.items():
-            yield name, Budget(self.left * weight / rest, self._clock)
+            yield name, Budget(self.remaining * weight / rest, self._clock)
             rest -= weight

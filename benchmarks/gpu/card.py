@@ -1,7 +1,7 @@
-"""The card: what it is, and how fast it copies.
+"""Identify the card, and measure how fast it copies.
 
-``python -m benchmarks.gpu.card`` prints it as JSON. That is a process of its own, so that nobody else
-holds memory on the card while an engine takes what is free.
+``python -m benchmarks.gpu.card`` prints the result as JSON. It is a process of its own, so that its memory on the card
+is free again before an engine starts and takes all free memory.
 """
 
 import json
@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks.gpu.nvml import driver
 
 GPU_COPY_BYTES, CPU_COPY_BYTES = 4 << 30, 128 << 20
-"""Far more than any cache holds, on either."""
+"""Far larger than any cache."""
 COPIES = 20
 PROBE_SECONDS = 180.0
-"""Importing torch from a cold disk takes most of it."""
+"""Most of it is for importing torch from a cold disk."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Card:
 
 
 def probe() -> Card:
-    """The card, as a process of its own sees it.
+    """Measure the card in a process of its own.
 
     Raises:
-        RuntimeError: that process failed; the message has its last words.
+        RuntimeError: that process failed; the message has the end of its output.
     """
     command = [sys.executable, "-m", "benchmarks.gpu.card"]
     try:
@@ -54,7 +54,7 @@ def probe() -> Card:
     return Card(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def measured() -> Card:
+def measure() -> Card:
     import torch
 
     version: str | None = torch.version.cuda
@@ -69,17 +69,17 @@ def measured() -> Card:
 
 
 def copy_bandwidth(source: Any, wait: Any) -> float:
-    """Bytes read plus bytes written in a second, the fastest of several copies."""
+    """Return bytes read plus bytes written a second, for the fastest of several copies."""
     target = source.clone()
     size, fastest = int(source.numel() * source.element_size()), float("inf")
     for _ in range(COPIES):
         wait()
-        began = time.perf_counter()
+        start = time.perf_counter()
         target.copy_(source)
         wait()
-        fastest = min(fastest, time.perf_counter() - began)
+        fastest = min(fastest, time.perf_counter() - start)
     return 2 * size / fastest
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(measured())))
+    print(json.dumps(asdict(measure())))

@@ -1,4 +1,4 @@
-"""A checkpoint of a model without weights: the names and shapes that Qwen3 has there, and random values."""
+"""Write a checkpoint with Qwen3's tensor names and shapes, and random values."""
 
 import json
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from benchmarks.gpu.models import Shape
 FILE = "model.safetensors"
 DTYPES = {2: "BF16", 4: "F32"}
 BLOCK = 1 << 22
-"""So many random values are repeated through the whole file: making them all would take longer than writing them."""
+"""Number of random values, repeated through the whole file: generating all of them would take longer than writing."""
 STD = 0.02
 
 
 def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each tensor, as in the files that Qwen published."""
+    """Yield name and shape of each tensor, as in the files that Qwen published."""
     hidden, head = shape.hidden, shape.head_dim
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,),
@@ -40,7 +40,7 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write(shape: Shape, path: Path) -> None:
-    """One safetensors file, written as it is made: the library's own writer wants all tensors in memory first."""
+    """Write a safetensors file piece by piece: the library's own writer needs all tensors in memory first."""
     header, end = dict[str, object](), 0
     for name, size in tensors(shape):
         start, end = end, end + prod(size) * shape.value_bytes

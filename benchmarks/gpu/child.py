@@ -1,4 +1,4 @@
-"""Runs the process of one model, and ends it when its time is over."""
+"""Run the process of one model, and stop it when its time is over."""
 
 import json
 import os
@@ -20,16 +20,16 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Nothing is looked for elsewhere: the machine may reach nothing, and would wait for that."""
+"""No network: the machine may have none, and lookups would wait for their timeouts."""
 DRY_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
-"""Between asking a process that took too long to end and ending it."""
+"""Between SIGTERM and SIGKILL for a process that took too long."""
 LOG_LINES = 25
 
 
-def measured(spec: Spec, limit: float, log: Path, say: Callable[[str], None]) -> Findings:
-    """What the process found in ``limit`` seconds; it is ended then, with what it has."""
+def run_child(spec: Spec, limit: float, log: Path, progress: Callable[[str], None]) -> Findings:
+    """Run the process for at most ``limit`` seconds; return what it found until then."""
     out = Path(spec.out)
     out.unlink(missing_ok=True)
     environment = ENVIRONMENT | (DRY_ENVIRONMENT if spec.dry else {}) | os.environ
@@ -39,41 +39,43 @@ def measured(spec: Spec, limit: float, log: Path, say: Callable[[str], None]) ->
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # the engine's processes belong to it, and end with it
+            start_new_session=True,  # the engine's processes belong to the session, and are stopped with it
         )
         try:
-            late = not _ended(process, out, time.monotonic() + limit, say)
+            timed_out = not _wait(process, out, time.monotonic() + limit, progress)
         finally:
-            end(process)
+            stop(process)
     found = Findings.read(out) if out.exists() else Findings(spec.model)
-    if late:
-        found.error = f"the {limit:.0f} s that it had were over"
+    if timed_out:
+        found.error = f"stopped after its {limit:.0f} s"
     elif process.returncode != 0:
         found.error = found.error or f"exit code {process.returncode}"
     if found.error is not None or any(table.failed for table in found.tables.values()):
-        found.last_words = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        found.log_tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
     return found
 
 
-def _ended(process: "subprocess.Popen[bytes]", out: Path, deadline: float, say: Callable[[str], None]) -> bool:
-    """Wait for its end, and say how far it is; whether it ended in time."""
-    said: set[str] = set()
+def _wait(process: "subprocess.Popen[bytes]", out: Path, deadline: float, progress: Callable[[str], None]) -> bool:
+    """Wait for the process and report its progress; return whether it exited in time."""
+    reported: set[str] = set()
     while process.poll() is None:
         if time.monotonic() > deadline:
             return False
         if out.exists():
             found = Findings.read(out)
-            news = {f"engine started in {found.engine_seconds:.0f} s" if found.engine_seconds else "engine starts"}
+            news = {
+                f"engine started in {found.engine_seconds:.0f} s" if found.engine_seconds else "starting the engine"
+            }
             news |= {f"{name} done" for name, table in found.tables.items() if table.rows or table.notes}
-            for text in sorted(news - said):
-                say(f"{found.model}: {text}")
-            said |= news
-        time.sleep(LOOK_SECONDS)
+            for text in sorted(news - reported):
+                progress(f"{found.model}: {text}")
+            reported |= news
+        time.sleep(POLL_SECONDS)
     return True
 
 
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and all of its session, if any of it is left."""
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """Stop a process and everything in its session."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Models without weights: real architectures, a tokenizer of made-up words, and how many bytes a decode step reads.
+"""Model architectures without weights, a tokenizer of made-up words, and the bytes that a decode step reads.
 
 The numbers are those of the ``config.json`` that Qwen published with each model (huggingface.co/Qwen/Qwen3-0.6B,
 Qwen3-1.7B, Qwen3-8B).
@@ -13,7 +13,7 @@ EOS, UNKNOWN = 0, 1
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3 architecture. ``value_bytes``: of one weight, and of one number in the KV cache."""
+    """A Qwen3 architecture. ``value_bytes``: size of a weight, and of a value in the KV cache."""
 
     name: str
     layers: int
@@ -44,19 +44,19 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token in the cache."""
+        """Size of one token in the KV cache."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
 
     def step_bytes(self, batch: int, tokens: float) -> float:
-        """What a decode step must read at least, for ``batch`` sequences of ``tokens`` tokens each.
+        """Return the bytes that a decode step must read for ``batch`` sequences of ``tokens`` tokens each.
 
-        All weights, but an input embedding of its own: of that only a row for each sequence.
+        These are all weights, except for an untied input embedding, of which a step reads a row for each sequence.
         """
-        untouched = 0 if self.tied else self.embedding * self.value_bytes
-        return self.weight_bytes - untouched + batch * tokens * self.kv_bytes
+        unread = 0 if self.tied else self.embedding * self.value_bytes
+        return self.weight_bytes - unread + batch * tokens * self.kv_bytes
 
     def write(self, folder: Path) -> Path:
-        """``config.json`` and a tokenizer, all that an engine with dummy weights needs."""
+        """Write ``config.json`` and a tokenizer: all that an engine with dummy weights needs."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self._config(), indent=2))
         write_tokenizer(folder, self.vocabulary)
@@ -93,7 +93,7 @@ class Shape:
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A word for each token id, so that every id that is sampled has a text."""
+    """Write a tokenizer with a word for each token id, so that every sampled id has a text."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
@@ -118,7 +118,7 @@ SHAPES = {
         Shape("8B", layers=36, hidden=4096, intermediate=12288, heads=32, kv_heads=8, head_dim=128, tied=False),
     )
 }
-# Of the size of the model in examples/tiny_rl, for machines without a GPU.
+# The size of the model in examples/tiny_rl, for machines without a GPU.
 TINY = Shape(
     "tiny", 3, 128, 256, heads=4, kv_heads=2, head_dim=32, tied=True, vocabulary=64, context=2048, value_bytes=4
 )

@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says, where it is there."""
+"""Query NVIDIA's management library, if there is one."""
 
 import os
 import threading
@@ -7,24 +7,24 @@ from types import TracebackType
 from typing import Any
 
 SAMPLE_SECONDS = 0.1
-"""Between two looks at the utilisation; NVML itself averages over a sixth of a second or more."""
+"""NVML itself averages the utilisation over a sixth of a second or more."""
 
 
 def nvml() -> Any:
-    """NVML's binding, initialised; ``None`` where there is none. vLLM brings one along."""
+    """Return NVML's binding, initialised; ``None`` without one. vLLM includes one."""
     try:
         try:
             import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
         except ImportError:
             from vllm.third_party import pynvml  # type: ignore[no-redef, unused-ignore]
         pynvml.nvmlInit()
-    except Exception:  # no binding, no library, no driver: it is an extra column
+    except Exception:  # no binding, no library or no driver: the report leaves its column out
         return None
     return pynvml
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver."""
+    """Return the version of NVIDIA's driver."""
     library = nvml()
     if library is None:
         return None
@@ -33,16 +33,16 @@ def driver() -> str | None:
 
 
 class Utilisation:
-    """Looks ten times a second at how busy the card is, as long as its block lasts.
+    """Sample ten times a second whether the card is busy, while the block runs.
 
     The card counts as busy while any kernel runs on it, however small.
     """
 
     def __init__(self) -> None:
         self._library: Any = None
-        self._seen: list[tuple[float, float]] = []
+        self._samples: list[tuple[float, float]] = []
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> "Utilisation":
         self._library = nvml()
@@ -56,17 +56,17 @@ class Utilisation:
             self._thread.join()
 
     def mean(self, began: float, ended: float) -> float | None:
-        """Mean share of busy time between two moments of ``time.perf_counter()``; ``None`` if nobody looked."""
-        shares = [share for at, share in self._seen if began <= at <= ended]
+        """Return the share of busy time between two times of ``time.perf_counter()``; ``None`` without samples."""
+        shares = [share for at, share in self._samples if began <= at <= ended]
         return sum(shares) / len(shares) if shares else None
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         try:
             device = _first_visible(self._library)
             while not self._stop.wait(SAMPLE_SECONDS):
                 share = self._library.nvmlDeviceGetUtilizationRates(device).gpu / 100
-                self._seen.append((time.perf_counter(), share))
-        except self._library.NVMLError:  # some virtual cards do not tell
+                self._samples.append((time.perf_counter(), share))
+        except self._library.NVMLError:  # some virtual cards do not support it
             return
 
 

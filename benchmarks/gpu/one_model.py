@@ -1,6 +1,6 @@
-"""One model in a process of its own: ``python -m benchmarks.gpu.one_model SPEC``, SPEC being a `Spec` in JSON.
+"""Measure one model in a process of its own: ``python -m benchmarks.gpu.one_model SPEC``, with a `Spec` in JSON.
 
-It writes what it has to a file after every part, so that the parts before a failure count.
+It writes its findings to a file after every part, so that a failure loses only its own part.
 """
 
 import json
@@ -18,19 +18,23 @@ from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.models import SHAPES, TINY
 from benchmarks.gpu.sizes import DRY, GPU
 from benchmarks.gpu.tables import Table
-from benchmarks.gpu.traces import CANDIDATES, Trace, lengths
+from benchmarks.gpu.traces import CANDIDATES, Trace, load_or_sample
 
 SHARES = {"steps": 2.0, "costs": 2.0}
 FIRST_ROLLOUTS, MORE_ROLLOUTS = 5.0, 2.0
-"""Shares of the time: of the first number of prompts, and of each further one. What a part leaves goes to the rest."""
-KEPT = 0.2
-"""Share of the time that is kept at most for new weights, which come last and have what the others left besides."""
+"""Shares of the time for the first number of prompts, and for each further one. Unused time goes to the next parts."""
+MAX_WEIGHTS_SHARE = 0.2
+"""Share of the time that is reserved at most for weight updates, which run last."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What to measure. ``folder``: an empty one for the model. ``seconds``: for everything, with the engine's start.
-    ``bandwidth``: the card's, bytes/s.
+    """What to measure.
+
+    Attributes:
+        folder: an empty one for the model.
+        seconds: for everything, including the engine's start.
+        bandwidth: the card's, bytes/s.
     """
 
     model: str
@@ -47,21 +51,25 @@ class Spec:
     flags: tuple[str, ...] = ()
 
     def lengths(self) -> Trace:
-        """Of as many prompts as there are."""
-        return lengths(self.trace, self.seed)
+        """Return the trace of all prompts."""
+        return load_or_sample(self.trace, self.seed)
 
 
 @dataclass
 class Findings:
-    """What is known so far. ``engine_seconds``: that the engine took to start. ``curve``: batches and step seconds.
+    """The results so far.
 
-    ``last_words``: the end of its log, if something went wrong. ``timelines``: of each policy, by table.
+    Attributes:
+        engine_seconds: how long the engine took to start.
+        log_tail: the end of its log, if something went wrong.
+        curve: batch sizes and step seconds.
+        timelines: of each policy, by table.
     """
 
     model: str
     engine_seconds: float | None = None
     error: str | None = None
-    last_words: str | None = None
+    log_tail: str | None = None
     capacity: int | None = None
     curve: dict[str, Any] | None = None
     tables: dict[str, Table] = field(default_factory=dict)
@@ -80,10 +88,10 @@ class Findings:
 
 
 async def measure(spec: Spec, found: Findings, out: Path, budget: Budget) -> None:
-    """Start the engine, and let each part fill its table."""
+    """Start the engine, and run every part, which fills its table."""
     from benchmarks.gpu.bench import Bench
     from benchmarks.gpu.parts import costs, rollouts, steps, weights
-    from benchmarks.gpu.start import running
+    from benchmarks.gpu.start import start_engine
 
     sizes, shape = (DRY, TINY) if spec.dry else (GPU, SHAPES[spec.model])
     shares, found.tables = dict(SHARES), {"steps": steps.table()}
@@ -91,13 +99,13 @@ async def measure(spec: Spec, found: Findings, out: Path, budget: Budget) -> Non
         shares[f"rollouts-{prompts}"] = MORE_ROLLOUTS if number else FIRST_ROLLOUTS
         found.tables[f"rollouts-{prompts}"] = rollouts.table(prompts)
     found.tables |= {"costs": costs.table(), "weights": weights.table()}
-    began, folder = time.monotonic(), Path(spec.folder)
-    async with running(Bench(shape, sizes, spec.logprobs, spec.seed), folder, spec.flags) as bench:
-        found.engine_seconds, found.capacity = time.monotonic() - began, bench.port.capacity
+    start, folder = time.monotonic(), Path(spec.folder)
+    async with start_engine(Bench(shape, sizes, spec.logprobs, spec.seed), folder, spec.flags) as bench:
+        found.engine_seconds, found.capacity = time.monotonic() - start, bench.port.capacity
         found.write(out)
         trace = spec.lengths()
-        others = Budget(budget.left - min(weights.needs(shape), KEPT * budget.left))
-        for name, share in chain(others.shared(shares), [("weights", budget)]):
+        others = Budget(budget.remaining - min(weights.estimate_seconds(shape), MAX_WEIGHTS_SHARE * budget.remaining))
+        for name, share in chain(others.split(shares), [("weights", budget)]):
             result = found.tables[name]
             match name.split("-"):
                 case ["steps"]:
@@ -109,14 +117,14 @@ async def measure(spec: Spec, found: Findings, out: Path, budget: Budget) -> Non
                 case [_, count]:
                     lines = found.timelines.setdefault(name, {})
                     part = rollouts.measure(bench, share, result, trace.first(int(count)), spec.policies, lines)
-            await told(part, result, share)
+            await run_part(part, result, share)
             found.curve = None if bench.curve is None else asdict(bench.curve)
             found.write(out)
 
 
-async def told(part: Awaitable[None], result: Table, share: Budget) -> None:
-    """Whatever ends a part early ends that part alone, and is said in its table."""
-    given = share.left
+async def run_part(part: Awaitable[None], result: Table, share: Budget) -> None:
+    """Run a part; if it fails, note it in its table and go on."""
+    given = share.remaining
     try:
         await part
     except TimeoutError:
@@ -134,8 +142,8 @@ def main(text: str) -> int:
         import uvloop
 
         uvloop.run(measure(spec, found, out, budget))
-    except SystemExit as left:  # vLLM's parser has said why
-        found.error = f"exit code {left.code}"
+    except SystemExit as exit_:  # vLLM's parser has printed the reason
+        found.error = f"exit code {exit_.code}"
         return 1
     except Exception as error:
         traceback.print_exc()

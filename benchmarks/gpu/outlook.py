@@ -1,24 +1,24 @@
-"""Where shaping pays on this card: the time of a rollout by the number of prompts, from lengths and step times alone.
+"""Predict where shaping pays on this card: the time of a rollout by number of prompts, from lengths and step times.
 
-What each candidate gets does not depend on the model, so it is worked out while the engines run; only the step times
-are added at the end.
+The tokens of each candidate do not depend on the model, so they are computed while the engines run; the step times are
+added at the end.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.gpu.policies import PLAIN, SIZE, foretold
+from benchmarks.gpu.policies import PLAIN, SIZE, predict_tokens
 from benchmarks.gpu.tables import Table, Value
 from benchmarks.gpu.traces import Trace
 from darts_server.policy.latency.curve import LatencyCurve
 
 PROMPTS = (8, 16, 32, 64, 128, 256)
-TITLE = "Where shaping pays: foretold time relative to plain vLLM, by prompts in a rollout"
+TITLE = "Where shaping pays: predicted time relative to plain vLLM, by prompts in a rollout"
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """Tokens of all candidates: by number of prompts, then by policy, then of each batch of so many prompts."""
+    """Tokens of all candidates: by number of prompts, by policy, and for each batch of so many prompts."""
 
     tokens: dict[int, dict[str, list[list[int]]]]
 
@@ -28,25 +28,27 @@ class Outlook:
         for prompts in PROMPTS:
             if prompts <= len(trace.prompts):
                 batches = list(_batches(trace, prompts))
-                tokens[prompts] = {name: [foretold(name, batch) for batch in batches] for name in (PLAIN, *policies)}
+                tokens[prompts] = {
+                    name: [predict_tokens(name, batch) for batch in batches] for name in (PLAIN, *policies)
+                }
         return Outlook(tokens)
 
     def table(self, curve: LatencyCurve, capacity: int | None) -> Table:
-        """Times relative to plain's, each of all batches together."""
+        """Return times relative to plain's, each over all batches."""
         policies = [name for name in next(iter(self.tokens.values()), {}) if name != PLAIN]
         columns = {"prompts": ",d", "plain, s a rollout": ".1f", **dict.fromkeys(policies, ".2f")}
         result = Table(TITLE, columns)
-        for prompts, of_policy in self.tokens.items():
+        for prompts, by_policy in self.tokens.items():
             times = {
                 name: sum(curve.rollout_seconds(lengths, capacity) for lengths in batches)
-                for name, batches in of_policy.items()
+                for name, batches in by_policy.items()
             }
-            row: dict[str, Value] = {"prompts": prompts, "plain, s a rollout": times[PLAIN] / len(of_policy[PLAIN])}
+            row: dict[str, Value] = {"prompts": prompts, "plain, s a rollout": times[PLAIN] / len(by_policy[PLAIN])}
             result.rows.append(row | {name: times[name] / times[PLAIN] for name in policies})
         result.note(
-            f"Nothing here was run: it is the cost model with the step times above, lengths undivided and {SIZE} "
-            "trajectories a prompt, over all batches of so many prompts that the trace has. With few prompts the card "
-            "waits for the longest trajectory; with many it has work all the time, and more candidates take more time."
+            "Nothing here was run: the cost model predicts it from the step times above, with undivided lengths and "
+            f"{SIZE} trajectories a prompt, over all batches of that size in the trace. With few prompts the card "
+            "waits for the longest trajectory; with many it is always busy, and more candidates take more time."
         )
         return result
 

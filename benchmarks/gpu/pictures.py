@@ -1,4 +1,4 @@
-"""One rollout's timeline under each policy: how many sequences run, small pictures side by side."""
+"""Draw the number of running sequences over a rollout, one panel for each policy."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -15,7 +15,7 @@ Timeline = Sequence[tuple[float, int]]
 
 
 def draw(table: Table, timelines: Mapping[str, Timeline], path: Path) -> None:
-    """The rollouts of one table.
+    """Draw the rollouts of one table.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -28,7 +28,7 @@ def draw(table: Table, timelines: Mapping[str, Timeline], path: Path) -> None:
     figure = Figure(figsize=(10.5, 1.2 + 2.5 * count), dpi=110, layout="constrained")
     panels = figure.subplots(count, COLUMNS, squeeze=False)
     longest = max(float(rows[policy]["seconds"] or 0.0) for policy in shown)
-    most = max(batch for policy in shown for _, batch in timelines[policy])
+    largest = max(batch for policy in shown for _, batch in timelines[policy])
     plain = timelines.get(PLAIN)
     for axes in list(panels.flat)[len(shown) :]:
         axes.set_visible(False)
@@ -46,15 +46,15 @@ def draw(table: Table, timelines: Mapping[str, Timeline], path: Path) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=SMALL)
-        axes.set_ylim(0, 1.05 * most)
+        axes.set_ylim(0, 1.05 * largest)
         axes.set_xlim(0, 1.02 * longest)
-    figure.supxlabel("seconds (orange: all groups are decided; grey line: plain vLLM)", fontsize=10)
-    figure.supylabel("sequences that run", fontsize=10)
+    figure.supxlabel("seconds (orange: all groups are complete; grey line: plain vLLM)", fontsize=10)
+    figure.supylabel("running sequences", fontsize=10)
     figure.savefig(path)
 
 
 def _steps(timeline: Timeline, seconds: float) -> tuple[list[float], list[int]]:
-    """Corners of the staircase: nothing runs before the first step, and nothing after ``seconds``."""
+    """Return the corners of the staircase, from 0 to ``seconds``."""
     points = [(0.0, timeline[0][1]), *timeline, (seconds, 0)]
     return [at for at, _ in points], [batch for _, batch in points]
 
@@ -62,5 +62,5 @@ def _steps(timeline: Timeline, seconds: float) -> tuple[list[float], list[int]]:
 def _note(row: Mapping[str, str | int | float | None]) -> str:
     seconds, ratio = row["seconds"], row["ratio to plain"]
     wasted = int(row["wasted"] or 0) / max(1, int(row["generated"] or 1))
-    than = "" if ratio is None or row["policy"] == PLAIN else f" ({float(ratio):.2f} x plain)"
-    return f"{float(seconds or 0.0):.2f} s{than}, {wasted:.0%} of the tokens wasted"
+    relative = "" if ratio is None or row["policy"] == PLAIN else f" ({float(ratio):.2f} x plain)"
+    return f"{float(seconds or 0.0):.2f} s{relative}, {wasted:.0%} of the tokens wasted"

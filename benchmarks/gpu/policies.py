@@ -1,4 +1,4 @@
-"""What is compared, and what the cost model foretells of each."""
+"""The compared policies, and predictions of the cost model for each."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import FinishReason
 
 SIZE = 8
-LOTS = 1
+TAIL_SEED = 1
 PLAIN, OFF, AGAIN = "plain", "off", "plain again"
 UNSHAPED = (PLAIN, OFF, AGAIN)
 WAIT, LONGEST = "wait", "darts_longest"
@@ -29,7 +29,7 @@ SHAPED: dict[str, Shaping] = {
     WAIT: Shaping(tail=Tail.LONGEST),
 }
 ESSENTIAL = ("uniform", "darts", "darts_cut")
-"""Lengths are divided until these fit the time; the others get what is left of it."""
+"""Lengths are divided until these fit the time; the others get the remaining time."""
 ORDER = (*ESSENTIAL, "darts_deadline", WAIT, OFF, "first_finish", LONGEST)
 MEANING = (
     f"All give {SIZE} trajectories a prompt. `{PLAIN}` is vLLM's `AsyncLLM` itself, measured twice; `{OFF}` "
@@ -39,28 +39,28 @@ MEANING = (
 
 
 def statistics(prompt: Prompt, trace: Trace) -> PromptStats:
-    """What a server would know of a prompt after one earlier group of it."""
-    seen = [Observation(n, censored=trace.reason(n) is FinishReason.LENGTH) for n in prompt.earlier]
-    return update_stats(None, seen, 0)
+    """Return a prompt's statistics after one earlier group of it."""
+    observations = [Observation(n, censored=trace.reason(n) is FinishReason.LENGTH) for n in prompt.earlier]
+    return update_stats(None, observations, 0)
 
 
-def lots(prompt: int) -> tuple[int, int]:
-    """Seed of the lottery for the tail, that a prompt has the same lots under every policy."""
-    return (LOTS, prompt)
+def tail_seed(prompt: int) -> tuple[int, int]:
+    """Return the seed of a prompt's sampled tail, the same under every policy."""
+    return (TAIL_SEED, prompt)
 
 
-def foretold(policy: str, trace: Trace) -> list[int]:
-    """Tokens that each candidate gets, in order of arrival, if all of a prompt run side by side."""
+def predict_tokens(policy: str, trace: Trace) -> list[int]:
+    """Return the tokens of each candidate, in order of arrival, if all candidates of a prompt run side by side."""
     if policy in UNSHAPED:
         return [length for prompt in trace.prompts for length in prompt.lengths[:SIZE]]
-    return [length for group in played(SHAPED[policy], trace) for length in group.lengths]
+    return [length for group in replay_all(SHAPED[policy], trace) for length in group.lengths]
 
 
-def played(shaping: Shaping, trace: Trace) -> list[Replay]:
-    """What becomes of each prompt if all of its candidates run side by side."""
+def replay_all(shaping: Shaping, trace: Trace) -> list[Replay]:
+    """Replay each prompt, with all of its candidates side by side."""
     batch = []
     for number, (prompt, count) in enumerate(zip(trace.prompts, counts(shaping, trace), strict=True)):
-        draws = np.random.default_rng(lots(number)).random(count).tolist()
+        draws = np.random.default_rng(tail_seed(number)).random(count).tolist()
         ends = [(length, trace.reason(length)) for length in prompt.lengths[:count]]
         batch.append([Candidate(i, draws[i], State.FINISHED, *end) for i, end in enumerate(ends)])
     limit = None
@@ -71,7 +71,7 @@ def played(shaping: Shaping, trace: Trace) -> list[Replay]:
 
 
 def counts(shaping: Shaping, trace: Trace) -> list[int]:
-    """Candidates that each prompt gets."""
+    """Return the number of candidates of each prompt."""
     if not shaping.adaptive:
         return [shaping.candidates(SIZE)] * len(trace.prompts)
     stds = [statistics(prompt, trace).std_ema for prompt in trace.prompts]
@@ -79,8 +79,8 @@ def counts(shaping: Shaping, trace: Trace) -> list[int]:
     return allocate_by_std(stds, budget=shaping.candidates(SIZE) * len(stds), low=low, high=high)
 
 
-def seconds(curve: LatencyCurve, lengths: Sequence[int], divisor: int, capacity: int | None) -> float:
-    """Of a rollout whose candidates get so many tokens, all divided by ``divisor``, by the paper's cost model."""
+def predict_seconds(curve: LatencyCurve, lengths: Sequence[int], divisor: int, capacity: int | None) -> float:
+    """Predict the time of a rollout with these lengths divided by ``divisor``, by the paper's cost model."""
     return curve.rollout_seconds([length / divisor for length in lengths], capacity)
 
 

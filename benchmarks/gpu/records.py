@@ -1,4 +1,4 @@
-"""Keeps what became of groups."""
+"""Keep the records of groups."""
 
 from darts_server.types import CohortRecord, GroupRecord
 
@@ -19,10 +19,10 @@ class Records:
         return sum(len(record.candidates) for record in self.groups)
 
     def candidates_started(self, count: int) -> None:
-        """They are in the records."""
+        """Do nothing: the records have the candidates."""
 
     def group_ended(self, record: GroupRecord) -> None:
         self.groups.append(record)
 
     def cohort_ended(self, record: CohortRecord) -> None:
-        """Nothing of it is shown."""
+        """Do nothing: the report shows nothing of cohorts."""

@@ -1,15 +1,22 @@
-"""How large everything is: on a GPU, and where there is none."""
+"""Sizes of the measurements, for a GPU and for a dry run."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """``prompt``: tokens of a prompt. ``capacity``: sequences that the engine runs at once. ``model_length``: tokens
-    that one may have. ``batches``: whose steps are timed, each for ``step_tokens`` tokens. ``divisors``: what lengths
-    may be divided by to fit the time. ``load_...``: prompts and tokens of a load whose throughput is compared, in so
-    many ``rounds``. ``aborts``: how often an abort is timed. ``updates``: how often at most each path is taken by new
-    weights. ``flags``: more of vLLM's.
+    """Sizes of the measurements.
+
+    Attributes:
+        prompt: tokens of a prompt.
+        capacity: sequences that the engine runs at once.
+        model_length: the maximum tokens of a sequence.
+        batches: batch sizes to time, each for ``step_tokens`` tokens.
+        divisors: what lengths may be divided by to fit the time.
+        load_prompts, load_tokens: of the load whose throughput is compared, in ``rounds`` rounds.
+        aborts: aborts to time.
+        updates: the most weight updates by each path.
+        flags: more vLLM flags.
     """
 
     prompt: int

@@ -1,4 +1,4 @@
-"""Starts the engine that the benchmark runs on."""
+"""Start the engine of the benchmark."""
 
 import gc
 from collections.abc import AsyncIterator, Sequence
@@ -11,8 +11,8 @@ from darts_server.vllm import server
 
 
 @asynccontextmanager
-async def running(bench: Bench, folder: Path, flags: Sequence[str]) -> AsyncIterator[Bench]:
-    """The engine of ``bench``, on a model without weights that is written into ``folder``."""
+async def start_engine(bench: Bench, folder: Path, flags: Sequence[str]) -> AsyncIterator[Bench]:
+    """Start the engine of ``bench``, on a model with dummy weights that is written into ``folder``."""
     sizes = bench.sizes
     args = server.parse(
         [
@@ -29,8 +29,8 @@ async def running(bench: Bench, folder: Path, flags: Sequence[str]) -> AsyncIter
     )
     try:
         async with server.engine(args, wiring) as bench.llm:
-            # As vLLM's server does when it begins to serve: else a garbage collection now and then walks through all
-            # that was imported, for some tenths of a second.
+            # As vLLM's server does before it serves: otherwise a garbage collection now and then walks through
+            # everything imported, which takes some tenths of a second.
             gc.collect()
             gc.freeze()
             yield bench

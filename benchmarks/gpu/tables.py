@@ -8,8 +8,11 @@ Value = str | int | float | None
 
 @dataclass
 class Table:
-    """``columns``: format of the numbers by name, as in f-strings; a row may lack some. ``failed``: it holds less than
-    it should, and a note says why. Restored by ``Table(**json)``.
+    """A table, which ``Table(**json)`` restores.
+
+    Attributes:
+        columns: format of the numbers by column, as in f-strings; a row may lack some.
+        failed: rows are missing because of a failure, which a note explains.
     """
 
     title: str
@@ -19,7 +22,7 @@ class Table:
     failed: bool = False
 
     def add(self, **values: Value) -> None:
-        """One row, by the columns' names with ``_`` for a blank."""
+        """Add a row, by the columns' names with ``_`` for a blank."""
         names = {name.replace(" ", "_"): name for name in self.columns}
         self.rows.append({names[key]: value for key, value in values.items()})
 

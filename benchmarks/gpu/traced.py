@@ -1,7 +1,7 @@
-"""The engine port with lengths from a trace: candidates decode as many tokens as the trace says, and are paid for.
+"""An engine port with lengths from a trace: every candidate really decodes as many tokens as the trace says.
 
-With weights that were never trained nothing ends by itself. So the end of sequence is ignored, each candidate's
-``max_tokens`` is its length in the trace, and its end is told as what the trace means by it.
+Random weights produce no meaningful end of sequence. So that is ignored, each candidate's ``max_tokens`` is its length
+in the trace, and its finish reason is replaced by that of the trace.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from darts_server.types import FinishReason
 from darts_server.vllm.engine import PromptRequest, VllmPort
 
 Lengths = Callable[[str, int], tuple[int, FinishReason]]
-"""From request id and candidate index: the length in tokens, and why it ends there."""
+"""Request id and candidate index -> length in tokens and finish reason."""
 
 
 @dataclass(frozen=True)
 class _Sized(PromptRequest):
-    """A request whose candidate may have so many tokens."""
+    """A request with the token limit of one candidate."""
 
     max_tokens: int = 1
 
@@ -55,7 +55,7 @@ class TracedCandidate:
 
 
 class TracedEngine:
-    """Implements :class:`darts_server.engine.port.Engine` on another one."""
+    """Implements :class:`darts_server.engine.port.Engine` by another engine."""
 
     def __init__(self, port: VllmPort, lengths: Lengths) -> None:
         self._port = port

@@ -1,12 +1,12 @@
-"""How long each candidate of each prompt becomes: drawn from a seed, or recorded.
+"""Lengths of every candidate of every prompt: sampled with a seed, or recorded.
 
 A recorded trace is a file in JSON Lines, one line for each prompt, its trajectories' lengths in tokens::
 
     {"lengths": [412, 388, 1903, 455, 4096, 401, 390, 520]}
 
 The longest length of the whole file counts as the length limit that it was recorded with: trajectories that have it
-count as truncated, all others as ended by themselves. The first 16 lengths of a prompt are its candidates; a prompt
-with fewer gets the rest by drawing from its own.
+count as truncated, all others as finished. The first 16 lengths of a prompt are its candidates; a prompt with fewer
+gets the rest by resampling its own.
 """
 
 import json
@@ -21,36 +21,36 @@ from numpy.typing import NDArray
 from darts_server.types import FinishReason
 
 CANDIDATES = 16
-"""Lengths that each prompt has: as many as a prompt of a group of 8 may get."""
+"""Lengths of each prompt: the most candidates of a group of 8."""
 EARLIER = 8
-"""Lengths of the earlier draw, from which the statistics of prompts are made."""
-DRAWN = 256
-"""Prompts of a trace that is drawn; a rollout of fewer takes the first of them."""
+"""Lengths of the earlier sample, for the statistics of prompts."""
+SAMPLED = 256
+"""Prompts of a sampled trace; a smaller rollout takes the first of them."""
 CAP = 8192
 MEDIAN = 700.0
 SPREAD_OF_PROMPTS, SPREAD_WITHIN = 0.5, 0.4
-"""Stds of the logarithm: of prompts' medians, and of a prompt's own lengths but for its tail."""
+"""Stds of the logarithm: of prompts' medians, and of a prompt's own lengths without its tail."""
 TAIL_SHARE, TAIL_FACTOR = 0.06, 10.0
-"""Mean share of a prompt's candidates that run on, and how much longer they are."""
+"""Mean share of a prompt's candidates in the tail, and how much longer they are."""
 TAIL_SHAPE = 1.5
-"""Of the beta distribution of that share: some prompts have nearly no tail, others one of every five candidates."""
+"""Shape of the beta distribution of that share: some prompts have nearly no tail, others a fifth of the candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Lengths in tokens: of the candidates by index, and of an earlier draw from the same prompt."""
+    """Lengths in tokens: of the candidates by index, and of an earlier sample of the same prompt."""
 
     lengths: tuple[int, ...]
     earlier: tuple[int, ...]
 
     def length(self, index: int) -> int:
-        """Of candidate ``index``; those that replace failed ones may come after all that were drawn."""
+        """Return the length of a candidate; replacements of failed ones may have an index beyond the sampled ones."""
         return self.lengths[index % len(self.lengths)]
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Prompts, and the length limit ``cap`` at which candidates are truncated. ``divisor``: of all lengths."""
+    """Prompts, and the limit ``cap`` at which candidates are truncated. All lengths were divided by ``divisor``."""
 
     source: str
     cap: int
@@ -64,7 +64,7 @@ class Trace:
         return Trace(self.source, self.cap, self.prompts[:prompts], self.divisor)
 
     def shortened(self, divisor: int) -> "Trace":
-        """All lengths, and the limit, divided; the form of the distribution stays."""
+        """Divide all lengths and the limit; the shape of the distribution stays."""
 
         def short(lengths: Sequence[int]) -> tuple[int, ...]:
             return tuple(max(1, round(length / divisor)) for length in lengths)
@@ -73,8 +73,8 @@ class Trace:
         return Trace(self.source, max(1, round(self.cap / divisor)), prompts, self.divisor * divisor)
 
 
-def drawn(seed: int, prompts: int) -> Trace:
-    """A log-normal mixture: prompts differ in their median, and each has a tail of its own weight."""
+def sample(seed: int, prompts: int) -> Trace:
+    """Sample a log-normal mixture: prompts differ in their median and in the weight of their tail."""
     rng = np.random.default_rng(seed)
     count = CANDIDATES + EARLIER
     medians = MEDIAN * np.exp(rng.normal(0.0, SPREAD_OF_PROMPTS, prompts))
@@ -87,16 +87,16 @@ def drawn(seed: int, prompts: int) -> Trace:
     return Trace(source, CAP, tuple(Prompt(tuple(row[:CANDIDATES]), tuple(row[CANDIDATES:])) for row in lengths))
 
 
-def lengths(path: str | None, seed: int) -> Trace:
-    """From that file, or drawn."""
-    return drawn(seed, DRAWN) if path is None else recorded(Path(path), seed)
+def load_or_sample(path: str | None, seed: int) -> Trace:
+    """Read the trace from the file, or sample it."""
+    return sample(seed, SAMPLED) if path is None else recorded(Path(path), seed)
 
 
 def recorded(path: Path, seed: int) -> Trace:
-    """The trace in a file, described above.
+    """Read the trace from a file of the format above.
 
     Raises:
-        ValueError: the file is not such a one; the message names the line.
+        ValueError: the file has another format; the message names the line.
     """
     rows = [_lengths(line, f"{path}:{number}") for number, line in enumerate(path.read_text().splitlines(), 1) if line]
     if not rows:
@@ -121,6 +121,6 @@ def _lengths(line: str, where: str) -> list[int]:
 
 
 def ratios(trace: Trace) -> NDArray[np.float64]:
-    """Longest by mean length of each prompt's candidates."""
+    """Return the longest by the mean length for each prompt."""
     lengths = np.array([prompt.lengths for prompt in trace.prompts], dtype=np.float64)
     return np.asarray(lengths.max(axis=1) / lengths.mean(axis=1), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""The weight update of the GPU benchmark, without an engine: what is written, and what there is room and time for."""
+"""Weight updates of the GPU benchmark, without an engine: the checkpoint, disk space and time."""
 
 import asyncio
 from math import prod
@@ -43,25 +43,25 @@ def test_safetensors_reads_the_checkpoint(tmp_path: Path) -> None:
     assert values.std().item() == pytest.approx(checkpoint.STD, rel=0.05)
 
 
-def test_paths_for_which_the_disk_has_no_room_are_left_out() -> None:
+def test_paths_without_disk_space_are_left_out() -> None:
     result = weights.table()
-    assert weights.possible(LARGE, 40 * GB, result) == [weights.DISK, weights.PUSHED]
+    assert weights.possible_paths(LARGE, 40 * GB, result) == [weights.DISK, weights.PUSHED]
     assert result.notes == []
-    assert weights.possible(LARGE, 20 * GB, result) == [weights.DISK]
+    assert weights.possible_paths(LARGE, 20 * GB, result) == [weights.DISK]
     assert result.notes == [
-        "Left out for want of room: pushed, which needs 33.8 GB where --out is; 20.0 GB are free.",
+        "Left out for lack of space: pushed, which needs 33.8 GB where --out is; 20.0 GB are free.",
     ]
-    assert weights.possible(LARGE, 10 * GB, weights.table()) == []
+    assert weights.possible_paths(LARGE, 10 * GB, weights.table()) == []
 
 
-def test_new_weights_for_which_there_is_no_time_are_left_out(tmp_path: Path) -> None:
+def test_updates_without_time_are_left_out(tmp_path: Path) -> None:
     result, bench = weights.table(), Bench(SMALL, DRY, logprobs=False, seed=0)
     asyncio.run(weights.measure(bench, Budget(1, lambda: 0.0), result, tmp_path))
-    assert result.notes == ["Left out for want of time: the update, which needs about 3 s; 1 s are left."]
+    assert result.notes == ["Left out for lack of time: the update, which needs about 3 s; 1 s remain."]
     assert not result.failed
     assert not list(tmp_path.iterdir())
 
 
 def test_larger_models_keep_more_time_for_their_weights() -> None:
-    assert weights.needs(TINY) < 1.1 * weights.EXTRA_SECONDS
-    assert 20 < weights.needs(LARGE) < 90
+    assert weights.estimate_seconds(TINY) < 1.1 * weights.EXTRA_SECONDS
+    assert 20 < weights.estimate_seconds(LARGE) < 90

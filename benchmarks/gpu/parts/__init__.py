@@ -1,1 +1,1 @@
-"""What is measured: each part fills one table, row by row, so that what it has survives its failure."""
+"""The parts of the benchmark. Each fills one table row by row, so that rows before a failure are kept."""

@@ -1,13 +1,13 @@
-"""What our code costs: throughput with nothing shaped, CPU time of the API process, aborting, and peeking."""
+"""Measure the cost of our code: throughput with nothing shaped, CPU time of the API process, aborts, and polling."""
 
 import asyncio
 import time
 from collections.abc import Sequence
 from statistics import median
 
-from benchmarks.gpu.bench import Bench, all_of, cpu_seconds
+from benchmarks.gpu.bench import Bench, cpu_seconds, gather_within
 from benchmarks.gpu.budget import Budget
-from benchmarks.gpu.parts.full import Full
+from benchmarks.gpu.parts.full import FullEngine
 from benchmarks.gpu.policies import SHAPED, SIZE
 from benchmarks.gpu.records import Records
 from benchmarks.gpu.tables import Table
@@ -15,9 +15,9 @@ from darts_server.types import FinishReason
 
 TITLE = "Cost of shaping"
 MARGIN, EXTRA_SECONDS = 1.5, 0.5
-"""What a load may take beyond its decode steps."""
+"""Time of a load beyond its decode steps: a factor, and seconds."""
 FULL_STEPS = 150
-"""Steps in which the engine is filled and a few sequences are stopped."""
+"""Steps for filling the engine and stopping a few sequences."""
 
 
 def table() -> Table:
@@ -25,21 +25,21 @@ def table() -> Table:
 
 
 async def measure(bench: Bench, budget: Budget, result: Table) -> None:
-    """One load after the other; a load that does not fit the time is left out."""
+    """Run one load after the other; leave out those that do not fit the time."""
     rounds = bench.sizes.rounds
     for name, needs, part in (
         ("throughput", 2 * rounds * load_seconds(bench), throughput),
-        ("aborts and peeks", full_seconds(bench), full),
-        ("CPU time", 4 * load_seconds(bench), processor),
+        ("aborts and polls", full_seconds(bench), full_engine),
+        ("CPU time", 4 * load_seconds(bench), cpu_time),
     ):
         if budget.fits(needs):
             await part(bench, result, budget)
         else:
-            result.note(f"Left out for want of time: {name}, which needs about {needs:.0f} s.")
+            result.note(f"Left out for lack of time: {name}, which needs about {needs:.0f} s.")
 
 
-def put(result: Table, measured: str, values: Sequence[float], unit: str) -> None:
-    """A row: the median, and the range if there is more than one."""
+def add_row(result: Table, measured: str, values: Sequence[float], unit: str) -> None:
+    """Add a row: the median, and the range if there are several values."""
     several = len(values) > 1
     result.add(
         measured=measured,
@@ -54,50 +54,50 @@ def put(result: Table, measured: str, values: Sequence[float], unit: str) -> Non
 
 
 async def throughput(bench: Bench, result: Table, budget: Budget) -> None:
-    """The same requests for n trajectories through vLLM's ``generate()`` and through ours, taking turns."""
+    """Send the same requests for n trajectories through vLLM's ``generate()`` and through ours, in turns."""
     sizes = bench.sizes
     params = bench.params(sizes.load_tokens, SIZE)
     tokens = sizes.load_prompts * SIZE * sizes.load_tokens
     rates: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * sizes.rounds):
         plain = number % 2 == number // 2 % 2  # which one comes first changes
-        await bench.quiet()
+        await bench.drain()
         bench.shape_nothing(plain=plain)
-        began = time.perf_counter()
-        asked = (bench.ask(i, params, f"load-{number}-{i}", plain=plain) for i in range(sizes.load_prompts))
-        await all_of(asked, budget.left)
-        rates[plain].append(tokens / (time.perf_counter() - began))
-    put(result, "throughput, plain AsyncLLM", rates[True], "tokens/s")
-    put(result, "throughput, nothing shaped", rates[False], "tokens/s")
+        start = time.perf_counter()
+        requests = (bench.request(i, params, f"load-{number}-{i}", plain=plain) for i in range(sizes.load_prompts))
+        await gather_within(requests, budget.remaining)
+        rates[plain].append(tokens / (time.perf_counter() - start))
+    add_row(result, "throughput, plain AsyncLLM", rates[True], "tokens/s")
+    add_row(result, "throughput, nothing shaped", rates[False], "tokens/s")
     ratios = [ours / plain for ours, plain in zip(rates[False], rates[True], strict=True)]
-    put(result, "nothing shaped / plain", ratios, "ratio")
+    add_row(result, "nothing shaped / plain", ratios, "ratio")
 
 
-async def processor(bench: Bench, result: Table, budget: Budget) -> None:
-    """CPU time of this process for each generated token: without log-probs and with the sampled token's."""
-    asked_for = bench.logprobs
+async def cpu_time(bench: Bench, result: Table, budget: Budget) -> None:
+    """Measure the CPU time of this process per generated token, with and without the sampled token's log-prob."""
+    configured = bench.logprobs
     for bench.logprobs in (False, True):
-        what = ", with log-probs" if bench.logprobs else ""
+        suffix = ", with log-probs" if bench.logprobs else ""
         for name, load in (("raw", raw), ("shaped", shaped)):
-            await bench.quiet()
-            began = cpu_seconds()
-            tokens = await load(bench, f"{name}-{bench.logprobs}", budget.left)
-            used = 1e6 * (cpu_seconds() - began) / tokens
-            put(result, f"API process, CPU time a token, {name}{what}", [used], "us")
-    bench.logprobs = asked_for
+            await bench.drain()
+            start = cpu_seconds()
+            tokens = await load(bench, f"{name}-{bench.logprobs}", budget.remaining)
+            used = 1e6 * (cpu_seconds() - start) / tokens
+            add_row(result, f"API process, CPU time a token, {name}{suffix}", [used], "us")
+    bench.logprobs = configured
 
 
 async def raw(bench: Bench, name: str, limit: float) -> int:
-    """The load, nothing shaped; tokens generated."""
+    """Run the load unshaped; return the generated tokens."""
     bench.shape_nothing()
     sizes = bench.sizes
     params = bench.params(sizes.load_tokens, SIZE)
-    await all_of((bench.ask(i, params, f"{name}-{i}") for i in range(sizes.load_prompts)), limit)
+    await gather_within((bench.request(i, params, f"{name}-{i}") for i in range(sizes.load_prompts)), limit)
     return sizes.load_prompts * SIZE * sizes.load_tokens
 
 
 async def shaped(bench: Bench, name: str, limit: float) -> int:
-    """The load as groups that are watched and stopped, its lengths from half to one and a half; tokens generated."""
+    """Run the load shaped, with lengths from 0.5 to 1.5 times the load's; return the generated tokens."""
     sizes, policy, records = bench.sizes, SHAPED["uniform"], Records()
     count = policy.candidates(SIZE)
 
@@ -106,32 +106,32 @@ async def shaped(bench: Bench, name: str, limit: float) -> int:
 
     bench.shape_with({"uniform": policy}, bench.empty_store(), length, [records])
     params = bench.params(2 * sizes.load_tokens, SIZE, darts_policy="uniform")
-    await all_of((bench.ask(i, params, f"{name}-{i}") for i in range(sizes.load_prompts)), limit)
+    await gather_within((bench.request(i, params, f"{name}-{i}") for i in range(sizes.load_prompts)), limit)
     return records.generated
 
 
-async def full(bench: Bench, result: Table, budget: Budget) -> None:
-    """Peeks and aborts while the engine runs as many sequences as it takes."""
-    await bench.quiet()
-    engine, sequences = Full(bench), f"{bench.sizes.capacity:,} sequences"
+async def full_engine(bench: Bench, result: Table, budget: Budget) -> None:
+    """Measure polls and aborts while the engine runs as many sequences as it can."""
+    await bench.drain()
+    engine, sequences = FullEngine(bench), f"{bench.sizes.capacity:,} sequences"
     try:
-        async with asyncio.timeout(budget.left):
+        async with asyncio.timeout(budget.remaining):
             await engine.fill()
-            peeks = await engine.peeks()
-            put(result, f"one look at {sequences} in {engine.groups} groups", [1e6 * s for s in peeks], "us")
-            seconds, steps = await engine.aborts(bench.sizes.aborts)
-            put(result, f"abort to a waiting request's first token, {sequences}", [1e3 * s for s in seconds], "ms")
-            put(result, "the same", steps, "steps")
+            polls = await engine.time_polls()
+            add_row(result, f"one poll of {sequences} in {engine.groups} groups", [1e6 * s for s in polls], "us")
+            seconds, steps = await engine.time_aborts(bench.sizes.aborts)
+            add_row(result, f"abort to a waiting request's first token, {sequences}", [1e3 * s for s in seconds], "ms")
+            add_row(result, "the same", steps, "steps")
     finally:
         engine.empty()
         bench.shape_nothing()
 
 
-# --- what they take ---------------------------------------------------------
+# --- estimates --------------------------------------------------------------
 
 
 def load_seconds(bench: Bench) -> float:
-    """Of one load, about."""
+    """Estimate the time of one load."""
     sizes = bench.sizes
     if bench.curve is None:
         return EXTRA_SECONDS

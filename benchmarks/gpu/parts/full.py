@@ -1,4 +1,4 @@
-"""An engine that is full: what looking at every candidate costs, and how soon an aborted one's slot is taken."""
+"""Fill an engine; time polls of all candidates, and how soon the slot of an aborted one is reused."""
 
 import asyncio
 import time
@@ -15,17 +15,17 @@ from darts_server.types import FinishReason, RequestOptions
 from darts_server.vllm.engine import PromptRequest
 
 SHORT_TOKENS = 8
-"""So many tokens have the candidates of a group that end at once."""
-PEEKS = 30
+"""Length of those candidates of a group that finish early."""
+POLLS = 30
 PAUSE_SECONDS = 0.01
-"""Between two peeks, so that the engine's outputs are taken meanwhile."""
+"""Between two polls, so that the engine's outputs are processed meanwhile."""
 POLICY = "full"
 
 
-class Full:
-    """Groups of which M have ended and M run on: each of these has an alarm, at a deadline far away.
+class FullEngine:
+    """Groups of which M candidates have finished and M are running, each with an alarm at a distant deadline.
 
-    `fill` it first, then look at `peeks` and `aborts`, and `empty` it whatever came of that.
+    Call `fill` first, then `time_polls` and `time_aborts`, and `empty` in any case.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -40,49 +40,49 @@ class Full:
         return self._bench.sizes.capacity // SIZE
 
     async def fill(self) -> None:
-        """Start groups and wait until as many sequences run as the engine takes, however long that is."""
+        """Start groups and wait until the engine runs as many sequences as it can."""
         bench = self._bench
-        far_away = Deadline(floor=self._long, exploration=0.0)
-        policies = {POLICY: Shaping(redundancy=2.0, tail=Tail.LONGEST, deadline=far_away)}
+        distant = Deadline(floor=self._long, exploration=0.0)
+        policies = {POLICY: Shaping(redundancy=2.0, tail=Tail.LONGEST, deadline=distant)}
         rollouts = bench.shape_with(policies, bench.empty_store(), self._length, [])
         plan = rollouts.plan(SIZE, RequestOptions(policy=POLICY))
         assert plan is not None
-        # Of one prompt, that its cache is shared: what counts here is how many run.
-        await bench.ask(0, bench.params(1), "prompt-of-all")
+        # All groups have the same prompt and share its cache; only the number of running sequences matters here.
+        await bench.request(0, bench.params(1), "shared-prompt")
         grants = await asyncio.gather(*(rollouts.allocate(plan, "prompt") for _ in range(self.groups)))
         for i, grant in enumerate(grants):
             request = PromptRequest(bench.prompt(0), bench.params(self._long, SIZE), f"{POLICY}-{i}")
             self._runs.append(rollouts.run(request, plan, grant, group_id=request.request_id))
-        await self._until_running(self.groups * SIZE)
+        await self._wait_until_running(self.groups * SIZE)
 
-    async def peeks(self) -> list[float]:
-        """Seconds of each of some rounds of peeking at all groups."""
+    async def time_polls(self) -> list[float]:
+        """Return the seconds of each of some polls of all groups."""
         seconds = []
-        for _ in range(PEEKS):
+        for _ in range(POLLS):
             await asyncio.sleep(PAUSE_SECONDS)
-            began = time.perf_counter()
+            start = time.perf_counter()
             for run in self._runs:
                 run.peek()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start)
         return seconds
 
-    async def aborts(self, count: int) -> tuple[list[float], list[int]]:
-        """Seconds and decode steps from a ``stop()`` to the first token of the request that waited for the slot."""
+    async def time_aborts(self, count: int) -> tuple[list[float], list[int]]:
+        """Return seconds and decode steps from a ``stop()`` to the first token of the request waiting for the slot."""
         self._runs.pop().close()
         self._single = [await self._start() for _ in range(SIZE)]
-        await self._until_running(self.groups * SIZE)
+        await self._wait_until_running(self.groups * SIZE)
         seconds, steps = [], []
         for _ in range(count):
-            stopped, beside, waiting = self._single.pop(0), self._single[-1], await self._start()
-            await self._steps(beside, 3)
+            stopped, other, waiting = self._single.pop(0), self._single[-1], await self._start()
+            await self._wait_steps(other, 3)
             if waiting.tokens():
-                raise RuntimeError("the engine was not full: the request that should wait runs")
-            before, began = beside.tokens() or 0, time.perf_counter()
+                raise RuntimeError("the engine was not full: the request that should wait is running")
+            before, start = other.tokens() or 0, time.perf_counter()
             stopped.stop()
             while not waiting.tokens():
                 await asyncio.sleep(0)
-            seconds.append(time.perf_counter() - began)
-            steps.append((beside.tokens() or 0) - before)
+            seconds.append(time.perf_counter() - start)
+            steps.append((other.tokens() or 0) - before)
             self._single.append(waiting)
         return seconds, steps
 
@@ -101,14 +101,14 @@ class Full:
         request = PromptRequest(self._bench.prompt(0), params, f"single-{self._started}")
         return await self._bench.port.start(request, 0)
 
-    async def _until_running(self, wanted: int) -> None:
+    async def _wait_until_running(self, wanted: int) -> None:
         while True:
             counts = self._bench.output_tokens()
             if len(counts) == wanted and all(counts):
                 return
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _steps(self, beside: Running[RequestOutput], count: int) -> None:
-        until = (beside.tokens() or 0) + count
-        while (beside.tokens() or 0) < until:
+    async def _wait_steps(self, other: Running[RequestOutput], count: int) -> None:
+        until = (other.tokens() or 0) + count
+        while (other.tokens() or 0) < until:
             await asyncio.sleep(0)

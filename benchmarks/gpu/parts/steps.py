@@ -1,9 +1,9 @@
-"""PTL(b): seconds of a decode step by batch size, against the bound that the card's bandwidth sets."""
+"""Measure PTL(b), the seconds of a decode step by batch size, against the bound of the card's bandwidth."""
 
 import time
 from itertools import pairwise
 
-from benchmarks.gpu.bench import Bench, all_of
+from benchmarks.gpu.bench import Bench, gather_within
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.steplog import monotone
 from benchmarks.gpu.tables import Table
@@ -11,11 +11,11 @@ from darts_server.policy.latency.curve import LatencyCurve
 
 TITLE = "Seconds of a decode step (PTL)"
 GROWTH = 2.2
-"""How much longer a batch twice as large may take: its prompts more than its steps."""
-USUAL = 512
-"""The curve goes up to this batch; beyond it only to foretell rollouts that are larger."""
+"""How much longer a batch twice as large may take; its prompts grow more than its steps."""
+ALWAYS_UP_TO = 512
+"""Batches up to this size are always measured, larger ones only if rollouts need them."""
 FIRST_SECONDS = 3.0
-"""What the first batch may take; it is also the first that runs at all."""
+"""Time for the first batch, which is also the first load of all."""
 
 
 def table() -> Table:
@@ -25,17 +25,17 @@ def table() -> Table:
         "bound, ms": ".3f",
         "step / bound": ".2f",
         "tokens/s": ",.0f",
-        "steps seen": ",d",
+        "steps": ",d",
     }
     return Table(TITLE, columns)
 
 
-async def measure(bench: Bench, budget: Budget, result: Table, bandwidth: float, most: int) -> None:
-    """One batch after the other, each with prompts of its own; larger ones only if ``most`` sequences will run."""
+async def measure(bench: Bench, budget: Budget, result: Table, bandwidth: float, sequences: int) -> None:
+    """Time one batch size after the other, each with prompts of its own, up to the ``sequences`` of a rollout."""
     sizes = bench.sizes
     context = sizes.prompt + sizes.step_tokens / 2
     result.note(
-        f"Median of the steps in which exactly so many sequences decoded, {context:.0f} tokens each on the average. "
+        f"Median of the steps in which exactly so many sequences decoded, with {context:.0f} tokens each on average. "
         f"The bound is the time to read the weights ({bench.shape.step_bytes(0, 0) / 1e9:.3g} GB) and the sequences' "
         f"KV cache ({bench.shape.kv_bytes / 1e3:.3g} kB a token) once, at the {bandwidth / 1e12:.3g} TB/s that this "
         "card copies with (read and written bytes)."
@@ -43,19 +43,19 @@ async def measure(bench: Bench, budget: Budget, result: Table, bandwidth: float,
     bench.shape_nothing()
     points: list[tuple[int, float]] = []
     took = FIRST_SECONDS / GROWTH
-    for batch in (b for b in sizes.batches if b <= max(most, USUAL)):
+    for batch in (b for b in sizes.batches if b <= max(sequences, ALWAYS_UP_TO)):
         if not budget.fits(took * GROWTH):
-            result.note(f"Left out for want of time: {batch} sequences and more.")
+            result.note(f"Left out for lack of time: {batch} sequences and more.")
             break
-        seconds, steps, took = await timed(bench, batch, budget.left)
+        seconds, steps, took = await time_batch(bench, batch, budget.remaining)
         if seconds is None:
             result.note(
-                f"At no step exactly {batch} sequences decoded: reading their prompts took longer than they ran, or "
+                f"In no step exactly {batch} sequences decoded: their prefill took longer than their decoding, or "
                 "they do not fit into the KV cache together."
             )
             break
         points.append((batch, seconds))
-        bench.curve = curve_of(points)
+        bench.curve = make_curve(points)
         bound = bench.shape.step_bytes(batch, context) / bandwidth
         result.rows.append(
             {
@@ -64,24 +64,24 @@ async def measure(bench: Bench, budget: Budget, result: Table, bandwidth: float,
                 "bound, ms": 1e3 * bound,
                 "step / bound": seconds / bound,
                 "tokens/s": batch / seconds,
-                "steps seen": steps,
+                "steps": steps,
             }
         )
 
 
-async def timed(bench: Bench, batch: int, limit: float) -> tuple[float | None, int, float]:
-    """Median step of a batch, how many steps it is of, and the seconds that all of it took."""
-    began = time.perf_counter()
-    await bench.quiet()
+async def time_batch(bench: Bench, batch: int, limit: float) -> tuple[float | None, int, float]:
+    """Return the median step of a batch, the number of its steps, and the seconds of the whole load."""
+    start = time.perf_counter()
+    await bench.drain()
     params = bench.params(bench.sizes.step_tokens)
-    await all_of((bench.ask(i, params, f"steps-{batch}-{i}") for i in range(batch)), limit)
-    ended = time.perf_counter()
-    seconds, count = bench.log.between(began, ended).typical(batch)
-    return seconds, count, ended - began
+    await gather_within((bench.request(i, params, f"steps-{batch}-{i}") for i in range(batch)), limit)
+    end = time.perf_counter()
+    seconds, count = bench.log.between(start, end).median_step(batch)
+    return seconds, count, end - start
 
 
-def curve_of(points: list[tuple[int, float]]) -> LatencyCurve:
-    """The curve through the points, made monotone; beyond the last it rises as between the last two."""
+def make_curve(points: list[tuple[int, float]]) -> LatencyCurve:
+    """Return the monotone curve through the points; beyond the last it rises as between the last two."""
     rising = monotone(points)
     slopes = [(t2 - t1) / (b2 - b1) for (b1, t1), (b2, t2) in pairwise(rising)]
     batches, seconds = zip(*rising, strict=True)

@@ -1,4 +1,4 @@
-"""New weights: seconds by phase, for each path that works on one card, while the engine has nothing else to do."""
+"""Measure weight updates of an idle engine: seconds by phase, for each transport that works on one card."""
 
 import asyncio
 import shutil
@@ -25,57 +25,58 @@ TITLE = "Weight update"
 PHASES = ("transfer", "check", "pause", "load", "resume")
 DISK, PUSHED = "from disk", "pushed"
 PASSES = {DISK: 1, PUSHED: 2}
-"""How often all bytes are written, to a file or to the card. The checkpoint has to be written before."""
-BYTES_A_SECOND = 1.5e9
-"""Of a pass, until one was measured."""
+"""How often all bytes are written, to a file or to the card; not counting the checkpoint itself."""
+BYTES_PER_SECOND = 1.5e9
+"""Speed of a pass, until one was measured."""
 MARGIN, EXTRA_SECONDS = 1.3, 1.0
 SPARE_BYTES = 1e9
-"""Of the disk, left free."""
-PIECE = 1 << 16
-"""Bytes in which a body comes from the network at most."""
+"""Disk space that stays free."""
+PIECE_BYTES = 1 << 16
+"""Largest piece of a body from the network."""
 MEASURED = (
-    "Medians of updates of an engine that has nothing else to do, from a file in the checkpoint's format with random "
-    "values. From disk: the file was written just before, so it is read from memory as far as that has room. Pushed: "
-    f"given to the API process in pieces of {PIECE >> 10} kB, as they come over HTTP; a network's time comes on top. "
-    "GB/s are those of the whole update."
+    "Medians of updates of an idle engine, from a file in the checkpoint's format with random values. From disk: the "
+    "file has just been written, so it is read from the page cache as far as that reaches. Pushed: passed to the API "
+    f"process in pieces of {PIECE_BYTES >> 10} kB, as from HTTP; the network's time comes on top. GB/s: of the update."
 )
 OPTIONS = UpdateOptions(rule=Rule.KEEP)
 
 Seconds = dict[str, list[Mapping[str, float]]]
-"""Of each update by phase, by path."""
+"""Seconds of each update by phase, for each path."""
 
 
 def table() -> Table:
-    phases = dict.fromkeys((f"{phase}, s" for phase in (*PHASES, "in all")), ".3f")
+    phases = dict.fromkeys((f"{phase}, s" for phase in (*PHASES, "total")), ".3f")
     return Table(TITLE, {"path": "", "GB": ".3g", "updates": ",d", **phases, "GB/s": ".2f"})
 
 
-def needs(shape: Shape) -> float:
-    """Seconds for the checkpoint and one update by each path, about."""
-    return _about(1 + sum(PASSES.values()), shape.weight_bytes / BYTES_A_SECOND)
+def estimate_seconds(shape: Shape) -> float:
+    """Estimate the seconds for the checkpoint and one update by each path."""
+    return _estimate(1 + sum(PASSES.values()), shape.weight_bytes / BYTES_PER_SECOND)
 
 
 async def measure(bench: Bench, budget: Budget, result: Table, folder: Path) -> None:
-    """Write a checkpoint into the model's folder, and give it to the engine by each path for which there is room."""
+    """Write a checkpoint into the model's folder, and update the engine by each path for which there is disk space."""
     shape = bench.shape
-    paths = possible(shape, shutil.disk_usage(folder).free, result)
-    first = _about(1 + PASSES[DISK], shape.weight_bytes / BYTES_A_SECOND)
+    paths = possible_paths(shape, shutil.disk_usage(folder).free, result)
+    first = _estimate(1 + PASSES[DISK], shape.weight_bytes / BYTES_PER_SECOND)
     if paths and not budget.fits(first):
-        result.note(too_little_time("the update", first, budget))
+        result.note(no_time("the update", first, budget))
     elif paths:
-        began = time.perf_counter()
+        start = time.perf_counter()
         await run_sync(write, shape, folder / FILE)
-        a_pass = time.perf_counter() - began
+        pass_seconds = time.perf_counter() - start
         bench.shape_nothing()
         try:
-            async with asyncio.timeout(budget.left):
-                await updated(bench, budget, result, folder, {path: _about(PASSES[path], a_pass) for path in paths})
+            async with asyncio.timeout(budget.remaining):
+                await run_updates(
+                    bench, budget, result, folder, {path: _estimate(PASSES[path], pass_seconds) for path in paths}
+                )
         except UpdateUnsupported as error:
             result.note(f"Left out: {error}.")
 
 
-def possible(shape: Shape, free: float, result: Table) -> list[str]:
-    """The paths for which the disk has room; a pushed file lies beside the checkpoint."""
+def possible_paths(shape: Shape, free: float, result: Table) -> list[str]:
+    """Return the paths for which there is disk space; a pushed file lies beside the checkpoint."""
     paths = []
     for path, files in ((DISK, 1), (PUSHED, 2)):
         wanted = files * shape.weight_bytes + SPARE_BYTES
@@ -83,71 +84,71 @@ def possible(shape: Shape, free: float, result: Table) -> list[str]:
             paths.append(path)
         else:
             result.note(
-                f"Left out for want of room: {path}, which needs {wanted / 1e9:.1f} GB where --out is; "
+                f"Left out for lack of space: {path}, which needs {wanted / 1e9:.1f} GB where --out is; "
                 f"{free / 1e9:.1f} GB are free."
             )
     return paths
 
 
-async def updated(bench: Bench, budget: Budget, result: Table, folder: Path, about: dict[str, float]) -> None:
-    """Updates by all paths in turn, so that one pushed file at most is there. ``about``: seconds that each may take.
+async def run_updates(bench: Bench, budget: Budget, result: Table, folder: Path, estimates: dict[str, float]) -> None:
+    """Update by all paths in turn, so that there is at most one pushed file. ``estimates``: seconds of each path.
 
     Raises:
-        UpdateUnsupported: vLLM's flags are such that the weights of this engine cannot be replaced.
+        UpdateUnsupported: with these vLLM flags the weights of the engine cannot be replaced.
     """
-    # The engine began with random values, of which there are no files. Those that there are now take their place, so
-    # what the model's weights must be is known.
+    # The engine started with dummy weights, without files. Now there is a checkpoint, so the format of new weights can
+    # be checked against it.
     bench.llm.vllm_config.load_config.load_format = "auto"
-    seen: Seconds = {}
+    results: Seconds = {}
     with Staging(folder) as staging:
         updates = Updates(VllmModel(bench.llm), bench.llm.gate, staging, folder)
-        ways: dict[str, Callable[[], Awaitable[UpdateRecord]]] = {
+        paths: dict[str, Callable[[], Awaitable[UpdateRecord]]] = {
             DISK: lambda: updates.load(FILE, OPTIONS),
             PUSHED: lambda: updates.push(lambda _: _pieces(folder / FILE), OPTIONS),
         }
         for number in range(bench.sizes.updates):
-            for path in about:
-                if budget.fits(about[path]):
-                    seconds = await timed(bench, ways[path], f"{path}-{number}")
-                    about[path] = _about(1, seconds["in all"])
-                    seen.setdefault(path, []).append(seconds)
-                    result.rows[:] = [row(path, bench.shape.weight_bytes, each) for path, each in seen.items()]
+            for path in estimates:
+                if budget.fits(estimates[path]):
+                    seconds = await time_update(bench, paths[path], f"{path}-{number}")
+                    estimates[path] = _estimate(1, seconds["total"])
+                    results.setdefault(path, []).append(seconds)
+                    result.rows[:] = [row(path, bench.shape.weight_bytes, each) for path, each in results.items()]
                     result.note(MEASURED)
                 elif number == 0:
-                    result.note(too_little_time(path, about[path], budget))
+                    result.note(no_time(path, estimates[path], budget))
 
 
-async def timed(bench: Bench, way: Callable[[], Awaitable[UpdateRecord]], name: str) -> dict[str, float]:
-    """Seconds of one update by phase, after which the engine serves again."""
-    await bench.quiet()
-    began = time.perf_counter()
-    record = await way()
-    took = time.perf_counter() - began
-    await bench.ask(0, bench.params(1), name)
-    return {**record.seconds, "in all": took}
+async def time_update(bench: Bench, update: Callable[[], Awaitable[UpdateRecord]], name: str) -> dict[str, float]:
+    """Time one update by phase; afterwards the engine serves again."""
+    await bench.drain()
+    start = time.perf_counter()
+    record = await update()
+    took = time.perf_counter() - start
+    await bench.request(0, bench.params(1), name)
+    return {**record.seconds, "total": took}
 
 
-def too_little_time(what: str, seconds: float, budget: Budget) -> str:
-    return f"Left out for want of time: {what}, which needs about {seconds:.0f} s; {budget.left:.0f} s are left."
+def no_time(name: str, seconds: float, budget: Budget) -> str:
+    return f"Left out for lack of time: {name}, which needs about {seconds:.0f} s; {budget.remaining:.0f} s remain."
 
 
 def row(path: str, size: int, seconds: Sequence[Mapping[str, float]]) -> dict[str, Value]:
-    """Medians by phase."""
-    typical = {phase: median(each[phase] for each in seconds) for phase in (*PHASES, "in all")}
+    """Format the medians by phase."""
+    medians = {phase: median(each[phase] for each in seconds) for phase in (*PHASES, "total")}
     return {
         "path": path,
         "GB": size / 1e9,
         "updates": len(seconds),
-        **{f"{phase}, s": value for phase, value in typical.items()},
-        "GB/s": size / 1e9 / typical["in all"],
+        **{f"{phase}, s": value for phase, value in medians.items()},
+        "GB/s": size / 1e9 / medians["total"],
     }
 
 
 async def _pieces(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
-        while piece := file.read(PIECE):
+        while piece := file.read(PIECE_BYTES):
             yield piece
 
 
-def _about(passes: int, seconds: float) -> float:
+def _estimate(passes: int, seconds: float) -> float:
     return MARGIN * passes * seconds + EXTRA_SECONDS

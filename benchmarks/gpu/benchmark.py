@@ -1,4 +1,4 @@
-"""The order of things: the card, the models one after the other, the report."""
+"""Run the benchmark: measure the card, then one model after the other, and write the report."""
 
 import json
 import sys
@@ -10,23 +10,23 @@ from tempfile import TemporaryDirectory
 from benchmarks.gpu.about import about
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.card import Card, probe
-from benchmarks.gpu.child import GRACE_SECONDS, measured
+from benchmarks.gpu.child import GRACE_SECONDS, run_child
 from benchmarks.gpu.cli import Options, arguments
 from benchmarks.gpu.models import SHAPES
 from benchmarks.gpu.one_model import Findings, Spec
 from benchmarks.gpu.outlook import Outlook
 from benchmarks.gpu.pictures import draw
 from benchmarks.gpu.report import markdown
-from benchmarks.gpu.traces import lengths
+from benchmarks.gpu.traces import load_or_sample
 from darts_server.policy.latency.curve import LatencyCurve
 
 REPORT_SECONDS = 8.0
-"""That pictures and report may take."""
+"""Time for pictures and report."""
 END_SECONDS = 8.0
-"""That an engine may take to end."""
-PARAMETERS_OF_A_SHARE = 25e9
-"""A model with so many gets twice the time of one with hardly any."""
-FULLEST = 0.8
+"""Time for an engine to stop."""
+DOUBLE_TIME_PARAMETERS = 25e9
+"""A model of this size gets twice the time of a tiny one."""
+MAX_WEIGHTS_SHARE = 0.8
 """Share of the card's memory that weights may take: the KV cache needs the rest."""
 
 
@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("There is no NVIDIA GPU that torch can use here; --dry runs on the CPU.", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    say(f"{card.name}: copies {card.bandwidth / 1e12:.2f} TB/s")
-    weights = {name: 1 + weight_of(name) for name in options.models}
-    shared = Budget(budget.left - REPORT_SECONDS).shared(weights)
-    with ThreadPoolExecutor(1) as beside:  # this process has nothing else to do meanwhile
-        outlook = beside.submit(outlook_of, options)
-        found = [one(name, options, card, share) for name, share in shared]
+    print_progress(f"{card.name}: copies {card.bandwidth / 1e12:.2f} TB/s")
+    weights = {name: 1 + time_weight(name) for name in options.models}
+    shares = Budget(budget.remaining - REPORT_SECONDS).split(weights)
+    with ThreadPoolExecutor(1) as executor:  # this process is idle meanwhile
+        outlook = executor.submit(make_outlook, options)
+        found = [measure_model(name, options, card, share) for name, share in shares]
         for model in found:
             if model.curve is not None:
                 model.tables["outlook"] = outlook.result().table(LatencyCurve(**model.curve), model.capacity)
@@ -56,22 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if complete else 1
 
 
-def outlook_of(options: Options) -> Outlook:
-    trace = lengths(None if options.trace is None else str(options.trace), options.seed)
+def make_outlook(options: Options) -> Outlook:
+    trace = load_or_sample(None if options.trace is None else str(options.trace), options.seed)
     return Outlook.of(trace.first(max(options.prompts)) if options.dry else trace, options.policies)
 
 
-def weight_of(model: str) -> float:
-    return SHAPES[model].parameters / PARAMETERS_OF_A_SHARE if model in SHAPES else 0.0
+def time_weight(model: str) -> float:
+    return SHAPES[model].parameters / DOUBLE_TIME_PARAMETERS if model in SHAPES else 0.0
 
 
-def one(name: str, options: Options, card: Card, budget: Budget) -> Findings:
-    """What is found of one model."""
-    if name in SHAPES and SHAPES[name].weight_bytes > FULLEST * card.memory:
+def measure_model(name: str, options: Options, card: Card, budget: Budget) -> Findings:
+    """Measure one model."""
+    if name in SHAPES and SHAPES[name].weight_bytes > MAX_WEIGHTS_SHARE * card.memory:
         return Findings(name, error=f"its {SHAPES[name].weight_bytes / 1e9:.0f} GB of weights do not fit this card")
-    limit = budget.left - GRACE_SECONDS
-    say(f"{name}: engine starts, {limit:.0f} s for all of it")
-    # Ours and not the child's, which may be ended before it has removed gigabytes.
+    limit = budget.remaining - GRACE_SECONDS
+    print_progress(f"{name}: starting the engine, {limit:.0f} s for everything")
+    # This process owns the folder: the child may be killed before it has removed gigabytes.
     with TemporaryDirectory(prefix="model-", dir=options.out.resolve(), ignore_cleanup_errors=True) as folder:
         spec = Spec(
             model=name,
@@ -87,15 +87,15 @@ def one(name: str, options: Options, card: Card, budget: Budget) -> Findings:
             dry=options.dry,
             flags=options.flags,
         )
-        return measured(spec, limit, options.out / f"{name}.log", say)
+        return run_child(spec, limit, options.out / f"{name}.log", print_progress)
 
 
 def report(options: Options, card: Card, found: Sequence[Findings]) -> str:
-    """Write results.json, results.md and the pictures; the Markdown."""
+    """Write results.json, results.md and the pictures; return the Markdown."""
     facts, notes = about(card), list[str]()
     pictures: dict[tuple[str, str], str] = {}
     if options.dry:
-        notes.append("**A dry run: a tiny model on a CPU. It shows that everything works; its figures mean nothing.**")
+        notes.append("**Dry run: a tiny model on a CPU. It shows that everything works; its figures mean nothing.**")
     for model in found:
         for table, timelines in model.timelines.items():
             name = f"{table}-{model.model}.png"
@@ -112,5 +112,5 @@ def report(options: Options, card: Card, found: Sequence[Findings]) -> str:
     return text
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Rollouts that write the engine's steps down, and such whose lots do not depend on chance."""
+"""Rollouts that log the engine's steps, and rollouts with a given seed of the sampled tail."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from darts_server.rollout.run import GroupRun
 from darts_server.vllm.engine import PromptRequest
 
 
-class WatchedRollouts(Rollouts[PromptRequest, RequestOutput]):
-    """``learning``: whether they also learn from them, as the server does."""
+class LoggedRollouts(Rollouts[PromptRequest, RequestOutput]):
+    """``learning``: whether they also learn from the steps, as the server does."""
 
     log: StepLog
     learning = True
@@ -27,11 +27,11 @@ class WatchedRollouts(Rollouts[PromptRequest, RequestOutput]):
 
 
 class RepeatableRollouts(Rollouts[PromptRequest, RequestOutput]):
-    """``lots``: seed of the tail's lottery by group id. A request's own seed would slow the sampling of tokens."""
+    """``tail_seed``: by group id. A seed of the request itself would slow the sampling of tokens."""
 
-    lots: Callable[[str], Sequence[int]]
+    tail_seed: Callable[[str], Sequence[int]]
 
     def run(
         self, request: PromptRequest, plan: Plan, grant: Allocation, *, group_id: str, **more: Any
     ) -> GroupRun[PromptRequest, RequestOutput]:
-        return super().run(request, plan, grant, group_id=group_id, **more | {"tail_seed": self.lots(group_id)})
+        return super().run(request, plan, grant, group_id=group_id, **more | {"tail_seed": self.tail_seed(group_id)})
