@@ -1,1 +1,1 @@
-"""Worked examples that run on two cores."""
+"""Examples that run on two CPU cores."""

@@ -16,8 +16,8 @@ from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID
 
 IGNORED = -100  # the label that cross entropy leaves out
 
-# A batch runs as this many parts of like lengths: one long answer among many short
-# ones would otherwise have most of the batch made of padding.
+# A batch is split into this many parts of similar length: otherwise one long answer among
+# many short ones would fill most of the batch with padding.
 PARTS = 4
 
 
@@ -39,7 +39,7 @@ def draw_batch(
     short: bool,
     batch_tokens: int,
 ) -> list[Sample]:
-    """Draw samples of ``batch_tokens`` tokens in all, sorted from short to long."""
+    """Draw samples with ``batch_tokens`` tokens in total, sorted from short to long."""
     samples: list[Sample] = []
     drawn = 0
     while drawn < batch_tokens:
@@ -55,7 +55,7 @@ def draw_batch(
 def collate(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and labels, both [samples, longest], padded on the right.
 
-    Padding needs no attention mask: it stands after everything that counts, and
+    Padding needs no attention mask: it comes after all tokens that count, and
     attention is causal.
     """
     longest = max(len(sample.tokens) for sample in samples)

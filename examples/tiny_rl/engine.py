@@ -1,4 +1,4 @@
-"""The engine that shapes, in this process and on the tiny model, for tests and benchmarks that look inside.
+"""Run a shaping engine on the tiny model in this process, for tests and benchmarks that inspect it.
 
 ::
 
@@ -31,30 +31,28 @@ from darts_server.vllm.llm import ShapingLLM
 
 
 class TinyEngine:
-    """The engine, and the record of every group that ended, by request id."""
+    """A shaping engine, with the record of every finished group by request id."""
 
     def __init__(self) -> None:
         self.llm: ShapingLLM
         self.port: VllmPort
         self.records: dict[str, GroupRecord] = {}
-        self.batches: list[CohortRecord] = []
+        self.cohorts: list[CohortRecord] = []
         self.store = Store()
         self.prompts = Prompts(self.store)
         self.latency: Latency
 
     def candidates_started(self, count: int) -> None:
-        """Implements the observer."""
+        """Do nothing: the records have the candidates."""
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Implements the observer."""
         self.records[record.group_id] = record
 
     def cohort_ended(self, record: CohortRecord) -> None:
-        """Implements the observer."""
-        self.batches.append(record)
+        self.cohorts.append(record)
 
     def rollouts(self, port: VllmPort, policies: Mapping[str, Shaping]) -> VllmRollouts:
-        """What the engine shapes with."""
+        """Make the object that the engine shapes with."""
         self.port = port
         self.latency = Latency(self.store, port.capacity)
         return Rollouts(
@@ -62,26 +60,26 @@ class TinyEngine:
         )
 
     def prompt(self, text: str) -> Any:
-        """The prompt as vLLM's routes hand it to ``generate()``."""
+        """Return the prompt as vLLM's routes pass it to ``generate()``."""
         renderer = self.llm.renderer
         parsed = parse_model_prompt(self.llm.model_config, text)
         (rendered,) = renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)
         return rendered
 
     def std(self, text: str) -> float | None:
-        """What is known of the spread of the prompt's lengths, in tokens."""
+        """Return the learned standard deviation of the prompt's lengths, in tokens."""
         return self.prompts.std(prompt_key_of(PromptRequest(self.prompt(text), final_only(), "any")))
 
     async def generate(self, text: str, request_id: str, policy: str, **params: Any) -> RequestOutput:
-        """The final output of one request under a named policy."""
-        asked = final_only(**params, extra_args={"darts_policy": policy})
-        outputs = [output async for output in self.llm.generate(self.prompt(text), asked, request_id)]
+        """Run one request under a named policy; return its final output."""
+        sampling = final_only(**params, extra_args={"darts_policy": policy})
+        outputs = [output async for output in self.llm.generate(self.prompt(text), sampling, request_id)]
         return outputs[-1]
 
 
 @asynccontextmanager
 async def shaping_engine(policies: Mapping[str, Shaping], *flags: str) -> AsyncIterator[TinyEngine]:
-    """A running engine with these policies, beside ``off``, which is its default."""
+    """Run an engine with these policies and ``off``, which is its default."""
     engine = TinyEngine()
     wiring = server.Wiring(
         rollouts=lambda port, *_: engine.rollouts(port, policies),
@@ -93,6 +91,6 @@ async def shaping_engine(policies: Mapping[str, Shaping], *flags: str) -> AsyncI
 
 
 def final_only(**params: Any) -> SamplingParams:
-    """Sampling parameters as a request that does not stream has them."""
+    """Return the sampling parameters of a request that does not stream."""
     defaults = {"temperature": 1.0, "max_tokens": MAX_RESPONSE_TOKENS}
     return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **defaults | params)

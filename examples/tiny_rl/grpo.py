@@ -1,4 +1,4 @@
-"""The policy as the trainer holds it, and one GRPO step on it. Nothing here talks to a server.
+"""The trainer's copy of the policy, and a GRPO step on it. Nothing here talks to a server.
 
 Plain GRPO (Shao et al. 2024, arXiv 2402.03300) with one on-policy update a step: the ratio to the sampling policy is 1,
 so the loss is the policy gradient. Advantages are relative to the group, the loss is a mean over tokens, and there is
@@ -21,8 +21,8 @@ LEARNING_RATE = 2e-4
 BETAS = (0.9, 0.98)
 CLIP = 1.0  # norm of the gradient
 TOLERANCE = 1e-4
-"""Largest difference of log-probs, in nats, between server and trainer. Seen with equal weights in float32: up to 3e-5.
-One update moves some by more than 0.1."""
+"""Largest difference of log-probs, in nats, between server and trainer. Measured with equal weights in float32: up to
+3e-5. One update changes some by more than 0.1."""
 
 
 class StaleWeights(RuntimeError):
@@ -39,7 +39,7 @@ class Trained(Sample):
 
 @dataclass(frozen=True)
 class Update:
-    """What one step did. ``gap``: largest difference between the server's log-probs and the trainer's, in nats."""
+    """The result of one step. ``gap``: largest difference between the server's log-probs and the trainer's, in nats."""
 
     loss: float
     gradient_norm: float
@@ -47,43 +47,43 @@ class Update:
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """Each reward's distance from the mean of its group, in standard deviations; 0 where all are equal."""
+    """Return each reward's distance from the group's mean in standard deviations; 0 if all are equal."""
     mean, std = fmean(rewards), pstdev(rewards)
     return [(reward - mean) / std if std else 0.0 for reward in rewards]
 
 
 def log_probs(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probs in nats of the labels after the first, [samples, positions - 1]; 0 where there is no label."""
+    """Return the log-probs in nats of the labels after the first, [samples, positions - 1]; 0 without a label."""
     logits = model(input_ids=tokens).logits[:, :-1].transpose(1, 2)
     return -cross_entropy(logits, labels[:, 1:], ignore_index=IGNORED, reduction="none")
 
 
 def policy_loss(logprobs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    """The loss whose gradient is the policy gradient, summed over tokens.
+    """Return the loss whose gradient is the policy gradient, summed over tokens.
 
     Args:
-        logprobs: of the response's tokens, [samples, positions]; 0 elsewhere.
-        advantage: [samples]; all tokens of a trajectory have that of the trajectory.
+        logprobs: of the response's tokens, [samples, positions]; 0 at other positions.
+        advantage: [samples]; the same for all tokens of a trajectory.
     """
     return -(logprobs * advantage[:, None]).sum()
 
 
 class Learner:
-    """The policy in training, float32."""
+    """The policy in training, in float32."""
 
     def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE) -> None:
         self.model: Qwen3ForCausalLM = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
 
     def weights(self) -> bytes:
-        """All weights under their names in Hugging Face's model, as a safetensors file. Tied ones are in it once."""
+        """Return all weights under their Hugging Face names, as a safetensors file that has tied ones once."""
         return save({name: tensor.detach() for name, tensor in self.model.named_parameters()})
 
     def update(self, batch: Sequence[Trained]) -> Update:
-        """One step on all trajectories.
+        """Take one step on all trajectories.
 
         Raises:
-            StaleWeights: the server sampled them with other weights. Nothing was changed.
+            StaleWeights: the server sampled them with other weights. The policy is unchanged.
         """
         total = sum(len(each.logprobs) for each in batch)
         loss, gap = 0.0, 0.0
@@ -100,13 +100,13 @@ class Learner:
         if gap > TOLERANCE:
             raise StaleWeights(
                 f"the server's log-probs differ from the trainer's by up to {gap:.2g} nats (at most {TOLERANCE:g}): "
-                f"it samples with other weights. Did the last push arrive, and does anything else push to it?"
+                f"it samples with other weights. Did the last push arrive? Does anything else push weights to it?"
             )
         return Update(loss, norm, gap)
 
 
 def largest_gap(part: Sequence[Trained], logprobs: torch.Tensor) -> float:
-    """Largest difference to the server's log-probs, in nats; ``logprobs`` as of `log_probs`."""
+    """Return the largest difference to the server's log-probs, in nats; ``logprobs`` as from `log_probs`."""
     gaps = [
         (row[each.prompt_length - 1 :][: len(each.logprobs)] - torch.tensor(each.logprobs)).abs().max()
         for each, row in zip(part, logprobs, strict=True)

@@ -1,4 +1,4 @@
-"""Measure a policy: how often it is right, and how its lengths are spread.
+"""Measure a policy: how often it is right, and the distribution of its lengths.
 
 Run from the repository root::
 
@@ -20,8 +20,8 @@ from statistics import mean, median, pstdev, quantiles
 
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
 
-PROMPT_SEED = 20_240  # fixed, so that two models meet the same prompts
-LONG_TAIL = 3.0  # a prompt has a long tail when its max/median length is above this
+PROMPT_SEED = 20_240  # fixed, so that two models get the same prompts
+LONG_TAIL = 3.0  # a prompt with a larger max/median length has a long tail
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Group:
 
 def sample_groups(model: Path, problems: Sequence[Problem], samples: int, seed: int) -> list[Group]:
     """Sample every problem at temperature 1 with vLLM and grade the answers."""
-    # Set before the import: vLLM reads its environment then.
+    # vLLM reads its environment while it is imported.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -75,7 +75,7 @@ def sample_groups(model: Path, problems: Sequence[Problem], samples: int, seed: 
     )
     sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=MAX_RESPONSE_TOKENS)
     outputs = engine.generate([problem.prompt for problem in problems], sampling)
-    # Stopped here rather than at exit, so that its farewell does not follow the table.
+    # Stopped here and not at exit, so that its last log lines do not follow the table.
     engine.llm_engine.engine_core.shutdown()
     return [
         Group(
@@ -93,13 +93,13 @@ def sample_groups(model: Path, problems: Sequence[Problem], samples: int, seed: 
     ]
 
 
-def share(groups: Sequence[Group], holds: Callable[[Group], bool]) -> str:
-    """Return the share of prompts for which ``holds``, in percent."""
-    return f"{mean(holds(group) for group in groups):.0%}".replace("%", " %")
+def share(groups: Sequence[Group], condition: Callable[[Group], bool]) -> str:
+    """Return the share of prompts for which the condition holds, in percent."""
+    return f"{mean(condition(group) for group in groups):.0%}".replace("%", " %")
 
 
 def column(groups: Sequence[Group]) -> dict[str, str]:
-    """Return one column of the table: what was measured on these prompts."""
+    """Return one column of the table, over these prompts."""
     responses = [response for group in groups for response in group.responses]
     lengths = [response.length for response in responses]
     spread = mean(pstdev(group.lengths) for group in groups)
@@ -142,7 +142,7 @@ def main() -> None:
         "--seed",
         type=int,
         default=0,
-        help="of the engine; the prompts are fixed",
+        help="seed of the engine; the prompts are fixed",
     )
     arguments = parser.parse_args()
     rng = Random(PROMPT_SEED)

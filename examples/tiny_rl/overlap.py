@@ -1,11 +1,11 @@
-"""Log-probs while the rollout runs against log-probs after it: the time that both take together.
+"""Compare computing log-probs during the rollout with computing them afterwards: the total time of both.
 
     OMP_NUM_THREADS=1 python -m examples.tiny_rl.overlap
 
-Starts darts-server with the tiny model and lets a trainer beside it compute the log-probs of what comes back: after the
-rollout, in forward passes over whole trajectories, and token by token with `darts_client.overlap`. Here the two share
-the cores. So token streams are also recorded, with nothing computed meanwhile, and replayed by the clock after the
-server has gone: then the trainer has its core for itself, as it has if the rollout runs on another machine.
+Starts darts-server with the tiny model. A trainer beside it computes the log-probs of the returned trajectories: after
+the rollout, in forward passes over whole trajectories, and during it, with `darts_client.overlap`. Here the two share
+the cores. So token streams are also recorded, without any computation, and replayed in real time after the server has
+stopped: then the trainer has its core for itself, as if the rollout ran on another machine.
 Run it from the root of the repository, with vLLM, the extra "dev", torch and clients/ installed.
 """
 
@@ -34,7 +34,7 @@ from darts_server.demo.server import DARTS, MODEL, serving
 from examples.tiny_rl.tokenizer import build_tokenizer
 
 PROMPT_SEED = 8
-BATCH_TOKENS = 512  # of a forward pass; of 512 to 8192, the quickest for whole trajectories on one core
+BATCH_TOKENS = 512  # of a forward pass; the fastest of 512 to 8192 for whole trajectories on one core
 
 Rows = Sequence[tuple[str, Sequence[int], Sequence[int]]]
 """Trajectory id, prompt and completion."""
@@ -42,13 +42,13 @@ Rows = Sequence[tuple[str, Sequence[int], Sequence[int]]]
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds until all log-probs of a batch are there, and how many of them follow the last token."""
+    """Seconds until all log-probs of a batch are computed, and the part of them after the last token (``..._tail``)."""
 
     sequential: float
     sequential_tail: float
     overlapped: float
     overlapped_tail: float
-    error: float  # largest difference between the log-probs of the two ways
+    error: float  # largest difference between the two results
 
     @property
     def ratio(self) -> float:
@@ -57,15 +57,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Recording:
-    """A token stream as it came: seconds after the request, event."""
+    """A recorded token stream: seconds after the request, event."""
 
     events: Sequence[tuple[float, Event]]
 
-    def replayed(self) -> Iterator[Event]:
-        """The events, each at its time."""
-        began = time.perf_counter()
+    def replay(self) -> Iterator[Event]:
+        """Yield each event at its time."""
+        start = time.perf_counter()
         for seconds, event in self.events:
-            time.sleep(max(0.0, began + seconds - time.perf_counter()))
+            time.sleep(max(0.0, start + seconds - time.perf_counter()))
             yield event
 
 
@@ -77,49 +77,49 @@ class Trainer:
         self.model = causal_lm.from_pretrained(MODEL).eval()
         tokenizer, rng = build_tokenizer(), Random(PROMPT_SEED)
         self.prompts = [tokenizer.encode(sample_problem(rng).prompt) for _ in range(options.prompts)]
-        self.asked: dict[str, Any] = {"group_size": options.group_size, "max_tokens": MAX_RESPONSE_TOKENS}
+        self.request: dict[str, Any] = {"group_size": options.group_size, "max_tokens": MAX_RESPONSE_TOKENS}
         self.chunk_tokens: int = options.chunk_tokens
 
-    def live(self, client: Client, seed: int) -> Round:
-        """Both ways beside the engine, on the same prompts and seeds."""
-        began = time.perf_counter()
-        groups = list(client.rollouts(self.prompts, seed=seed, **self.asked))
+    def run_live(self, client: Client, seed: int) -> Round:
+        """Run both variants beside the engine, on the same prompts and seeds."""
+        start = time.perf_counter()
+        groups = list(client.rollouts(self.prompts, seed=seed, **self.request))
         rolled_out = time.perf_counter()
         forward_after(self.model, rows_of(groups, self.prompts))
-        sequential, tail = time.perf_counter() - began, time.perf_counter() - rolled_out
-        return self.against(self.stream(client, seed), sequential, tail)
+        sequential, tail = time.perf_counter() - start, time.perf_counter() - rolled_out
+        return self.run_overlapped(self.stream(client, seed), sequential, tail)
 
     def record(self, client: Client, seed: int) -> Recording:
-        """A stream that nothing is computed from."""
-        began = time.perf_counter()
-        return Recording([(time.perf_counter() - began, event) for event in self.stream(client, seed)])
+        """Record a stream without computing anything."""
+        start = time.perf_counter()
+        return Recording([(time.perf_counter() - start, event) for event in self.stream(client, seed)])
 
     def replay(self, recording: Recording) -> Round:
-        """Both ways with the engine elsewhere."""
+        """Run both variants on a recorded stream, without an engine."""
         rows = rows_of((event.group for _, event in recording.events if isinstance(event, GroupEvent)), self.prompts)
-        began = time.perf_counter()
+        start = time.perf_counter()
         forward_after(self.model, rows)
-        tail = time.perf_counter() - began
-        return self.against(recording.replayed(), recording.events[-1][0] + tail, tail)
+        tail = time.perf_counter() - start
+        return self.run_overlapped(recording.replay(), recording.events[-1][0] + tail, tail)
 
     def stream(self, client: Client, seed: int) -> Iterable[Event]:
-        return client.stream_tokens(self.prompts, seed=seed, chunk_tokens=self.chunk_tokens, **self.asked)
+        return client.stream_tokens(self.prompts, seed=seed, chunk_tokens=self.chunk_tokens, **self.request)
 
-    def against(self, events: Iterable[Event], sequential: float, sequential_tail: float) -> Round:
-        """Forward while the events come, and compare with how long the other way took."""
-        overlap, began = Overlap(self.model, batch_tokens=BATCH_TOKENS), time.perf_counter()
+    def run_overlapped(self, events: Iterable[Event], sequential: float, sequential_tail: float) -> Round:
+        """Compute log-probs while events arrive; return a round with the given times of the sequential variant."""
+        overlap, start = Overlap(self.model, batch_tokens=BATCH_TOKENS), time.perf_counter()
         for number, prompt in enumerate(self.prompts):
             overlap.add_prompt(number, prompt)
         groups, streamed = follow(overlap, events)
-        ended = time.perf_counter()
+        end = time.perf_counter()
         rows = rows_of(groups, self.prompts)
         expected = forward_after(self.model, rows)
         error = max(float((overlap.logprobs(name) - expected[name]).abs().max()) for name, _, _ in rows)
-        return Round(sequential, sequential_tail, ended - began, ended - streamed, error)
+        return Round(sequential, sequential_tail, end - start, end - streamed, error)
 
 
 def follow(overlap: Overlap, events: Iterable[Event]) -> tuple[list[Group], float]:
-    """Read events in a thread, and forward what waits whenever none is there. Returns the groups, and when it ended."""
+    """Read events in a thread; forward while none is waiting. Return the groups, and when the stream ended."""
     arrived: SimpleQueue[tuple[float, Event | Exception | None]] = SimpleQueue()
     Thread(target=read, args=(events, arrived), daemon=True).start()
     groups: list[Group] = []
@@ -140,7 +140,7 @@ def follow(overlap: Overlap, events: Iterable[Event]) -> tuple[list[Group], floa
 
 
 def read(events: Iterable[Event], arrived: "SimpleQueue[tuple[float, Event | Exception | None]]") -> None:
-    """Hand on each event with the time at which it came, then what ended them."""
+    """Put each event with its arrival time into the queue; at the end ``None``, after the error if there was one."""
     try:
         for event in events:
             arrived.put((time.perf_counter(), event))
@@ -150,7 +150,7 @@ def read(events: Iterable[Event], arrived: "SimpleQueue[tuple[float, Event | Exc
 
 
 def rows_of(groups: Iterable[Group], prompts: Sequence[Sequence[int]]) -> Rows:
-    """Every trajectory of these groups."""
+    """Return a row for each trajectory of the groups."""
     return [
         (trajectory.trajectory_id or "", prompts[group.number or 0], trajectory.token_ids)
         for group in groups
@@ -160,7 +160,7 @@ def rows_of(groups: Iterable[Group], prompts: Sequence[Sequence[int]]) -> Rows:
 
 @torch.no_grad()
 def forward_after(model: Any, rows: Rows, batch_tokens: int = BATCH_TOKENS) -> dict[str, Tensor]:
-    """Log-probs of each completion from forward passes over the whole, rows of like length together."""
+    """Return the log-probs of each completion, from forward passes over rows of similar length."""
     logprobs = {}
     for part in parts_of(sorted(rows, key=lambda row: len(row[1]) + len(row[2])), batch_tokens):
         width = max(len(prompt) + len(completion) for _, prompt, completion in part)
@@ -175,7 +175,7 @@ def forward_after(model: Any, rows: Rows, batch_tokens: int = BATCH_TOKENS) -> d
 
 
 def parts_of(rows: Rows, batch_tokens: int) -> Iterator[Rows]:
-    """Rows sorted by length, in parts of at most so many tokens with their padding."""
+    """Split sorted rows into parts of at most this many tokens, padding included."""
     part: list[tuple[str, Sequence[int], Sequence[int]]] = []
     for row in rows:
         if part and (len(part) + 1) * (len(row[1]) + len(row[2])) > batch_tokens:
@@ -186,19 +186,19 @@ def parts_of(rows: Rows, batch_tokens: int) -> Iterator[Rows]:
 
 
 ROWS: tuple[tuple[str, Callable[[Round], float]], ...] = (
-    ("one after the other (s)", lambda r: r.sequential),
-    ("  of it after the rollout", lambda r: r.sequential_tail),
+    ("sequential (s)", lambda r: r.sequential),
+    ("  after the last token", lambda r: r.sequential_tail),
     ("overlapped (s)", lambda r: r.overlapped),
-    ("  of it after the rollout", lambda r: r.overlapped_tail),
+    ("  after the last token", lambda r: r.overlapped_tail),
     ("ratio", lambda r: r.ratio),
 )
 
 
 def table(live: Sequence[Round], replayed: Sequence[Round]) -> Table:
-    """Medians over the rounds."""
-    caption = "Medians. The ratio is a round's first time over its second: above 1, overlapping saves time."
+    """Return the table of medians over the rounds."""
+    caption = "Medians. Ratio: sequential over overlapped time of a round; above 1, overlapping saves time."
     result = Table("", title=f"Rollout and log-probs, {len(live)} rounds", caption=caption)
-    for column in ("cores shared with the engine", "replay: engine elsewhere"):
+    for column in ("cores shared with the engine", "replay, without the engine"):
         result.add_column(column, justify="right")
     for name, value in ROWS:
         result.add_row(name, *(f"{median(map(value, rounds)):.3f}" for rounds in (live, replayed)))
@@ -211,11 +211,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m examples.tiny_rl.overlap", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("--prompts", type=int, default=32, metavar="N", help="groups of a rollout (default: %(default)s)")
+    add("--prompts", type=int, default=32, metavar="N", help="groups in a rollout (default: %(default)s)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories a group (default: %(default)s)")
-    add("--chunk-tokens", type=int, default=100, metavar="N", help="of a delta, at least (default: %(default)s)")
+    add("--chunk-tokens", type=int, default=100, metavar="N", help="minimum tokens in an event (default: %(default)s)")
     add("--rounds", type=int, default=7, metavar="N", help="rollouts of each kind (default: %(default)s)")
-    add("--log", type=Path, default=Path("out/overlap/server.log"), help="of the server (default: %(default)s)")
+    add("--log", type=Path, default=Path("out/overlap/server.log"), help="the server's log (default: %(default)s)")
     return parser.parse_args(argv)
 
 
@@ -226,15 +226,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer, seeds = Trainer(options), range(1, options.rounds + 1)
     try:
         with serving(DARTS, options.log) as server, Client(server.url) as client:
-            trainer.live(client, seed=0)  # an engine's first requests take seconds
-            live = [trainer.live(client, seed) for seed in seeds]
+            trainer.run_live(client, seed=0)  # warm-up: an engine's first requests take seconds
+            live = [trainer.run_live(client, seed) for seed in seeds]
             recordings = [trainer.record(client, seed) for seed in seeds]
     except (DartsError, RuntimeError) as error:
         sys.exit(f"overlap: {error}\nThe server's log is {options.log}")
     replayed = [trainer.replay(recording) for recording in recordings]
     console.print(table(live, replayed))
     console.print(
-        f"Largest difference of a log-prob between the two ways: {max(r.error for r in [*live, *replayed]):.1e}"
+        f"Largest difference between log-probs of the two variants: {max(r.error for r in [*live, *replayed]):.1e}"
     )
 
 

@@ -1,10 +1,10 @@
-"""The pictures of docs/policies.md, drawn from lengths of the tiny model; about a minute on two CPU cores.
+"""Draw the pictures of docs/policies.md from lengths of the tiny model; about a minute on two CPU cores.
 
     python -m examples.tiny_rl.pictures
 
-Twelve unshaped candidates are generated for each of 64 prompts. What each rule would have done with them is replayed:
-all candidates of all prompts start together and get one token a step. Run it from the root of the repository, with vLLM
-and the extra "dev" installed.
+Twelve unshaped candidates are generated for each of 64 prompts, and each rule is replayed on them: all candidates of
+all prompts start together and get one token a step. Run it from the root of the repository, with vLLM and the extra
+"dev" installed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from darts_server.types import FinishReason
 from examples.tiny_rl.colours import BLUE, GREY, ORANGE, SKY
 
 SIZE, CANDIDATES, PROMPTS = 8, 12, 64
-SEED = 1  # of prompts, candidates and lots
+SEED = 1  # of prompts, candidates and the sampled tail
 REDUNDANCIES = {1.75: ORANGE, 1.5: BLUE, 1.25: "#009E73"}  # mean M'/M in the picture of the allocation
 
 LINE, PALE, FAINT = "#222222", "#C9C9C9", "#EEEEEE"
@@ -46,12 +46,12 @@ PANELS: dict[str, Any] = {"nrows": 2, "ncols": 3, "sharex": True, "sharey": True
 SMALL = 9
 
 Prompt = Sequence[Candidate]
-"""All candidates of one prompt, finished and with their lots."""
+"""All candidates of one prompt, finished and with their random draws."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One rule, under the names of the policies that follow it."""
+    """One rule, titled by the policies that use it."""
 
     title: str
     note: str
@@ -60,21 +60,21 @@ class Panel:
     deadline: bool = False
 
     def play(self, prompt: Prompt, limit: int) -> Replay:
-        """What the rule does with a prompt whose batch has the deadline ``limit``."""
+        """Replay the rule on a prompt whose cohort has the deadline ``limit``."""
         return replay(self.rule, prompt[: self.candidates], limit if self.deadline else None)
 
 
 def panels() -> list[Panel]:
-    """The rules that are shown, each as the named policy has it."""
+    """Return the rules to show, each as its named policy has it."""
     policies, most = build_policies(Shaping(), Deadline()), 2 * SIZE
     rules = {name: shaping.selection_rule(SIZE, CANDIDATES) for name, shaping in policies.items()}
     return [
         Panel("off", f"the first {SIZE}, no others started", InOrder(SIZE), candidates=SIZE),
-        Panel("uniform, darts", "7 shortest, 1 drawn by lot", rules["uniform"]),
+        Panel("uniform, darts", "7 shortest, 1 sampled", rules["uniform"]),
         Panel("--tail longest, first_finish", "7 shortest, the longest", rules["first_finish"]),
         Panel("darts, saturated prompt", "8 shortest", policies["darts"].selection_rule(SIZE, most)),
         Panel("darts_deadline", "7 shortest, longest within D", rules["darts_deadline"], deadline=True),
-        Panel("darts_cut", "7 shortest, 1 by lot, cut at D", rules["darts_cut"], deadline=True),
+        Panel("darts_cut", "7 shortest, 1 sampled, cut at D", rules["darts_cut"], deadline=True),
     ]
 
 
@@ -93,23 +93,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def generate() -> list[Prompt]:
-    """Candidates as the engine makes them when nothing is shaped."""
+    """Generate unshaped candidates."""
     from examples.tiny_rl.engine import shaping_engine
 
     rng = Random(SEED)
     texts = list(dict.fromkeys(sample_problem(rng).prompt for _ in range(2 * PROMPTS)))[:PROMPTS]
     async with shaping_engine({}) as engine:
-        asked = (
+        requests = (
             engine.generate(text, f"prompt-{i}", OFF, n=CANDIDATES, seed=SEED + i * CANDIDATES)
             for i, text in enumerate(texts)
         )
-        outputs = await asyncio.gather(*asked)
+        outputs = await asyncio.gather(*requests)
     ends = [[(len(c.token_ids), c.finish_reason or "stop") for c in output.outputs] for output in outputs]
     return batch_of(ends)
 
 
 def batch_of(ends: Sequence[Sequence[tuple[int, str]]]) -> list[Prompt]:
-    """A batch from each candidate's length and finish reason; the lots are drawn here."""
+    """Make a batch from each candidate's length and finish reason, with random draws."""
     rng = np.random.default_rng(SEED)
     return [
         [
@@ -121,7 +121,7 @@ def batch_of(ends: Sequence[Sequence[tuple[int, str]]]) -> list[Prompt]:
 
 
 def deadline_of(batch: Sequence[Prompt]) -> int:
-    """The batch's deadline, from the prompts that have enough candidates which ended by themselves."""
+    """Return the batch's deadline, from the prompts with enough finished candidates."""
     needs = [need for prompt in batch if (need := needed(prompt)) is not None]
     tokens = Deadline().from_lengths(needs, len(needs))
     if tokens is None:
@@ -130,7 +130,7 @@ def deadline_of(batch: Sequence[Prompt]) -> int:
 
 
 def needed(prompt: Prompt) -> int | None:
-    """Length of the M-th shortest valid candidate."""
+    """Return the length of the M-th shortest valid candidate."""
     lengths = sorted(c.tokens for c in prompt if c.valid)
     return lengths[SIZE - 1] if len(lengths) >= SIZE else None
 
@@ -139,11 +139,11 @@ def needed(prompt: Prompt) -> int | None:
 
 
 def draw(batch: Sequence[Prompt], folder: Path) -> list[Path]:
-    """Draw all pictures; their paths."""
+    """Draw all pictures; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     limit = deadline_of(batch)
     figures = {
-        "policies-timeline.png": timeline(telling(batch, limit), limit),
+        "policies-timeline.png": timeline(pick_example(batch, limit), limit),
         "policies-lengths.png": lengths(batch, limit),
         "policies-waiting.png": waiting(batch, limit),
         "allocation.png": allocation(batch),
@@ -153,8 +153,8 @@ def draw(batch: Sequence[Prompt], folder: Path) -> list[Path]:
     return [folder / name for name in figures]
 
 
-def telling(batch: Sequence[Prompt], limit: int) -> Prompt:
-    """The prompt that shows most: its drawn candidate is cut and is not the longest, and lengths differ."""
+def pick_example(batch: Sequence[Prompt], limit: int) -> Prompt:
+    """Pick the prompt that shows most: its sampled candidate is cut and not the longest, and lengths differ."""
     uniform = panels()[1]
 
     def score(prompt: Prompt) -> tuple[bool, bool, bool, int]:
@@ -172,16 +172,16 @@ FATES: dict[str, dict[str, Any]] = {
     "tail": {"facecolor": ORANGE, "label": "returned as the tail"},
     "cut": {"facecolor": ORANGE, "hatch": "////", "edgecolor": "white", "label": "returned as the tail, cut at D"},
     "stopped": {"facecolor": SKY, "label": "stopped"},
-    "ended": {"facecolor": SKY, "hatch": "....", "edgecolor": "white", "label": "ended, not returned"},
+    "finished": {"facecolor": SKY, "hatch": "....", "edgecolor": "white", "label": "finished, not returned"},
     "saved": {"facecolor": FAINT, "edgecolor": PALE, "linestyle": ":", "label": "not generated"},
 }
 
 
 def fate(candidate: Candidate, played: Replay, panel: Panel, prompt: Prompt) -> str:
-    """Which of the `FATES` a candidate met."""
+    """Return which of the `FATES` a candidate has."""
     whole = played.lengths[candidate.index] == candidate.tokens
     if candidate.index not in played.selection:
-        return "ended" if whole else "stopped"
+        return "finished" if whole else "stopped"
     if not whole:
         return "cut"
     ordered = sorted(played.selection, key=lambda i: prompt[i].sort_key)
@@ -189,7 +189,7 @@ def fate(candidate: Candidate, played: Replay, panel: Panel, prompt: Prompt) -> 
 
 
 def timeline(prompt: Prompt, limit: int) -> Figure:
-    """What each rule does to one prompt's candidates, shortest on top."""
+    """Draw what each rule does to one prompt's candidates, shortest on top."""
     figure = Figure(figsize=(10, 7.2), dpi=110, layout="constrained")
     rows, own = sorted(prompt, key=lambda c: c.sort_key), max(limit, needed(prompt) or 0)
     for axes, panel in zip(figure.subplots(**PANELS).flat, panels(), strict=True):
@@ -218,7 +218,7 @@ def timeline(prompt: Prompt, limit: int) -> Figure:
 
 
 def lengths(batch: Sequence[Prompt], limit: int) -> Figure:
-    """The tail of what is returned against that of all that the model generates."""
+    """Draw the tail of returned trajectories against that of all generated ones."""
     figure = Figure(figsize=(10, 6.6), dpi=110, layout="constrained")
     generated = np.array([c.tokens for prompt in batch for c in prompt])
     for axes, panel in zip(figure.subplots(**PANELS).flat, panels(), strict=True):
@@ -243,7 +243,7 @@ def lengths(batch: Sequence[Prompt], limit: int) -> Figure:
         axes.set_xlim(2, 330)
         tidy(axes, "y")
     figure.supxlabel("length in tokens", fontsize=10)
-    figure.supylabel("share of trajectories at least so long", fontsize=10)
+    figure.supylabel("share of trajectories with at least this length", fontsize=10)
     text = f"all {generated.size} generated: mean {generated.mean():.1f}, longest {generated.max()}"
     patches = [Patch(color=BLUE, label="returned"), Patch(color=PALE, label=text)]
     figure.legend(handles=patches, frameon=False, loc="outside upper center", ncols=2, fontsize=10)
@@ -251,7 +251,7 @@ def lengths(batch: Sequence[Prompt], limit: int) -> Figure:
 
 
 def waiting(batch: Sequence[Prompt], limit: int) -> Figure:
-    """How long each group takes, shortest first."""
+    """Draw how long each group takes, shortest first."""
     figure = Figure(figsize=(10, 6.6), dpi=110, layout="constrained")
     place = np.arange(1, len(batch) + 1)
     plain = sorted(panels()[0].play(prompt, limit).steps for prompt in batch)
@@ -268,11 +268,11 @@ def waiting(batch: Sequence[Prompt], limit: int) -> Figure:
         axes.yaxis.set_major_locator(MultipleLocator(64))
         axes.set_ylim(0, 270)
         tidy(axes, "y")
-    figure.supxlabel("groups, the first to be complete on the left", fontsize=10)
+    figure.supxlabel("groups, in the order of completion", fontsize=10)
     figure.supylabel("decode steps until the group is complete", fontsize=10)
     handles = [
         Patch(color=BLUE, label="group"),
-        Patch(color=ORANGE, label="the last one: the batch waits for it"),
+        Patch(color=ORANGE, label="the last one, which the batch waits for"),
         Line2D([], [], color=GREY, linewidth=1.4, label="off, for comparison"),
     ]
     figure.legend(handles=handles, frameon=False, loc="outside upper center", ncols=3, fontsize=10)
@@ -280,13 +280,13 @@ def waiting(batch: Sequence[Prompt], limit: int) -> Figure:
 
 
 def allocation(batch: Sequence[Prompt]) -> Figure:
-    """Candidates by the spread of a prompt's lengths, under three budgets."""
+    """Draw the number of candidates by the spread of a prompt's lengths, under three budgets."""
     figure = Figure(figsize=(10, 4.6), dpi=110, layout="constrained")
     axes = figure.subplots()
     stds, low, high = [stdev(c.tokens for c in prompt) for prompt in batch], SIZE, 2 * SIZE
     for redundancy, colour in REDUNDANCIES.items():
         counts = allocate_by_std(stds, budget=round(redundancy * SIZE * len(stds)), low=low, high=high)
-        mean = f"{redundancy * SIZE:g} on the average ({redundancy} M)"
+        mean = f"{redundancy * SIZE:g} on average ({redundancy} M)"
         label = f"{mean}: {counts.count(high)} of {len(stds)} prompts are saturated"
         ordered = sorted(zip(stds, counts, strict=True))
         axes.plot(*zip(*ordered, strict=True), "o-", color=colour, markersize=6, linewidth=1, label=label)
@@ -301,7 +301,7 @@ def allocation(batch: Sequence[Prompt]) -> Figure:
 
 
 def heading(axes: Any, title: str, note: str) -> None:
-    """A bold line, and two plain ones below it."""
+    """Write a bold title and a note below it."""
     axes.set_title(note, loc="left", fontsize=SMALL, color=GREY)
     axes.annotate(title, (0, 1), (0, 30), "axes fraction", textcoords="offset points", fontsize=11, fontweight="bold")
 

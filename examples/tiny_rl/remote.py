@@ -1,4 +1,4 @@
-"""What the training loop asks of the server for its groups and its evaluation, by way of the client."""
+"""The training loop's requests to the server, for groups and for evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ class Rollouts:
 
 
 def rollouts(client: Client, policy: Policy, prompts: Sequence[list[int]], group_size: int) -> Rollouts:
-    """A group for each prompt, given as token ids. They are one batch: one budget, one deadline."""
+    """Request a group for each prompt (token ids), as one batch with one budget and one deadline."""
     batch = client.rollouts(prompts, group_size=group_size, max_tokens=MAX_RESPONSE_TOKENS, policy=policy)
     groups = sorted(batch, key=lambda group: group.number)
     if batch.failed:
         raise RuntimeError(f"{len(batch.failed)} of {len(prompts)} groups failed; the first: {batch.failed[0].error}")
-    assert batch.usage is not None, "a batch that has ended has told it"
+    assert batch.usage is not None, "a finished batch has its usage"
     return Rollouts(groups, batch.usage.generated)
 
 
 def samples(client: Client, prompts: Sequence[str], count: int) -> list[tuple[Trajectory, ...]]:
-    """Unshaped answers, ``count`` to each prompt.
+    """Request ``count`` unshaped answers to each prompt.
 
-    vLLM alone serves them, so the server neither shapes them nor learns from them.
+    They pass through vLLM alone, so the server neither shapes them nor learns from them.
     """
     groups = client.completions(prompts, group_size=count, max_tokens=MAX_RESPONSE_TOKENS, policy="off", logprobs=False)
     return [group.trajectories for group in groups]
 
 
 def truncated(trajectory: Trajectory) -> bool:
-    """Whether it reached its length limit, or the deadline of ``darts_cut``."""
+    """Return whether it reached its length limit, or the deadline of ``darts_cut``."""
     return trajectory.finish_reason == "length"

@@ -1,4 +1,4 @@
-"""The tokenizer: one character, one token, and nothing added on either side."""
+"""The tokenizer: one character is one token, and nothing is added before or after."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ VOCABULARY_SIZE = 64
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
 
-# The last user message as it stands, so that the chat route and the completion
-# route see the same tokens.
+# The last user message unchanged, so that chat and completion requests have the same tokens.
 CHAT_TEMPLATE = "{{ (messages | selectattr('role', 'equalto', 'user') | list | last)['content'] }}"
 
 

@@ -1,13 +1,13 @@
-"""GRPO on the tiny task against darts-server; about two minutes on two CPU cores.
+"""Train the tiny task by GRPO with darts-server; about two minutes on two CPU cores.
 
     python -m examples.tiny_rl.train --policy darts_cut
 
-Each step asks the server for a group of trajectories to each of 16 prompts, rewards them, updates the policy, reports
-the rewards and pushes the new weights. Evaluation is unshaped, on other prompts. Every step is a line in log.jsonl; at
-the end there is a picture. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
+Each step requests a group of trajectories for each of 16 prompts, computes rewards, updates the policy, reports the
+rewards and pushes the new weights. Evaluation is unshaped, on other prompts. Every step is a line in log.jsonl; at the
+end a picture is drawn. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
 
-The loop is `train` below. It is a template for a trainer of your own: `remote.py` is how it asks the server for groups,
-and `grpo.py` its model and loss.
+The loop is `train` below. It is a template for a trainer of your own: `remote.py` has its requests to the server, and
+`grpo.py` its model and loss.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Recipe:
     steps: int = 40
     prompts: int = 16  # a step
     group_size: int = 8
-    pool: int = 128  # training prompts; they come again, as in any data set, and the server learns of each
+    pool: int = 128  # training prompts; they repeat, as in any data set, and the server learns the lengths of each
     held_out_prompts: int = 96
     held_out_samples: int = 4  # of each
     held_out_every: int = 5  # steps
@@ -53,7 +53,7 @@ class Recipe:
 
 
 def train(client: Client, policy: Policy, learner: Learner, recipe: Recipe, seed: int) -> Iterator[Entry]:
-    """Train, step by step; an entry after each. The server may hold any weights when this begins.
+    """Train step by step; yield an entry after each. The server may have any weights at the start.
 
     Raises:
         StaleWeights: the server samples with weights that are not the learner's.
@@ -66,9 +66,9 @@ def train(client: Client, policy: Policy, learner: Learner, recipe: Recipe, seed
     yield Entry(0, held_out=evaluate(client, held_out, recipe.held_out_samples))
     for step, batch in enumerate(islice(batches, recipe.steps), start=1):
         prompts = [tokenizer.encode(problem.prompt) for problem in batch]
-        began = time.perf_counter()
+        start = time.perf_counter()
         shaped = rollouts(client, policy, prompts, recipe.group_size)
-        ended = time.perf_counter()
+        end = time.perf_counter()
         rewards = [
             [score(problem, trajectory) for trajectory in group.trajectories]
             for problem, group in zip(batch, shaped.groups, strict=True)
@@ -77,7 +77,7 @@ def train(client: Client, policy: Policy, learner: Learner, recipe: Recipe, seed
         updated = time.perf_counter()
         client.rewards(shaped.groups, rewards)
         client.weights.push(learner.weights())
-        seconds = Seconds(ended - began, updated - ended, time.perf_counter() - updated)
+        seconds = Seconds(end - start, updated - end, time.perf_counter() - updated)
         due = step % recipe.held_out_every == 0 or step == recipe.steps
         yield Entry(
             step,
@@ -87,17 +87,17 @@ def train(client: Client, policy: Policy, learner: Learner, recipe: Recipe, seed
 
 
 def score(problem: Problem, trajectory: Trajectory) -> float:
-    """The verifier's reward; 0 for a truncated trajectory, even if it broke off right behind a right answer.
+    """The verifier's reward; 0 for a truncated trajectory, even if it was cut right after a right answer.
 
-    A trajectory that ran into its length limit, or into the deadline of ``darts_cut``, did not end. It is a wrong
-    answer and is trained on as one, with all the tokens it has: so the policy learns that running on earns nothing.
-    Leaving such trajectories out of the loss would hide that.
+    A trajectory that ran into its length limit, or into the deadline of ``darts_cut``, has no end. It counts as a wrong
+    answer, and all its tokens are trained on: so the policy learns that running on earns nothing. Leaving such
+    trajectories out of the loss would hide that.
     """
     return 0.0 if truncated(trajectory) else reward(problem, trajectory.text)
 
 
 def graded(prompts: Sequence[list[int]], shaped: Rollouts, rewards: Sequence[Sequence[float]]) -> list[Trained]:
-    """All trajectories with the advantage that each has in its group."""
+    """Return all trajectories with their advantages within their groups."""
     return [
         Trained([*prompt, *trajectory.token_ids], len(prompt), trajectory.logprobs or (), advantage)
         for prompt, group, earned in zip(prompts, shaped.groups, rewards, strict=True)
@@ -106,7 +106,7 @@ def graded(prompts: Sequence[list[int]], shaped: Rollouts, rewards: Sequence[Seq
 
 
 def evaluate(client: Client, held_out: Sequence[Problem], count: int) -> HeldOut:
-    """How good the policy is by itself: ``count`` unshaped samples of each prompt."""
+    """Evaluate the policy on ``count`` unshaped samples of each prompt."""
     answers = samples(client, [problem.prompt for problem in held_out], count)
     rewards = [
         [score(problem, trajectory) for trajectory in group] for problem, group in zip(held_out, answers, strict=True)
@@ -118,7 +118,7 @@ def evaluate(client: Client, held_out: Sequence[Problem], count: int) -> HeldOut
 def problems(
     seed: int, count: int, difficulty: Difficulty | None = None, avoid: Sequence[Problem] = ()
 ) -> list[Problem]:
-    """``count`` different problems, none of which is in ``avoid``."""
+    """Sample ``count`` different problems, none of which is in ``avoid``."""
     rng, taken = Random(seed), {problem.prompt for problem in avoid}
     found: dict[str, Problem] = {}
     while len(found) < count:
@@ -129,14 +129,14 @@ def problems(
 
 
 def endless(pool: Sequence[Problem], size: int, rng: Random) -> Iterator[list[Problem]]:
-    """Batches from epoch after epoch over the pool, each in another order; what does not fill a batch is left out."""
+    """Yield batches from epochs over the pool, each in another order; drop incomplete batches."""
     while True:
         order = rng.sample(pool, len(pool))
         yield from (order[start : start + size] for start in range(0, len(pool) - size + 1, size))
 
 
 def summary(shaped: Rollouts, rewards: Sequence[Sequence[float]], update: Update, seconds: Seconds) -> Training:
-    """What the log says of one step."""
+    """Summarize one step for the log."""
     trajectories = [trajectory for group in shaped.groups for trajectory in group.trajectories]
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     return Training(
@@ -172,11 +172,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (DartsError, RuntimeError, OSError) as error:
         sys.exit(f"train: {error}")
     except KeyboardInterrupt:
-        sys.exit("train: interrupted; a server of its own has been stopped")
+        sys.exit("train: interrupted; the server it started has been stopped")
 
 
 def run(entries: Iterator[Entry], steps: int, log: TextIO) -> list[Entry]:
-    """All entries, each written to the log and shown as it comes."""
+    """Return all entries; write and show each as it arrives."""
     done, held_out = [], float("nan")
     with tqdm(total=steps, desc="training", unit="step") as bar:
         for entry in entries:
@@ -193,17 +193,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m examples.tiny_rl.train", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("--policy", default="darts_cut", help="what training groups are shaped with (default: %(default)s)")
+    add("--policy", default="darts_cut", help="policy that shapes training groups (default: %(default)s)")
     add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of the training prompts and their order (default: %(default)s)")
-    add("--model", type=Path, default=MODEL, metavar="FOLDER", help="the policy to start from (default: the committed)")
-    add("--url", help="a server that runs already and serves a model of the same shape (default: one of its own)")
+    add("--seed", type=int, default=0, help="seed of the training prompts and their order (default: %(default)s)")
+    add("--model", type=Path, default=MODEL, metavar="FOLDER", help="initial policy (default: the shipped model)")
+    add("--url", help="a running server with a model of the same architecture (default: start one)")
     add(
         "--out",
         type=Path,
         default=Path("out/train"),
         metavar="FOLDER",
-        help="for log and picture (default: %(default)s)",
+        help="folder for log and picture (default: %(default)s)",
     )
     options = parser.parse_args(argv)
     if options.steps < 1:

@@ -1,4 +1,4 @@
-"""What a training run writes down: one JSON object a line, for each step."""
+"""The log of a training run: one JSON object for each step."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where a step's time went. Evaluation is not in it."""
+    """Time of a step by phase, without evaluation."""
 
     rollout: float
     train: float
@@ -26,7 +26,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Training:
-    """One step, on the groups that the policy returned. Lengths are in tokens."""
+    """Figures of one step, over the returned groups. Lengths are in tokens."""
 
     right: float
     reward_variance: float  # within a group, mean over groups
@@ -48,7 +48,7 @@ class HeldOut:
 
     samples: int
     right: float
-    standard_error: float  # of `right`; samples of one prompt are not independent, so prompts are what is counted
+    standard_error: float  # of `right`, over prompts: samples of one prompt are not independent
     length_mean: float
     length_p95: float
     length_std: float  # within a prompt (n - 1), mean over prompts
@@ -56,7 +56,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, rewards: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]], truncated: int) -> Self:
-        """From the rewards and lengths of each prompt's samples, two or more of each; ``truncated``: of all samples."""
+        """Summarize rewards and lengths of each prompt's samples, at least two each; ``truncated``: of all samples."""
         rights, flat = [fmean(prompt) for prompt in rewards], [length for prompt in lengths for length in prompt]
         return cls(
             samples=len(flat),
@@ -71,7 +71,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line. Step 0 is the policy before training; ``held_out`` is measured after the step, on some of them."""
+    """One line. Step 0 is the policy before training; some steps have an evaluation after them, ``held_out``."""
 
     step: int
     training: Training | None = None
@@ -82,7 +82,7 @@ class Entry:
 
     @classmethod
     def read(cls, line: str) -> Self:
-        """The entry that was written as this line."""
+        """Parse an entry from its line."""
         fields: dict[str, Any] = json.loads(line)
         training, held_out = fields["training"], fields["held_out"]
         if training is not None:
@@ -91,5 +91,5 @@ class Entry:
 
 
 def read_log(path: Path) -> list[Entry]:
-    """All entries of a log, in its order."""
+    """Read all entries of a log."""
     return [Entry.read(line) for line in path.read_text().splitlines()]

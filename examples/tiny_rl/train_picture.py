@@ -1,4 +1,4 @@
-"""The picture of a training run: is it right more often, how long are its answers, and where did the time go."""
+"""Draw a training run: accuracy, lengths, time and tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,5 +61,5 @@ def spent(axes: Any, steps: Sequence[tuple[int, Training]]) -> None:
 
 
 def columns(entries: Sequence[tuple[int, Any]], name: str) -> tuple[list[int], list[float]]:
-    """The steps, and one figure of each."""
+    """Return the steps, and one figure of each."""
     return [step for step, _ in entries], [float(getattr(entry, name)) for _, entry in entries]

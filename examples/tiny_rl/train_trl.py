@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer on the tiny task against darts-server; a few minutes on two CPU cores.
+"""Train the tiny task by TRL's GRPOTrainer with darts-server; a few minutes on two CPU cores.
 
     python -m examples.tiny_rl.train_trl --policy darts_cut
 
 Task, rewards, recipe and the evaluation at the end are those of `train.py`; loop, loss and optimizer are TRL's. Every
-line that TRL logs is a line in log.jsonl, those of its own evaluation (unshaped, as that at the end) with `eval_`
-before their names. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
+entry that TRL logs is a line in log.jsonl; those of its own evaluation (unshaped, like the one at the end) have the
+prefix `eval_`. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer
 from examples.tiny_rl.train import HELD_OUT_SEED, Recipe, evaluate, problems
 from examples.tiny_rl.train_log import HeldOut
 
-LORA_LEARNING_RATE = 10 * LEARNING_RATE  # an adapter's matrices start at 0, and are few
-ENDS = 5  # steps at both ends of a run whose rewards are compared
+LORA_LEARNING_RATE = 10 * LEARNING_RATE  # LoRA has few weights, half of which start at 0
+COMPARED_STEPS = 5  # at the start and at the end of a run, whose rewards are compared
 
 
 def make_trainer(
@@ -47,10 +47,9 @@ def make_trainer(
     lora: int | None = None,
     **changes: Any,
 ) -> DartsGRPOTrainer:
-    """TRL's trainer with the recipe of `train.py`.
+    """Make TRL's trainer with the recipe of `train.py`.
 
-    ``lora``: the rank of an adapter, which alone is trained then. ``changes``: arguments of ``GRPOConfig`` that are to
-    be others.
+    ``lora``: rank of a LoRA adapter to train instead of all weights. ``changes``: arguments of ``GRPOConfig``.
     """
     held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts)
     pool = problems(seed, recipe.pool, avoid=held_out)
@@ -98,11 +97,11 @@ def dataset(of: Sequence[Problem]) -> Dataset:
 
 
 def verifier(of: Sequence[Problem]) -> Callable[..., list[float]]:
-    """The reward function for these problems' prompts."""
+    """Return the reward function for these problems' prompts."""
     by_prompt = {problem.prompt: problem for problem in of}
 
     def right(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """0 for a truncated completion, as `score` in `train.py` has it and for the same reason."""
+        """Return 0 for a truncated completion, as `score` in `train.py` does, and for the same reason."""
         return [
             reward(by_prompt[prompt], text) if ids[-1] == EOS_ID else 0.0
             for prompt, text, ids in zip(prompts, completions, completion_ids, strict=True)
@@ -112,36 +111,36 @@ def verifier(of: Sequence[Problem]) -> Callable[..., list[float]]:
 
 
 def held_out_score(trainer: DartsGRPOTrainer, client: Client, recipe: Recipe) -> HeldOut:
-    """The evaluation of `train.py`, with the trainer's weights of this moment."""
+    """Run the evaluation of `train.py` with the trainer's current weights."""
     trainer.vllm_generation.sync_weights()  # type: ignore[no-untyped-call, unused-ignore]
     return evaluate(client, problems(HELD_OUT_SEED, recipe.held_out_prompts), recipe.held_out_samples)
 
 
 def summary(steps: Sequence[dict[str, Any]], before: HeldOut, after: HeldOut, report: RewardReport, took: float) -> str:
-    """What came of it, from the log's lines of training steps."""
-    first, last = ([step["reward"] for step in part] for part in (steps[:ENDS], steps[-ENDS:]))
+    """Summarize the run from the log entries of its training steps."""
+    first, last = ([step["reward"] for step in part] for part in (steps[:COMPARED_STEPS], steps[-COMPARED_STEPS:]))
     return "\n".join(
         [
-            f"held out, unshaped: {_told(before)} before, {_told(after)} after",
+            f"held out, unshaped: {_format(before)} before, {_format(after)} after",
             f"reward in training: {fmean(first):.3f} in the first {len(first)} steps, {fmean(last):.3f} in the last",
             f"tokens: {sum(step['darts/tokens_generated'] for step in steps):.0f} generated, "
             f"{sum(step['darts/tokens_returned'] for step in steps):.0f} trained on",
-            f"seconds a step: {fmean(step['step_time'] for step in steps):.2f}; in all, with evaluation: {took:.0f}",
+            f"seconds a step: {fmean(step['step_time'] for step in steps):.2f}; total, with evaluation: {took:.0f}",
             f"log-probs of server and trainer differ by at most "
             f"{max(step['sampling/sampling_logp_difference/max'] for step in steps):.1g}",
-            # Of equal completions the first one's is matched, and rewards all of them.
+            # Of equal completions the first is matched, and the reward counts for all of them.
             f"rewards: {report.matched + report.repeated} reached their trajectory, "
             f"{report.unknown + report.unreported} did not",
         ]
     )
 
 
-def _told(score: HeldOut) -> str:
+def _format(score: HeldOut) -> str:
     return f"{score.right:.3f} ± {score.standard_error:.3f} right, {score.length_mean:.1f} tokens"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train and sum up. Exits with a message if it fails."""
+    """Train and print a summary. Exits with a message if it fails."""
     options = arguments(argv)
     torch.set_num_threads(1)  # the server needs the other core
     options.out.mkdir(parents=True, exist_ok=True)
@@ -152,14 +151,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             client = stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS))
             trainer = make_trainer(url, options.policy, recipe, options.seed, options.out, options.model, options.lora)
             before = held_out_score(trainer, client, recipe)
-            began = time.perf_counter()
+            start = time.perf_counter()
             trainer.train()
-            took = time.perf_counter() - began
+            took = time.perf_counter() - start
             after = held_out_score(trainer, client, recipe)
     except (DartsError, RuntimeError, OSError) as error:
         sys.exit(f"train_trl: {error}")
     except KeyboardInterrupt:
-        sys.exit("train_trl: interrupted; a server of its own has been stopped")
+        sys.exit("train_trl: interrupted; the server it started has been stopped")
     log = options.out / "log.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in trainer.state.log_history))
     steps = [line for line in trainer.state.log_history if "loss" in line]
@@ -170,13 +169,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m examples.tiny_rl.train_trl", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("--policy", default="darts_cut", help="what training groups are shaped with (default: %(default)s)")
+    add("--policy", default="darts_cut", help="policy that shapes training groups (default: %(default)s)")
     add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of the training prompts and their order (default: %(default)s)")
-    add("--model", type=Path, default=MODEL, metavar="FOLDER", help="the policy to start from (default: the committed)")
-    add("--lora", type=int, metavar="RANK", help="train an adapter of that rank only (default: all weights)")
-    add("--url", help="a server that runs already and serves a model of the same shape (default: one of its own)")
-    add("--out", type=Path, default=Path("out/train_trl"), metavar="FOLDER", help="for the log (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the training prompts and their order (default: %(default)s)")
+    add("--model", type=Path, default=MODEL, metavar="FOLDER", help="initial policy (default: the shipped model)")
+    add("--lora", type=int, metavar="RANK", help="train a LoRA adapter of this rank (default: all weights)")
+    add("--url", help="a running server with a model of the same architecture (default: start one)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("out/train_trl"),
+        metavar="FOLDER",
+        help="folder for the log (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error("--steps must be at least 1")

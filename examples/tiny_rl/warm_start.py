@@ -1,4 +1,4 @@
-"""Train the policy that reinforcement learning starts from.
+"""Train the policy that reinforcement learning starts with.
 
 Run from the repository root::
 
@@ -118,8 +118,7 @@ def train(verbosity: Verbosity, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
 
 def save(model: Qwen3ForCausalLM, folder: Path) -> None:
     """Write weights, configuration and tokenizer as vLLM and transformers read them."""
-    # vLLM takes default sampling parameters from this file, so it says where a
-    # sequence ends and no more.
+    # vLLM takes default sampling parameters from this file, so it has only the end of sequence.
     ends = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)  # type: ignore[no-untyped-call, unused-ignore]
     model.generation_config = ends
     model.save_pretrained(folder)

@@ -27,8 +27,8 @@ def trained(learner: Learner, one: Sample, advantage: float, off_by: float = 0.0
     """The sample with the log-probs that a server with the learner's weights tells."""
     with torch.no_grad():
         logits = learner.model(input_ids=torch.tensor([one.tokens])).logits[0]
-    told = torch.log_softmax(logits, -1)[range(len(one.tokens) - 1), one.tokens[1:]]
-    return Trained(one.tokens, one.prompt_length, (told[one.prompt_length - 1 :] + off_by).tolist(), advantage)
+    sampled = torch.log_softmax(logits, -1)[range(len(one.tokens) - 1), one.tokens[1:]]
+    return Trained(one.tokens, one.prompt_length, (sampled[one.prompt_length - 1 :] + off_by).tolist(), advantage)
 
 
 def total(learner: Learner, one: Sample) -> float:

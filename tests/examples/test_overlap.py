@@ -92,7 +92,7 @@ def test_what_ends_the_stream_ends_the_reading(trainer: Trainer) -> None:
         follow(overlap, broken())
 
 
-def test_the_table_has_medians_and_says_what_is_replayed() -> None:
+def test_the_table_has_medians_of_both_variants() -> None:
     live = [Round(3.0, 1.0, seconds, 0.1, 0.0) for seconds in (1.5, 2.0, 6.0)]
     console = Console(width=120)
     with console.capture() as capture:
@@ -102,4 +102,4 @@ def test_the_table_has_medians_and_says_what_is_replayed() -> None:
     assert [cell.strip() for cell in rows["overlapped (s)"]] == ["2.000", "2.000"]
     assert [cell.strip() for cell in rows["ratio"]] == ["1.500", "2.000"]
     assert [cell.strip() for cell in rows["lowest .. highest"]] == ["0.50 .. 2.00", "2.00 .. 2.00"]
-    assert "replay: engine elsewhere" in capture.get()
+    assert "replay, without the engine" in capture.get()

@@ -34,18 +34,18 @@ def test_all_pictures_are_small_pngs(tmp_path: Path) -> None:
 def test_each_candidate_meets_the_fate_that_the_rule_has_for_it() -> None:
     [prompt] = pictures.batch_of([ENDS])
     for candidate in prompt:
-        candidate.tail_draw = -candidate.tokens  # the lowest lot wins: that of the longest
+        candidate.tail_draw = -candidate.tokens  # the lowest draw wins: that of the longest
     met = {}
     for panel in pictures.panels():
         played = panel.play(prompt, limit=25)
         met[panel.title] = [pictures.fate(c, played, panel, prompt) for c in prompt[: panel.candidates]]
     assert met == {
         "off": ["short"] * 8,
-        "uniform, darts": ["short"] * 7 + ["ended", "stopped", "stopped", "stopped", "tail"],
-        "--tail longest, first_finish": ["short"] * 7 + ["ended", "ended", "ended", "tail", "ended"],
+        "uniform, darts": ["short"] * 7 + ["finished", "stopped", "stopped", "stopped", "tail"],
+        "--tail longest, first_finish": ["short"] * 7 + ["finished", "finished", "finished", "tail", "finished"],
         "darts, saturated prompt": ["short"] * 8 + ["stopped"] * 4,
-        "darts_deadline": ["short"] * 7 + ["ended", "tail", "stopped", "stopped", "stopped"],
-        "darts_cut": ["short"] * 7 + ["ended", "stopped", "stopped", "stopped", "cut"],
+        "darts_deadline": ["short"] * 7 + ["finished", "tail", "stopped", "stopped", "stopped"],
+        "darts_cut": ["short"] * 7 + ["finished", "stopped", "stopped", "stopped", "cut"],
     }
 
 

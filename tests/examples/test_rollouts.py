@@ -13,11 +13,11 @@ def server() -> Iterator[RunningServer]:
         yield served
 
 
-def test_groups_are_printed_and_their_rewards_taken(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_are_printed_and_rewards_reported(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     rollouts.main(["--url", server.url, "--prompts", "3", "--group-size", "2", "--rewards"])
     lines = capsys.readouterr().out.splitlines()
     assert sum("lengths [5, " in line for line in lines) == 3
-    assert sum("2 rewards taken" in line for line in lines) == 3
+    assert sum("2 rewards matched" in line for line in lines) == 3
     assert lines[-1].startswith("0 unfinished; generated=")
 
 

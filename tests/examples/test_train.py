@@ -73,11 +73,11 @@ def test_the_same_seed_gives_the_same_batches_and_each_epoch_all_problems_in_a_n
 def test_the_log_says_what_the_groups_were() -> None:
     groups = [group(answer(RIGHT, 4, version=7), answer("#", 2, version=7)), group(*[answer("x", 256, True, 7)] * 2)]
     rewards = [[1.0, 0.0], [0.0, 0.0]]
-    told = train.summary(Rollouts(groups, generated=900), rewards, Update(-0.1, 0.2, 1e-5), SECONDS)
-    assert (told.right, told.reward_variance, told.truncated) == (0.25, 0.125, 0.5)
-    assert (told.generated, told.trained, told.length_mean) == (900, 518, 129.5)
-    assert told.weight_version == 7
-    assert told.seconds.total == 2.25
+    summary = train.summary(Rollouts(groups, generated=900), rewards, Update(-0.1, 0.2, 1e-5), SECONDS)
+    assert (summary.right, summary.reward_variance, summary.truncated) == (0.25, 0.125, 0.5)
+    assert (summary.generated, summary.trained, summary.length_mean) == (900, 518, 129.5)
+    assert summary.weight_version == 7
+    assert summary.seconds.total == 2.25
 
 
 def test_held_out_error_counts_prompts_not_samples() -> None:

@@ -33,12 +33,12 @@ def test_the_summary_tells_both_ends_of_the_run_and_what_became_of_the_rewards()
     steps = [STEP | {"reward": reward} for reward in (0.1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9)]
     before = HeldOut(8, 0.5, 0.01, 40.0, 100.0, 9.0, 0.0)
     report = RewardReport(0.0, matched=60, repeated=15, unknown=2, unreported=3)
-    told = summary(steps, before, replace(before, right=0.75), report, 31.0)
-    assert "0.500 ± 0.010 right, 40.0 tokens before, 0.750" in told
-    assert "0.100 in the first 5 steps, 0.900 in the last" in told
-    assert "300 generated, 200 trained on" in told
-    assert "at most 2e-06" in told
-    assert "75 reached their trajectory, 5 did not" in told
+    text = summary(steps, before, replace(before, right=0.75), report, 31.0)
+    assert "0.500 ± 0.010 right, 40.0 tokens before, 0.750" in text
+    assert "0.100 in the first 5 steps, 0.900 in the last" in text
+    assert "300 generated, 200 trained on" in text
+    assert "at most 2e-06" in text
+    assert "75 reached their trajectory, 5 did not" in text
 
 
 def test_there_is_at_least_one_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,7 +222,7 @@ def lengths_of(raw: RequestOutput) -> list[int]:
 
 async def test_a_cut_batch_shows_the_first_tokens_of_its_tails_and_waits_for_no_more(engine: TinyEngine) -> None:
     made = await batch(engine, "cut", 32)
-    [told] = [b for b in engine.batches if b.policy == "cut"]
+    [told] = [b for b in engine.cohorts if b.policy == "cut"]
     assert told.deadline is not None
     cut = 0
     for seed, (record, shaped, raw) in enumerate(made):
@@ -244,7 +244,7 @@ async def test_a_cut_batch_shows_the_first_tokens_of_its_tails_and_waits_for_no_
 
 async def test_a_deadline_takes_the_longest_that_are_in_time(engine: TinyEngine) -> None:
     made = await batch(engine, "deadline", 32)
-    [told] = [b for b in engine.batches if b.policy == "deadline"]
+    [told] = [b for b in engine.cohorts if b.policy == "deadline"]
     assert told.deadline is not None
     late = 0
     for record, shaped, raw in made:
