@@ -13,10 +13,11 @@ from darts_server.doctor.findings import Finding
 from darts_server.doctor.serving import check_address, check_local, check_vllm
 from darts_server.exceptions import DartsError, InvalidSetting
 from darts_server.http import errors, page
+from darts_server.http.body import BodyLimits
 from darts_server.http.resources.monitor import Viewed
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys, check_listening
-from darts_server.http.security.middleware import BodyLimits, Guard
+from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.shaping.group_id import GroupIdHeader
 from darts_server.http.shaping.headers import read_options
 from darts_server.journal import Journal
@@ -191,12 +192,24 @@ def wiring(
         viewed = Viewed(live, rewards, weights, lambda: store.fault, stopping=lambda: server.stopping(app))
         app.include_router(
             router(
-                provenance, prompts, rewards, store, control, batches, votes, feedback, weights, viewed, access.guarded
+                provenance,
+                prompts,
+                rewards,
+                store,
+                control,
+                batches,
+                votes,
+                feedback,
+                weights,
+                viewed,
+                access.needs_key,
             )
         )
         app.include_router(page.routes())
-        limits = BodyLimits(settings.max_body_bytes)
-        app.add_middleware(Guard, access=access, limits=limits, told=refusals().refused, life=life)  # outermost
+        limits = BodyLimits(settings.max_body_bytes, flag="--max-body-bytes")
+        app.add_middleware(
+            SecurityMiddleware, access=access, limits=limits, on_refusal=refusals().refused, life=life
+        )  # outermost
 
     def fail(error: DartsError) -> None:
         batches().fail(error)
@@ -207,7 +220,7 @@ def wiring(
         extend=extend,
         updates=updates,
         gate=gate,
-        read_keys_again=access.read_again if settings.api_key_file or settings.admin_api_key_file else None,
+        read_keys_again=access.reload_keys if settings.api_key_file or settings.admin_api_key_file else None,
         living=Living(
             settings.grace_seconds, settings.engine_watchdog, life, hurry=lambda: batches().hurry(), fail=fail
         ),

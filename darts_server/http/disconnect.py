@@ -1,4 +1,4 @@
-"""Long work for a caller who may go away meanwhile."""
+"""Cancel work when its caller disconnects."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -13,26 +13,26 @@ T = TypeVar("T")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` gives; it is cancelled when the caller disconnects. The request's body must have been read.
+    """Return the result of ``work``, or cancel it when the caller disconnects.
 
-    Starlette itself cancels only what streams.
+    The request's body must have been read. Starlette cancels only streaming responses.
 
     Raises:
-        GroupAborted: the caller went away. Nobody hears it.
+        GroupAborted: the caller disconnected. No one receives this error.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return await working
-        raise GroupAborted("the caller went away")
+        raise GroupAborted("the caller disconnected")
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnecting):
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

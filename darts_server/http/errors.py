@@ -1,4 +1,4 @@
-"""The one map from our exceptions to HTTP, in OpenAI's error form."""
+"""Translate our exceptions to HTTP responses in OpenAI's error form."""
 
 from http import HTTPStatus
 
@@ -47,7 +47,7 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
 }
 
 
-# The names that vLLM gives to the same statuses, or OpenAI's clients where it has none.
+# The names that vLLM uses for these statuses, or OpenAI's clients where vLLM has none.
 TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
@@ -61,12 +61,12 @@ TYPES = {
 
 
 def status_of(error: DartsError) -> HTTPStatus:
-    """The status of the closest class in the map."""
+    """Return the status of the exception's closest class in `STATUS`."""
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 
 def body_of(error: DartsError) -> dict[str, object]:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     status = status_of(error)
     return {
         "error": {
@@ -79,23 +79,23 @@ def body_of(error: DartsError) -> dict[str, object]:
 
 
 def headers_of(error: DartsError) -> dict[str, str]:
-    """What a caller is told in headers of its own."""
+    """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
     return {"Retry-After": str(error.retry_after)} if isinstance(error, Overloaded | ServerStopping) else {}
 
 
 def install(app: FastAPI) -> None:
-    """Answer our exceptions in this form, and those of the framework that vLLM leaves in another."""
+    """Install handlers for our exceptions, and for HTTPException, which vLLM answers in another form."""
 
     @app.exception_handler(DartsError)
-    async def answer(_: Request, error: Exception) -> JSONResponse:
+    async def respond(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, DartsError)
         return JSONResponse(body_of(error), status_code=status_of(error).value, headers=headers_of(error))
 
     @app.exception_handler(HTTPException)
-    async def answer_frameworks(_: Request, error: Exception) -> JSONResponse:
+    async def respond_to_http_exception(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         status = HTTPStatus(error.status_code)
-        told = {"message": error.detail, "type": TYPES.get(status, status.phrase), "param": None, "code": status.value}
-        return JSONResponse({"error": told}, status_code=status.value, headers=error.headers)
+        body = {"message": error.detail, "type": TYPES.get(status, status.phrase), "param": None, "code": status.value}
+        return JSONResponse({"error": body}, status_code=status.value, headers=error.headers)

@@ -1,4 +1,4 @@
-"""What OpenAPI's description of our routes says beyond what FastAPI finds by itself."""
+"""Parts of our OpenAPI description that FastAPI cannot derive from the routes."""
 
 from typing import Any
 
@@ -7,31 +7,31 @@ from pydantic import BaseModel, Field
 
 
 class ErrorObject(BaseModel):
-    """What was wrong, in OpenAI's form."""
+    """OpenAI's error object."""
 
-    message: str = Field(description="What is wrong, and what to do.")
+    message: str = Field(description="What is wrong, and how to fix it.")
     type: str
-    param: str | None = Field(description="The field that is wrong, as `prompts[3].text`.")
-    code: int = Field(description="The status.")
+    param: str | None = Field(description="The invalid field, such as `prompts[3].text`.")
+    code: int = Field(description="The HTTP status.")
 
 
 class ErrorAnswer(BaseModel):
-    """Any answer that is not what was asked for."""
+    """The body of every error response."""
 
     error: ErrorObject
 
 
 FAILURES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as it is. Nothing was changed."},
-    "5XX": {"model": ErrorAnswer, "description": "The server or its engine is at fault, or is stopping."},
+    "4XX": {"model": ErrorAnswer, "description": "The request is invalid or refused. Nothing was changed."},
+    "5XX": {"model": ErrorAnswer, "description": "The server or its engine failed, or is stopping."},
 }
-"""Of every route."""
-BEARER = HTTPBearer(auto_error=False, description="A key that the server was started with.")
+"""Error responses of every route."""
+BEARER = HTTPBearer(auto_error=False, description="An API key of the server.")
 BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
 def json_body(model: type[BaseModel], *examples: dict[str, Any]) -> dict[str, Any]:
-    """Describes a body that its route reads by itself."""
+    """Describe a JSON body that a route parses without FastAPI."""
     schema = model.model_json_schema()
     content: dict[str, Any] = {"schema": _inlined(schema, schema.pop("$defs", {}))}
     if examples:
@@ -40,12 +40,12 @@ def json_body(model: type[BaseModel], *examples: dict[str, Any]) -> dict[str, An
 
 
 def binary_body(description: str) -> dict[str, Any]:
-    """Describes a body of bytes."""
+    """Describe a binary body."""
     return {"requestBody": {"required": True, "description": description, "content": BYTES}}
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Without references, which would be looked for in the whole document and not in this part of it."""
+    """Replace references by their definitions: they would be resolved against the whole document."""
     if isinstance(schema, list):
         return [_inlined(part, definitions) for part in schema]
     if not isinstance(schema, dict):

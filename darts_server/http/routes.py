@@ -32,7 +32,7 @@ def router(
     viewed: monitor.Viewed,
     guarded: bool,
 ) -> APIRouter:
-    """The routes. ``guarded``: whether their description says that they ask for a key; `Guard` does the asking."""
+    """The routes. ``guarded``: whether their description names a key; `SecurityMiddleware` checks it."""
     asking = [Depends(BEARER)] if guarded else []
     api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=asking, responses=FAILURES)
 

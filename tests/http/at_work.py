@@ -15,10 +15,11 @@ from fastapi import FastAPI, Response
 from darts_server.control import Control
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http import errors, page
+from darts_server.http.body import BodyLimits
 from darts_server.http.resources.monitor import Viewed
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
-from darts_server.http.security.middleware import BodyLimits, Guard
+from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
@@ -120,7 +121,7 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
         steps.cancel()
 
     app, access = FastAPI(lifespan=working), Access(Keys(keys), Keys(admin_keys))
-    app.add_middleware(Guard, access=access, limits=BodyLimits(2**20), told=Mock())
+    app.add_middleware(SecurityMiddleware, access=access, limits=BodyLimits(2**20), on_refusal=Mock())
     errors.install(app)
     seconds = {"transfer": 0.2, "check": 0.1, "wait": 1.4, "load": 0.3}
     updates = Mock(spec=Updates, version=7, state=State.SERVING)

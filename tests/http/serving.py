@@ -10,10 +10,11 @@ from starlette.testclient import TestClient
 
 from darts_server.control import Control
 from darts_server.http import errors
+from darts_server.http.body import BodyLimits
 from darts_server.http.resources.state import State
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
-from darts_server.http.security.middleware import BodyLimits, Guard
+from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.shaping.group_id import STATE_KEY, GroupIdHeader
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
@@ -75,7 +76,7 @@ def client(
             )
         )
         access, limits = Access(Keys(keys), Keys(admin_keys)), BodyLimits(LARGEST)
-        app.add_middleware(Guard, access=access, limits=limits, told=Mock())
+        app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock())
 
         @app.get("/shaped")
         async def shaped(request: Request) -> None:

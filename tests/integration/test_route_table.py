@@ -18,7 +18,7 @@ from darts_server import settings
 from darts_server.demo.server import MODEL
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http.security.access import Access
-from darts_server.http.security.route_table import kind_of_route
+from darts_server.http.security.route_table import access_of_route
 from darts_server.store import Store
 from darts_server.vllm import server
 from darts_server.vllm.compat.entrypoints import build_app
@@ -74,7 +74,7 @@ def routes(app: FastAPI) -> set[tuple[str, str]]:
 def test_every_route_of_the_app_is_in_the_table(whole: FastAPI) -> None:
     found = routes(whole)
     assert {("POST", "/collective_rpc"), ("POST", "/v1/completions"), ("GET", "/darts/v1/policy")} <= found
-    unclassified = [each for each in sorted(found) if kind_of_route(*each) is None]
+    unclassified = [each for each in sorted(found) if access_of_route(*each) is None]
     assert not unclassified, REMEDY
 
 
@@ -83,7 +83,7 @@ def test_no_route_acts_on_options_which_the_guard_lets_through(whole: FastAPI) -
 
 
 def test_the_guard_is_the_first_to_see_a_request(whole: FastAPI) -> None:
-    assert whole.user_middleware[0].cls.__name__ == "Guard"  # type: ignore[attr-defined]
+    assert whole.user_middleware[0].cls.__name__ == "SecurityMiddleware"  # type: ignore[attr-defined]
     assert not [each for each in whole.user_middleware if "Authentication" in each.cls.__name__]  # type: ignore[attr-defined]
 
 
@@ -96,5 +96,5 @@ def test_every_route_in_vllms_source_is_in_the_table() -> None:
         for method, path in DECLARED.findall(file.read_text())
     }
     assert len(declared) > 60
-    unclassified = [each for each in sorted(declared) if kind_of_route(*each) is None]
+    unclassified = [each for each in sorted(declared) if access_of_route(*each) is None]
     assert not unclassified, REMEDY

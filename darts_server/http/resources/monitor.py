@@ -1,21 +1,17 @@
 """``/darts/v1/live``: what runs and what has just ended, as one answer or as events."""
 
-import json
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import anyio
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 
-from darts_server.http.resources.rollouts_events import MEDIA_TYPE
 from darts_server.http.resources.weights import UpdateAnswer
+from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
 from darts_server.rollout.learned.rewards import Rewards, summary
 from darts_server.rollout.observers.monitor import GroupView, Monitor, View, Viewer
 from darts_server.types import DiscardReason, Outcome, SelectedAs
@@ -141,27 +137,15 @@ def routes(viewed: Viewed) -> APIRouter:
         """What runs and what has just ended. To callers who accept server-sent events: again and again."""
         viewer = Viewer(viewed.live())
         if MEDIA_TYPE in request.headers.get("accept", ""):
-            return LiveStream(viewer, viewed)
+            return stream_events(viewer, viewed)
         return JSONResponse(_told(viewer.look(), viewed.health()))
 
     return api
 
 
-class LiveStream(StreamingResponse):
-    """Events for one viewer, each made when the one before was taken: so a slow one misses some and delays nobody."""
-
-    def __init__(self, viewer: Viewer, viewed: Viewed, stall: float = STALL_SECONDS) -> None:
-        super().__init__(pieces(viewer, viewed), media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store"})
-        self._viewer = viewer
-        self._stall = stall
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def sending(message: Message) -> None:
-            with anyio.fail_after(self._stall):
-                await send(message)
-
-        with self._viewer, suppress(TimeoutError, ClientDisconnect):
-            await super().__call__(scope, receive, sending)
+def stream_events(viewer: Viewer, viewed: Viewed, send_timeout: float = STALL_SECONDS) -> EventStream:
+    """Stream events to a viewer. Each is made when the previous one was sent, so a slow viewer skips states."""
+    return EventStream(pieces(viewer, viewed), viewer, ping_seconds=0, send_timeout=send_timeout)
 
 
 async def pieces(
@@ -176,7 +160,7 @@ async def pieces(
         began, used, piece = time.monotonic(), time.thread_time(), b""
         view, health_before, health = viewer.look(), health, viewed.health()
         if view.groups or view.left or health != health_before or began - spoke >= quiet:
-            piece = f"event: {name}\ndata: {json.dumps(_told(view, health), separators=(',', ':'))}\n\n".encode()
+            piece = encode(name, _told(view, health))
             name, spoke = "update", began
         used = time.thread_time() - used
         if piece:

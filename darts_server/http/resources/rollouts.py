@@ -11,7 +11,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import parsed, read_body
 from darts_server.http.disconnect import while_connected
 from darts_server.http.openapi import json_body
-from darts_server.http.resources.rollouts_events import MEDIA_TYPE, EventStream
+from darts_server.http.resources.rollouts_events import stream_events
 from darts_server.http.resources.rollouts_models import (
     CancelledOut,
     GroupOut,
@@ -20,6 +20,7 @@ from darts_server.http.resources.rollouts_models import (
     UnfinishedOut,
     UsageOut,
 )
+from darts_server.http.sse import MEDIA_TYPE
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, Claim
 from darts_server.rollout.batches.run import BatchRun, Form, Stream
 from darts_server.rollout.batches.submission import BatchRequest
@@ -83,7 +84,7 @@ def routes(batches: Callable[[], BatchRegistry[Any, Any]]) -> APIRouter:
 
 async def _told(request: Request, batch: BatchRun, after: int) -> Response:
     if batch.form.stream is not Stream.NOTHING:
-        return EventStream(batch, after)
+        return stream_events(batch, after)
     with batch.listen():
         return await while_connected(request, _answer(batch))
 

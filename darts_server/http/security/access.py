@@ -1,4 +1,4 @@
-"""Who may do what: keys, and callers of this machine."""
+"""Decide who may call which route: by API key, or by address for callers on this machine."""
 
 import hashlib
 import logging
@@ -14,66 +14,66 @@ from darts_server.exceptions import Forbidden, InvalidSetting, Unauthorized
 logger = logging.getLogger(__name__)
 
 LOCAL_NAME = "localhost"
-LARGEST_KEY_FILE = 1024 * 1024
-"""Bytes; ten thousand keys have less."""
+MAX_KEY_FILE_BYTES = 1024 * 1024
+"""Enough for ten thousand keys."""
 SEND_A_KEY = "send the header Authorization: Bearer KEY, with a key of this server"
 
 
-class Kind(Enum):
+class RouteAccess(Enum):
     """Who may call a route."""
 
     PUBLIC = "public"
     """Everyone."""
     USE = "use"
-    """Whoever has a key, if there are keys."""
+    """Callers with a key; everyone if there are no keys."""
     ADMIN = "admin"
-    """It changes the server: whoever has an admin key; if there are none, callers of this machine alone."""
+    """It changes the server. Callers with an admin key; if there are none, callers on this machine."""
     DANGEROUS = "dangerous"
-    """It runs what the caller says, or writes where it says: nobody, unless allowed at the start; then as `ADMIN`."""
+    """It runs code or writes files that the caller chooses. Off by default; if enabled, as `ADMIN`."""
 
 
 class Keys:
-    """Keys of one kind: those given at the start, and those in a file, one a line."""
+    """API keys: those given at start, and those in a file, one per line."""
 
-    def __init__(self, given: Sequence[str] = (), file: Path | None = None) -> None:
+    def __init__(self, keys: Sequence[str] = (), file: Path | None = None) -> None:
         """
         Raises:
             InvalidSetting: the file cannot be read, or has no key.
         """
-        self._given = tuple(_digest(key.encode()) for key in given)
+        self._fixed = tuple(_digest(key.encode()) for key in keys)
         self.file = file
-        self._digests = self._given + _digests_in(file)
+        self._digests = self._fixed + _digests_in(file)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def find(self, key: bytes | None) -> str | None:
-        """A name for the key, if it is one of these. Takes as long for every key."""
+        """Return a name for the key if it is valid. Takes the same time for every key."""
         if key is None:
             return None
-        given, found = _digest(key), None
+        wanted, found = _digest(key), None
         for digest in self._digests:
-            if secrets.compare_digest(given, digest):
+            if secrets.compare_digest(wanted, digest):
                 found = digest.hex()
         return found
 
-    def read_again(self) -> None:
-        """Take the file's keys as they are now. Those from before stay if it cannot be read."""
+    def reload(self) -> None:
+        """Read the file again. If that fails, the keys stay as they are."""
         try:
-            self._digests = self._given + _digests_in(self.file)
+            self._digests = self._fixed + _digests_in(self.file)
         except InvalidSetting as error:
-            logger.error("the keys stay as they are: %s", error)
+            logger.error("API keys were not reloaded: %s", error)
         else:
-            logger.warning("%d keys are valid after %s was read again", len(self._digests), self.file)
+            logger.warning("API keys reloaded from %s: %d are valid", self.file, len(self._digests))
 
 
 class Access:
-    """Whose requests are let through.
+    """Check callers against the kind of the route.
 
     Args:
-        keys: open what anyone may use; none leave it open.
-        admin_keys: open all.
-        dangerous: whether dangerous routes are open to admins.
+        keys: for routes that do not change the server; without any, these need no key.
+        admin_keys: for every route.
+        dangerous: whether admins may call dangerous routes.
     """
 
     def __init__(self, keys: Keys | None = None, admin_keys: Keys | None = None, dangerous: bool = False) -> None:
@@ -82,72 +82,75 @@ class Access:
         self._dangerous = dangerous
 
     @property
-    def guarded(self) -> bool:
-        """Whether any key is asked for."""
+    def needs_key(self) -> bool:
+        """Whether any route needs a key."""
         return bool(self.keys or self.admin_keys)
 
-    def read_again(self) -> None:
-        """Take the keys in the files as they are now."""
+    def reload_keys(self) -> None:
+        """Read the key files again."""
         for keys in (self.keys, self.admin_keys):
             if keys.file is not None:
-                keys.read_again()
+                keys.reload()
 
-    def check(self, kind: Kind, what: str, key: bytes | None, host: str, origin: str | None) -> str | None:
-        """The name of the caller's key, if it has one that counts, and it is let through.
+    def check(self, access: RouteAccess, what: str, key: bytes | None, host: str, origin: str | None) -> str | None:
+        """Check a request, and return the name of the caller's key; ``None`` for admins and callers without a key.
 
         Args:
             what: method and path, for messages.
-            key: as it was sent.
+            key: as sent.
             host: the caller's address.
-            origin: of the web page that sent it, if one did.
+            origin: of the web page that sent the request, if one did.
 
         Raises:
             Unauthorized, Forbidden
         """
-        if kind is Kind.PUBLIC:
+        if access is RouteAccess.PUBLIC:
             return None
-        if kind is Kind.DANGEROUS and not self._dangerous:
+        if access is RouteAccess.DANGEROUS and not self._dangerous:
             raise Forbidden(
-                f"{what} is dangerous: it runs what its caller says; if you need it, start the server with "
-                "--allow-dangerous-routes"
+                f"{what} is disabled because it runs code or writes files that its caller chooses; to enable it, start "
+                "the server with --allow-dangerous-routes"
             )
         if self.admin_keys.find(key) is not None:
             return None
         name = self.keys.find(key)
         if self.keys and name is None:
             raise Unauthorized(SEND_A_KEY)
-        if kind is not Kind.USE:
+        if access is not RouteAccess.USE:
             self._check_admin(what, key, host, origin)
         return name
 
     def _check_admin(self, what: str, key: bytes | None, host: str, origin: str | None) -> None:
-        """Of a caller without an admin key. A browser here would do it for any page that it shows."""
+        """Check a caller without a valid admin key.
+
+        On this machine the origin counts too: a browser sends requests for any web page that it shows.
+        """
         if self.admin_keys:
             if key is None:
                 raise Unauthorized(f"{what} changes the server; {SEND_A_KEY.replace('a key', 'an admin key')}")
-            raise Forbidden(f"{what} changes the server; that takes an admin key")
+            raise Forbidden(f"{what} changes the server; it needs an admin key")
         if not is_loopback(host) or (origin is not None and not is_loopback(_host_of(origin))):
             raise Forbidden(
-                f"{what} changes the server, which without an admin key only this machine may; start the server with "
-                "DARTS_ADMIN_API_KEY or --admin-api-key-file, and send Authorization: Bearer KEY"
+                f"{what} changes the server; without admin keys only callers on this machine may do that; start the "
+                "server with DARTS_ADMIN_API_KEY or --admin-api-key-file, and send Authorization: Bearer KEY"
             )
 
 
-def check_listening(host: str, access: Access, allowed: bool) -> None:
-    """Whether the server may listen there. ``allowed``: without a key, everywhere.
+def check_listening(host: str, access: Access, allow_unauthenticated: bool) -> None:
+    """Check that a server without API keys listens on loopback only, unless that is allowed.
 
     Raises:
         InvalidSetting
     """
-    if not (allowed or access.keys or is_loopback(host)):
+    if not (allow_unauthenticated or access.keys or is_loopback(host)):
         raise InvalidSetting(
-            f"--host {host} lets other machines in, and there is no API key: set VLLM_API_KEY or --api-key-file, or "
-            "say that it is meant so with --allow-unauthenticated"
+            f"--host {host} is reachable from other machines, and there is no API key: set VLLM_API_KEY or "
+            "--api-key-file, or allow it with --allow-unauthenticated"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine is at the address, or this name."""
+    """Return whether an address or name stands for this machine."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -168,12 +171,12 @@ def _digests_in(file: Path | None) -> tuple[bytes, ...]:
         return ()
     try:
         with file.open("rb") as opened:
-            text = opened.read(LARGEST_KEY_FILE + 1)
+            text = opened.read(MAX_KEY_FILE_BYTES + 1)
     except OSError as error:
-        raise InvalidSetting(f"{file} with keys cannot be read: {error.strerror}") from error
+        raise InvalidSetting(f"key file {file} cannot be read: {error.strerror}") from error
     keys = [line.strip() for line in text.splitlines() if line.strip()]
-    if not keys or len(text) > LARGEST_KEY_FILE:
-        raise InvalidSetting(f"{file} must have keys, one a line, in at most {LARGEST_KEY_FILE} bytes")
+    if not keys or len(text) > MAX_KEY_FILE_BYTES:
+        raise InvalidSetting(f"key file {file} must have keys, one per line, and at most {MAX_KEY_FILE_BYTES} bytes")
     return tuple(_digest(key) for key in keys)
 
 

@@ -1,25 +1,27 @@
-"""Which route is whose: vLLM's and ours.
+"""Who may call each route, vLLM's and ours.
 
-A test builds the whole app and fails for a route that is not here. At run time such a route is for admins.
+A test builds the whole app and fails for a route that is missing here. At run time such a route is for admins only.
 """
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 
-from darts_server.http.security.access import Kind
+from starlette.routing import compile_path
+
+from darts_server.http.security.access import RouteAccess
 
 ANY = "*"
-"""Whatever the method."""
+"""Any method."""
 
 PUBLIC = {
     "/health": "GET",  # probes send no key
     "/ping": "GET POST",  # the same for SageMaker
-    "/version": "GET",  # as the source tells it
-    "/metrics": "GET",  # scrapers mostly send none; no prompt or caller is in it
+    "/version": "GET",  # the source shows it too
+    "/metrics": "GET",  # scrapers mostly send no key; it contains no prompt or caller
     "/metrics{rest:path}": ANY,  # as vLLM mounts it
-    "/darts": "GET",  # leads there
-    "/darts/": "GET",  # the page alone: it asks for a key itself, and sends it with its requests
-    # What the API is, the same for everyone with the source.
+    "/darts": "GET",  # redirects to /darts/
+    "/darts/": "GET",  # only the page: it asks for a key and sends it with its requests
+    # The API's description, the same for everyone who has the source.
     "/openapi.json": "GET",
     "/docs": "GET",
     "/docs/oauth2-redirect": "GET",
@@ -88,7 +90,7 @@ ADMIN = {
     "/darts/v1/weights/lora/{name}": "PUT POST DELETE",
     "/pause": "POST",
     "/resume": "POST",
-    "/abort_requests": "POST",  # without ids it aborts everyone's
+    "/abort_requests": "POST",  # without ids it aborts all requests
     "/init_weight_transfer_engine": "POST",
     "/start_weight_update": "POST",
     "/start_draft_weight_update": "POST",
@@ -103,80 +105,57 @@ ADMIN = {
     "/release_kv_cache_memory": "POST",
     "/scale_elastic_ep": "POST",
     "/fault_tolerance/apply": "POST",
-    "/server_info": "GET",  # all flags, and the environment
-    # An adapter is read from a path that the caller names.
+    "/server_info": "GET",  # shows all flags and the environment
+    # These load a LoRA adapter from a path given by the caller.
     "/v1/load_lora_adapter": "POST",
     "/v1/unload_lora_adapter": "POST",
     "/adapters": "POST",
     "/adapters/{adapter_name}": "DELETE",
 }
 DANGEROUS = {
-    "/collective_rpc": "POST",  # any method of the workers, with any arguments
-    "/start_profile": "POST",  # writes traces without end, and slows everyone down
+    "/collective_rpc": "POST",  # calls any method of the workers with any arguments
+    "/start_profile": "POST",  # writes traces without limit, and slows all requests
     "/stop_profile": "POST",
 }
-TABLE = {Kind.PUBLIC: PUBLIC, Kind.USE: USE, Kind.ADMIN: ADMIN, Kind.DANGEROUS: DANGEROUS}
+TABLE = {RouteAccess.PUBLIC: PUBLIC, RouteAccess.USE: USE, RouteAccess.ADMIN: ADMIN, RouteAccess.DANGEROUS: DANGEROUS}
 
 OWN_LIMITS = {
     ("PUT", "/darts/v1/weights"),
     ("PUT", "/darts/v1/weights/lora/{name}"),
     ("PUT", "/darts/v1/state"),
 }
-"""Routes that hold large bodies to limits of their own: the model's size, the largest state."""
+"""Routes that limit their large bodies themselves, by the size of the model or of the state."""
 
 
-def kind_of(method: str, path: str) -> Kind | None:
-    """Whose the route of a request is; ``None`` for one that is not in the table."""
+@lru_cache(maxsize=1024)
+def access_of(method: str, path: str) -> RouteAccess | None:
+    """Return who may call the route that a request matches; ``None`` if the table has no such route."""
     method = "GET" if method == "HEAD" else method
-    for methods, kind in _exact().get(path, ()):
-        if method in methods or ANY in methods:
-            return kind
-    for expression, methods, kind in _patterns():
-        if (method in methods or ANY in methods) and expression.fullmatch(path):
-            return kind
+    for pattern, methods, access in _patterns():
+        if (method in methods or ANY in methods) and pattern.match(path):
+            return access
     return None
 
 
+@lru_cache(maxsize=1024)
 def has_own_limits(method: str, path: str) -> bool:
-    """Whether the route of a request holds its body to a limit itself."""
-    return any(method == each and expression.fullmatch(path) for each, expression in _own_limits())
+    """Return whether the route that a request matches limits its body itself."""
+    return any(method == each and compile_path(template)[0].match(path) for each, template in OWN_LIMITS)
 
 
-def kind_of_route(method: str, template: str) -> Kind | None:
-    """The same for a route as it is declared, such as ``/darts/v1/groups/{group_id}``."""
-    for kind, routes in TABLE.items():
+def access_of_route(method: str, template: str) -> RouteAccess | None:
+    """Return who may call a route as declared, such as ``/darts/v1/groups/{group_id}``."""
+    for access, routes in TABLE.items():
         if method in (methods := routes.get(template, "").split()) or ANY in methods:
-            return kind
+            return access
     return None
 
 
 @cache
-def _exact() -> dict[str, list[tuple[frozenset[str], Kind]]]:
-    found: dict[str, list[tuple[frozenset[str], Kind]]] = {}
-    for kind, routes in TABLE.items():
-        for template, methods in routes.items():
-            found.setdefault(template, []).append((frozenset(methods.split()), kind))
-    return found
-
-
-@cache
-def _own_limits() -> list[tuple[str, re.Pattern[str]]]:
-    return [(method, re.compile(_expression(template), re.DOTALL)) for method, template in sorted(OWN_LIMITS)]
-
-
-@cache
-def _patterns() -> list[tuple[re.Pattern[str], frozenset[str], Kind]]:
+def _patterns() -> list[tuple[re.Pattern[str], frozenset[str], RouteAccess]]:
+    # Compiled as the router does it, so that no spelling of a path matches here and another route there.
     return [
-        (re.compile(_expression(template), re.DOTALL), frozenset(methods.split()), kind)
-        for kind, routes in TABLE.items()
+        (compile_path(template)[0], frozenset(methods.split()), access)
+        for access, routes in TABLE.items()
         for template, methods in routes.items()
-        if "{" in template
     ]
-
-
-def _expression(template: str) -> str:
-    """``{name}`` stands for one part of a path, ``{name:path}`` for any number."""
-    parts = re.split(r"(\{\w+(?::path)?\})", template)
-    return "".join(
-        (".*" if part.endswith(":path}") else "[^/]+") if part.startswith("{") else re.escape(part) for part in parts
-    )

@@ -15,26 +15,26 @@ GROUP_PARTS = {"id": "group_id", "size": "group_size"}
 
 
 def read_options(headers: Mapping[str, str]) -> RequestOptions:
-    """What the headers ask of shaping. Names are compared without regard to case.
+    """Parse our request headers. Names are case-insensitive.
 
     Raises:
-        InvalidRequest: a header of ours that is unknown, empty, malformed or there twice with different values. A
-            misspelt one must not silently shape an evaluation.
+        InvalidRequest: one of our headers is unknown, empty, malformed or repeated with different values. A misspelt
+            header must not silently shape an evaluation.
     """
     ours: dict[str, str] = {}
     for name, value in headers.items():
         if not (name := name.lower()).startswith(PREFIX):
             continue
         if name not in KNOWN:
-            raise InvalidRequest(name, f"unknown header; known ones are {', '.join(KNOWN)}")
+            raise InvalidRequest(name, f"unknown header; supported headers are {', '.join(KNOWN)}")
         value = _text(value)
         if ours.setdefault(name, value) != value:
-            raise InvalidRequest(name, f"there twice, with {ours[name]!r} and {value!r}; send it once")
+            raise InvalidRequest(name, f"repeated with the values {ours[name]!r} and {value!r}; send it once")
     options = {} if GROUP not in ours else _group(ours[GROUP])
     for name, option in ((POLICY, "policy"), (PROMPT_KEY, "prompt_key")):
         if name in ours:
             options[option] = checked_option(option, ours[name], name)
-    return RequestOptions(**options)  # type: ignore[arg-type]  # checked_option gives each option its type
+    return RequestOptions(**options)  # type: ignore[arg-type]  # checked_option returns the type of each option
 
 
 def _group(value: str) -> dict[str, str | int]:
@@ -49,7 +49,7 @@ def _group(value: str) -> dict[str, str | int]:
 
 
 def _text(value: str) -> str:
-    """A header's value; HTTP servers decode it as Latin-1, while clients mostly send UTF-8."""
+    """Decode a header's value: HTTP servers decode it as Latin-1, but most clients send UTF-8."""
     try:
         return value.encode("latin-1").decode().strip()
     except UnicodeError:

@@ -1,4 +1,4 @@
-"""The live view as it goes over the wire, on the scripted engine."""
+"""The monitor's events as they are sent, on the scripted engine."""
 
 import asyncio
 import json
@@ -14,8 +14,8 @@ from httpx import ASGITransport, AsyncClient
 from starlette.types import Message
 
 from darts_server.engine.scripted import settle
-from darts_server.http.resources.monitor import LiveAnswer, LiveStream, Viewed, pieces, routes
-from darts_server.http.resources.rollouts_events import MEDIA_TYPE
+from darts_server.http.resources.monitor import LiveAnswer, Viewed, pieces, routes, stream_events
+from darts_server.http.sse import MEDIA_TYPE
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.monitor import Viewer
@@ -58,7 +58,7 @@ def read(piece: bytes) -> tuple[str, dict[str, Any]]:
     return name.removeprefix("event: "), told
 
 
-async def test_first_all_there_is_then_what_is_new() -> None:
+async def test_the_first_event_has_everything_and_later_ones_the_changes() -> None:
     house = House(lengths(3, 5, 9))
     server = Server(house)
     house.run(2, group_id="g")
@@ -73,7 +73,7 @@ async def test_first_all_there_is_then_what_is_new() -> None:
         assert told["groups"] == [{"group_id": "g", "candidates": [{"index": i, "tokens": 1} for i in range(3)]}]
 
 
-async def test_nothing_is_sent_until_something_is_new_or_it_was_quiet_for_a_time() -> None:
+async def test_events_are_sent_for_changes_and_after_a_quiet_interval() -> None:
     house = House(lengths(3))
     server = Server(house)
     async with aclosing(server.events()) as stream:
@@ -87,7 +87,7 @@ async def test_nothing_is_sent_until_something_is_new_or_it_was_quiet_for_a_time
         assert [read(await anext(stream))[0] for _ in range(3)] == ["snapshot", "update", "update"]
 
 
-async def test_health_tells_of_weights_and_rewards() -> None:
+async def test_health_has_weights_and_rewards() -> None:
     server = Server(House(lengths(1)))
     server.updates.last = UpdateRecord(3, UpdateOutcome.FAILED, "push", "keep", False, {"load": 2.0}, "too large")
     health = server.viewed.health()
@@ -98,7 +98,7 @@ async def test_health_tells_of_weights_and_rewards() -> None:
     assert server.viewed.health()["rewards"] == rewards
 
 
-async def test_a_slow_reader_gets_one_event_for_all_that_came_meanwhile_and_no_queue() -> None:
+async def test_a_slow_reader_gets_one_event_for_all_changes_and_no_queue() -> None:
     house = House(lengths(4))
     server = Server(house, most_groups=10)
     viewer = Viewer(server.live)
@@ -118,23 +118,24 @@ async def test_a_slow_reader_gets_one_event_for_all_that_came_meanwhile_and_no_q
         await settle()
 
 
-async def test_who_takes_nothing_for_too_long_is_given_up() -> None:
+async def test_a_viewer_that_accepts_nothing_is_dropped() -> None:
     server = Server(House(lengths(1)))
-    answer = LiveStream(Viewer(server.live), server.viewed, stall=0.01)
+    answer = stream_events(Viewer(server.live), server.viewed, send_timeout=0.01)
 
     async def receive() -> Message:
         await anyio.sleep_forever()
         raise AssertionError
 
     async def send(message: Message) -> None:
-        await anyio.sleep_forever()
+        if message["type"] == "http.response.body":
+            await anyio.sleep_forever()
 
     with anyio.fail_after(10):
-        await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+        await answer({"type": "http", "method": "GET", "asgi": {"spec_version": "2.4"}}, receive, send)
     assert server.live.viewers == 0
 
 
-async def test_it_ends_when_the_server_stops() -> None:
+async def test_the_stream_ends_when_the_server_stops() -> None:
     server = Server(House(lengths(1)))
     async with aclosing(server.events()) as stream:
         await anext(stream)
@@ -142,7 +143,7 @@ async def test_it_ends_when_the_server_stops() -> None:
         assert await anext(stream, None) is None
 
 
-async def test_who_asks_for_no_events_gets_one_answer() -> None:
+async def test_without_accepting_events_the_answer_is_json() -> None:
     house = House(lengths(3))
     server = Server(house)
     house.run(2, group_id="g")

@@ -10,7 +10,7 @@ CHANGES = [("PUT", "state"), ("PATCH", "policy")]
 READS = ["state", "policy", "groups/cmpl-a", "prompts/p"]
 BODIES = {"state": b"", "policy": b"{}"}
 PASSED = {"state": 400, "policy": 200}  # an empty file is damaged
-ELSEWHERE = "192.168.1.7"
+OTHER_MACHINE = "192.168.1.7"
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -19,14 +19,16 @@ def bearer(key: str | None) -> dict[str, str]:
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
-def test_without_a_key_this_machine_may_change_the_server(method: str, path: str, host: str) -> None:
+def test_without_keys_this_machine_may_change_the_server(method: str, path: str, host: str) -> None:
     with client(host=host) as caller:
         assert caller.request(method, f"/darts/v1/{path}", content=BODIES[path]).status_code == PASSED[path]
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
-@pytest.mark.parametrize("host", [ELSEWHERE, "2001:db8::1", "::ffff:10.0.0.1", "testclient", "", None])
-def test_without_a_key_nobody_else_may_and_is_told_the_remedy(method: str, path: str, host: str | None) -> None:
+@pytest.mark.parametrize("host", [OTHER_MACHINE, "2001:db8::1", "::ffff:10.0.0.1", "testclient", "", None])
+def test_without_keys_other_machines_may_not_and_the_error_names_the_remedy(
+    method: str, path: str, host: str | None
+) -> None:
     with client(host=host) as caller:
         answer = caller.request(method, f"/darts/v1/{path}", content=BODIES[path])
     assert answer.status_code == 403
@@ -37,26 +39,26 @@ def test_without_a_key_nobody_else_may_and_is_told_the_remedy(method: str, path:
 
 
 @pytest.mark.parametrize("origin", ["https://example.com", "null", "http://127.0.0.1.example.com", "http://[", ""])
-def test_without_a_key_another_hosts_web_page_may_not_change_the_server(origin: str) -> None:
+def test_without_keys_a_web_page_of_another_host_may_not_change_the_server(origin: str) -> None:
     with client() as caller:
         assert caller.patch("/darts/v1/policy", json={}, headers={"Origin": origin}).status_code == 403
 
 
 @pytest.mark.parametrize("origin", ["http://127.0.0.1:8000", "http://localhost:3000", "http://[::1]:8000"])
-def test_this_machines_web_page_may(origin: str) -> None:
+def test_without_keys_a_web_page_of_this_machine_may_change_the_server(origin: str) -> None:
     with client() as caller:
         assert caller.patch("/darts/v1/policy", json={}, headers={"Origin": origin}).status_code == 200
 
 
 @pytest.mark.parametrize("path", READS)
-def test_without_a_key_everyone_may_read(path: str) -> None:
-    with client(host=ELSEWHERE) as caller:
+def test_without_keys_everyone_may_read(path: str) -> None:
+    with client(host=OTHER_MACHINE) as caller:
         assert caller.get(f"/darts/v1/{path}").status_code == 200
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", ELSEWHERE])
+@pytest.mark.parametrize("host", ["127.0.0.1", OTHER_MACHINE])
 @pytest.mark.parametrize(("method", "path"), [*CHANGES, *(("GET", path) for path in READS)])
-def test_with_keys_every_route_asks_for_one_from_everywhere(method: str, path: str, host: str) -> None:
+def test_with_keys_every_route_needs_one_from_every_host(method: str, path: str, host: str) -> None:
     with client("one", "two", host=host) as caller:
         for key in (None, "three", ""):
             answer = caller.request(method, f"/darts/v1/{path}", headers=bearer(key))
@@ -65,23 +67,23 @@ def test_with_keys_every_route_asks_for_one_from_everywhere(method: str, path: s
 
 
 @pytest.mark.parametrize("path", READS)
-def test_a_key_opens_what_does_not_change_the_server_from_everywhere(path: str) -> None:
-    with client("one", "two", host=ELSEWHERE) as caller:
+def test_a_key_gives_read_access_from_every_host(path: str) -> None:
+    with client("one", "two", host=OTHER_MACHINE) as caller:
         assert caller.get(f"/darts/v1/{path}", headers=bearer("two")).status_code == 200
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
-def test_what_changes_it_takes_this_machine_too_if_there_is_no_admin_key(method: str, path: str) -> None:
-    for host, status in (("127.0.0.1", PASSED[path]), (ELSEWHERE, 403)):
+def test_with_keys_but_no_admin_key_only_this_machine_may_change_the_server(method: str, path: str) -> None:
+    for host, status in (("127.0.0.1", PASSED[path]), (OTHER_MACHINE, 403)):
         with client("one", host=host) as caller:
             answer = caller.request(method, f"/darts/v1/{path}", headers=bearer("one"), content=BODIES[path])
             assert answer.status_code == status
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
-@pytest.mark.parametrize("host", ["127.0.0.1", ELSEWHERE])
+@pytest.mark.parametrize("host", ["127.0.0.1", OTHER_MACHINE])
 @pytest.mark.parametrize("keys", [(), ("one",)])
-def test_an_admin_key_is_asked_for_by_what_changes_the_server_and_opens_all(
+def test_an_admin_key_is_needed_to_change_the_server_and_gives_access_to_all_routes(
     method: str, path: str, host: str, keys: tuple[str, ...]
 ) -> None:
     with client(*keys, admin_keys=["root"], host=host) as caller:
@@ -97,15 +99,15 @@ def test_an_admin_key_is_asked_for_by_what_changes_the_server_and_opens_all(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_it_may_listen_to_this_machine_alone_without_a_key(host: str) -> None:
-    check_listening(host, Access(), allowed=False)
+def test_without_keys_the_server_may_listen_on_loopback(host: str) -> None:
+    check_listening(host, Access(), allow_unauthenticated=False)
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "some-name", "localhost.example.com"])
-def test_it_listens_elsewhere_with_a_key_or_if_that_is_meant(host: str) -> None:
+def test_other_addresses_need_a_key_or_permission(host: str) -> None:
     with pytest.raises(InvalidSetting, match=f"--host {host} .* VLLM_API_KEY .*--allow-unauthenticated") as error:
-        check_listening(host, Access(admin_keys=Keys(["root"])), allowed=False)
+        check_listening(host, Access(admin_keys=Keys(["root"])), allow_unauthenticated=False)
     assert "\n" not in str(error.value)
-    check_listening(host, Access(Keys(["one"])), allowed=False)
-    check_listening(host, Access(), allowed=True)
+    check_listening(host, Access(Keys(["one"])), allow_unauthenticated=False)
+    check_listening(host, Access(), allow_unauthenticated=True)

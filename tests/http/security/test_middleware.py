@@ -1,4 +1,4 @@
-"""The guard around an app of its own, spoken to as a server would."""
+"""The middleware around a small app, called as the web server does."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,14 +11,15 @@ from starlette.websockets import WebSocketDisconnect
 
 from darts_server.exceptions import EngineDead, ServerStopping
 from darts_server.http import errors
+from darts_server.http.body import BodyLimits
 from darts_server.http.security.access import Access, Keys
-from darts_server.http.security.middleware import BodyLimits, Guard
+from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.serving.admission import Admission, Bounds, caller
 from darts_server.serving.lifecycle import Life
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Using `httpx`"), pytest.mark.anyio]
 LIMIT = 1000
-HERE, ELSEWHERE = ("127.0.0.1", 1), ("192.168.1.7", 1)
+HERE, OTHER_MACHINE = ("127.0.0.1", 1), ("192.168.1.7", 1)
 KEY = {"Authorization": "Bearer one"}
 
 
@@ -27,8 +28,8 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-class Guarded:
-    """An app with some of vLLM's paths. ``refused``: the reasons. ``seen``: what its routes got."""
+class App:
+    """An app with some of vLLM's paths. ``refused``: reasons of refusals. ``seen``: paths that reached a route."""
 
     def __init__(
         self, access: Access | None = None, unfinished: Callable[[], int] = lambda: 0, stall: float = 60.0
@@ -37,17 +38,17 @@ class Guarded:
         self.seen: list[str] = []
         self.app = FastAPI()
         errors.install(self.app)
-        limits = BodyLimits(LIMIT, stall)
+        limits = BodyLimits(LIMIT, stall, "--max-body-bytes")
         self.life = Life()
         self.app.add_middleware(
-            Guard, access=access or Access(), limits=limits, told=self.refused.append, life=self.life
+            SecurityMiddleware, access=access or Access(), limits=limits, on_refusal=self.refused.append, life=self.life
         )
         admission = Admission(unfinished, 10, Bounds(most_waiting=20, most_per_caller=8))
         for path in ("/pause", "/collective_rpc"):
-            self.app.add_api_route(path, self.note, methods=["POST"])
-        self.app.add_api_route("/darts/v1/rewards", self.note, methods=["POST"])
+            self.app.add_api_route(path, self.record, methods=["POST"])
+        self.app.add_api_route("/darts/v1/rewards", self.record, methods=["POST"])
         for path in ("/health", "/brand_new"):
-            self.app.add_api_route(path, self.note, methods=["GET"])
+            self.app.add_api_route(path, self.record, methods=["GET"])
 
         @self.app.post("/v1/completions")
         async def generate(request: Request) -> str | None:
@@ -57,7 +58,7 @@ class Guarded:
                 return caller.get().name
 
         @self.app.post("/v1/messages")
-        async def swallows(request: Request) -> None:
+        async def hides_errors(request: Request) -> None:
             try:
                 admission.check((await request.json())["n"])
             except Exception as error:
@@ -77,32 +78,32 @@ class Guarded:
             await websocket.send_text("here")
             await websocket.close()
 
-    async def note(self, request: Request) -> None:
+    async def record(self, request: Request) -> None:
         self.seen.append(request.url.path)
 
     def client(self, host: tuple[str, int] = HERE) -> TestClient:
         return TestClient(self.app, client=host)
 
 
-def guarded_by(*keys: str, admin: tuple[str, ...] = (), **more: Any) -> Guarded:
-    return Guarded(Access(Keys(keys), Keys(admin), more.pop("dangerous", False)), **more)
+def app_with_keys(*keys: str, admin: tuple[str, ...] = (), **more: Any) -> App:
+    return App(Access(Keys(keys), Keys(admin), more.pop("dangerous", False)), **more)
 
 
-def test_what_is_public_asks_for_no_key() -> None:
-    assert guarded_by("one", admin=("root",)).client(ELSEWHERE).get("/health").status_code == 200
+def test_public_routes_need_no_key() -> None:
+    assert app_with_keys("one", admin=("root",)).client(OTHER_MACHINE).get("/health").status_code == 200
 
 
 def test_vllms_control_routes_are_for_admins() -> None:
-    app = guarded_by("one", admin=("root",))
+    app = app_with_keys("one", admin=("root",))
     assert app.client(HERE).post("/pause", headers=KEY).status_code == 403
-    assert app.client(ELSEWHERE).post("/pause", headers={"Authorization": "Bearer root"}).status_code == 200
-    assert Guarded().client(HERE).post("/pause").status_code == 200
-    assert Guarded().client(ELSEWHERE).post("/pause").status_code == 403
+    assert app.client(OTHER_MACHINE).post("/pause", headers={"Authorization": "Bearer root"}).status_code == 200
+    assert App().client(HERE).post("/pause").status_code == 200
+    assert App().client(OTHER_MACHINE).post("/pause").status_code == 403
 
 
-def test_a_route_that_nobody_classified_is_for_admins_and_one_that_is_not_there_is_not_there() -> None:
-    app = guarded_by("one")
-    outside = app.client(ELSEWHERE)
+def test_a_route_missing_in_the_table_is_for_admins_and_an_unknown_path_is_404() -> None:
+    app = app_with_keys("one")
+    outside = app.client(OTHER_MACHINE)
     assert outside.get("/brand_new", headers=KEY).status_code == 403
     assert outside.get("/nowhere", headers=KEY).status_code == 404
     assert outside.get("/nowhere").status_code == 401
@@ -114,42 +115,42 @@ def test_a_route_that_nobody_classified_is_for_admins_and_one_that_is_not_there_
 @pytest.mark.parametrize(
     "path", ["/pause/", "//pause", "/./pause", "/%70ause", "/pause%2f", "/PAUSE", "/health/../pause"]
 )
-def test_no_spelling_of_a_path_gets_around_the_table(path: str) -> None:
-    app = Guarded()
-    app.client(ELSEWHERE).post(path)
+def test_no_spelling_of_a_path_bypasses_the_table(path: str) -> None:
+    app = App()
+    app.client(OTHER_MACHINE).post(path)
     assert not app.seen
 
 
-def test_a_prefix_of_the_whole_app_is_not_part_of_a_routes_path() -> None:
-    app = Guarded()
+def test_the_apps_root_path_is_not_part_of_a_routes_path() -> None:
+    app = App()
     app.app.root_path = "/behind/a/proxy"
-    assert app.client(ELSEWHERE).post("/behind/a/proxy/pause").status_code == 403
+    assert app.client(OTHER_MACHINE).post("/behind/a/proxy/pause").status_code == 403
     assert app.client(HERE).post("/behind/a/proxy/pause").status_code == 200
 
 
-def test_dangerous_routes_are_off_unless_allowed_and_then_for_admins() -> None:
-    answer = guarded_by(admin=("root",)).client().post("/collective_rpc", headers={"Authorization": "Bearer root"})
+def test_dangerous_routes_are_disabled_unless_allowed_and_then_for_admins() -> None:
+    answer = app_with_keys(admin=("root",)).client().post("/collective_rpc", headers={"Authorization": "Bearer root"})
     assert answer.status_code == 403
     assert "--allow-dangerous-routes" in answer.json()["error"]["message"]
-    assert Guarded(Access(dangerous=True)).client(HERE).post("/collective_rpc").status_code == 200
-    assert Guarded(Access(dangerous=True)).client(ELSEWHERE).post("/collective_rpc").status_code == 403
+    assert App(Access(dangerous=True)).client(HERE).post("/collective_rpc").status_code == 200
+    assert App(Access(dangerous=True)).client(OTHER_MACHINE).post("/collective_rpc").status_code == 403
 
 
-def test_browsers_may_ask_before_they_send_a_key() -> None:
-    assert guarded_by("one").client().options("/v1/completions").status_code == 405
+def test_preflight_requests_need_no_key() -> None:
+    assert app_with_keys("one").client().options("/v1/completions").status_code == 405
 
 
 @pytest.mark.parametrize(
     ("header", "status"),
     [(b"Bearer one", 200), (b"bearer  one ", 200), (b"Bearer", 401), (b"Bearer \xff", 401), (b"Basic one", 401)],
 )
-def test_a_key_comes_as_a_bearer(header: bytes, status: int) -> None:
-    answer = guarded_by("one").client().post("/v1/completions", json={"n": 1}, headers={b"Authorization": header})
+def test_a_key_is_sent_as_bearer_token(header: bytes, status: int) -> None:
+    answer = app_with_keys("one").client().post("/v1/completions", json={"n": 1}, headers={b"Authorization": header})
     assert answer.status_code == status
 
 
-def test_websockets_ask_for_a_key_too() -> None:
-    app = guarded_by("one")
+def test_websockets_need_a_key_too() -> None:
+    app = app_with_keys("one")
     with app.client().websocket_connect("/v1/realtime", headers=KEY) as socket:
         assert socket.receive_text() == "here"
     with pytest.raises(WebSocketDisconnect) as refused, app.client().websocket_connect("/v1/realtime"):
@@ -158,8 +159,8 @@ def test_websockets_ask_for_a_key_too() -> None:
     assert app.refused == ["key"]
 
 
-def test_requests_with_the_same_key_are_one_callers() -> None:
-    app = guarded_by("one", "two", admin=("root",))
+def test_requests_with_the_same_key_have_the_same_caller() -> None:
+    app = app_with_keys("one", "two", admin=("root",))
 
     def name(key: str) -> str | None:
         answer = app.client().post("/v1/completions", json={"n": 1}, headers={"Authorization": f"Bearer {key}"})
@@ -179,24 +180,24 @@ def chunks(size: int, count: int) -> Any:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("body", [b"x" * (LIMIT + 1), "chunks"])
-def test_a_body_that_is_too_large_is_refused_announced_or_not(path: str, body: Any) -> None:
-    app = Guarded()
+def test_a_too_large_body_is_refused_whether_announced_or_not(path: str, body: Any) -> None:
+    app = App()
     answer = app.client().post(path, content=chunks(300, 4) if body == "chunks" else body)
     assert answer.status_code == 413
     assert answer.headers["Connection"] == "close"
     error = answer.json()["error"]
     assert error["type"] == "RequestTooLargeError"
-    assert error["message"].startswith(f"body: at most {LIMIT} bytes are taken (--max-body-bytes)")
+    assert error["message"].startswith(f"body: must have at most {LIMIT} bytes (--max-body-bytes)")
     assert app.refused == ["body"]
 
 
-def test_the_limit_itself_is_taken() -> None:
+def test_a_body_of_the_maximum_size_is_accepted() -> None:
     body = b'{"n": 1}'.ljust(LIMIT)
-    answer = Guarded().client().post("/v1/completions", content=body)
+    answer = App().client().post("/v1/completions", content=body)
     assert (answer.status_code, answer.json()) == (200, None)
 
 
-def test_no_more_of_a_body_is_read_than_may_come() -> None:
+def test_a_body_is_not_read_beyond_the_limit() -> None:
     read = []
 
     def endless() -> Any:
@@ -205,7 +206,7 @@ def test_no_more_of_a_body_is_read_than_may_come() -> None:
             yield b"x" * 100
 
     async def send() -> int:
-        """Told the messages of a client that would send for ever."""
+        """Call the app as a client does that never stops sending."""
         status = 0
 
         async def receive() -> dict[str, Any]:
@@ -216,7 +217,7 @@ def test_no_more_of_a_body_is_read_than_may_come() -> None:
             status = message.get("status", status)
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": HERE}
-        await Guarded().app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, sent)
+        await App().app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, sent)
         return status
 
     body = endless()
@@ -224,12 +225,12 @@ def test_no_more_of_a_body_is_read_than_may_come() -> None:
     assert len(read) == LIMIT // 100 + 1
 
 
-def test_weights_have_a_limit_of_their_own() -> None:
-    answer = Guarded().client().put("/darts/v1/weights", content=chunks(300, 40))
+def test_weights_have_their_own_limit() -> None:
+    answer = App().client().put("/darts/v1/weights", content=chunks(300, 40))
     assert (answer.status_code, answer.json()) == (200, 12_000)
 
 
-def test_a_sender_who_stands_still_is_taken_for_gone() -> None:
+def test_a_silent_sender_times_out() -> None:
     async def content() -> AsyncIterator[bytes]:
         yield b"x"
         await asyncio.Event().wait()
@@ -245,7 +246,7 @@ def test_a_sender_who_stands_still_is_taken_for_gone() -> None:
 
         statuses: list[int | None] = []
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": HERE}
-        app = Guarded(stall=0.01).app
+        app = App(stall=0.01).app
         await app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, sent)
         return statuses[0] or 0
 
@@ -256,9 +257,9 @@ def test_a_sender_who_stands_still_is_taken_for_gone() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
-def test_while_too_much_waits_requests_are_refused_with_a_time_to_come_back(path: str) -> None:
+def test_while_too_many_candidates_wait_requests_are_refused_with_retry_after(path: str) -> None:
     waiting = [10 + 19]
-    app = Guarded(unfinished=lambda: waiting[0])
+    app = App(unfinished=lambda: waiting[0])
     assert app.client().post(path, json={"n": 64}).status_code == 200
     waiting[0] += 1
     answer = app.client().post(path, json={"n": 1})
@@ -270,8 +271,8 @@ def test_while_too_much_waits_requests_are_refused_with_a_time_to_come_back(path
     assert app.refused == ["queue"]
 
 
-def test_a_key_may_not_ask_for_more_at_once_than_its_share() -> None:
-    app = guarded_by("one")
+def test_a_request_beyond_the_quota_of_its_key_is_invalid() -> None:
+    app = app_with_keys("one")
     answer = app.client().post("/v1/completions", json={"n": 9}, headers=KEY)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "n"
@@ -279,11 +280,11 @@ def test_a_key_may_not_ask_for_more_at_once_than_its_share() -> None:
     assert app.client().post("/v1/completions", json={"n": 8}, headers=KEY).status_code == 200
 
 
-# --- the end ----------------------------------------------------------------
+# --- shutdown ----------------------------------------------------------------
 
 
-def test_a_server_that_stops_takes_no_work_and_says_when_to_come_back() -> None:
-    app = Guarded()
+def test_a_stopping_server_refuses_work_with_retry_after() -> None:
+    app = App()
     app.life.end(ServerStopping("the server is stopping", 30))
     for answer in (app.client().post("/v1/completions", json={"n": 1}), app.client().get("/health")):
         assert answer.status_code == 503
@@ -295,16 +296,16 @@ def test_a_server_that_stops_takes_no_work_and_says_when_to_come_back() -> None:
     assert app.refused == ["shutdown"] * 3
 
 
-def test_what_it_has_done_can_still_be_asked_for_and_rewarded() -> None:
-    app = Guarded()
+def test_a_stopping_server_still_returns_results_and_accepts_rewards() -> None:
+    app = App()
     app.life.end(ServerStopping("the server is stopping", 30))
     assert app.client().get("/brand_new").status_code == 200
     assert app.client().post("/darts/v1/rewards").status_code == 200
 
 
-def test_what_an_engine_that_died_leaves_behind_is_answered_with_its_death() -> None:
-    """A request that was inside before: vLLM would answer it with 500."""
-    app = Guarded()
+def test_requests_in_flight_when_the_engine_dies_get_its_error() -> None:
+    """vLLM would answer such a request with 500."""
+    app = App()
 
     @app.app.post("/v1/chat/completions/batch")
     async def dies() -> None:
@@ -318,14 +319,14 @@ def test_what_an_engine_that_died_leaves_behind_is_answered_with_its_death() -> 
     assert app.life.requests == 0
 
 
-def test_a_caller_is_known_by_its_own_ids() -> None:
-    app = Guarded()
+def test_a_callers_request_id_and_trace_are_recorded() -> None:
+    app = App()
 
     @app.app.post("/v1/embeddings")
-    async def tell() -> list[Any]:
+    async def respond() -> list[Any]:
         return [caller.get().request_id, caller.get().trace]
 
     headers = {"X-Request-Id": "mine", "traceparent": "00-1-2-01", "tracestate": "a=b"}
-    told = app.client().post("/v1/embeddings", headers=headers).json()
-    assert told == ["mine", {"traceparent": "00-1-2-01", "tracestate": "a=b"}]
+    answer = app.client().post("/v1/embeddings", headers=headers).json()
+    assert answer == ["mine", {"traceparent": "00-1-2-01", "tracestate": "a=b"}]
     assert app.client().post("/v1/embeddings").json() == [None, {}]

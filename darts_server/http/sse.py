@@ -1,0 +1,56 @@
+"""Server-sent events, on sse-starlette."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import AppStatus, SendTimeoutError
+from starlette.types import Receive, Scope, Send
+
+MEDIA_TYPE = "text/event-stream"
+PING_SECONDS = 15.0
+"""Proxies close connections that are silent for a minute, some for half of that."""
+NEWLINE = "\n"
+
+# sse-starlette would cut every stream at SIGTERM, but ours end with their content: batches finish during a drain. This
+# switch holds for the whole process, in which nothing else streams through sse-starlette.
+AppStatus.enable_automatic_graceful_drain = False
+
+
+class EventStream(EventSourceResponse):
+    """Respond with encoded events.
+
+    The next chunk of ``content`` is made when the previous one was sent, so events do not queue for a slow reader.
+
+    Args:
+        reader: entered while the response is sent.
+        ping_seconds: interval of comments that keep the connection open; 0 for none.
+        send_timeout: seconds after which a reader that accepts nothing is dropped.
+    """
+
+    def __init__(
+        self,
+        content: AsyncIterator[bytes],
+        reader: AbstractContextManager[object],
+        ping_seconds: float = PING_SECONDS,
+        send_timeout: float | None = None,
+    ) -> None:
+        super().__init__(content, ping=ping_seconds, ping_message_factory=_ping, sep=NEWLINE, send_timeout=send_timeout)
+        self._reader = reader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._reader, suppress(SendTimeoutError):
+            await super().__call__(scope, receive, send)
+
+
+def encode(name: str, data: Any, event_id: int | None = None) -> bytes:
+    """Encode an event with JSON data."""
+    # Escaped to ASCII: httpx splits lines at U+2028 and others too, which server-sent events do not.
+    text = json.dumps(data, separators=(",", ":"))
+    return ServerSentEvent(text, event=name, id=None if event_id is None else str(event_id), sep=NEWLINE).encode()
+
+
+def _ping() -> ServerSentEvent:
+    return ServerSentEvent(comment="ping", sep=NEWLINE)

@@ -1,0 +1,110 @@
+"""Streams of server-sent events, called as the web server does."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import nullcontext
+
+import anyio
+import pytest
+from httpx import Response
+from httpx_sse import EventSource
+from sse_starlette.sse import AppStatus
+from starlette.types import Message
+
+from darts_server.http.sse import EventStream, encode
+
+pytestmark = pytest.mark.anyio
+SCOPE = {"type": "http", "method": "GET", "asgi": {"spec_version": "2.3"}}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Reader:
+    """A connection. ``sent``: the bodies of the messages that were sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.disconnected = anyio.Event()
+        self.may_read = anyio.Event()
+        self.may_read.set()
+
+    async def receive(self) -> Message:
+        await self.disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await self.may_read.wait()
+            self.sent.append(message["body"])
+
+
+async def numbers(made: list[int], count: int = 3) -> AsyncGenerator[bytes, None]:
+    for number in range(count):
+        made.append(number)
+        yield encode("number", number, number)
+
+
+async def stalled() -> AsyncGenerator[bytes, None]:
+    yield encode("first", 1)
+    await anyio.sleep_forever()
+
+
+async def test_events_are_sent_in_order_and_the_stream_ends_with_them() -> None:
+    reader = Reader()
+    await EventStream(numbers([]), nullcontext())(SCOPE, reader.receive, reader.send)
+    assert reader.sent == [f"id: {n}\nevent: number\ndata: {n}\n\n".encode() for n in range(3)] + [b""]
+
+
+async def test_a_quiet_stream_sends_comments() -> None:
+    reader = Reader()
+    with anyio.move_on_after(0.5):
+        await EventStream(stalled(), nullcontext(), ping_seconds=0.05)(SCOPE, reader.receive, reader.send)
+    assert reader.sent[1:4] == [b": ping\n\n"] * 3
+
+
+async def test_events_do_not_queue_for_a_slow_reader() -> None:
+    reader, made = Reader(), list[int]()
+    reader.may_read = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(EventStream(numbers(made), nullcontext()), SCOPE, reader.receive, reader.send)
+        await anyio.sleep(0.05)
+        assert made == [0]
+        reader.may_read.set()
+    assert made == [0, 1, 2]
+
+
+async def test_a_stream_ends_when_its_reader_disconnects() -> None:
+    reader = Reader()
+    reader.disconnected.set()
+    with anyio.fail_after(10):
+        await EventStream(stalled(), nullcontext())(SCOPE, reader.receive, reader.send)
+
+
+async def test_a_stop_of_the_web_server_does_not_cut_a_stream() -> None:
+    """Batches finish during a drain; only our own shutdown ends their streams."""
+    AppStatus.original_handler, original = None, AppStatus.original_handler
+    try:
+        AppStatus.handle_exit()  # type: ignore[no-untyped-call]
+    finally:
+        AppStatus.original_handler = original
+    assert not AppStatus.should_exit
+
+
+def test_streams_work_in_several_event_loops_of_one_thread() -> None:
+    async def read() -> int:
+        reader = Reader()
+        await EventStream(numbers([]), nullcontext())(SCOPE, reader.receive, reader.send)
+        return len(reader.sent)
+
+    assert [asyncio.run(read()) for _ in range(2)] == [4, 4]
+
+
+def test_line_separators_in_data_do_not_split_an_event() -> None:
+    data = {"text": "a\nb\r\u2028c\x85"}
+    response = Response(200, headers={"content-type": "text/event-stream"}, content=encode("text", data))
+    [event] = EventSource(response).iter_sse()
+    assert (event.event, json.loads(event.data)) == ("text", data)
