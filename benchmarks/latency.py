@@ -60,12 +60,12 @@ async def measure(rounds: int) -> tuple[LatencyCurve, list[Row]]:
     async with shaping_engine({}) as engine:
         for number in range(rounds * len(TRAINING)):
             await run_batch(engine, f"training-{number}", TRAINING[number % len(TRAINING)], rng)
-        curve = engine.latency.curve
+        curve = engine.statistics.latency.curve
         assert curve is not None, "too few steps to learn from"
         rows = []
         for number in range(rounds * len(HELD_OUT)):
             seconds, lengths = await run_batch(engine, f"held-out-{number}", HELD_OUT[number % len(HELD_OUT)], rng)
-            predicted = curve.rollout_seconds(lengths, engine.latency.capacity)
+            predicted = curve.rollout_seconds(lengths, engine.statistics.latency.capacity)
             rows.append(Row(len(lengths), sum(lengths), predicted, seconds))
     return curve, rows
 

@@ -30,7 +30,8 @@ from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import ENVIRONMENT
 from darts_server.engine.port import Probe, Probed
 from darts_server.policy.shaping import Shaping
-from darts_server.vllm.engine import PromptRequest, VllmEngine
+from darts_server.vllm.engine import VllmEngine
+from darts_server.vllm.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 
 DETECT_AT = (8, 24, 48)

@@ -1,28 +1,20 @@
-"""What the settings make of shaping, and how it changes while the server runs."""
+"""Shaping as the settings describe it, and its changes while the server runs."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
-from darts_server.rollout.plan import OFF, Limits, Planner
+from darts_server.rollout.plan import Limits, Planner
 from darts_server.settings import Settings, apply_patch, runtime_schema, runtime_values
 
 
-class Configuration(NamedTuple):
-    """What the rollout room is told of shaping."""
-
-    policies: Mapping[str, Shaping]
-    default_policy: str
-    limits: Limits
-
-
-class Configurable(Protocol):
+class Planned(Protocol):
     """The part of the rollout room that is used here."""
 
-    def configure(self, policies: Mapping[str, Shaping], default_policy: str, limits: Limits) -> None: ...
+    planner: Planner
 
 
 class Control:
@@ -30,54 +22,50 @@ class Control:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._configuration = configuration(settings)
-        self._rollouts: Configurable | None = None
+        self.planner = make_planner(settings)
+        self._rollouts: Planned | None = None
 
-    def drive(self, rollouts: Configurable) -> None:
-        """Tell these of every change."""
+    def apply_to(self, rollouts: Planned) -> None:
+        """Give these rollouts a new planner with every change."""
         self._rollouts = rollouts
 
-    def configuration(self) -> Configuration:
-        return self._configuration
-
     def prunes(self, policy: str) -> bool:
-        """Whether the policy of that name prunes by quality."""
-        shaping = self._configuration.policies.get(policy)
+        """Whether the policy with that name prunes by quality."""
+        shaping = self.planner.shaping(policy)
         return shaping is not None and shaping.prunes
 
     def current(self) -> dict[str, object]:
-        """The settings that can change, and under ``policies`` the names that a request may give."""
-        names = [OFF, *self.configuration().policies]
-        return {**runtime_values(self.settings), "policies": names}
+        """The settings that can change, and under ``policies`` the names that a request may use."""
+        return {**runtime_values(self.settings), "policies": list(self.planner.names())}
 
     def schema(self) -> dict[str, object]:
         return runtime_schema()
 
     def change(self, patch: Mapping[str, object]) -> dict[str, object]:
-        """Put all of the patch in force for groups to come, or nothing; what is in force then.
+        """Apply all of the patch to groups planned from now on, or nothing; the settings in force afterwards.
 
         Raises:
             InvalidRequest: names the key that cannot be changed so.
         """
         settings = apply_patch(self.settings, patch)
-        configured = configuration(settings)
+        planner = make_planner(settings)
         if self._rollouts is not None:
-            self._rollouts.configure(*configured)
-        self.settings, self._configuration = settings, configured
+            self._rollouts.planner = planner
+        self.settings, self.planner = settings, planner
         return self.current()
 
-    def planner(self, overrides: Mapping[str, object]) -> Planner:
-        """What policies do for one caller: under ``name`` which one, and other settings than those in force.
+    def new_planner(self, overrides: Mapping[str, object]) -> Planner:
+        """Create the planner of one caller: ``name`` overrides the policy, other keys the settings in force.
 
         Raises:
             InvalidRequest: names the key that cannot be changed so.
         """
         patch = {("policy" if key == "name" else key): value for key, value in overrides.items()}
-        return Planner(*configuration(apply_patch(self.settings, patch)))
+        return make_planner(apply_patch(self.settings, patch))
 
 
-def configuration(settings: Settings) -> Configuration:
-    """The policies that the settings describe."""
+def make_planner(settings: Settings) -> Planner:
+    """Create the policies that the settings describe."""
     uniform = Shaping(
         redundancy=settings.redundancy,
         num_shortest=settings.num_shortest,
@@ -102,8 +90,8 @@ def configuration(settings: Settings) -> Configuration:
         max_survival=settings.max_survival,
         aimed=settings.survival == "aimed",
     )
-    return Configuration(
-        policies=build_policies(uniform, deadline, pruning, settings.refill),
-        default_policy=settings.policy,
-        limits=Limits(settings.max_group_size, settings.group_size),
+    return Planner(
+        build_policies(uniform, deadline, pruning, settings.refill),
+        settings.policy,
+        Limits(settings.max_group_size, settings.group_size),
     )

@@ -6,16 +6,14 @@ No text of a prompt, no token and no key is in it.
 import logging
 from collections.abc import Mapping
 
+from darts_server.observers import GroupObserver
 from darts_server.types import CohortRecord, GroupRecord, UpdateOutcome, UpdateRecord
 
 logger = logging.getLogger(__name__)
 
 
-class Journal:
+class Journal(GroupObserver):
     """Implements the observer protocols of the rollout and the weights room."""
-
-    def candidates_started(self, count: int) -> None:
-        """A line for each would be too many."""
 
     def group_ended(self, record: GroupRecord) -> None:
         if not logger.isEnabledFor(logging.DEBUG):

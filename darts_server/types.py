@@ -139,10 +139,10 @@ class GroupRecord:
     """Tokens at which its tail was cut or, in an explored group, would have been; ``None`` without a deadline."""
     explored: bool = False
     """Whether it was let run past its deadline, to see what that takes away."""
-    needed: int | None = None
-    """Tokens by which a group of its batch could usually be complete; ``None`` if it belongs to none, or never was."""
-    members: tuple[str, ...] = ()
-    """Ids of the requests it answered, where these are several."""
+    tokens_needed: int | None = None
+    """Tokens after which groups of its cohort are usually complete; ``None`` without a cohort, or if it never was."""
+    request_ids: tuple[str, ...] = ()
+    """Ids of the requests that it answered, where there are several."""
     shadow: "ShadowRecord | None" = None
     restarted_from: int = 0
     """Index of the first candidate since it was started anew, or at all: those before were of other weights."""

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import resource
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,21 +13,25 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.gpu.logged import LoggedRollouts, RepeatableRollouts
 from benchmarks.gpu.models import UNKNOWN, Shape
 from benchmarks.gpu.policies import tail_seed
+from benchmarks.gpu.repeatable import RepeatableRollouts
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.steplog import StepLog
 from benchmarks.gpu.traced import Lengths, TracedEngine
+from darts_server.http.shaping.options import merge_options
+from darts_server.observers import GroupObserver
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import DocumentStore
-from darts_server.rollout.learned.latency import Latency
-from darts_server.rollout.observers.base import GroupObserver
-from darts_server.rollout.plan import OFF, Limits
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.plan import OFF, Limits, Planner
+from darts_server.rollout.rollouts import Rollouts
 from darts_server.store import Store
 from darts_server.vllm.engine import VllmPort, VllmRollouts
+from darts_server.vllm.launch import RunningEngine
 from darts_server.vllm.llm import ShapingLLM
+from darts_server.vllm.steps import StepListener
 
 LIMITS = Limits(1024)
 DRAIN_SECONDS = 20.0
@@ -46,19 +51,17 @@ class Bench:
         self.curve: LatencyCurve | None = None
         self._seed = seed
         self._stores: list[Store] = []
-        self._logged: LoggedRollouts
+        self._running: RunningEngine
+        self._unshaped: VllmRollouts
         self._prompts: dict[int, Any] = {}
 
     # --- the engine ---------------------------------------------------------
 
-    def wire(self, port: VllmPort) -> VllmRollouts:
-        """Log the engine's steps as long as it runs; shape nothing."""
-        self.port = port
-        store = self.empty_store()
-        logged = LoggedRollouts(port, {}, OFF, LIMITS, store, latency=Latency(store, port.capacity))
-        logged.log = self.log
-        self._logged = logged
-        return logged
+    def attach(self, running: RunningEngine) -> None:
+        """Log the engine's steps as long as it runs; shape nothing yet."""
+        self.llm, self.port, self._running = running.llm, running.port, running
+        self._unshaped = Rollouts(running.port, Planner({}, OFF, LIMITS), self._statistics(self.empty_store()))
+        self.shape_nothing()
 
     def empty_store(self) -> Store:
         """Return a new store. It stays open as long as the engine runs, since learned state is written with a delay."""
@@ -78,16 +81,30 @@ class Bench:
     ) -> VllmRollouts:
         """Shape with these policies from now on, with lengths from a trace."""
         port = TracedEngine(self.port, lengths)
-        rollouts = RepeatableRollouts(port, policies, OFF, LIMITS, documents, observers)
+        rollouts = RepeatableRollouts(port, Planner(policies, OFF, LIMITS), self._statistics(documents))
+        rollouts.observe(*observers)
         rollouts.tail_seed = lambda group_id: tail_seed(prompt_number(group_id))
-        self.llm.rollouts = rollouts
-        self._logged.learning = True
+        self._running.shape(rollouts, merge_options)
+        self._log_steps(learn=self._unshaped.statistics.latency.observe)
         return rollouts
 
     def shape_nothing(self, *, plain: bool = False) -> None:
         """Pass every request through our code unshaped (policy ``off``); ``plain``: bypass our code."""
-        self.llm.rollouts = None if plain else self._logged
-        self._logged.learning = not plain
+        self._running.shape(self._unshaped, merge_options)
+        if plain:
+            self.llm.shape(None, merge_options)
+        self._log_steps(learn=None if plain else self._unshaped.statistics.latency.observe)
+
+    def _statistics(self, documents: DocumentStore) -> Statistics:
+        return Statistics(documents, self.port.capacity)
+
+    def _log_steps(self, learn: StepListener | None) -> None:
+        def log(sequences: int, seconds: float) -> None:
+            if learn is not None:
+                learn(sequences, seconds)
+            self.log.add(time.perf_counter(), sequences, seconds)
+
+        self._running.observe_steps(log)
 
     async def drain(self) -> None:
         """Wait until nothing runs, and reset the prefix cache, so that every load starts from the same state.

@@ -1,10 +1,11 @@
 """Keep the records of groups."""
 
-from darts_server.types import CohortRecord, GroupRecord
+from darts_server.observers import GroupObserver
+from darts_server.types import GroupRecord
 
 
-class Records:
-    """Implements :class:`darts_server.rollout.observers.base.GroupObserver`."""
+class Records(GroupObserver):
+    """Implements :class:`darts_server.observers.GroupObserver`."""
 
     def __init__(self) -> None:
         self.groups: list[GroupRecord] = []
@@ -18,11 +19,5 @@ class Records:
     def candidates(self) -> int:
         return sum(len(record.candidates) for record in self.groups)
 
-    def candidates_started(self, count: int) -> None:
-        """Do nothing: the records have the candidates."""
-
     def group_ended(self, record: GroupRecord) -> None:
         self.groups.append(record)
-
-    def cohort_ended(self, record: CohortRecord) -> None:
-        """Do nothing: the report shows nothing of cohorts."""

@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from benchmarks.gpu.bench import Bench
-from darts_server.types import RequestOptions
-from darts_server.vllm import server
+from darts_server.vllm import launch, server
 
 
 @asynccontextmanager
@@ -22,13 +21,9 @@ async def start_engine(bench: Bench, folder: Path, flags: Sequence[str]) -> Asyn
             *flags,
         ]
     )
-    wiring = server.Wiring(
-        rollouts=lambda port, *_: bench.wire(port),
-        read_options=lambda _: RequestOptions(),
-        extend=lambda *_: None,
-    )
     try:
-        async with server.engine(args, wiring) as bench.llm:
+        async with launch.start_engine(args) as running:
+            bench.attach(running)
             # As vLLM's server does before it serves: otherwise a garbage collection now and then walks through
             # everything imported, which takes some tenths of a second.
             gc.collect()

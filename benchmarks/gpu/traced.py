@@ -12,7 +12,8 @@ from vllm.outputs import RequestOutput
 
 from darts_server.engine.port import Ended, Generated, Probe, Running
 from darts_server.types import FinishReason
-from darts_server.vllm.engine import PromptRequest, VllmPort
+from darts_server.vllm.engine import VllmPort
+from darts_server.vllm.prompt_request import PromptRequest
 
 Lengths = Callable[[str, int], tuple[int, FinishReason]]
 """Request id and candidate index -> length in tokens and finish reason."""

@@ -1,6 +1,5 @@
 """Routes of our own API, under ``/darts/v1``."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -25,10 +24,10 @@ def router(
     learned: Rewards,
     store: state.State,
     control: policy.PolicyControl,
-    batches: Callable[[], BatchRegistry[Any, Any]],
-    votes: Callable[[], VoteRunner[Any, Any]],
-    feedback: Callable[[], Feedback],
-    updates: Callable[[], Updates],
+    batches: BatchRegistry[Any, Any],
+    votes: VoteRunner[Any, Any],
+    feedback: Feedback,
+    updates: Updates,
     viewed: monitor.Viewed,
     guarded: bool,
 ) -> APIRouter:
@@ -42,7 +41,7 @@ def router(
         records = provenance.find(group_id)
         if not records:
             raise NotFound("group_id", f"no group {group_id!r} is kept; only the latest are, and only shaped ones")
-        return GroupsAnswer(groups=[GroupAnswer.of(record, feedback().of(record)) for record in records])
+        return GroupsAnswer(groups=[GroupAnswer.of(record, feedback.of(record)) for record in records])
 
     @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
     async def prompt(prompt_key: str) -> PromptAnswer:

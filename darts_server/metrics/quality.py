@@ -7,6 +7,7 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from darts_server.metrics.collectors import Collectors, or_nan
+from darts_server.observers import PruningObserver
 from darts_server.types import PruningStatus
 
 PREDICTIONS = ("score", "calibrated")
@@ -30,7 +31,7 @@ class QualitySources:
     loss: Callable[[], float | None]
 
 
-class QualityMetrics(Collectors):
+class QualityMetrics(Collectors, PruningObserver):
     """Implements the observer of pruning."""
 
     def __init__(

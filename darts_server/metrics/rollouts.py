@@ -8,6 +8,7 @@ from itertools import product
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from darts_server.metrics.collectors import Collectors, or_nan
+from darts_server.observers import GroupObserver, RewardObserver, VoteObserver
 from darts_server.types import (
     CohortRecord,
     DiscardReason,
@@ -60,7 +61,7 @@ class RolloutSources:
     redundancy_scale: Callable[[], float] = lambda: 1.0
 
 
-class RolloutMetrics(Collectors):
+class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
     """Count groups, cohorts, rewards and votes. Implements the observer protocols of the rollout room."""
 
     def __init__(

@@ -7,30 +7,30 @@ from darts_server.engine.port import RequestT
 
 
 class CandidateRequests(Generic[RequestT]):
-    """Candidates share one request, but for those that were given one of their own."""
+    """Assign requests to candidates: all share one, except those that were given a request of their own."""
 
     def __init__(self, shared: RequestT) -> None:
         self._shared = shared
         self._own: dict[int, RequestT] = {}
-        self._waiting: list[RequestT] | None = None
+        self._suspended: list[RequestT] | None = None
 
-    def own(self, index: int, request: RequestT) -> None:
-        """Candidate ``index`` has one of its own; while the group is halted, the next to be started."""
-        if self._waiting is None:
+    def assign(self, index: int, request: RequestT) -> None:
+        """Give candidate ``index`` a request of its own; while suspended, the next candidate to be started."""
+        if self._suspended is None:
             self._own[index] = request
         else:
-            self._waiting.append(request)
+            self._suspended.append(request)
 
     def of(self, index: int) -> tuple[RequestT, int]:
-        """The request behind a candidate, and which of that request's candidates it is."""
+        """The request of a candidate, and the candidate's number within that request."""
         own = self._own.get(index)
         return (self._shared, index) if own is None else (own, 0)
 
-    def halt(self, indices: Iterable[int]) -> None:
-        """These candidates are to be started anew."""
-        self._waiting = [self._own[index] for index in indices if index in self._own]
+    def suspend(self, indices: Iterable[int]) -> None:
+        """Keep the requests of these candidates for their replacements."""
+        self._suspended = [self._own[index] for index in indices if index in self._own]
 
-    def go_on(self, index: int) -> None:
-        """Candidates from ``index`` on take their places."""
-        waiting, self._waiting = self._waiting or [], None
-        self._own |= dict(enumerate(waiting, index))
+    def resume(self, first_index: int) -> None:
+        """Assign the kept requests to candidates from ``first_index`` on."""
+        kept, self._suspended = self._suspended or [], None
+        self._own |= dict(enumerate(kept, first_index))

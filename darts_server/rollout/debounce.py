@@ -1,23 +1,23 @@
-"""Work that is put off a little, so that many causes share one doing."""
+"""Delay work a little, so that many requests for it are served by one run."""
 
 import asyncio
 from collections.abc import Callable
 
 
 class Debounce:
-    """Does ``work`` within ``seconds`` of being asked, however often it is asked meanwhile."""
+    """Run ``work`` within ``seconds`` of the first request for it, however many requests follow meanwhile."""
 
     def __init__(self, seconds: float, work: Callable[[], None]) -> None:
         self._seconds = seconds
         self._work = work
         self._timer: asyncio.TimerHandle | None = None
 
-    def ask(self) -> None:
+    def request(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self.now)
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self.run_pending)
 
-    def now(self) -> None:
-        """Do what was asked for, if anything was."""
+    def run_pending(self) -> None:
+        """Run the work now if it was requested."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

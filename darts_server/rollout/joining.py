@@ -1,15 +1,15 @@
-"""Groups put together from single requests, for trainers that ask for each trajectory by itself.
+"""Join single requests to groups, for trainers that send each trajectory as a request of its own.
 
 Every request starts a candidate at once and takes a seat. When the group has as many seats as its size, or when no
-further request has come for a while, it is sealed: the extra candidates start, and the group's rule decides. Callers
-are interchangeable: each trajectory that is known to belong answers one of those who wait, drawn by lot, so that
-nobody's place in the queue tells how long its trajectory is.
+further request has arrived for a while, it is closed to new requests: the extra candidates start, and the group's rule
+selects. Callers are interchangeable: each trajectory that is known to belong to the group answers a random waiting
+caller, so that the order of callers says nothing about lengths.
 
-* Missing callers: a group that is sealed short is a group of those who came. One caller alone gets its own candidate,
-  which is what an unshaped request would have got.
-* A caller that hangs up leaves its seat in the lottery, so that no length is favoured; what falls to the seat is kept
-  while the group runs, for a late caller. When nobody waits any more, what still runs is stopped.
-* A late caller takes the seat of one that hung up, if there is one. Others begin a group of their own.
+* Missing requests: a group that is closed short is a group of the requests that arrived. A single request gets its own
+  candidate, as it would if it were not shaped.
+* A caller that disconnects leaves its seat in the draw, so that no length is favoured; the seat's trajectory is kept
+  while the group runs, for a late caller. When no caller waits any more, all running candidates are stopped.
+* A late caller takes the seat of a disconnected one, if there is one. Otherwise it begins a new group.
 """
 
 import asyncio
@@ -20,239 +20,233 @@ from typing import Generic, Protocol
 
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import GroupAborted
-from darts_server.policy.pruning.survival import Pruning
+from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.spec import GroupSpec
 
 
-class Host(Protocol[RequestT, OutputT]):
+class Groups(Protocol[RequestT, OutputT]):
     """Where groups run."""
 
-    def gathering(
-        self,
-        request: RequestT,
-        policy: str,
-        *,
-        group_id: str,
-        prompt_key: str | None = None,
-        on_end: Callable[[], None],
-        pruning: Pruning | None = None,
-    ) -> GroupRun[RequestT, OutputT]:
-        """A group that is not open yet. ``on_end`` is called when it has ended, whichever way."""
-        ...
+    allocator: Allocator
 
-    async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
-        """How many candidates it gets."""
+    def collect(self, spec: GroupSpec[RequestT], on_end: Callable[[], None]) -> GroupRun[RequestT, OutputT]:
+        """Create a group to which candidates are added one by one before it is opened.
+
+        ``on_end`` is called when it has ended, with any outcome.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Joining(Generic[RequestT]):
-    """One request that is to be part of a group.
+class JoinRequest(Generic[RequestT]):
+    """One request that becomes part of a group.
 
-    ``same``: equal for requests that belong together. ``name``: the caller's name for the group, if it has one.
+    ``join_key``: equal for requests that may join the same group. ``name``: the caller's name for the group, if any.
     """
 
     request: RequestT
     request_id: str
     plan: Plan
     prompt_key: str
-    same: str
+    join_key: str
     name: str | None = None
 
 
 @dataclass(slots=True)
 class _Seat(Generic[OutputT]):
-    """``caller`` is ``None`` when it hung up; ``output`` is what fell to the seat."""
+    """``caller``: ``None`` after it has disconnected. ``output``: the trajectory that was drawn for the seat."""
 
     request_id: str
     caller: asyncio.Future[OutputT] | None
     output: OutputT | None = None
-    taken: bool = False
+    answered: bool = False
 
     @property
-    def waits(self) -> bool:
-        return self.caller is not None and not self.taken
+    def is_waiting(self) -> bool:
+        return self.caller is not None and not self.answered
 
 
-class Assembly(Generic[RequestT, OutputT]):
-    """Finds each single request its group.
+class GroupJoiner(Generic[RequestT, OutputT]):
+    """Find a group for each single request.
 
-    ``quiet``: seconds without a further request after which a group is sealed short.
+    ``timeout``: seconds without a further request after which a group is closed short.
     """
 
-    def __init__(self, host: Host[RequestT, OutputT], quiet: float) -> None:
-        self._host = host
-        self._quiet = quiet
-        self._groups: dict[str, list[_Assembled[RequestT, OutputT]]] = {}
-        self._hurrying = False
+    def __init__(self, groups: Groups[RequestT, OutputT], timeout: float) -> None:
+        self._runner = groups
+        self._timeout = timeout
+        self._groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
+        self._draining = False
 
-    def hurry(self) -> None:
-        """Seal all groups with those who are there, and from now on every group with its first caller."""
-        self._hurrying = True
-        for groups in self._groups.values():
-            for group in groups:
-                group.seal()
+    async def join(self, request: JoinRequest[RequestT], on_join: Callable[[str], None]) -> OutputT:
+        """Wait for the trajectory of one request; ``on_join`` is called with its group's id.
 
-    async def join(self, joining: Joining[RequestT], told: Callable[[str], None]) -> OutputT:
-        """The trajectory of one request; ``told`` hears its group's id.
-
-        Leaving early, by cancellation, gives up the seat.
+        Cancelling gives up the seat.
 
         Raises:
             EngineError: of the last candidate that failed, if too few could finish.
             GroupFailed, GroupAborted
         """
-        group, seat = self._seat(joining)
+        group, seat = self._find_seat(request)
         assert seat.caller is not None
         try:
-            told(group.group_id)
+            on_join(group.group_id)
             output = await seat.caller
         except BaseException:
-            group.vacate(seat)
+            group.disconnect(seat)
             raise
-        group.take(seat)
+        group.answer(seat)
         return output
 
-    def awaits(self, same: str) -> bool:
-        """Whether a group is not complete without more such requests."""
-        return any(not group.sealed for group in self._groups.get(same, ()))
+    def expects(self, join_key: str) -> bool:
+        """Whether a group with this key waits for further requests."""
+        return any(not group.is_closed for group in self._groups.get(join_key, ()))
 
     def abort(self, request_id: str) -> None:
-        """End the wait of the caller with that request, with an error."""
+        """Abort the request with that id, if it waits."""
         for groups in self._groups.values():
             for group in groups:
                 group.abort(request_id)
 
-    def _seat(self, joining: Joining[RequestT]) -> tuple["_Assembled[RequestT, OutputT]", _Seat[OutputT]]:
-        groups = self._groups.setdefault(joining.same, [])
+    def drain(self) -> None:
+        """Close all groups with the requests that have arrived, and from now on every group with its first one."""
+        self._draining = True
+        for groups in self._groups.values():
+            for group in groups:
+                group.close_short()
+
+    def _find_seat(self, request: JoinRequest[RequestT]) -> tuple["_JoinedGroup[RequestT, OutputT]", _Seat[OutputT]]:
+        groups = self._groups.setdefault(request.join_key, [])
         for group in groups:
-            if not group.sealed:
-                return group, group.add(joining)
+            if not group.is_closed:
+                return group, group.add(request)
         for group in groups:
-            if (vacant := group.vacant(joining.request_id)) is not None:
+            if (vacant := group.take_vacant(request.request_id)) is not None:
                 return group, vacant
-        group = _Assembled(self._host, joining, self._quiet, lambda: self._forget(joining.same, group))
+        group = _JoinedGroup(self._runner, request, self._timeout, lambda: self._remove(request.join_key, group))
         groups.append(group)
-        seat = group.add(joining)
-        if self._hurrying:
-            group.seal()
+        seat = group.add(request)
+        if self._draining:
+            group.close_short()
         return group, seat
 
-    def _forget(self, same: str, group: "_Assembled[RequestT, OutputT]") -> None:
-        self._groups[same].remove(group)
-        if not self._groups[same]:
-            del self._groups[same]
+    def _remove(self, join_key: str, group: "_JoinedGroup[RequestT, OutputT]") -> None:
+        self._groups[join_key].remove(group)
+        if not self._groups[join_key]:
+            del self._groups[join_key]
 
 
-class _Assembled(Generic[RequestT, OutputT]):
-    """One group and those who wait for its trajectories."""
+class _JoinedGroup(Generic[RequestT, OutputT]):
+    """One group and the callers that wait for its trajectories."""
 
     def __init__(
-        self, host: Host[RequestT, OutputT], first: Joining[RequestT], quiet: float, on_end: Callable[[], None]
+        self,
+        groups: Groups[RequestT, OutputT],
+        first: JoinRequest[RequestT],
+        timeout: float,
+        on_end: Callable[[], None],
     ) -> None:
         self.group_id = f"group-{first.request_id}"
-        self._host = host
+        self._allocator = groups.allocator
         self._plan = first.plan
         self._prompt_key = first.prompt_key
-        self._quiet = quiet
+        self._timeout = timeout
         self._on_end = on_end
         self._seats: list[_Seat[OutputT]] = []
         self._ended = False
-        self._extras = True
-        self._sealing = asyncio.Event()
+        self._start_extras = True
+        self._closed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._lottery = random.Random()
-        self._run: GroupRun[RequestT, OutputT] = host.gathering(
-            first.request,
-            first.plan.policy,
-            group_id=self.group_id,
-            prompt_key=first.prompt_key,
-            on_end=self._sealing.set,
-            pruning=first.plan.shaping.pruning if first.plan.shaping.prunes else None,
-        )
+        self._rng = random.Random()
+        spec = GroupSpec.of_plan(first.plan, first.request, self.group_id, first.prompt_key, early=True)
+        self._run: GroupRun[RequestT, OutputT] = groups.collect(spec, on_end=self._closed.set)
         if first.name is not None:
-            self._run.answers(first.name)
-        self._task = asyncio.get_running_loop().create_task(self._serve())
+            self._run.add_request_id(first.name)
+        self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     @property
-    def sealed(self) -> bool:
-        return self._sealing.is_set()
+    def is_closed(self) -> bool:
+        """Whether no further request may join."""
+        return self._closed.is_set()
 
-    def add(self, joining: Joining[RequestT]) -> _Seat[OutputT]:
-        """A seat for one more request, with a candidate of its own."""
-        seat: _Seat[OutputT] = _Seat(joining.request_id, asyncio.get_running_loop().create_future())
+    def add(self, request: JoinRequest[RequestT]) -> _Seat[OutputT]:
+        """Add a seat for one more request, and start a candidate for it."""
+        seat: _Seat[OutputT] = _Seat(request.request_id, asyncio.get_running_loop().create_future())
         self._seats.append(seat)
-        self._run.answers(joining.request_id)
-        self._run.gather(joining.request)
+        self._run.add_request_id(request.request_id)
+        self._run.add_candidate(request.request)
         if self._timer is not None:
             self._timer.cancel()
         if len(self._seats) == self._plan.size:
-            self._sealing.set()
+            self._closed.set()
         else:
-            self._timer = asyncio.get_running_loop().call_later(self._quiet, self._sealing.set)
+            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._closed.set)
         return seat
 
-    def seal(self) -> None:
-        """Wait for no other caller, and start nothing more. Harmless if no caller is waited for."""
-        self._extras = self.sealed
-        self._sealing.set()
+    def close_short(self) -> None:
+        """Wait for no further request, and start no extra candidates. Harmless if the group is closed already."""
+        self._start_extras = self.is_closed
+        self._closed.set()
 
-    def vacant(self, request_id: str) -> _Seat[OutputT] | None:
-        """The seat of a caller that hung up, for a late one, while the group runs."""
+    def take_vacant(self, request_id: str) -> _Seat[OutputT] | None:
+        """Give the seat of a disconnected caller to a late one, while the group runs."""
         for seat in self._seats:
-            if seat.caller is None and not seat.taken and not self._run.ended:
+            if seat.caller is None and not seat.answered and not self._run.has_ended:
                 seat.request_id = request_id
                 seat.caller = asyncio.get_running_loop().create_future()
                 if seat.output is not None:
                     seat.caller.set_result(seat.output)
-                self._run.answers(request_id)
+                self._run.add_request_id(request_id)
                 return seat
         return None
 
-    def take(self, seat: _Seat[OutputT]) -> None:
-        """The caller has its trajectory."""
-        seat.taken = True
-        self._stop_if_nobody_waits()
+    def answer(self, seat: _Seat[OutputT]) -> None:
+        """Record that the caller has its trajectory."""
+        seat.answered = True
+        self._stop_if_unattended()
 
-    def vacate(self, seat: _Seat[OutputT]) -> None:
-        """The caller hung up."""
+    def disconnect(self, seat: _Seat[OutputT]) -> None:
+        """Record that the caller has disconnected."""
         seat.caller = None
-        self._stop_if_nobody_waits()
-
-    def _stop_if_nobody_waits(self) -> None:
-        if not self._ended and not any(s.waits for s in self._seats):
-            self._end()
-            self._task.cancel()
+        self._stop_if_unattended()
 
     def abort(self, request_id: str) -> None:
         for seat in self._seats:
             if seat.request_id == request_id and seat.caller is not None and not seat.caller.done():
                 seat.caller.set_exception(GroupAborted("the request was aborted while its group was running"))
 
+    def _stop_if_unattended(self) -> None:
+        if not self._ended and not any(seat.is_waiting for seat in self._seats):
+            self._end()
+            self._task.cancel()
+
     # --- the group's own task -----------------------------------------------
 
-    async def _serve(self) -> None:
+    async def _answer_callers(self) -> None:
         try:
-            await self._sealing.wait()
-            if not self._run.ended:
+            await self._closed.wait()
+            if not self._run.has_ended:
                 await self._open()
             async for trajectory in self._run.trajectories():
-                self._give(trajectory.output)
+                self._answer_random_seat(trajectory.output)
         except Exception as error:
             self._fail(error)
         finally:
             self._end()
 
     async def _open(self) -> None:
-        plan = self._sealed_plan()
-        grant = await self._host.allocate(plan, self._prompt_key) if self._extras else Allocation(plan.size)
-        most = plan.shaping.max_candidates(plan.size) if self._extras else 0
-        self._run.open(plan.shaping.selection_rule(plan.size, grant.candidates), grant, most)
+        plan = self._plan if len(self._seats) == self._plan.size else self._plan.shrunk(len(self._seats))
+        allocation, max_candidates = Allocation(plan.size), 0
+        if self._start_extras:
+            allocation = await self._allocator.allocate(plan, self._prompt_key)
+            max_candidates = plan.shaping.max_candidates(plan.size)
+        self._run.open(plan.shaping.selection_rule(plan.size, allocation.candidates), allocation, max_candidates)
 
     def _end(self) -> None:
-        """From now on nobody is seated here. Synchronous: the task may be cancelled before its first turn."""
+        """Accept no further caller. Synchronous: the task may be cancelled before it has run at all."""
         if self._ended:
             return
         self._ended = True
@@ -261,11 +255,8 @@ class _Assembled(Generic[RequestT, OutputT]):
         self._on_end()
         self._run.leave()
 
-    def _sealed_plan(self) -> Plan:
-        return self._plan if len(self._seats) == self._plan.size else self._plan.shrunk(len(self._seats))
-
-    def _give(self, output: OutputT) -> None:
-        seat = self._lottery.choice([s for s in self._seats if s.output is None])
+    def _answer_random_seat(self, output: OutputT) -> None:
+        seat = self._rng.choice([seat for seat in self._seats if seat.output is None])
         seat.output = output
         if seat.caller is not None and not seat.caller.done():
             seat.caller.set_result(output)

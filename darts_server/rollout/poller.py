@@ -1,34 +1,34 @@
-"""One timer that looks at the token counts of all groups."""
+"""One timer that polls the token counts of all groups."""
 
 import asyncio
 from typing import Protocol
 
 
 class Pollable(Protocol):
-    def peek(self) -> None:
-        """Look at what runs and act on it. Never raises."""
+    def poll(self) -> None:
+        """Read the progress of what runs and act on it. Never raises."""
         ...
 
 
 class ProgressPoller:
-    """Peeks at every registered group each ``interval`` seconds; sleeps for good while there is none."""
+    """Poll every registered group each ``interval`` seconds; run no timer while there is none."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        self._watched: set[Pollable] = set()
-        self._timer: asyncio.Task[None] | None = None
+        self._groups: set[Pollable] = set()
+        self._task: asyncio.Task[None] | None = None
 
-    def add(self, watched: Pollable) -> None:
-        self._watched.add(watched)
-        if self._timer is None:
-            self._timer = asyncio.create_task(self._tick(), name="darts-watch")
+    def add(self, group: Pollable) -> None:
+        self._groups.add(group)
+        if self._task is None:
+            self._task = asyncio.create_task(self._poll(), name="darts-poller")
 
-    def remove(self, watched: Pollable) -> None:
-        self._watched.discard(watched)
+    def remove(self, group: Pollable) -> None:
+        self._groups.discard(group)
 
-    async def _tick(self) -> None:
-        while self._watched:
+    async def _poll(self) -> None:
+        while self._groups:
             await asyncio.sleep(self._interval)
-            for watched in list(self._watched):
-                watched.peek()
-        self._timer = None
+            for group in list(self._groups):
+                group.poll()
+        self._task = None

@@ -1,4 +1,4 @@
-"""One group on an engine: starts its candidates, feeds the state machine, does what it decides."""
+"""Run one group on an engine: start its candidates, feed its state machine, carry out its decisions."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic
 
-from darts_server.engine.port import Ended, Engine, Generated, OutputT, RequestT, Running
+from darts_server.engine.port import Ended, Generated, OutputT, RequestT, Running
 from darts_server.exceptions import CandidateFailed, DartsError, EngineError, GroupAborted
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import (
@@ -27,23 +27,20 @@ from darts_server.policy.events import (
     Started,
     Stop,
 )
-from darts_server.policy.group import Group
-from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidate_requests import CandidateRequests
-from darts_server.rollout.ledger import Ledger
-from darts_server.rollout.observers.base import GroupObserver
 from darts_server.rollout.pruning.group_scorer import GroupScorer
-from darts_server.rollout.pruning.scorer import CandidateScorer
-from darts_server.types import CandidateRecord, GroupRecord, Returned
+from darts_server.rollout.recorder import GroupRecorder
+from darts_server.rollout.spec import GroupContext, GroupSpec
+from darts_server.types import CandidateRecord, GroupRecord
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(Generic[OutputT]):
-    """A trajectory that belongs to the group. ``last``: the group is complete with it."""
+    """A trajectory of the group. ``last``: the group is complete with it."""
 
     index: int
     output: OutputT
@@ -51,101 +48,72 @@ class Trajectory(Generic[OutputT]):
 
 
 class GroupRun(Generic[RequestT, OutputT]):
-    """Drives one group from its first candidate to its end.
+    """Run one group from its first candidate to its end.
 
-    Each candidate has a task that starts it and waits for its end. Everything else happens synchronously in whichever
-    task or timer brings the news, so a stop reaches the engine in the same turn of the loop.
+    Each candidate has a task that starts it and waits for its result. Everything else happens synchronously, in the
+    task or timer that an event arrives in, so that a stop reaches the engine in the same turn of the event loop.
+
+    ``on_end`` is called once when the group has ended, with any outcome.
     """
 
     def __init__(
         self,
-        engine: Engine[RequestT, OutputT],
-        request: RequestT,
-        group: Group,
-        ledger: Ledger,
-        observer: GroupObserver,
-        on_end: Callable[[], None],
-        on_return: Callable[[Returned], None] = lambda _: None,
-        scorer: CandidateScorer | None = None,
-        pruning: Pruning | None = None,
+        context: GroupContext[RequestT, OutputT],
+        spec: GroupSpec[RequestT],
+        on_end: Callable[["GroupRun[RequestT, OutputT]"], None],
     ) -> None:
-        """With both a ``scorer`` and ``pruning`` its candidates are scored."""
-        self._engine = engine
-        self._requests = CandidateRequests(request)
-        self._group = group
-        self._batch: Cohort | None = None
-        self._place = 1
-        self._needed: int | None = None
-        self._returned: int | None = None
-        self._ledger = ledger
-        self._observer = observer
+        self.spec = spec
+        self._engine = context.engine
+        self._observer = context.observer
         self._on_end = on_end
-        self._on_return = on_return
+        self._requests = CandidateRequests(spec.request)
+        self._group = spec.new_group()
+        self.recorder = GroupRecorder(spec.group_id, spec.policy, context.clock, spec.prompt_key)
+        self._cohort: Cohort | None = None
+        self._place = 1
+        self._tokens_needed: int | None = None
+        self._selected: int | None = None
         self._running: dict[int, Running[OutputT]] = {}
         self._group_scorer: GroupScorer | None = None
-        if scorer is not None and pruning is not None:
-            self._group_scorer = GroupScorer(scorer, ledger.group_id, pruning, self._running, self._feed)
+        if context.scorer is not None and spec.pruning is not None:
+            self._group_scorer = GroupScorer(context.scorer, spec.group_id, spec.pruning, self._running, self._feed)
         self._outputs: dict[int, asyncio.Future[OutputT]] = {}
         self._cuts: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._news: asyncio.Queue[int | BaseException] = asyncio.Queue()
-        self._told: set[int] = set()
+        self._deliveries: asyncio.Queue[int | BaseException] = asyncio.Queue()
+        self._delivered: set[int] = set()
         self.record: GroupRecord | None = None
-        """What became of it; ``None`` before it has ended."""
+        """The group's record; ``None`` until it has ended."""
 
-    # --- for the caller -----------------------------------------------------
+    # --- driving the group --------------------------------------------------
 
-    def answers(self, name: str) -> None:
-        """Note one more request, or name for the group, in its record."""
-        self._ledger.members += (name,)
+    def add_request_id(self, request_id: str) -> None:
+        """Record one more request, or name for the group, that this group answers."""
+        self.recorder.request_ids += (request_id,)
 
-    def gather(self, request: RequestT) -> None:
+    def add_candidate(self, request: RequestT) -> None:
         """Start a candidate with a request of its own, before the group's size is known."""
-        self._requests.own(len(self._group.candidates), request)
+        self._requests.assign(len(self._group.candidates), request)
         self._act(self._group.add_candidate())
 
-    def halt(self) -> bool:
-        """Stop all candidates, for as many that `go_on` starts; whether nothing of it is to be waited for."""
-        if self._group.can_restart:
-            self._requests.halt(c.index for c in self._group.candidates if c.alive)
-            self._ledger.restarted()
-            self._act(self._group.restart())
-        return self._group.is_paused or self.ended
+    def open(self, rule: SelectionRule, allocation: Allocation, max_candidates: int = 0) -> None:
+        """Start the missing candidates of the allocation; ``rule`` selects among all of them.
 
-    def go_on(self) -> None:
-        """Start candidates anew, after `halt`. Harmless if there was none."""
-        self._requests.go_on(len(self._group.candidates))
-        self._act(self._group.resume())
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has its outcome, though its trajectories may still be on their way to the caller."""
-        return self._group.outcome is not None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there is news that its caller has not taken yet."""
-        return not self._news.empty()
-
-    def open(self, rule: SelectionRule, grant: Allocation, most: int = 0) -> None:
-        """Start what is missing of the candidates that were granted; ``rule`` chooses among them.
-
-        ``most``: candidates up to which pruned ones are replaced.
+        ``max_candidates``: pruned candidates are replaced until so many were started.
         """
-        if self.ended:  # it failed while it gathered
-            if grant.batch is not None:
-                grant.batch.dropped()
+        if self.has_ended:  # it failed while its requests were being collected
+            allocation.drop()
             return
-        self._batch = grant.batch
-        if self._batch is not None:
-            self._place = self._batch.terms.place(rule.size, grant.candidates)
-            self._batch.join(self)
-        decisions = self._group.open(rule, grant.candidates, most)
-        self._tell_batch()
+        self._cohort = allocation.cohort
+        if self._cohort is not None:
+            self._place = self._cohort.terms.place(rule.size, allocation.candidates)
+            self._cohort.join(self)
+        decisions = self._group.open(rule, allocation.candidates, max_candidates)
+        self._report_tokens_needed()
         self._act(decisions)
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
-        """Each trajectory of an open group once it is known to belong: as many as its rule returns.
+        """Yield each trajectory of an open group once it is known to belong: as many as its rule selects.
 
         Leaving early, by cancellation or by closing the iterator, stops all candidates.
 
@@ -153,52 +121,42 @@ class GroupRun(Generic[RequestT, OutputT]):
             EngineError: of the last candidate that failed, if too few could finish.
             GroupFailed, GroupAborted
         """
-        given = 0
+        count = 0
         try:
             while True:
-                index = await self._news.get()
+                index = await self._deliveries.get()
                 if isinstance(index, BaseException):
                     raise index
-                given += 1
-                output = await asyncio.shield(self._outputs[index])  # one who leaves must not cancel what is to come
-                self._on_return(self._ledger.returned(index, *self._engine.token_ids(self._asked(index)[0], output)))
-                returned = self._group.size if self._returned is None else self._returned
-                yield Trajectory(index, output, last=given == returned)
-                if given == returned:
+                count += 1
+                # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
+                output = await asyncio.shield(self._outputs[index])
+                self._report_returned(index, output)
+                selected = self._group.size if self._selected is None else self._selected
+                yield Trajectory(index, output, last=count == selected)
+                if count == selected:
                     return
         finally:
             self.leave()
 
-    def leave(self) -> None:
-        """The caller is gone or has all it asked for: stop what still runs, unless it runs to be watched."""
-        if not self._group.all_delivered:
-            self.close()
+    def suspend(self) -> bool:
+        """Stop all candidates, to start as many again in `resume`; whether nothing of the group still runs."""
+        if self._group.can_restart:
+            self._requests.suspend(c.index for c in self._group.candidates if c.alive)
+            self.recorder.restart()
+            self._act(self._group.restart())
+        return self._group.is_paused or self.has_ended
 
-    def enough(self) -> None:
-        """The caller needs no more than what it was given: stop the rest."""
-        self._act(self._group.end_decided())
-        self._end()
+    def resume(self) -> None:
+        """Start new candidates after `suspend`. Harmless if the group was not suspended."""
+        self._requests.resume(len(self._group.candidates))
+        self._act(self._group.resume())
 
-    def limit(self, tokens: int) -> None:
-        """The batch's deadline is known."""
+    def set_deadline(self, tokens: int) -> None:
+        """Apply the cohort's deadline."""
         self._feed(DeadlineSet(tokens))
 
-    def close(self) -> None:
-        """Stop whatever still runs. Synchronous, so that it also works while the caller is being cancelled."""
-        self._act(self._group.cancel())
-        self._end()
-
-    def abort(self, why: str = "the request was aborted while its group was running") -> None:
-        """End the group from outside; the caller gets :class:`GroupAborted`."""
-        self.fail(GroupAborted(why))
-
-    def fail(self, error: DartsError) -> None:
-        """End the group from outside, with that error for its caller."""
-        self.close()
-        self._news.put_nowait(error)
-
-    def peek(self) -> None:
-        """Report the progress of candidates that reached the count at which it matters, and have others scored."""
+    def poll(self) -> None:
+        """Feed the progress of candidates that reached a count at which it matters, and scores of others."""
         events = [
             Progress(index, tokens)
             for index, tokens_due in self._group.check_at.items()
@@ -210,123 +168,157 @@ class GroupRun(Generic[RequestT, OutputT]):
         if events or scores:
             self._feed(*events, *scores)
 
-    # --- for who follows its tokens -----------------------------------------
+    def leave(self) -> None:
+        """Stop what still runs, as its caller is gone or complete, unless it runs on to be observed (shadow)."""
+        if not self._group.all_delivered:
+            self.cancel()
+
+    def finish_early(self) -> None:
+        """End the group with the trajectories delivered so far, and stop the rest."""
+        self._act(self._group.end_decided())
+        self._close()
+
+    def cancel(self) -> None:
+        """Stop whatever still runs. Synchronous, so that it works while the caller is being cancelled."""
+        self._act(self._group.cancel())
+        self._close()
+
+    def abort(self, reason: str = "the request was aborted while its group was running") -> None:
+        """End the group from outside; its caller gets :class:`GroupAborted`."""
+        self.fail(GroupAborted(reason))
+
+    def fail(self, error: DartsError) -> None:
+        """End the group from outside; its caller gets the error."""
+        self.cancel()
+        self._deliveries.put_nowait(error)
+
+    # --- observing the group ------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has its outcome, though its caller may not have taken all trajectories yet."""
+        return self._group.outcome is not None
+
+    @property
+    def has_deliveries(self) -> bool:
+        """Whether its caller has not taken everything that was delivered."""
+        return not self._deliveries.empty()
 
     @property
     def candidates(self) -> Sequence[Candidate]:
-        """All that were started so far, by index, as they stand now."""
+        """All candidates started so far, by index, in their present state."""
         return self._group.candidates
 
     @property
-    def ledger(self) -> Ledger:
-        """What is written down about it."""
-        return self._ledger
-
-    @property
     def size(self) -> int | None:
-        """Trajectories that it returns; ``None`` while it gathers candidates."""
+        """Trajectories that it returns; ``None`` while its requests are being collected."""
         return self._group.size if self._group.is_open else None
 
-    def candidate(self, index: int) -> CandidateRecord:
-        """A candidate as it stands now."""
-        return self._ledger.record(self._group.candidates[index], self.tokens(index))
+    def candidate_record(self, index: int) -> CandidateRecord:
+        """The present state of a candidate."""
+        return self.recorder.record(self._group.candidates[index], self.token_count(index))
 
-    def tokens(self, index: int) -> int:
-        """Tokens that a candidate is known to have generated; of one that was cut, those that are kept."""
-        running = self._running.get(index) if self._in_play(index) else None
-        now = None if running is None else running.tokens()
-        return self._ledger.tokens(self._group.candidates[index]) if now is None else now
+    def token_count(self, index: int) -> int:
+        """Tokens that a candidate has generated so far; of a cut one, those that are kept."""
+        running = self._running.get(index) if self._is_running(index) else None
+        tokens = None if running is None else running.tokens()
+        return self.recorder.tokens(self._group.candidates[index]) if tokens is None else tokens
 
-    def generated(self, index: int, start: int) -> Generated | None:
-        """Tokens of a candidate from ``start`` on; ``None`` while nothing certain is at hand. Never blocks."""
+    def tokens_from(self, index: int, start: int) -> Generated | None:
+        """Tokens of a candidate from ``start`` on; ``None`` while none are certain. Never blocks."""
         output = self._outputs[index]
         if output.done():
             return None if output.exception() else self._engine.generated(output.result(), start)
-        running = self._running.get(index) if self._in_play(index) else None
+        running = self._running.get(index) if self._is_running(index) else None
         generated = None if running is None else running.generated(start)
         return generated if generated is None or generated.asked else replace(generated, logprobs=None)
 
     # --- one candidate ------------------------------------------------------
 
-    async def _drive(self, index: int) -> None:
+    async def _run_candidate(self, index: int) -> None:
         try:
             probe = None if self._group_scorer is None else self._group_scorer.probe_for(index)
-            running = await self._engine.start(*self._asked(index), probe)
+            running = await self._engine.start(*self._request_of(index), probe)
             self._running[index] = running
-            self._ledger.started(index, self._engine.weight_version)
-            if self._in_play(index):
+            self.recorder.candidate_started(index, self._engine.weight_version)
+            if self._is_running(index):
                 self._feed(
                     Started(index), *([] if self._group_scorer is None else self._group_scorer.mark_started(index))
                 )
-            else:
+            else:  # it was stopped while the engine was starting it
                 running.stop()
-            ended = await running.ended()
+            result = await running.ended()
         except EngineError as error:
-            self._fail(index, error)
+            self._handle_failure(index, error)
         else:
-            self._take(index, ended)
+            self._handle_result(index, result)
         finally:
             self._running.pop(index, None)
 
-    def _take(self, index: int, ended: Ended[OutputT]) -> None:
-        by_itself = ended.reason is not None and self._in_play(index)
-        self._ledger.ended(index, self._engine.weight_version, by_itself=by_itself)
+    def _handle_result(self, index: int, result: Ended[OutputT]) -> None:
+        finished = result.reason is not None and self._is_running(index)
+        self.recorder.candidate_ended(index, self._engine.weight_version, finished=finished)
         if index in self._cuts:
-            self._outputs[index].set_result(self._engine.cut(self._asked(index)[0], ended.output, self._cuts[index]))
-        elif self._in_play(index):
-            if ended.reason is None:
+            request, _ = self._request_of(index)
+            self._outputs[index].set_result(self._engine.cut(request, result.output, self._cuts[index]))
+        elif self._is_running(index):
+            if result.reason is None:
                 self._feed(Lost(index))
             else:
-                self._outputs[index].set_result(ended.output)
-                self._feed(Finished(index, ended.tokens, ended.reason))
+                self._outputs[index].set_result(result.output)
+                self._feed(Finished(index, result.tokens, result.reason))
 
-    def _fail(self, index: int, error: EngineError) -> None:
+    def _handle_failure(self, index: int, error: EngineError) -> None:
         if index in self._cuts:
-            self._spoil(index, error)
-        elif self._in_play(index):
+            self._fail_output(index, error)
+        elif self._is_running(index):
             self._feed(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
 
-    def _spoil(self, index: int, error: BaseException) -> None:
-        """What the caller was told to wait for will not come."""
+    def _fail_output(self, index: int, error: BaseException) -> None:
+        """Fail the output that a caller may be waiting for."""
         if not self._outputs[index].done():
             self._outputs[index].set_exception(error)
-            self._outputs[index].exception()  # the caller may be gone
+            self._outputs[index].exception()  # marks it as retrieved: the caller may be gone
 
-    def _reap(self, index: int, task: asyncio.Task[None]) -> None:
-        """Nobody waits for a candidate's task, so what it did not expect is told to the caller here."""
+    def _finish_task(self, index: int, task: asyncio.Task[None]) -> None:
+        """Deliver an unexpected error of a candidate's task, which nothing awaits, to the group's caller."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("group %s failed", self._ledger.group_id, exc_info=error)
-            self._spoil(index, error)
-            self.close()
-            self._news.put_nowait(error)
+            logger.error("group %s failed", self.spec.group_id, exc_info=error)
+            self._fail_output(index, error)
+            self.cancel()
+            self._deliveries.put_nowait(error)
 
-    def _in_play(self, index: int) -> bool:
+    def _is_running(self, index: int) -> bool:
         return self._group.candidates[index].running
 
-    def _asked(self, index: int) -> tuple[RequestT, int]:
-        """The request behind a candidate, and which of that request's candidates it is."""
+    def _request_of(self, index: int) -> tuple[RequestT, int]:
+        """The request that a candidate was started with, and the candidate's number within that request."""
         return self._requests.of(index)
 
-    # --- the group ----------------------------------------------------------
+    # --- the state machine --------------------------------------------------
 
     def _feed(self, *events: Event) -> None:
-        """Let the group hear, and act on it."""
+        """Pass events to the group and carry out its decisions."""
         try:
             decisions = self._group.handle(*events)
-            self._tell_batch()
+            self._report_tokens_needed()
             self._act(decisions)
         except Exception as error:
-            # A fault of ours. It ends this group, told to its caller, and no other.
-            logger.exception("group %s failed on %s", self._ledger.group_id, events)
-            self.close()
-            self._news.put_nowait(error)
+            # A bug of ours. It ends this group, is delivered to its caller, and touches no other group.
+            logger.exception("group %s failed on %s", self.spec.group_id, events)
+            self.cancel()
+            self._deliveries.put_nowait(error)
 
-    def _tell_batch(self) -> None:
-        if self._batch is not None and self._needed is None and self._group.is_open:
-            self._needed = self._group.nth_shortest(self._place)
-            if self._needed is not None:
-                self._batch.needs(self, self._needed)
+    def _report_tokens_needed(self) -> None:
+        if self._cohort is not None and self._tokens_needed is None and self._group.is_open:
+            self._tokens_needed = self._group.nth_shortest(self._place)
+            if self._tokens_needed is not None:
+                self._cohort.report_need(self, self._tokens_needed)
+
+    def _report_returned(self, index: int, output: OutputT) -> None:
+        request, _ = self._request_of(index)
+        self._observer.trajectory_returned(self.recorder.returned(index, *self._engine.token_ids(request, output)))
 
     def _act(self, decisions: list[Decision]) -> None:
         for decision in decisions:
@@ -340,58 +332,60 @@ class GroupRun(Generic[RequestT, OutputT]):
                 case Cut(index=index, tokens=tokens):
                     self._cut(index, tokens)
                 case Deliver(index=index):
-                    self._tell(index)
+                    self._deliver(index)
                 case Complete(selection=selection):
-                    self._returned = len(selection)
-                    self._end()
+                    self._selected = len(selection)
+                    self._close()
                     for index in selection:
-                        self._tell(index)
+                        self._deliver(index)
                 case GiveUp(error=error):
-                    self._end(error)
-                    self._news.put_nowait(error)
+                    self._close(error)
+                    self._deliveries.put_nowait(error)
 
     def _start(self, indices: tuple[int, ...]) -> None:
         loop = asyncio.get_running_loop()
         for index in indices:
             self._outputs[index] = loop.create_future()
-            task = loop.create_task(self._drive(index))
+            task = loop.create_task(self._run_candidate(index))
             self._tasks.add(task)
-            task.add_done_callback(partial(self._reap, index))
-        self._ledger.requested(len(indices))
+            task.add_done_callback(partial(self._finish_task, index))
+        self.recorder.candidates_requested(len(indices))
         self._observer.candidates_started(len(indices))
 
     def _stop(self, index: int) -> None:
         if self._group_scorer is not None:
             self._group_scorer.drop(index)
         if running := self._running.get(index):
-            self._ledger.stopped(index, running.stop())
+            self.recorder.candidate_stopped(index, running.stop())
 
     def _cut(self, index: int, tokens: int) -> None:
         output = self._outputs[index]
         if output.done():
+            request, _ = self._request_of(index)
             self._outputs[index] = asyncio.get_running_loop().create_future()
-            self._outputs[index].set_result(self._engine.cut(self._asked(index)[0], output.result(), tokens))
+            self._outputs[index].set_result(self._engine.cut(request, output.result(), tokens))
         else:
             self._cuts[index] = tokens
             self._running[index].stop()
-            self._ledger.ended(index, self._engine.weight_version, by_itself=False)
+            self.recorder.candidate_ended(index, self._engine.weight_version, finished=False)
 
-    def _tell(self, index: int) -> None:
-        if index not in self._told:
-            self._told.add(index)
-            self._news.put_nowait(index)
+    def _deliver(self, index: int) -> None:
+        if index not in self._delivered:
+            self._delivered.add(index)
+            self._deliveries.put_nowait(index)
 
-    def _end(self, error: Exception | None = None) -> None:
-        if not self.ended or self._ledger.closed:
+    def _close(self, error: Exception | None = None) -> None:
+        """Record and report the group's end, once."""
+        if not self.has_ended or self.recorder.closed:
             return
         try:
-            explored = self._batch if self._batch is not None and self._batch.terms.explored else None
+            explored = self._cohort if self._cohort is not None and self._cohort.terms.explored else None
             deadline = self._group.deadline if explored is None else explored.tokens
-            self.record = self._ledger.close(self._group, error, deadline, explored is not None, self._needed)
+            self.record = self.recorder.close(self._group, error, deadline, explored is not None, self._tokens_needed)
             self._observer.group_ended(self.record)
-        finally:  # a fault in what hears of it is no reason for others to wait
+        finally:  # an observer that fails must not make others wait
             if self._group_scorer is not None:
                 self._group_scorer.close(self._group.candidates)
-            self._on_end()
-            if self._batch is not None:
-                self._batch.ended(self, self.record)
+            self._on_end(self)
+            if self._cohort is not None:
+                self._cohort.end_group(self, self.record)

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from darts_server.serving.gate import Gate
 from darts_server.vllm.lora import VllmLoras
 from darts_server.weights.updates import Updates
 
@@ -12,6 +13,8 @@ from darts_server.weights.updates import Updates
 class ControlledLLM(AsyncLLM):
     """Answers and errors are vLLM's own. ``updates`` and ``loras`` are set once, after construction."""
 
+    gate: Gate
+    """What every request passes. Set once, right after construction."""
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0

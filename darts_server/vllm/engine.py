@@ -10,78 +10,30 @@ internal=True)`` takes internal ids.
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
 from math import isnan
-from typing import TYPE_CHECKING, Any, TypeAlias
-from zlib import crc32
+from typing import Any, TypeAlias
 
-from msgspec import structs
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from darts_server.engine.port import Ended, Engine, Generated, Probe, Prompter
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
 from darts_server.rollout.batches.registry import BatchRegistry
-from darts_server.rollout.learned.prompts import key_of
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import REFUSALS
+from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.outputs import first_tokens, logprobs_of, without_logprobs
 from darts_server.vllm.probe.receiver import ProbeReceiver
-from darts_server.vllm.probe.wire import ARGUMENT
+from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import Ranks
 
-if TYPE_CHECKING:
-    from darts_server.vllm.llm import ShapingLLM
-
 RANK = "data_parallel_rank"
-SEED_MASK = (1 << 64) - 1
 # What vLLM says of a candidate that ended by itself. "repetition" ends at a limit that the caller set, like "length".
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
-
-
-@dataclass(frozen=True)
-class PromptRequest:
-    """What ``generate()`` was called with, for one prompt and n > 1."""
-
-    prompt: Any
-    params: SamplingParams
-    request_id: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def params_of(self, index: int) -> SamplingParams:
-        """Sampling parameters of candidate ``index``: n = 1, final-only output, seed + index."""
-        return self._unseeded if self.params.seed is None else self._child(index)
-
-    def probed_params_of(self, index: int, probe: Probe, number: int | None) -> SamplingParams:
-        """The same, for one with a probe: ``number`` is what its states are told under, if they are."""
-        child = self._child(index)
-        if number is not None:
-            child.extra_args = {**(child.extra_args or {}), ARGUMENT: [number, *probe.detect_at]}
-        if self.adds_logprobs(probe):
-            child.logprobs = 0
-        return child
-
-    def adds_logprobs(self, probe: Probe) -> bool:
-        """Whether the probe has log-probs made that the request did not ask for."""
-        return probe.logprobs and self.params.logprobs is None
-
-    @cached_property
-    def _unseeded(self) -> SamplingParams:
-        return self._child(0)
-
-    def _child(self, index: int) -> SamplingParams:
-        child = self.params.clone()
-        child.n = 1
-        child.seed = None if child.seed is None else child.seed + index
-        child.output_kind = RequestOutputKind.FINAL_ONLY
-        child.skip_clone = True  # vLLM would copy it once more for every candidate; nobody else holds it
-        return child
 
 
 # vLLM is imported in this room alone; the wiring speaks of these.
@@ -92,35 +44,12 @@ VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
 VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 
 
-def prompt_key_of(request: PromptRequest) -> str:
-    """The key under which the lengths of a prompt are remembered: from all that the model sees."""
-    prompt = request.prompt if isinstance(request.prompt, dict) else {"prompt": request.prompt}
-    lora = request.options.get("lora_request")
-    beside = [prompt.get("prompt"), prompt.get("mm_hashes"), None if lora is None else lora.lora_name]
-    return key_of(prompt.get("prompt_token_ids") or (), *(repr(part) for part in beside if part))
-
-
-def tail_seed_of(request: PromptRequest) -> Sequence[int] | None:
-    """Seed of the tail's lottery: from the request's seed and prompt, so that a request can be repeated."""
-    if request.params.seed is None:
-        return None
-    tokens = request.prompt.get("prompt_token_ids", ()) if isinstance(request.prompt, dict) else request.prompt
-    return (request.params.seed & SEED_MASK, crc32(repr(tokens).encode()))
-
-
-def sameness(request: PromptRequest) -> str:
-    """Equal for requests whose trajectories may stand for each other: the seed and the way of delivery aside."""
-    params = structs.asdict(request.params)
-    extra = {name: value for name, value in (params["extra_args"] or {}).items() if not name.startswith("darts_")}
-    return f"{prompt_key_of(request)} {params | {'seed': None, 'output_kind': None, 'extra_args': extra}}"
-
-
 class VllmCandidate:
     """Implements :class:`darts_server.engine.port.Running`."""
 
     def __init__(
         self,
-        llm: "ShapingLLM",
+        llm: ControlledLLM,
         collector: RequestOutputCollector,
         aborts: "Aborts",
         on_end: Callable[[], None],
@@ -158,7 +87,7 @@ class VllmCandidate:
         try:
             output = await self._collector.get()
         except Exception as error:
-            raise translated(error) from error
+            raise translate(error) from error
         finally:
             self._on_end()
         assert isinstance(output, RequestOutput)
@@ -181,7 +110,7 @@ class VllmCandidate:
 class VllmEngine:
     """Implements :class:`darts_server.engine.port.Engine` on an ``AsyncLLM``."""
 
-    def __init__(self, llm: "ShapingLLM", probes: ProbeReceiver | None = None) -> None:
+    def __init__(self, llm: ControlledLLM, probes: ProbeReceiver | None = None) -> None:
         self._llm = llm
         self._probes = ProbeReceiver() if probes is None else probes
         self._aborts = Aborts(llm)
@@ -222,7 +151,7 @@ class VllmEngine:
                     child_id, request.prompt, params, **self._options(request, rank)
                 )
             except Exception as error:
-                raise translated(error) from error
+                raise translate(error) from error
             left = unless_started.pop_all().close
         unasked = probe is not None and request.adds_logprobs(probe)
         return VllmCandidate(self._llm, collector, self._aborts, left, unasked_logprobs=unasked)
@@ -256,7 +185,7 @@ class VllmEngine:
 class Aborts:
     """Collects the stops of one loop turn into one message to the engine."""
 
-    def __init__(self, llm: "ShapingLLM") -> None:
+    def __init__(self, llm: ControlledLLM) -> None:
         self._llm = llm
         self._waiting: list[str] = []
         self._sending: set[asyncio.Task[None]] = set()
@@ -274,16 +203,16 @@ class Aborts:
 
 
 @contextmanager
-def in_vllms_words() -> Iterator[None]:
-    """vLLM's own handlers know what to answer to vLLM's own exceptions."""
+def raise_vllm_errors() -> Iterator[None]:
+    """Raise the engine's own exceptions, which vLLM's handlers map to the right status."""
     try:
         yield
     except (EngineRefused, EngineDead) as error:
         raise (error.__cause__ or error) from None
 
 
-def translated(error: Exception) -> EngineError:
-    """vLLM's exception in the port's words."""
+def translate(error: Exception) -> EngineError:
+    """Translate vLLM's exception to the port's."""
     if isinstance(error, EngineDeadError):
         return EngineDead(str(error))
     if isinstance(error, REFUSALS):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.entrypoints.chat_utils import load_chat_template
@@ -10,16 +10,15 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat.engine import REFUSALS
-from darts_server.vllm.engine import PromptRequest, prompt_key_of, tail_seed_of
 from darts_server.vllm.outputs import logprobs_of
 from darts_server.vllm.platform import refuse_what_would_crash
-
-if TYPE_CHECKING:
-    from darts_server.vllm.llm import ShapingLLM
+from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.validation import check_prompt
 
 OURS = frozenset({"n", "output_kind", "extra_args", "skip_clone", "stream_interval"})
 """Sampling parameters that this server sets itself."""
@@ -32,7 +31,7 @@ class VllmPrompter:
     ``chat_template``: the one that the server was started with, or a file that has it; ``None`` for the model's own.
     """
 
-    def __init__(self, llm: "ShapingLLM", chat_template: str | None = None) -> None:
+    def __init__(self, llm: AsyncLLM, chat_template: str | None = None) -> None:
         self._llm = llm
         self._chat = ChatParams(
             chat_template=load_chat_template(chat_template), chat_template_kwargs={"add_generation_prompt": True}
@@ -49,16 +48,16 @@ class VllmPrompter:
         params.max_tokens = self._room(rendered, params.max_tokens)
         request = PromptRequest(rendered, params, request_id)
         try:
-            self._llm.check(request)
+            check_prompt(self._llm, request)
         except REFUSALS as error:
             raise InvalidRequest(_named(error, sampling) or _field(prompt), str(error)) from error
         return request
 
     def key(self, request: PromptRequest) -> str:
-        return prompt_key_of(request)
+        return request.prompt_key
 
     def tail_seed(self, request: PromptRequest) -> Sequence[int] | None:
-        return tail_seed_of(request)
+        return request.tail_seed
 
     def sample(self, output: RequestOutput) -> Sample:
         completion = output.outputs[0]

@@ -1,4 +1,4 @@
-"""Carries what a request asks of shaping from vLLM's HTTP handlers to ``generate()``."""
+"""Pass a request's shaping options from vLLM's HTTP handlers to ``generate()``, in context variables."""
 
 from collections.abc import Awaitable, Callable, Mapping, Set
 from contextvars import ContextVar
@@ -9,24 +9,14 @@ from typing import Any
 from starlette.datastructures import State
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.shaping.options import checked_option
 from darts_server.types import RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS
 
 RAW_SUFFIX = ":raw"
-"""Added to a served model name: the same model, never shaped."""
+"""Suffix of the alias under which a served model is never shaped."""
 
-XARG_PREFIX = "darts_"
-ELSEWHERE = {
-    "policy": "header X-Darts-Policy or the model name",
-    "prompt_key": "header X-Darts-Prompt-Key",
-    "group_id": "header X-Darts-Group",
-    "group_size": "header X-Darts-Group",
-}
-"""By option, where it may stand instead of ``vllm_xargs``."""
-
-NO_WISHES = RequestOptions()
-_options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_WISHES)
+NO_OPTIONS = RequestOptions()
+_options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_OPTIONS)
 _shaped: ContextVar[list[str] | None] = ContextVar("darts_shaped", default=None)
 _named: ContextVar[set[str] | None] = ContextVar("darts_named_prompts", default=None)
 _demand: ContextVar["Demand | None"] = ContextVar("darts_demand", default=None)
@@ -37,17 +27,17 @@ ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
 
 @dataclass(slots=True)
 class Demand:
-    """What the request that is being handled asks of the engine so far, over all its prompts.
+    """The candidates that one HTTP request has requested so far, over all its prompts.
 
-    ``searches``: beam search asks anew for every token of every beam, and is let in once.
+    ``searches``: a beam search calls ``generate()`` for every token of every beam, and is admitted once.
     """
 
     searches: bool = False
     candidates: int = 0
 
 
-def demanded(n: int) -> int:
-    """With ``n`` more, the trajectories that the request asks for, to be let in; 0 if it is in already."""
+def add_demand(n: int) -> int:
+    """Add ``n`` candidates to the current request's; the number to admit, 0 if it is admitted already."""
     demand = _demand.get() or Demand()
     if demand.searches and demand.candidates:
         return 0
@@ -56,21 +46,21 @@ def demanded(n: int) -> int:
 
 
 def current_options() -> RequestOptions:
-    """What the request that is being handled asked for."""
+    """The options of the current request."""
     return _options.get()
 
 
 def note_shaped(request_id: str) -> None:
-    """A part of the request that is being handled is served as a group of that id."""
+    """Record that a part of the current request is served as a group of that id."""
     if (shaped := _shaped.get()) is not None:
         shaped.append(request_id)
 
 
 def note_named_prompt(fingerprint: str) -> None:
-    """The caller's key is used for a prompt of the request that is being handled.
+    """Record that the caller's prompt key is used for a prompt of the current request.
 
     Raises:
-        InvalidRequest: the request has several prompts, whose lengths must not be remembered as one's.
+        InvalidRequest: the request has several prompts, whose lengths must not be recorded under one key.
     """
     if (named := _named.get()) is not None:
         named.add(fingerprint)
@@ -81,41 +71,20 @@ def note_named_prompt(fingerprint: str) -> None:
 
 
 def with_raw_names(served: list[str]) -> list[str]:
-    """The served names, each followed at the end by its unshaped alias."""
+    """Append the unshaped alias of each served name."""
     return [*served, *(name + RAW_SUFFIX for name in served)]
 
 
 def attach(state: State, read_options: ReadOptions, raw_names: Set[str]) -> None:
-    """Have every generation handler note headers and model name before it calls ``generate()``."""
+    """Wrap every generation handler, so that it reads headers and model name before it calls ``generate()``."""
     for attribute, method in GENERATION_HANDLERS:
         if (serving := getattr(state, attribute, None)) is not None:
-            setattr(serving, method, _noting(getattr(serving, method), read_options, raw_names))
+            setattr(serving, method, _with_options(getattr(serving, method), read_options, raw_names))
 
 
-def merged(options: RequestOptions, extra_args: Mapping[str, Any]) -> RequestOptions:
-    """What header, alias and ``vllm_xargs`` ask together.
-
-    Raises:
-        InvalidRequest: an unknown ``darts_`` argument, an impossible value, or two places that contradict each other.
-    """
-    asked: dict[str, Any] = {}
-    for name, value in extra_args.items():
-        if not name.startswith(XARG_PREFIX):
-            continue
-        where, option = f"vllm_xargs.{name}", name.removeprefix(XARG_PREFIX)
-        if option not in ELSEWHERE:
-            raise InvalidRequest(where, f"unknown; known ones are {', '.join(XARG_PREFIX + o for o in ELSEWHERE)}")
-        asked[option] = checked_option(option, value, where)
-        if (other := getattr(options, option)) not in (None, asked[option]):
-            raise InvalidRequest(
-                where, f"{asked[option]!r} contradicts {other!r} of the {ELSEWHERE[option]}; say it in one place"
-            )
-    return replace(options, **asked)
-
-
-def _noting(handler: Handler, read_options: ReadOptions, raw_names: Set[str]) -> Handler:
+def _with_options(handler: Handler, read_options: ReadOptions, raw_names: Set[str]) -> Handler:
     @wraps(handler)
-    async def noting(request: Any, raw_request: Any = None) -> Any:
+    async def handle(request: Any, raw_request: Any = None) -> Any:
         options = read_options({} if raw_request is None else raw_request.headers)
         if getattr(request, "model", None) in raw_names:
             options = replace(options, policy="off")
@@ -131,13 +100,13 @@ def _noting(handler: Handler, read_options: ReadOptions, raw_names: Set[str]) ->
             _demand.reset(tokens[3])
         metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
         if groups and metadata is not None:
-            raw_request.state.darts_group_id = _told(groups, metadata.request_id)
+            raw_request.state.darts_group_id = _answered_id(groups, metadata.request_id)
         return answer
 
-    return noting
+    return handle
 
 
-def _told(groups: list[str], response_id: str) -> str:
-    """What a response tells of its groups: its own id, which finds them all, or that of the one it shares."""
+def _answered_id(groups: list[str], response_id: str) -> str:
+    """The id that finds a response's groups: its own, or that of the one group it shares with other requests."""
     shared = len(set(groups)) == 1 and not groups[0].startswith(response_id)
     return groups[0] if shared else response_id

@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 from vllm.tracing import extract_trace_context, instrument_manual
 
-from darts_server.types import CohortRecord, GroupRecord
+from darts_server.observers import GroupObserver
+from darts_server.types import GroupRecord
 
 NAME = "darts_group"
 NANOSECONDS = 1_000_000_000
 
 
-class Traces:
+class Traces(GroupObserver):
     """Implements the observer of groups. What is made of spans, and where they go, is set up by vLLM.
 
     Args:
@@ -20,9 +21,6 @@ class Traces:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-
-    def candidates_started(self, count: int) -> None:
-        """They have spans of vLLM's."""
 
     def group_ended(self, record: GroupRecord) -> None:
         """A child of the caller's ``traceparent``, if there was one; else a trace of its own."""
@@ -33,9 +31,6 @@ class Traces:
             attributes=_attributes(record),
             context=extract_trace_context(record.trace),
         )
-
-    def cohort_ended(self, record: CohortRecord) -> None:
-        """Its groups have spans."""
 
     def _since_the_epoch(self, seconds: float) -> int:
         return time.time_ns() - int((self._clock() - seconds) * NANOSECONDS)

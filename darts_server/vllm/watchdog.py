@@ -1,4 +1,4 @@
-"""Whether the engine is alive: what it says, when it says nothing for too long, and what it died of."""
+"""Watch the engine: whether it still sends anything, and what ended its process."""
 
 import asyncio
 import signal
@@ -7,56 +7,56 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-LONGEST_LOOK_SECONDS = 5.0
-LOOKS = 10
-"""At least so many, until the time is over."""
+MAX_POLL_SECONDS = 5.0
+MIN_POLLS = 10
+"""Within the time limit."""
 
 
 class Pulse:
-    """Hears the engine. ``heard``: whether it said anything since that was last set to false. ``died``: called once."""
+    """``beats``: whether the engine has sent anything since this was last reset. ``on_death``: called once."""
 
     def __init__(self) -> None:
-        self.heard = False
-        self.died: Callable[[], None] = lambda: None
+        self.beats = False
+        self.on_death: Callable[[], None] = lambda: None
 
 
-def listen(engine_core: Any, pulse: Pulse) -> None:
-    """Feel the engine's pulse, and have everyone else on the event loop go on between two of its outputs.
+def observe_outputs(engine_core: Any, pulse: Pulse) -> None:
+    """Record the engine's pulse, and let other tasks run between two of its outputs.
 
-    A queue that is not empty does not make its reader wait. So an API process slower than its engine works through all
-    that has piled up in one turn, while more piles up: each turn is longer than the one before, and nothing is stopped,
-    started or answered meanwhile.
+    Reading from a queue that is not empty does not yield to the event loop. An API process slower than its engine would
+    therefore work through the whole queue in one turn, while the queue grows: each turn would be longer than the one
+    before, and nothing would be stopped, started or answered meanwhile.
     """
     get_output = engine_core.get_output_async
 
-    async def get_output_after_the_others() -> Any:
+    async def get_output_after_yielding() -> Any:
         await asyncio.sleep(0)
         try:
             outputs = await get_output()
         except EngineDeadError:
-            pulse.died()
+            pulse.on_death()
             raise
-        pulse.heard = True
+        pulse.beats = True
         return outputs
 
-    engine_core.get_output_async = get_output_after_the_others
+    engine_core.get_output_async = get_output_after_yielding
 
 
-async def hung(pulse: Pulse, works: Callable[[], bool], limit: float) -> None:
-    """Return when the engine has said nothing for ``limit`` seconds in which it should have worked.
+async def wait_until_hung(pulse: Pulse, should_respond: Callable[[], bool], limit: float) -> None:
+    """Return when the engine has sent nothing for ``limit`` seconds in which it should have.
 
-    The seconds are counted rather than read from a clock: those in which this process did not run, because it was
-    stopped or starved, do not count.
+    Polls are counted rather than read from a clock: time in which this process did not run, because it was stopped or
+    starved, does not count.
     """
-    look, silent = min(LONGEST_LOOK_SECONDS, limit / LOOKS), 0.0
+    interval, silent = min(MAX_POLL_SECONDS, limit / MIN_POLLS), 0.0
     while silent < limit:
-        pulse.heard = False
-        await asyncio.sleep(look)
-        silent = silent + look if works() and not pulse.heard else 0.0
+        pulse.beats = False
+        await asyncio.sleep(interval)
+        silent = silent + interval if should_respond() and not pulse.beats else 0.0
 
 
 def cause_of_death(engine_core: Any) -> str:
-    """What ended the engine's process, as far as it can be seen from here."""
+    """Describe what ended the engine's process, as far as its exit code shows."""
     manager = getattr(engine_core.resources, "engine_manager", None)
     codes = {} if manager is None else manager.finished_procs()
     for name, code in codes.items():

@@ -256,7 +256,7 @@ class Coordinator:
 
     async def _restart(self) -> None:
         if self._groups is not None:
-            await self._groups.halt()
+            await self._groups.suspend()
         await self._gate.emptied(but_for_groups=True)
 
     async def _resume(self, update: Update) -> None:

@@ -114,12 +114,12 @@ class Model(Protocol):
 class Groups(Protocol):
     """The groups that run."""
 
-    async def halt(self) -> None:
+    async def suspend(self) -> None:
         """Stop every group that can be restarted, and return when the others have ended."""
         ...
 
     def resume(self) -> None:
-        """Restart the groups that `halt` stopped. Harmless if there are none."""
+        """Restart the groups that `suspend` stopped. Harmless if there are none."""
         ...
 
     def abort_all(self, reason: str) -> None:

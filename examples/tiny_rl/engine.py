@@ -18,19 +18,22 @@ from vllm.sampling_params import RequestOutputKind
 
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 from darts_server.demo.server import FLAGS, MODEL
+from darts_server.http.shaping.options import merge_options
+from darts_server.observers import GroupObserver
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.learned.latency import Latency
-from darts_server.rollout.learned.prompts import Prompts
-from darts_server.rollout.plan import OFF, Limits
-from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.plan import OFF, Limits, Planner
+from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.store import Store
-from darts_server.types import CohortRecord, GroupRecord, RequestOptions
+from darts_server.types import CohortRecord, GroupRecord
 from darts_server.vllm import server
-from darts_server.vllm.engine import PromptRequest, VllmPort, VllmRollouts, prompt_key_of
+from darts_server.vllm.engine import VllmPort
+from darts_server.vllm.launch import start_engine
 from darts_server.vllm.llm import ShapingLLM
+from darts_server.vllm.prompt_request import PromptRequest
 
 
-class TinyEngine:
+class TinyEngine(GroupObserver):
     """A shaping engine, with the record of every finished group by request id."""
 
     def __init__(self) -> None:
@@ -39,25 +42,13 @@ class TinyEngine:
         self.records: dict[str, GroupRecord] = {}
         self.cohorts: list[CohortRecord] = []
         self.store = Store()
-        self.prompts = Prompts(self.store)
-        self.latency: Latency
-
-    def candidates_started(self, count: int) -> None:
-        """Do nothing: the records have the candidates."""
+        self.statistics: Statistics
 
     def group_ended(self, record: GroupRecord) -> None:
         self.records[record.group_id] = record
 
     def cohort_ended(self, record: CohortRecord) -> None:
         self.cohorts.append(record)
-
-    def rollouts(self, port: VllmPort, policies: Mapping[str, Shaping]) -> VllmRollouts:
-        """Make the object that the engine shapes with."""
-        self.port = port
-        self.latency = Latency(self.store, port.capacity)
-        return Rollouts(
-            port, policies, OFF, Limits(1024), self.store, [self], peek_interval=0.005, latency=self.latency
-        )
 
     def prompt(self, text: str) -> Any:
         """Return the prompt as vLLM's routes pass it to ``generate()``."""
@@ -68,7 +59,7 @@ class TinyEngine:
 
     def std(self, text: str) -> float | None:
         """Return the learned standard deviation of the prompt's lengths, in tokens."""
-        return self.prompts.std(prompt_key_of(PromptRequest(self.prompt(text), final_only(), "any")))
+        return self.statistics.prompts.std(PromptRequest(self.prompt(text), final_only(), "any").prompt_key)
 
     async def generate(self, text: str, request_id: str, policy: str, **params: Any) -> RequestOutput:
         """Run one request under a named policy; return its final output."""
@@ -81,12 +72,13 @@ class TinyEngine:
 async def shaping_engine(policies: Mapping[str, Shaping], *flags: str) -> AsyncIterator[TinyEngine]:
     """Run an engine with these policies and ``off``, which is its default."""
     engine = TinyEngine()
-    wiring = server.Wiring(
-        rollouts=lambda port, *_: engine.rollouts(port, policies),
-        read_options=lambda _: RequestOptions(),
-        extend=lambda *_: None,
-    )
-    async with server.engine(server.parse([str(MODEL), *FLAGS, *flags]), wiring) as engine.llm:
+    async with start_engine(server.parse([str(MODEL), *FLAGS, *flags])) as running:
+        engine.llm, engine.port = running.llm, running.port
+        engine.statistics = Statistics(engine.store, engine.port.capacity)
+        planner = Planner(policies, OFF, Limits(1024))
+        rollouts = Rollouts(running.port, planner, engine.statistics, Intervals(poll=0.005))
+        rollouts.observe(engine)
+        running.shape(rollouts, merge_options)
         yield engine
 
 

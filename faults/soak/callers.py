@@ -12,9 +12,10 @@ from darts_server.exceptions import DartsError
 from darts_server.rollout.batches.registry import Claim
 from darts_server.rollout.batches.run import BatchRun, Form, Stream
 from darts_server.rollout.batches.submission import BatchRequest
-from darts_server.rollout.joining import Joining
+from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.observers.feedback import Reward
 from darts_server.rollout.plan import OFF, Plan
+from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.runner import VoteRequest
 from darts_server.types import PromptSpec, RequestOptions
 from faults.soak.engine import DOOMED, INVALID
@@ -40,7 +41,7 @@ class Callers:
         self.longest_wait = 0.0
         self._stack = stack
         self._rng = Random(seed)
-        self._policies = [name for name in stack.control.configuration().policies if name != OFF]
+        self._policies = [name for name in stack.control.planner.names() if name != OFF]
         self._reports: set[asyncio.Task[None]] = set()
 
     async def work(self, numbers: Iterator[int]) -> None:
@@ -86,9 +87,9 @@ class Callers:
             asyncio.get_running_loop().call_later(self._rng.uniform(0, MAX_CANCEL_DELAY), rollouts.abort, group_id)
         with rollouts.admission.held(plan.size) as ticket:
             async with rollouts.gate.held():
-                grant = await rollouts.allocate(plan, key)
-                ticket.grow(grant.candidates)
-                run = rollouts.run(request, plan, grant, group_id=group_id, prompt_key=key, early=early)
+                allocation = await rollouts.allocator.allocate(plan, key)
+                ticket.grow(allocation.candidates)
+                run = rollouts.start(GroupSpec.of_plan(plan, request, group_id, key, early=early), plan, allocation)
                 ticket.begun()
                 try:
                     indices = [trajectory.index async for trajectory in run.trajectories()]
@@ -123,11 +124,11 @@ class Callers:
 
     async def _single(self, plan: Plan, prompt: str, name: str, request_id: str) -> list[int]:
         rollouts = self._stack.rollouts
-        joining = Joining(f"{prompt}#{request_id}", request_id, plan, prompt, f"{plan.policy}/{name}", name)
+        joining = JoinRequest(f"{prompt}#{request_id}", request_id, plan, prompt, f"{plan.policy}/{name}", name)
         with rollouts.admission.held(1) as ticket:
-            async with rollouts.gate.held(at_once=rollouts.awaits(joining)):
+            async with rollouts.gate.held(at_once=rollouts.joiner.expects(joining.join_key)):
                 ticket.begun()
-                return await rollouts.join(joining, lambda _: None)
+                return await rollouts.joiner.join(joining, lambda _: None)
 
     async def _vote(self, number: int, _: Iterator[int]) -> str:
         question = VoteRequest(PromptSpec(text=f"{self._prompt(number)}#{number}"), self._rng.choice(SIZES), "#(.)")

@@ -166,7 +166,7 @@ async def _train(stack: Stack) -> None:
             if rule == "finish":
                 await stack.gate.emptied()
             elif rule == "restart":
-                await stack.rollouts.halt()
+                await stack.rollouts.suspend()
             stack.engine.weight_version += 1
         finally:
             stack.rollouts.resume()

@@ -13,16 +13,14 @@ from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.quality.evaluation import WINDOW
 from darts_server.rollout.batches.registry import BatchRegistry, Keeping
-from darts_server.rollout.batches.submission import Submissions
-from darts_server.rollout.learned.latency import Latency
-from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.bias import LengthBias
 from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, Provenance
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoringSettings
-from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.serving.admission import Admission, Bounds
@@ -73,7 +71,6 @@ class Stack:
         self.metrics = RolloutMetrics(MODEL, registry=self.registry)
         self.gate = Gate()
         self.control = control = Control(Settings.model_validate({}))
-        rewards = Rewards(store)
         confidence = Confidence(store, retention.votes, _calibration(retention.vote_labels, cold_steps=0))
         self.pruner = Pruner(
             ScoringSettings(
@@ -90,29 +87,32 @@ class Stack:
             control.prunes,
             loop.time,
         )
-        self.feedback = Feedback(
-            rewards, self._rewarded, self.metrics, retention.groups, [confidence.learn_reward, self.pruner.learn_reward]
-        )
-        self.monitor = Monitor(lambda: self.rollouts, loop.time)
-        observers = (self.metrics, Provenance(retention.groups), LengthBias(), self.feedback, self.monitor, self.pruner)
         admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(MAX_WAITING))
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
-            *control.configuration(),
-            documents=store,
-            observers=observers,
-            group_wait=0.5,
-            latency=Latency(store, CAPACITY),
-            clock=loop.time,
-            on_return=self.feedback.trajectory_returned,
+            control.planner,
+            Statistics(store, CAPACITY),
+            Intervals(join=0.5),
             gate=self.gate,
             admission=admission,
             brownout=Brownout.before(MAX_WAITING, CAPACITY, 0.5),
             scorer=self.pruner,
+            clock=loop.time,
         )
-        control.drive(self.rollouts)
-        submissions = Submissions(self.rollouts, Texts(), control.planner)
-        self.batches = BatchRegistry(submissions, Keeping(kept_batches=retention.batches), clock=loop.time)
+        control.apply_to(self.rollouts)
+        self.monitor = Monitor(self.rollouts, loop.time)
+        self.feedback = Feedback(
+            self.rollouts.statistics.rewards,
+            self._rewarded,
+            self.metrics,
+            retention.groups,
+            [confidence.learn_reward, self.pruner.learn_reward],
+        )
+        self.rollouts.observe(
+            self.metrics, Provenance(retention.groups), LengthBias(), self.feedback, self.monitor, self.pruner
+        )
+        keeping = Keeping(kept_batches=retention.batches)
+        self.batches = BatchRegistry(self.rollouts, Texts(), control.new_planner, keeping, clock=loop.time)
         self.votes = VoteRunner(self.rollouts, Texts(), confidence, self.metrics, loop.time)
 
     def count(self, name: str) -> float:
@@ -127,11 +127,11 @@ class Stack:
 
     def close(self) -> None:
         self.pruner.close()
-        self.rollouts.flush()
+        self.rollouts.statistics.flush()
         self.store.close()
 
     def _rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
-        self.rollouts.rewarded(record, right)
+        self.rollouts.group_rewarded(record, right)
         self.pruner.record_rewarded_group()
 
 

@@ -17,12 +17,12 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http import errors
 from darts_server.http.routes import router
 from darts_server.rollout.batches.registry import BatchRegistry
-from darts_server.rollout.batches.submission import Submissions
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.provenance import Provenance
-from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.settings import load
@@ -143,15 +143,13 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
         feedback = Feedback(rewards, Mock(), Mock(), on_reward=[confidence.learn_reward])
         rollouts: Rollouts[str, list[int]] = Rollouts(
             engine,
-            *control.configuration(),
-            documents=store,
-            observers=(provenance, feedback),
-            peek_interval=STEP_SECONDS,
-            batch_window=0,
-            on_return=feedback.trajectory_returned,
+            control.planner,
+            Statistics(store),
+            Intervals(poll=STEP_SECONDS, allocation=0),
         )
-        control.drive(rollouts)
-        batches = BatchRegistry(Submissions(rollouts, Texts(), control.planner), interval=STEP_SECONDS)
+        rollouts.observe(provenance, feedback)
+        control.apply_to(rollouts)
+        batches = BatchRegistry(rollouts, Texts(), control.new_planner, interval=STEP_SECONDS)
         votes = VoteRunner(rollouts, Texts(), confidence, Mock())
 
         @asynccontextmanager
@@ -173,9 +171,9 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             rewards,
             store,
             control,
-            batches=lambda: batches,
-            votes=lambda: votes,
-            feedback=lambda: feedback,
+            batches=batches,
+            votes=votes,
+            feedback=feedback,
             updates=Mock(),
             viewed=Mock(),
             guarded=False,

@@ -2,7 +2,8 @@
 
 import logging
 
-from darts_server.types import CohortRecord, GroupRecord
+from darts_server.observers import GroupObserver
+from darts_server.types import GroupRecord
 from faults.soak.__main__ import scaled_retention
 from faults.soak.run import Soaked, soak
 from faults.soak.stack import Stack
@@ -11,12 +12,8 @@ GROUPS, ROUNDS = 2000, 12
 kept_records: list[GroupRecord] = []
 
 
-class Hoarder:
+class Hoarder(GroupObserver):
     """An observer that never forgets a group."""
-
-    def candidates_started(self, count: int) -> None: ...
-
-    def cohort_ended(self, record: CohortRecord) -> None: ...
 
     def group_ended(self, record: GroupRecord) -> None:
         kept_records.append(record)
@@ -40,7 +37,7 @@ def test_nothing_grows_and_nothing_is_lost_over_thousands_of_groups() -> None:
 
 def test_an_observer_that_never_forgets_is_found() -> None:
     def hoard(stack: Stack) -> None:
-        stack.rollouts._observers += (Hoarder(),)
+        stack.rollouts.observe(Hoarder())
 
     soaked = short_soak(1000, spoil=hoard)
     kept_records.clear()

@@ -23,11 +23,13 @@ from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
-from darts_server.rollout.plan import Limits
-from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.plan import Limits, Planner
+from darts_server.rollout.rollouts import Intervals, Rollouts
+from darts_server.rollout.spec import GroupSpec
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import RequestOptions, UpdateOutcome, UpdateRecord
@@ -46,17 +48,14 @@ class Work:
         self.engine = ScriptedEngine(lambda request, index: Script(length=lengths(request, index)))
         self.provenance, self.prompts, self.rewards = Provenance(), Prompts(store), Rewards(store)
         self.feedback = Feedback(self.rewards, Mock(), Mock())
-        self.live = Monitor(lambda: self.rollouts)
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
-            {"uniform": Shaping(redundancy=1.5)},
-            "uniform",
-            Limits(1024),
-            store,
-            [self.provenance, self.feedback, self.live],
-            batch_window=0,
-            on_return=self.feedback.trajectory_returned,
+            Planner({"uniform": Shaping(redundancy=1.5)}, "uniform", Limits(1024)),
+            Statistics(store),
+            Intervals(allocation=0),
         )
+        self.live = Monitor(self.rollouts)
+        self.rollouts.observe(self.provenance, self.feedback, self.live)
         self.stopping: Callable[[], bool] = lambda: False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._groups: set[asyncio.Task[object]] = set()
@@ -77,9 +76,9 @@ class Work:
         plan = self.rollouts.plan(size, RequestOptions("uniform"))
         assert plan is not None
         for name in names:
-            grant = await self.rollouts.allocate(plan, name)
+            allocation = await self.rollouts.allocator.allocate(plan, name)
             group_id = f"group-{self.live.ended + self.rollouts.running}"
-            run = self.rollouts.run(name, plan, grant, group_id=group_id, prompt_key=name, tail_seed=(1,))
+            run = self.rollouts.start(GroupSpec.of_plan(plan, name, group_id, name, (1,)), plan, allocation)
             task = asyncio.create_task(collect(run))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)
@@ -126,7 +125,7 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
     seconds = {"transfer": 0.2, "check": 0.1, "wait": 1.4, "load": 0.3}
     updates = Mock(spec=Updates, version=7, state=State.SERVING)
     updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, seconds)
-    viewed = Viewed(lambda: work.live, work.rewards, lambda: updates, lambda: store.fault, lambda: work.stopping())
+    viewed = Viewed(work.live, work.rewards, updates, lambda: store.fault, lambda: work.stopping())
     control = Control(load({}, None))
     app.include_router(
         router(
@@ -137,8 +136,8 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
             control=control,
             batches=Mock(),
             votes=Mock(),
-            feedback=lambda: work.feedback,
-            updates=lambda: updates,
+            feedback=work.feedback,
+            updates=updates,
             viewed=viewed,
             guarded=bool(keys),
         )

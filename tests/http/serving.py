@@ -59,7 +59,7 @@ def client(
         app = FastAPI()
         errors.install(app)
         app.add_middleware(GroupIdHeader)
-        control, reports, weights = Control(load({}, None)), Mock(return_value=feedback), Mock(return_value=updates)
+        control = Control(load({}, None))
         app.include_router(
             router(
                 provenance,
@@ -69,8 +69,8 @@ def client(
                 control,
                 batches=Mock(),
                 votes=Mock(),
-                feedback=reports,
-                updates=weights,
+                feedback=feedback,
+                updates=updates or Mock(spec=Updates),
                 viewed=Mock(),
                 guarded=bool(keys),
             )

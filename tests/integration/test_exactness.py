@@ -18,7 +18,8 @@ from darts_server.exceptions import GroupAborted
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import GroupRecord, Outcome
-from darts_server.vllm.engine import PromptRequest, VllmEngine, tail_seed_of
+from darts_server.vllm.engine import VllmEngine
+from darts_server.vllm.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 from tests.integration.oracle import expected, hopeless_when_stopped
 
@@ -52,7 +53,7 @@ def token_ids(output: RequestOutput) -> list[list[int]]:
 
 def lots(engine: TinyEngine, text: str, seed: int, count: int) -> list[float]:
     """The numbers that the candidates of a seeded request draw for the tail."""
-    rng = np.random.default_rng(tail_seed_of(PromptRequest(engine.prompt(text), final_only(seed=seed), "any")))
+    rng = np.random.default_rng(PromptRequest(engine.prompt(text), final_only(seed=seed), "any").tail_seed)
     return [float(rng.random()) for _ in range(count)]
 
 
@@ -65,7 +66,7 @@ async def test_200_groups_equal_the_brute_force_selection(engine: TinyEngine) ->
             engine.generate(text, f"raw-{number}", "off", n=CANDIDATES, seed=number),
         )
         truths = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
-        lots = np.random.default_rng(tail_seed_of(PromptRequest(engine.prompt(text), final_only(seed=number), name)))
+        lots = np.random.default_rng(PromptRequest(engine.prompt(text), final_only(seed=number), name).tail_seed)
         wanted = expected(policy, truths, SIZE, [float(lots.random()) for _ in truths])
         record = engine.records[name]
         assert {c.index for c in record.selected} == wanted, (policy, truths)

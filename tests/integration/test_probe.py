@@ -21,7 +21,8 @@ from darts_server.demo.server import MODEL
 from darts_server.engine.port import Probe, Probed
 from darts_server.policy.shaping import Shaping
 from darts_server.types import FinishReason
-from darts_server.vllm.engine import PromptRequest, VllmEngine
+from darts_server.vllm.engine import VllmEngine
+from darts_server.vllm.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]

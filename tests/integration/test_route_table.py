@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import Mock
 
@@ -13,12 +14,13 @@ from fastapi import FastAPI
 from starlette.routing import Mount, WebSocketRoute
 from vllm.tasks import SupportedTask
 
-from darts_server import app as wired
-from darts_server import settings
+from darts_server import app, settings
 from darts_server.demo.server import MODEL
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http.security.access import Access
 from darts_server.http.security.route_table import access_of_route
+from darts_server.serving.gate import Gate
+from darts_server.serving.lifecycle import Life
 from darts_server.store import Store
 from darts_server.vllm import server
 from darts_server.vllm.compat.entrypoints import build_app
@@ -44,11 +46,12 @@ def whole() -> Iterator[FastAPI]:
         args = server.parse([str(MODEL), *EVERYTHING])
         args.enable_fault_tolerance = True
         built = build_app(args, tuple(tasks(SupportedTask)))
-        wiring = wired.wiring(settings.load({}, None), Access(), store, staging, closing)
-        engine: Any = ScriptedEngine(lambda *_: Script(1))
-        wiring.rollouts(engine, Mock(), "routes")
+        port, llm = ScriptedEngine(lambda *_: Script(1)), SimpleNamespace(gate=Gate())
+        engine: Any = SimpleNamespace(llm=llm, port=port, prompter=Mock(), model=Mock(), model_name="routes")
+        defaults = settings.load({}, None)
+        rooms = app.make_rooms(defaults, engine, store, staging, [], closing)
         built.middleware_stack = None
-        wiring.extend(built)
+        app.extend(built, rooms, defaults, Access(), store, Life(), "routes")
         yield built
 
 
@@ -56,10 +59,10 @@ def tasks(kind: Any) -> list[Any]:
     return [kind] if isinstance(kind, str) else [task for part in get_args(kind) for task in tasks(part)]
 
 
-def routes(app: FastAPI) -> set[tuple[str, str]]:
+def routes(application: FastAPI) -> set[tuple[str, str]]:
     """(method, path) of each."""
     found = set()
-    for route in app.routes:
+    for route in application.routes:
         path = getattr(route, "path", None)
         assert path is not None, f"{route!r} has no path: the guard's table cannot name it"
         if isinstance(route, Mount):

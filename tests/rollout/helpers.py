@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
+from darts_server.observers import GroupObserver
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.allocation.allocator import Allocator
-from darts_server.rollout.allocation.budgets import Budgets
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.learned.dataset import Dataset
 from darts_server.rollout.learned.documents import Scalar
-from darts_server.rollout.learned.latency import Latency
-from darts_server.rollout.learned.prompts import Prompts
-from darts_server.rollout.plan import Limits, Plan
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.plan import Limits, Plan, Planner
 from darts_server.rollout.pruning.scorer import CandidateScorer
-from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
+from darts_server.rollout.spec import GroupSpec
 from darts_server.types import CohortRecord, GroupRecord, RequestOptions
 
 SHAPINGS = {
@@ -27,7 +26,7 @@ SHAPINGS = {
 }
 
 
-class Recorder:
+class Recorder(GroupObserver):
     """An observer that remembers."""
 
     def __init__(self) -> None:
@@ -83,35 +82,34 @@ class House:
         self.store = store or Documents()
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
-            shapings,
-            "uniform",
-            self.limits,
-            self.store,
-            [self.recorder],
-            peek_interval=0,
-            batch_window=0,
+            Planner(shapings, "uniform", self.limits),
+            Statistics(self.store, self.engine.capacity),
+            Intervals(poll=0, allocation=0),
             clock=lambda: self.engine.now,
             scorer=scorer,
         )
+        self.rollouts.observe(self.recorder)
 
     def run(
         self, size: int, policy: str = "shortest", *, group_id: str = "g", early: bool = False, tail_seed: int = 7
     ) -> GroupRun[str, list[int]]:
         """A group under a policy that asks nobody how many candidates it gets."""
         plan = self.plan(size, policy)
-        grant = Allocation(plan.shaping.candidates(size))
-        return self.rollouts.run(
-            group_id, plan, grant, group_id=group_id, prompt_key=group_id, tail_seed=(tail_seed,), early=early
-        )
+        spec = GroupSpec.of_plan(plan, group_id, group_id, group_id, (tail_seed,), early=early)
+        return self.rollouts.start(spec, plan, Allocation(plan.shaping.candidates(size)))
 
     async def together(self, size: int, policy: str, group_ids: Sequence[str]) -> list[GroupRun[str, list[int]]]:
-        """Groups that are allocated together, begun. Each draws its tail_seed from its place."""
+        """Start groups that are allocated together. The seed of each tail is the group's place."""
         plan = self.plan(size, policy)
-        grants = await asyncio.gather(*(self.rollouts.allocate(plan, name) for name in group_ids))
+        allocations = await asyncio.gather(*(self.rollouts.allocator.allocate(plan, name) for name in group_ids))
         return [
-            self.rollouts.run(name, plan, grant, group_id=name, prompt_key=name, tail_seed=(place,))
-            for place, (name, grant) in enumerate(zip(group_ids, grants, strict=True))
+            self.rollouts.start(GroupSpec.of_plan(plan, name, name, name, (place,)), plan, allocation)
+            for place, (name, allocation) in enumerate(zip(group_ids, allocations, strict=True))
         ]
+
+    def collect(self, request: str, policy: str, tail_seed: Sequence[int] | None = None) -> GroupRun[str, list[int]]:
+        """A group that is not open yet."""
+        return self.rollouts.collect(GroupSpec(request, request, policy, tail_seed=tail_seed, early=True))
 
     def plan(self, size: int, policy: str) -> Plan:
         plan = self.rollouts.plan(size, RequestOptions(policy))
@@ -133,17 +131,15 @@ class House:
 def an_allocator(
     documents: Documents,
     window: float = 0,
-    on_batch_end: Callable[[CohortRecord], None] = lambda _: None,
+    on_cohort_end: Callable[[CohortRecord], None] = lambda _: None,
     seed: int = 0,
     scale: float = 1.0,
 ) -> Allocator:
     def clock() -> float:
         return 0.0
 
-    prompts = Prompts(documents)
-    budgets = Budgets(prompts, Dataset(documents), Latency(Documents()), clock)
     rng = np.random.default_rng(seed)
-    return Allocator(prompts, budgets, documents, window, on_batch_end, clock, rng, lambda: scale)
+    return Allocator(Statistics(documents), window, on_cohort_end, clock, rng, lambda: scale)
 
 
 async def collect(run: GroupRun[str, list[int]]) -> list[Trajectory[list[int]]]:

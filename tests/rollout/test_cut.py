@@ -2,17 +2,15 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import EngineDead
-from darts_server.policy.group import Group
 from darts_server.policy.selection.tail_rules import CutTail
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.ledger import Ledger
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, SelectedAs
 from tests.rollout.helpers import Recorder, collect
 
@@ -21,22 +19,24 @@ pytestmark = pytest.mark.anyio
 SEED = 0
 
 
+def started(engine: ScriptedEngine, recorder: Recorder) -> GroupRun[str, list[int]]:
+    context = GroupContext(engine, recorder, None, lambda: engine.now)
+    return GroupRun(context, GroupSpec("prompt", "g", "cut", tail_seed=(SEED,)), lambda _: None)
+
+
 async def play(
     script: dict[int, Script], limit: int, engine_class: type[ScriptedEngine] = ScriptedEngine
 ) -> tuple[dict[int, list[int]], Recorder, ScriptedEngine]:
     engine = engine_class(lambda _, index: script[index])
     recorder = Recorder()
-    group = Group(rng=np.random.default_rng(SEED), spare=3)
-    run: GroupRun[str, list[int]] = GroupRun(
-        engine, "prompt", group, Ledger("g", "cut", lambda: engine.now), recorder, lambda: None
-    )
+    run = started(engine, recorder)
     run.open(CutTail(2, 1), Allocation(len(script)))
     waiting = asyncio.create_task(collect(run))
     await settle()
-    run.limit(limit)
+    run.set_deadline(limit)
     for _ in range(100):
         await engine.step()
-        run.peek()
+        run.poll()
         await settle()
     return {t.index: t.output for t in await waiting}, recorder, engine
 
@@ -138,24 +138,22 @@ class Slow(Deaf):
 
 async def test_a_caller_that_leaves_between_a_cut_and_its_output_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     engine, recorder = Slow(lambda _, index: CUT_RUNNING[index]), Recorder()
-    group = Group(rng=np.random.default_rng(SEED), spare=3)
-    ledger = Ledger("g", "cut", lambda: engine.now)
-    run: GroupRun[str, list[int]] = GroupRun(engine, "prompt", group, ledger, recorder, lambda: None)
+    run = started(engine, recorder)
     run.open(CutTail(2, 1), Allocation(len(CUT_RUNNING)))
     waiting = asyncio.create_task(collect(run))
     await settle()
-    run.limit(7)
+    run.set_deadline(7)
     for step in range(100):
         await engine.step()
-        run.peek()
+        run.poll()
         await settle()
         if step == 30:
             tail = the_tail(recorder.records[0])
-            assert run.generated(tail.index, 0) is None, "its output is still on its way"
+            assert run.tokens_from(tail.index, 0) is None, "its output is still on its way"
             waiting.cancel()
             await settle()
-            assert run.generated(tail.index, 0) is None
-    assert run.generated(tail.index, 0) is not None
+            assert run.tokens_from(tail.index, 0) is None
+    assert run.tokens_from(tail.index, 0) is not None
     assert waiting.cancelled()
     assert engine.running == []
     assert caplog.text == ""

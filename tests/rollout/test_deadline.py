@@ -12,6 +12,7 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.policy.deadline import QUANTILE, Deadline
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.rollout.plan import Planner
 from darts_server.rollout.run import GroupRun
 from darts_server.types import CandidateRecord, CohortRecord, FinishReason, GroupRecord, Outcome, SelectedAs
 from tests.policy.oracle import Fate, chosen, cut_lengths
@@ -162,7 +163,7 @@ async def test_candidates_that_start_at_different_times_are_held_to_the_same_num
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_explored_groups_run_whole_and_say_so(tail: Tail, seed: int) -> None:
     house = long_tails(seed)
-    house.rollouts.configure({"explored": shaping(tail, exploration=1.0)}, "explored", house.limits)
+    house.rollouts.planner = Planner({"explored": shaping(tail, exploration=1.0)}, "explored", house.limits)
     played = await play(house, "explored")
     assert played.batch.explored
     assert played.batch.deadline is not None

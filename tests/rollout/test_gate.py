@@ -8,8 +8,8 @@ import pytest
 from darts_server.engine.scripted import Script, settle
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.submission import GroupResult, Submission
-from darts_server.rollout.joining import Joining
-from tests.rollout.batches.test_submission import SIZE, asked, script, submissions
+from darts_server.rollout.joining import JoinRequest
+from tests.rollout.batches.test_submission import SIZE, asked, script, submit
 from tests.rollout.helpers import House, collect, lengths
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +21,7 @@ async def test_a_group_is_inside_until_it_has_ended_whichever_way() -> None:
     assert house.rollouts.gate.inside == 1
     await house.group(run)
     assert house.rollouts.gate.inside == 0
-    for end in ("leave", "close", "abort"):
+    for end in ("leave", "cancel", "abort"):
         run = house.run(2, group_id=end)
         await settle()
         assert house.rollouts.gate.inside == 1
@@ -46,10 +46,10 @@ async def given(submission: Submission[str, list[int]]) -> list[GroupResult]:
 
 async def test_a_batch_waits_before_a_closed_gate_and_goes_in_as_a_whole() -> None:
     house = House(script)
-    first = asyncio.create_task(given(await submissions(house).submit(asked("20", "30"))))
+    first = asyncio.create_task(given(await submit(house, asked("20", "30"))))
     await settle()
     house.rollouts.gate.close()
-    second = asyncio.create_task(given(await submissions(house).submit(asked("10"))))
+    second = asyncio.create_task(given(await submit(house, asked("10"))))
     emptied = asyncio.create_task(house.rollouts.gate.emptied())
     await settle()
     assert {candidate.request for candidate in house.engine.started} == {"20", "30"}
@@ -68,7 +68,7 @@ async def test_a_batch_waits_before_a_closed_gate_and_goes_in_as_a_whole() -> No
 async def test_a_batch_that_is_given_up_before_a_closed_gate_leaves_nothing() -> None:
     house = House(script)
     house.rollouts.gate.close()
-    waiting = asyncio.create_task(given(await submissions(house, "cut").submit(asked("20", "30"))))
+    waiting = asyncio.create_task(given(await submit(house, asked("20", "30"), "cut")))
     await settle()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
@@ -80,17 +80,17 @@ async def test_a_group_that_gathers_awaits_those_who_are_missing() -> None:
     house = House(lengths(3, 4))
     plan = house.plan(2, "shortest")
 
-    def joining(number: int, same: str = "a") -> Joining[str]:
-        return Joining("prompt", f"r{number}", plan, "key", same)
+    def joining(number: int, same: str = "a") -> JoinRequest[str]:
+        return JoinRequest("prompt", f"r{number}", plan, "key", same)
 
-    assert not house.rollouts.awaits(joining(0))
-    first = asyncio.create_task(house.rollouts.join(joining(0), lambda _: None))
+    assert not house.rollouts.joiner.expects(joining(0).join_key)
+    first = asyncio.create_task(house.rollouts.joiner.join(joining(0), lambda _: None))
     await settle()
-    assert house.rollouts.awaits(joining(1))
-    assert not house.rollouts.awaits(joining(1, "b"))
-    second = asyncio.create_task(house.rollouts.join(joining(1), lambda _: None))
+    assert house.rollouts.joiner.expects(joining(1).join_key)
+    assert not house.rollouts.joiner.expects(joining(1, "b").join_key)
+    second = asyncio.create_task(house.rollouts.joiner.join(joining(1), lambda _: None))
     await settle()
-    assert not house.rollouts.awaits(joining(2))
+    assert not house.rollouts.joiner.expects(joining(2).join_key)
     await house.engine.run()
     await asyncio.gather(first, second)
     assert house.rollouts.gate.inside == 0
@@ -105,7 +105,7 @@ async def test_no_group_that_waits_for_the_gate_mixes_versions_or_is_lost(seed: 
 
     async def ask(number: int) -> None:
         for turn in range(5):
-            results.extend(await given(await submissions(house).submit(asked(f"{number}{turn}", f"{turn}{number}"))))
+            results.extend(await given(await submit(house, asked(f"{number}{turn}", f"{turn}{number}"))))
 
     asking = asyncio.gather(*(ask(number) for number in range(6)))
 

@@ -10,8 +10,10 @@ import pytest
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import BudgetKind, Shaping
-from darts_server.rollout.plan import Limits, Plan
-from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.plan import Limits, Plan, Planner
+from darts_server.rollout.rollouts import Intervals, Rollouts
+from darts_server.rollout.spec import GroupSpec
 from darts_server.store import Store
 from tests.rollout.helpers import Recorder, collect
 
@@ -34,19 +36,21 @@ PROMPTS: list[dict[str, Any]] = [
 async def make(store: Store, policy: str) -> Recorder:
     engine, recorder = ScriptedEngine(lambda _, index: Script(5 + index)), Recorder()
     rollouts: Rollouts[str, list[int]] = Rollouts(
-        engine, POLICIES, policy, Limits(64), store, [recorder], peek_interval=0, batch_window=0
+        engine, Planner(POLICIES, policy, Limits(64)), Statistics(store), Intervals(poll=0, allocation=0)
     )
+    rollouts.observe(recorder)
     for batch in (1, 9):
         plan = rollouts.plan(8)
         assert isinstance(plan, Plan)
-        grants = await asyncio.gather(*(rollouts.allocate(plan, "p") for _ in range(batch)))
-        runs = [rollouts.run("p", plan, g, group_id=f"{batch}-{i}", prompt_key="p") for i, g in enumerate(grants)]
+        grants = await asyncio.gather(*(rollouts.allocator.allocate(plan, "p") for _ in range(batch)))
+        specs = [GroupSpec.of_plan(plan, "p", f"{batch}-{i}", "p") for i in range(batch)]
+        runs = [rollouts.start(spec, plan, grant) for spec, grant in zip(specs, grants, strict=True)]
         tasks = [asyncio.create_task(collect(run)) for run in runs]
         await settle()
-        rollouts.step(4, 0.01)
+        rollouts.statistics.latency.observe(4, 0.01)
         await engine.run()
         assert {len(group) for group in await asyncio.gather(*tasks)} == {8}
-    rollouts.flush()
+    rollouts.statistics.flush()
     return recorder
 
 

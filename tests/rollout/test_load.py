@@ -8,10 +8,12 @@ from darts_server.engine.scripted import settle
 from darts_server.exceptions import InvalidRequest, Overloaded, QuotaReached
 from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.batches.submission import Submissions
-from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.plan import Planner
+from darts_server.rollout.rollouts import Intervals, Rollouts
+from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
-from tests.rollout.batches.test_submission import SIZE, asked, script, submissions
+from tests.rollout.batches.test_submission import SIZE, asked, script, submit
 from tests.rollout.helpers import Documents, House, lengths
 
 pytestmark = pytest.mark.anyio
@@ -28,15 +30,13 @@ class Full(House):
         admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(most_waiting))
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
-            {"uniform": Shaping(redundancy=2.0, num_longest=0)},
-            "uniform",
-            self.limits,
-            Documents(),
-            [self.recorder],
-            peek_interval=0,
+            Planner({"uniform": Shaping(redundancy=2.0, num_longest=0)}, "uniform", self.limits),
+            Statistics(Documents(), CAPACITY),
+            Intervals(poll=0),
             admission=admission,
             brownout=Brownout.before(most_waiting, CAPACITY, 0.0),
         )
+        self.rollouts.observe(self.recorder)
 
 
 async def test_redundancy_falls_as_the_queue_grows_and_is_back_when_it_has_gone() -> None:
@@ -44,8 +44,8 @@ async def test_redundancy_falls_as_the_queue_grows_and_is_back_when_it_has_gone(
     runs, candidates = [], []
     for number in range(5):
         plan = house.plan(4, "uniform")
-        grant = await house.rollouts.allocate(plan, "p")
-        runs.append(house.rollouts.run("p", plan, grant, group_id=str(number)))
+        grant = await house.rollouts.allocator.allocate(plan, "p")
+        runs.append(house.rollouts.start(GroupSpec.of_plan(plan, "p", str(number)), plan, grant))
         await settle()
         candidates.append(grant.candidates)
     # Waiting before each: 0, 4, 12, 17, 21; the scale falls from 1 at 4 to 0 at 16.
@@ -61,12 +61,11 @@ async def test_a_batch_is_refused_while_the_queue_is_too_long_and_nothing_of_it_
     house = House(script)
     waiting = 0
     house.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(most_waiting=8))
-    taking = submissions(house)
     waiting = 7
-    await taking.submit(asked(*PROMPTS))
+    await submit(house, asked(*PROMPTS))
     waiting = 8
     with pytest.raises(Overloaded, match="8 candidates wait"):
-        await taking.submit(asked(*PROMPTS))
+        await submit(house, asked(*PROMPTS))
     assert not house.engine.started
 
 
@@ -74,12 +73,11 @@ async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> No
     house = House(script)
     most = len(PROMPTS) * SIZE
     house.rollouts.admission = Admission(lambda: 0, None, Bounds(most_per_caller=most))
-    taking: Submissions[str, list[int]] = submissions(house)
     token = caller.set(Caller("one"))
     with pytest.raises(InvalidRequest, match="a key may have") as error:
-        await taking.submit(asked(*PROMPTS, "50"))
+        await submit(house, asked(*PROMPTS, "50"))
     assert error.value.field == "prompts"
-    submission = await taking.submit(asked(*PROMPTS))
+    submission = await submit(house, asked(*PROMPTS))
 
     async def play() -> int:
         return len([result async for result in submission.results()])
@@ -87,8 +85,8 @@ async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> No
     playing = asyncio.create_task(play())
     await settle()
     with pytest.raises(QuotaReached):
-        await taking.submit(asked("20"))
+        await submit(house, asked("20"))
     await house.engine.run()
     assert await playing == len(PROMPTS)
-    await taking.submit(asked(*PROMPTS))
+    await submit(house, asked(*PROMPTS))
     caller.reset(token)

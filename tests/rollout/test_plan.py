@@ -67,9 +67,15 @@ def test_a_group_of_one_is_not_shaped_on_a_server_that_groups_single_requests() 
 @pytest.mark.parametrize(
     ("group_size", "n", "options", "field", "message"),
     [
-        (None, 8, {"group_id": "a"}, "n", "part of a group asks for one trajectory, got 8; leave the group out, or n"),
-        (8, 8, {"group_size": 8}, "n", "part of a group asks for one trajectory, got 8"),
-        (None, 1, {"group_id": "a"}, "group size", "nobody says how many requests group 'a' has; add size=INT"),
+        (
+            None,
+            8,
+            {"group_id": "a"},
+            "n",
+            "must be 1 for a request that joins a group, got 8; leave out the group, or n",
+        ),
+        (8, 8, {"group_size": 8}, "n", "must be 1 for a request that joins a group, got 8"),
+        (None, 1, {"group_id": "a"}, "group size", "is unknown for group 'a'; add size=INT"),
         (None, 1, {"group_size": 65}, "group size", "at most 64, got 65; lower it, or raise --max-group-size"),
         (65, 1, {}, "group size", "at most 64, got 65"),
         (None, 65, {}, "n", "at most 64, got 65; lower it, or raise --max-group-size"),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 async def update(house: Any) -> None:
     """All candidates are stopped, the weights change, and groups go on."""
-    await house.rollouts.halt()
+    await house.rollouts.suspend()
     house.engine.weight_version += 1
     house.rollouts.resume()
     await settle()
@@ -48,11 +48,11 @@ async def test_nothing_runs_while_the_weights_change_whatever_begins() -> None:
     house = House(lengths(5))
     runs = [house.run(2, group_id="a")]
     await settle()
-    await house.rollouts.halt()
+    await house.rollouts.suspend()
     runs.append(house.run(2, group_id="b"))
     await settle()
     assert house.engine.running == []
-    assert not any(run.ended for run in runs)
+    assert not any(run.has_ended for run in runs)
     house.engine.weight_version += 1
     house.rollouts.resume()
     waiting = [asyncio.create_task(collect(run)) for run in runs]
@@ -70,7 +70,7 @@ async def test_what_has_gone_out_in_part_is_waited_for() -> None:
     await settle()
     for _ in range(3):
         await house.engine.step()
-    restart = asyncio.create_task(house.rollouts.halt())
+    restart = asyncio.create_task(house.rollouts.suspend())
     await settle()
     assert not restart.done()
     assert {candidate.request for candidate in house.engine.running} == {"early"}
@@ -89,7 +89,7 @@ async def test_a_caller_that_leaves_while_its_group_is_halted_leaves_nothing() -
     house = House(lengths(5))
     waiting = asyncio.create_task(collect(house.run(2)))
     await settle()
-    await house.rollouts.halt()
+    await house.rollouts.suspend()
     waiting.cancel()
     await settle()
     house.rollouts.resume()
@@ -128,7 +128,7 @@ async def test_single_requests_that_come_while_their_group_is_halted_are_in_it()
     hall = by_caller(7, 8, 9, 10, 20)
     callers = [hall.come("c0"), hall.come("c1")]
     await settle()
-    await hall.rollouts.halt()
+    await hall.rollouts.suspend()
     callers += [hall.come("c2"), hall.come("c3")]
     await settle()
     assert hall.engine.running == []
@@ -160,7 +160,7 @@ async def test_whenever_it_happens_every_group_is_whole_and_of_one_version(seed:
         for _ in range(chance.randint(0, 6)):
             await house.engine.step()
         if chance.random() < 0.7:
-            restart = asyncio.create_task(house.rollouts.halt())
+            restart = asyncio.create_task(house.rollouts.suspend())
             await settle()
             while not restart.done():
                 await house.engine.step()

@@ -6,7 +6,8 @@ import pytest
 from darts_server.engine.scripted import settle
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.plan import Limits
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.types import RequestOptions
 from tests.rollout.helpers import House, collect, lengths
@@ -14,7 +15,8 @@ from tests.rollout.helpers import House, collect, lengths
 
 def rollouts(limits: Limits, **shaping: Any) -> Rollouts[str, list[int]]:
     house = House(lengths(5))
-    return Rollouts(house.engine, {"uniform": Shaping(**shaping)}, "uniform", limits, house.store)
+    planner = Planner({"uniform": Shaping(**shaping)}, "uniform", limits)
+    return Rollouts(house.engine, planner, Statistics(house.store))
 
 
 def test_the_default_policy_is_used_when_none_is_named() -> None:

@@ -85,7 +85,7 @@ METHODS = {
     "AsyncLLM.pause_generation": f"{LLM}.pause_generation",
     "self._llm.remove_lora": f"{LLM}.remove_lora",
     "AsyncLLM.resume_generation": f"{LLM}.resume_generation",
-    "self.input_processor.process_inputs": "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    "llm.input_processor.process_inputs": "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
     "self.params.clone": "vllm.sampling_params:SamplingParams.clone",
     "state.detokenizer.num_output_tokens": f"{DETOKENIZER}.num_output_tokens",
     "super().abort": f"{LLM}.abort",
@@ -285,10 +285,10 @@ def test_refusals_are_told_from_failures(vllm: Fake) -> None:
     refusals = [e for e in of_vllm if e.__name__ not in ("VLLMError", "VLLMServerError")]
     assert len(refusals) >= 3
     for error in (*refusals, ValueError, TypeError):
-        assert isinstance(engine.translated(error("no")), ours.EngineRefused)
+        assert isinstance(engine.translate(error("no")), ours.EngineRefused)
     dead = vllm.get("vllm.v1.engine.exceptions:EngineDeadError")
-    assert isinstance(engine.translated(dead("gone")), ours.EngineDead)
-    assert isinstance(engine.translated(RuntimeError("oh")), ours.CandidateFailed)
+    assert isinstance(engine.translate(dead("gone")), ours.EngineDead)
+    assert isinstance(engine.translate(RuntimeError("oh")), ours.CandidateFailed)
 
 
 @pytest.mark.usefixtures("vllm")

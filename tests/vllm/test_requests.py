@@ -7,7 +7,7 @@ from starlette.datastructures import State
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.shaping.headers import read_options
 from darts_server.types import RequestOptions
-from darts_server.vllm.requests import attach, current_options, demanded, merged, with_raw_names
+from darts_server.vllm.requests import add_demand, attach, current_options, with_raw_names
 
 
 @pytest.fixture
@@ -50,49 +50,6 @@ async def test_a_malformed_header_never_reaches_the_handler() -> None:
     assert serving.seen == []
 
 
-@pytest.mark.parametrize(
-    ("header", "xargs", "both"),
-    [
-        (RequestOptions(), {}, RequestOptions()),
-        (RequestOptions("off"), {"other": 3}, RequestOptions("off")),
-        (RequestOptions(), {"darts_policy": "off"}, RequestOptions("off")),
-        (RequestOptions("off"), {"darts_policy": "off"}, RequestOptions("off")),
-        (RequestOptions("darts"), {"darts_prompt_key": "p"}, RequestOptions("darts", "p")),
-        (RequestOptions(group_id="a"), {"darts_group_size": 8}, RequestOptions(group_id="a", group_size=8)),
-        (RequestOptions(group_size=8), {"darts_group_size": 8.0}, RequestOptions(group_size=8)),
-        (
-            RequestOptions(),
-            {"darts_prompt_key": "p", "darts_group_id": "a", "darts_group_size": "8"},
-            RequestOptions(None, "p", "a", 8),
-        ),
-    ],
-)
-def test_header_and_body_are_alike_and_add_up(
-    header: RequestOptions, xargs: dict[str, Any], both: RequestOptions
-) -> None:
-    assert merged(header, xargs) == both
-
-
-@pytest.mark.parametrize(
-    ("header", "xargs", "words"),
-    [
-        (RequestOptions("off"), {"darts_policy": "uniform"}, "darts_policy: 'uniform' contradicts 'off' of the header"),
-        (RequestOptions(None, "p"), {"darts_prompt_key": "q"}, "contradicts 'p' of the header X-Darts-Prompt-Key"),
-        (RequestOptions(group_id="a"), {"darts_group_id": "b"}, "contradicts 'a' of the header X-Darts-Group"),
-        (RequestOptions(group_size=8), {"darts_group_size": 4}, "darts_group_size: 4 contradicts 8 of the header"),
-        (RequestOptions(), {"darts_policy": 3}, "vllm_xargs.darts_policy: must be the name"),
-        (RequestOptions(), {"darts_prompt_key": 7}, "vllm_xargs.darts_prompt_key: must be a key"),
-        (RequestOptions(), {"darts_group_id": "a;b"}, "vllm_xargs.darts_group_id: must be an id"),
-        (RequestOptions(), {"darts_group_size": 0}, "from 1 to 16384, got 0"),
-        (RequestOptions(), {"darts_group_size": [8]}, "whole number"),
-        (RequestOptions(), {"darts_polcy": "off"}, "unknown; known ones are darts_policy, darts_prompt_key"),
-    ],
-)
-def test_contradictions_and_misspellings_are_refused(header: RequestOptions, xargs: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
-        merged(header, xargs)
-
-
 def test_raw_names_come_after_the_served_ones_so_that_the_first_model_is_the_shaped_one() -> None:
     assert with_raw_names(["a", "b"]) == ["a", "b", "a:raw", "b:raw"]
 
@@ -104,7 +61,7 @@ async def test_what_a_request_asks_for_adds_up_over_its_prompts_and_a_beam_searc
 ) -> None:
     class Prompts:
         async def create_completion(self, request: Any, raw_request: Any = None) -> list[int]:
-            return [demanded(8) for _ in range(3)]
+            return [add_demand(8) for _ in range(3)]
 
     serving = Prompts()
     attach(State({"openai_serving_completion": serving}), read_options, frozenset())
@@ -113,4 +70,4 @@ async def test_what_a_request_asks_for_adds_up_over_its_prompts_and_a_beam_searc
 
 
 def test_outside_a_known_handler_each_prompt_stands_for_itself() -> None:
-    assert [demanded(8), demanded(8)] == [8, 8]
+    assert [add_demand(8), add_demand(8)] == [8, 8]

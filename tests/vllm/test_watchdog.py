@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from darts_server.vllm.watchdog import Pulse, cause_of_death, hung, listen
+from darts_server.vllm.watchdog import Pulse, cause_of_death, observe_outputs, wait_until_hung
 
 pytestmark = pytest.mark.anyio
 LIMIT = 0.05
@@ -20,7 +20,7 @@ def anyio_backend() -> str:
 
 async def test_an_engine_that_works_and_says_nothing_is_hung() -> None:
     async with asyncio.timeout(30):
-        await hung(Pulse(), lambda: True, LIMIT)
+        await wait_until_hung(Pulse(), lambda: True, LIMIT)
 
 
 async def test_one_that_speaks_or_has_nothing_to_do_is_not() -> None:
@@ -30,11 +30,11 @@ async def test_one_that_speaks_or_has_nothing_to_do_is_not() -> None:
     def works() -> bool:
         nonlocal looks
         looks += 1
-        pulse.heard = looks <= 40
+        pulse.beats = looks <= 40
         return looks > 20
 
     async with asyncio.timeout(30):
-        await hung(pulse, works, LIMIT)
+        await wait_until_hung(pulse, works, LIMIT)
     assert looks >= 50
 
 
@@ -47,10 +47,10 @@ async def test_its_outputs_are_heard_and_so_is_its_death() -> None:
         return output
 
     engine_core, pulse, deaths = SimpleNamespace(get_output_async=get_output), Pulse(), []
-    pulse.died = lambda: deaths.append(1)
-    listen(engine_core, pulse)
+    pulse.on_death = lambda: deaths.append(1)
+    observe_outputs(engine_core, pulse)
     assert await engine_core.get_output_async() == "tokens"
-    assert pulse.heard
+    assert pulse.beats
     assert not deaths
     with pytest.raises(EngineDeadError):
         await engine_core.get_output_async()

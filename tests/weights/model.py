@@ -132,7 +132,7 @@ class FakeGroups:
         self.aborted: list[str] = []
         self.halted = False
 
-    async def halt(self) -> None:
+    async def suspend(self) -> None:
         self.halted = True
 
     def resume(self) -> None:

@@ -11,8 +11,9 @@ from darts_server.engine.port import Running
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.spec import GroupSpec
 from darts_server.types import FinishReason, RequestOptions
-from darts_server.vllm.engine import PromptRequest
+from darts_server.vllm.prompt_request import PromptRequest
 
 SHORT_TOKENS = 8
 """Length of those candidates of a group that finish early."""
@@ -49,10 +50,11 @@ class FullEngine:
         assert plan is not None
         # All groups have the same prompt and share its cache; only the number of running sequences matters here.
         await bench.request(0, bench.params(1), "shared-prompt")
-        grants = await asyncio.gather(*(rollouts.allocate(plan, "prompt") for _ in range(self.groups)))
-        for i, grant in enumerate(grants):
+        allocations = await asyncio.gather(*(rollouts.allocator.allocate(plan, "prompt") for _ in range(self.groups)))
+        for i, allocation in enumerate(allocations):
             request = PromptRequest(bench.prompt(0), bench.params(self._long, SIZE), f"{POLICY}-{i}")
-            self._runs.append(rollouts.run(request, plan, grant, group_id=request.request_id))
+            spec = GroupSpec.of_plan(plan, request, request.request_id)
+            self._runs.append(rollouts.start(spec, plan, allocation))
         await self._wait_until_running(self.groups * SIZE)
 
     async def time_polls(self) -> list[float]:
@@ -62,13 +64,13 @@ class FullEngine:
             await asyncio.sleep(PAUSE_SECONDS)
             start = time.perf_counter()
             for run in self._runs:
-                run.peek()
+                run.poll()
             seconds.append(time.perf_counter() - start)
         return seconds
 
     async def time_aborts(self, count: int) -> tuple[list[float], list[int]]:
         """Return seconds and decode steps from a ``stop()`` to the first token of the request waiting for the slot."""
-        self._runs.pop().close()
+        self._runs.pop().cancel()
         self._single = [await self._start() for _ in range(SIZE)]
         await self._wait_until_running(self.groups * SIZE)
         seconds, steps = [], []
@@ -88,7 +90,7 @@ class FullEngine:
 
     def empty(self) -> None:
         for run in self._runs:
-            run.close()
+            run.cancel()
         for single in self._single:
             single.stop()
 

@@ -89,7 +89,7 @@ class GroupAnswer(BaseModel):
             returned=record.returned_tokens,
             deadline=record.deadline,
             explored=record.explored,
-            members=list(record.members),
+            members=list(record.request_ids),
             shadow=None if record.shadow is None else ShadowAnswer(**asdict(record.shadow)),
             zero_variance=rewards.zero_variance,
             candidates=[_candidate(record, c, ranks.get(c.index), rewards) for c in record.candidates],

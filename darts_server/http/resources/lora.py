@@ -1,6 +1,5 @@
 """``/darts/v1/weights/lora``: LoRA adapters for the model, pushed or read from a folder of the server's machine."""
 
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
@@ -38,8 +37,7 @@ class LoraIn(BaseModel):
     version: int | None = Field(None, ge=0, le=LARGEST_VERSION, description=VERSION)
 
 
-def routes(updates: Callable[[], Updates]) -> APIRouter:
-    """The routes. ``updates`` is asked when a request comes: the engine may start after the routes are made."""
+def routes(updates: Updates) -> APIRouter:
     api = APIRouter()
 
     @api.put("/weights/lora/{name}", openapi_extra=binary_body("PEFT's adapter_model.safetensors."))
@@ -56,21 +54,21 @@ def routes(updates: Callable[[], Updates]) -> APIRouter:
         version: Annotated[int | None, Query(ge=0, le=LARGEST_VERSION, description=VERSION)] = None,
     ) -> WeightsAnswer:
         """Serves this adapter under that name, in place of the one before, or changes nothing."""
-        await updates().loras.push(name, config, body_of(request), _rule(rule), version)
-        return answer(updates())
+        await updates.loras.push(name, config, body_of(request), _rule(rule), version)
+        return answer(updates)
 
     @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load(name: Name, request: Request) -> WeightsAnswer:
         """Serves the adapter in that folder under that name, or changes nothing."""
         body = parsed(LoraIn, await read_body(request, LARGEST_REQUEST))
-        await updates().loras.load(name, body.path, _rule(body.rule), body.version)
-        return answer(updates())
+        await updates.loras.load(name, body.path, _rule(body.rule), body.version)
+        return answer(updates)
 
     @api.delete("/weights/lora/{name}")
     async def remove(name: Name) -> WeightsAnswer:
         """Serves the adapter no more, when all that runs has ended."""
-        await updates().loras.remove(name)
-        return answer(updates())
+        await updates.loras.remove(name)
+        return answer(updates)
 
     return api
 

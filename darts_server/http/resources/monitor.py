@@ -105,15 +105,15 @@ class LiveAnswer(BaseModel):
 class Viewed:
     """Where it is looked up. ``fault``: of the store. ``stopping``: whether viewers should leave."""
 
-    live: Callable[[], Monitor]
+    live: Monitor
     rewards: Rewards
-    updates: Callable[[], Updates]
+    updates: Updates
     fault: Callable[[], str | None]
     stopping: Callable[[], bool] = lambda: False
 
     def health(self) -> dict[str, Any]:
         """As `LiveHealth`."""
-        updates, learned = self.updates(), summary(self.rewards.dataset)
+        updates, learned = self.updates, summary(self.rewards.dataset)
         last = None if updates.last is None else UpdateAnswer.of(updates.last)
         rewards = None
         if learned is not None:
@@ -135,7 +135,7 @@ def routes(viewed: Viewed) -> APIRouter:
     @api.get("/live", response_model=LiveAnswer, responses=stream)
     async def live(request: Request) -> Response:
         """What runs and what has just ended. To callers who accept server-sent events: again and again."""
-        viewer = Viewer(viewed.live())
+        viewer = Viewer(viewed.live)
         if MEDIA_TYPE in request.headers.get("accept", ""):
             return stream_events(viewer, viewed)
         return JSONResponse(_told(viewer.look(), viewed.health()))

@@ -1,6 +1,5 @@
 """``POST /darts/v1/rewards``: what trainers found of the trajectories that they got."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Self
 
@@ -74,14 +73,13 @@ EXAMPLE = {
 }
 
 
-def routes(feedback: Callable[[], Feedback]) -> APIRouter:
-    """The route. ``feedback`` is asked when a request comes: the engine may start after the routes are made."""
+def routes(feedback: Feedback) -> APIRouter:
     api = APIRouter()
 
     @api.post("/rewards", openapi_extra=json_body(RewardsIn, EXAMPLE))
     async def rewards(request: Request) -> RewardsOut:
         """Takes in the rewards of returned trajectories. One that has a reward keeps it, so sending twice is safe."""
         body = parsed(RewardsIn, await read_body(request, LARGEST_BODY))
-        return RewardsOut(**asdict(await feedback().report([each.asked for each in body.rewards])))
+        return RewardsOut(**asdict(await feedback.report([each.asked for each in body.rewards])))
 
     return api

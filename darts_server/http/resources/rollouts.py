@@ -1,7 +1,6 @@
 """``/darts/v1/rollouts``: groups for a whole batch of prompts, as one answer or as events."""
 
 import hashlib
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
@@ -45,8 +44,7 @@ LAST = Header(
 ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
 
 
-def routes(batches: Callable[[], BatchRegistry[Any, Any]]) -> APIRouter:
-    """The routes. ``batches`` is asked when a request comes: the engine may start after the routes are made."""
+def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
     api = APIRouter()
 
     @api.post("/rollouts", response_model=RolloutsOut, responses=ANSWERS, openapi_extra=json_body(RolloutsIn))
@@ -58,7 +56,7 @@ def routes(batches: Callable[[], BatchRegistry[Any, Any]]) -> APIRouter:
         raw = await read_body(request, LARGEST_BODY)
         claim = None if idempotency_key is None else _claim(request, idempotency_key, raw)
         body = parsed(RolloutsIn, raw)
-        batch = await batches().open(_asked(body), Form(Stream(body.stream), body.chunk_tokens), claim)
+        batch = await batches.open(_asked(body), Form(Stream(body.stream), body.chunk_tokens), claim)
         return await _told(request, batch, 0)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
@@ -69,7 +67,7 @@ def routes(batches: Callable[[], BatchRegistry[Any, Any]]) -> APIRouter:
     ) -> Response:
         """A batch that was sent with an Idempotency-Key, while it runs and for a time after: answered as at first."""
         after = 0 if last_event_id is None else _event_number(last_event_id)
-        batch = batches().find(batch_id)
+        batch = batches.find(batch_id)
         if batch.form.stream is not Stream.NOTHING and after > batch.feed.told:
             raise InvalidRequest(LAST_HEADER, f"the latest event of this batch is {batch.feed.told}, got {after}")
         return await _told(request, batch, after)
@@ -77,7 +75,7 @@ def routes(batches: Callable[[], BatchRegistry[Any, Any]]) -> APIRouter:
     @api.delete("/rollouts/{batch_id}")
     async def cancel(batch_id: str) -> CancelledOut:
         """Stops a batch. Those who wait for it get an error."""
-        return CancelledOut(id=batch_id, cancelled=batches().cancel(batch_id))
+        return CancelledOut(id=batch_id, cancelled=batches.cancel(batch_id))
 
     return api
 

@@ -1,6 +1,5 @@
 """``POST /darts/v1/vote``: the answer that most of several trajectories give."""
 
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -26,15 +25,14 @@ EXAMPLES = (
 )
 
 
-def routes(votes: Callable[[], VoteRunner[Any, Any]]) -> APIRouter:
-    """The route. ``votes`` is asked when a request comes: the engine may start after the routes are made."""
+def routes(votes: VoteRunner[Any, Any]) -> APIRouter:
     api = APIRouter()
 
     @api.post("/vote", response_model=VoteOut, openapi_extra=json_body(VoteIn, *EXAMPLES))
     async def vote(request: Request) -> Response:
         """Samples one prompt until the answer of the vote is certain; stops what is left then."""
         body = parsed(VoteIn, await read_body(request, LARGEST_BODY))
-        return await while_connected(request, _answer(votes(), body.asked))
+        return await while_connected(request, _answer(votes, body.asked))
 
     return api
 

@@ -90,14 +90,13 @@ class WeightsAnswer(BaseModel):
     last_error: str | None = Field(description="Of the last update that did not succeed.")
 
 
-def routes(updates: Callable[[], Updates]) -> APIRouter:
-    """The routes. ``updates`` is asked when a request comes: the engine may start after the routes are made."""
+def routes(updates: Updates) -> APIRouter:
     api = APIRouter()
 
     @api.get("/weights")
     async def read() -> WeightsAnswer:
         """Which version is served, and how updates went."""
-        return answer(updates())
+        return answer(updates)
 
     @api.put("/weights", openapi_extra=binary_body("A safetensors file."))
     async def push(
@@ -107,8 +106,8 @@ def routes(updates: Callable[[], Updates]) -> APIRouter:
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
     ) -> WeightsAnswer:
         """Gives the model these weights, or changes nothing. Answers when they are served."""
-        await updates().push(body_of(request), _options(rule, version, partial))
-        return answer(updates())
+        await updates.push(body_of(request), _options(rule, version, partial))
+        return answer(updates)
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
@@ -116,10 +115,10 @@ def routes(updates: Callable[[], Updates]) -> APIRouter:
         body = parsed(WeightsIn, await read_body(request, LARGEST_REQUEST))
         options = _options(body.rule, body.version, body.partial)
         if "path" in body.model_fields_set:
-            await updates().load(body.path, options)
+            await updates.load(body.path, options)
         else:
-            await updates().pull(body.url, options)
-        return answer(updates())
+            await updates.pull(body.url, options)
+        return answer(updates)
 
     return api
 

@@ -1,9 +1,13 @@
 """What may stand in a caller's options, whether they come in headers or in the body."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from reprlib import repr as shortened
+from typing import Any
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.types import RequestOptions
 
 NAME_CHARS = 256
 """Enough for a path or a hash; some thousand names in memory stay small."""
@@ -14,6 +18,35 @@ _NAMES = {
     "prompt_key": "a key of the caller's choice for the prompt",
     "group_id": "an id of the caller's choice for the group, without ';'",
 }
+XARG_PREFIX = "darts_"
+HEADERS = {
+    "policy": "header X-Darts-Policy or the model name",
+    "prompt_key": "header X-Darts-Prompt-Key",
+    "group_id": "header X-Darts-Group",
+    "group_size": "header X-Darts-Group",
+}
+"""Where each option may stand instead of ``vllm_xargs``."""
+
+
+def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> RequestOptions:
+    """Merge options from header and model alias with those in ``vllm_xargs``.
+
+    Raises:
+        InvalidRequest: an unknown ``darts_`` argument, an impossible value, or two places that contradict each other.
+    """
+    merged: dict[str, Any] = {}
+    for name, value in extra_args.items():
+        if not name.startswith(XARG_PREFIX):
+            continue
+        where, option = f"vllm_xargs.{name}", name.removeprefix(XARG_PREFIX)
+        if option not in HEADERS:
+            raise InvalidRequest(where, f"unknown; known ones are {', '.join(XARG_PREFIX + o for o in HEADERS)}")
+        merged[option] = checked_option(option, value, where)
+        if (other := getattr(options, option)) not in (None, merged[option]):
+            raise InvalidRequest(
+                where, f"{merged[option]!r} contradicts {other!r} of the {HEADERS[option]}; send it in one place"
+            )
+    return replace(options, **merged)
 
 
 def checked_option(option: str, value: object, where: str) -> str | int:

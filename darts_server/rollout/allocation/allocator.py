@@ -1,4 +1,4 @@
-"""How many candidates a group gets, from what is known of its prompt and of those that come with it."""
+"""How many candidates each group gets, from the statistics of its prompt and of the groups that start with it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -7,6 +7,7 @@ from math import floor
 
 import numpy as np
 
+from darts_server.observers import GroupObserver
 from darts_server.policy.allocation.brownout import reduce_candidates
 from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
@@ -14,17 +15,18 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.budgets import SMALLEST_BATCH, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
-from darts_server.rollout.learned.documents import DocumentStore, StoredValues
-from darts_server.rollout.learned.prompts import Prompts
+from darts_server.rollout.learned.documents import StoredValues
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.plan import Plan
 from darts_server.types import CohortRecord, GroupRecord
 
 Kind = tuple[str, int]
-"""Policy and group size: what is allocated together must be comparable."""
+"""Policy and group size: groups that are allocated together must be comparable."""
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """Groups of one kind that wait for their number of candidates."""
+class _Pending:
+    """Groups of one kind that wait for their allocation."""
 
     shaping: Shaping
     groups: list[tuple[str, asyncio.Future[Allocation]]] = field(default_factory=list)
@@ -34,86 +36,89 @@ class _Waiting:
         return [key for key, _ in self.groups]
 
 
-class Allocator:
-    """Allocates over the groups that come within ``window`` seconds (DARTS, adaptive redundancy allocation).
+class Allocator(GroupObserver):
+    """Allocate candidates over the groups that arrive within ``window`` seconds (DARTS, section 2b in PAPERS.md).
 
-    The mean over all groups of one policy and size stays at what the budget says. What it learns is in ``documents``.
-    ``scale``: how much of the redundancy there is room for now; but a total that a caller asks for is given.
+    The mean over all groups of one policy and size stays at the budget. What it learns is kept with ``statistics``.
+
+    Args:
+        statistics: of prompts, data set and engine.
+        window: seconds within which groups are allocated together.
+        on_cohort_end: called with the record of each cohort that has ended.
+        clock: monotonic seconds.
+        rng: decides which cohorts explore; ``None`` for a fresh one.
+        scale: share of the redundancy that there is room for now, 0 to 1; requested budgets are not scaled.
     """
 
     def __init__(
         self,
-        prompts: Prompts,
-        budgets: Budgets,
-        documents: DocumentStore,
+        statistics: Statistics,
         window: float,
-        on_batch_end: Callable[[CohortRecord], None],
+        on_cohort_end: Callable[[CohortRecord], None],
         clock: Callable[[], float],
         rng: np.random.Generator | None = None,
         scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self._prompts = prompts
-        self._budgets = budgets
-        self._prices = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
-        self.deadlines = Deadlines(documents, rng or np.random.default_rng())
+        self._prompts = statistics.prompts
+        self._budgets = Budgets(statistics.prompts, statistics.dataset, statistics.latency, clock)
+        self._prices = StoredValues(statistics.documents, "price", lambda value: ShadowPriceState(**value))
+        self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
         self._with_deadlines: set[Kind] = set()
         self._window = window
-        self._on_batch_end = on_batch_end
+        self._on_cohort_end = on_cohort_end
         self._clock = clock
         self._scale = scale
-        self._waiting: dict[Kind, _Waiting] = {}
-        self._carries: dict[Kind, float] = {}
+        self._pending: dict[Kind, _Pending] = {}
+        self._remainders: dict[Kind, float] = {}
 
-    async def grant(self, policy: str, shaping: Shaping, size: int, key: str) -> Allocation:
-        """Candidates for a group of ``size`` of the prompt ``key``, at least ``size``."""
-        if not shaping.uses_cohort:
-            return Allocation(reduce_candidates(shaping.candidates(size), size, self._scale()))
+    async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
+        """Allocate candidates to one group, at least its size. Most policies wait ``window`` seconds for others."""
+        if not plan.shaping.uses_cohort:
+            return Allocation(reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self._scale()))
         loop = asyncio.get_running_loop()
-        kind = (policy, size)
-        if kind not in self._waiting:
-            self._waiting[kind] = _Waiting(shaping)
-            loop.call_later(self._window, self._close, kind)
-        answer: asyncio.Future[Allocation] = loop.create_future()
-        self._waiting[kind].groups.append((key, answer))
+        kind = (plan.policy, plan.size)
+        if kind not in self._pending:
+            self._pending[kind] = _Pending(plan.shaping)
+            loop.call_later(self._window, self._allocate_pending, kind)
+        allocation: asyncio.Future[Allocation] = loop.create_future()
+        self._pending[kind].groups.append((prompt_key, allocation))
         try:
-            return await answer
+            return await allocation
         except asyncio.CancelledError:
-            if answer.done() and not answer.cancelled() and answer.exception() is None:
-                _give_back(answer.result())
+            if allocation.done() and not allocation.cancelled() and allocation.exception() is None:
+                allocation.result().drop()
             raise
 
-    def grant_together(
-        self, policy: str, shaping: Shaping, size: int, keys: Sequence[str], budget: int | None = None
-    ) -> list[Allocation]:
-        """Candidates for groups that make a batch by themselves; ``budget``: how many in all, else as ever."""
-        counts, terms = self._allocate((policy, size), shaping, keys, budget)
-        batch = Cohort(terms, self._on_batch_end, self._clock)
-        return [Allocation(count, batch) for count in counts]
+    def allocate_cohort(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> list[Allocation]:
+        """Allocate candidates to groups that make a cohort of their own; ``budget``: candidates in all."""
+        counts, terms = self._allocate((plan.policy, plan.size), plan.shaping, prompt_keys, budget)
+        cohort = Cohort(terms, self._on_cohort_end, self._clock)
+        return [Allocation(count, cohort) for count in counts]
 
-    def learn(self, record: GroupRecord) -> None:
-        """Take in how long the group's M-th shortest trajectory was, if its policy has deadlines."""
+    def group_ended(self, record: GroupRecord) -> None:
+        """Learn how many tokens the group needed, if its policy has deadlines."""
         if (record.policy, record.size) in self._with_deadlines:
             self.deadlines.learn(record, _name(record.policy, record.size))
 
-    def _close(self, kind: Kind) -> None:
-        waiting = self._waiting.pop(kind)
-        waiting.groups = [(key, answer) for key, answer in waiting.groups if not answer.cancelled()]
-        if not waiting.groups:
+    def _allocate_pending(self, kind: Kind) -> None:
+        pending = self._pending.pop(kind)
+        pending.groups = [(key, allocation) for key, allocation in pending.groups if not allocation.cancelled()]
+        if not pending.groups:
             return
         try:
-            counts, terms = self._allocate(kind, waiting.shaping, waiting.keys)
-        except Exception as error:  # told to everyone who waits: nobody waits for ever
-            for _, answer in waiting.groups:
-                answer.set_exception(error)
+            counts, terms = self._allocate(kind, pending.shaping, pending.keys)
+        except Exception as error:  # raised in every caller that waits
+            for _, allocation in pending.groups:
+                allocation.set_exception(error)
             return
-        batch = Cohort(terms, self._on_batch_end, self._clock)
-        for (_, answer), count in zip(waiting.groups, counts, strict=True):
-            answer.set_result(Allocation(count, batch))
+        cohort = Cohort(terms, self._on_cohort_end, self._clock)
+        for (_, allocation), count in zip(pending.groups, counts, strict=True):
+            allocation.set_result(Allocation(count, cohort))
 
     def _allocate(
         self, kind: Kind, shaping: Shaping, keys: Sequence[str], total: int | None = None
     ) -> tuple[list[int], CohortTerms]:
-        """``total``: candidates in all, where the caller says it."""
+        """``total``: candidates in all, where the caller requests a number."""
         groups = len(keys)
         budget = self._budgets.decide(shaping, kind[1], keys, None if total is None else total / groups)
         stds = [self._prompts.std(key) for key in keys]
@@ -124,7 +129,7 @@ class Allocator:
             mean -= (mean - size) * (1 - scale)
         else:
             counts = _spent(kind, shaping, total, stds)
-        # A few groups by themselves say as little of what groups need.
+        # A few groups alone say little about how many tokens groups need.
         few = groups < SMALLEST_BATCH
         rule = self.deadlines.rule(shaping)
         if rule is not None:
@@ -152,27 +157,21 @@ class Allocator:
         return allocate_by_std(stds, budget=sum(self._even(kind, target, len(stds))), low=low, high=high)
 
     def _even(self, kind: Kind, target: float, groups: int) -> list[int]:
-        """Whole candidates with ``target`` as their mean, over this batch and those before it."""
+        """Whole numbers of candidates with ``target`` as their mean, over this cohort and those before it."""
         counts = []
         for _ in range(groups):
-            wanted = target + self._carries.get(kind, 0.0)
+            wanted = target + self._remainders.get(kind, 0.0)
             counts.append(floor(wanted + 0.5))
-            self._carries[kind] = wanted - counts[-1]
+            self._remainders[kind] = wanted - counts[-1]
         return counts
 
 
 def _spent(kind: Kind, shaping: Shaping, total: int, stds: Sequence[float | None]) -> list[int]:
-    """Exactly ``total`` candidates."""
+    """Spend exactly ``total`` candidates."""
     low, high = shaping.bounds(kind[1])
-    # Prompts that nothing sets apart share evenly.
-    apart = stds if shaping.adaptive else [None] * len(stds)
-    return allocate_by_std(apart, budget=total, low=low, high=high)
-
-
-def _give_back(grant: Allocation) -> None:
-    """The caller left before it took the grant."""
-    if grant.batch is not None:
-        grant.batch.dropped()
+    # Without statistics all prompts are equal and share evenly.
+    spreads = stds if shaping.adaptive else [None] * len(stds)
+    return allocate_by_std(spreads, budget=total, low=low, high=high)
 
 
 def _name(policy: str, size: int) -> str:

@@ -1,4 +1,4 @@
-"""Groups that were allocated together: they share a deadline, and their time is what a training step waits for."""
+"""Groups that were allocated together: they share a deadline, and a training step waits for the last of them."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,20 +11,25 @@ from darts_server.types import CohortRecord, GroupRecord
 
 
 class CohortMember(Protocol):
-    """A group of the batch."""
+    """A group of the cohort."""
 
-    def limit(self, tokens: int) -> None:
-        """The batch's deadline is known."""
+    def set_deadline(self, tokens: int) -> None:
+        """Apply the cohort's deadline."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CohortTerms:
-    """What a batch was given.
+    """How a cohort was allocated.
 
-    ``mean_candidates``: M'. ``predicted_seconds``: ``None`` where nothing was predicted. ``deadline``: how its groups
-    make it together, ``None`` if they do not. ``tokens``: the deadline where it is known from the start. ``explored``:
-    whether its groups run past the deadline, to see what it takes away.
+    Args:
+        policy: name of the policy.
+        groups: number of groups.
+        mean_candidates: M', candidates per group.
+        predicted_seconds: until its last group ends; ``None`` where nothing was predicted.
+        deadline: how its groups determine the deadline together; ``None`` if they do not.
+        tokens: the deadline where it is known from the start.
+        explored: whether its groups run past the deadline, to measure what the deadline costs.
     """
 
     policy: str
@@ -36,73 +41,73 @@ class CohortTerms:
     explored: bool = False
 
     def place(self, size: int, candidates: int) -> int:
-        """Whose length, among a group's finished candidates, says how long the group needs.
+        """Which of a group's finished candidates, by length, says how many tokens the group needs.
 
-        That is the M-th shortest. Of a group with fewer candidates than the mean it is the same share of them, or else
-        groups without spare ones would tell their longest; of one with more it is not, since a rule may stop the rest
-        when the M-th shortest is known.
+        That is the M-th shortest. In a group with fewer candidates than the mean it is the same share of them, or
+        groups without spare candidates would report their longest. In a group with more it stays the M-th: its rule
+        may stop the others as soon as the M-th shortest is known.
         """
         return min(max(ceil(size * candidates / self.mean_candidates), 1), size)
 
 
 class Cohort:
-    """Tells its groups the deadline once enough of them know their M-th shortest length."""
+    """Set the deadline of its groups once enough of them have reported how many tokens they need."""
 
     def __init__(self, terms: CohortTerms, on_end: Callable[[CohortRecord], None], clock: Callable[[], float]) -> None:
         self.terms = terms
         self.tokens = terms.tokens
         self._on_end = on_end
         self._clock = clock
-        self._began_at = clock()
-        self._left = terms.groups
-        self._expected = terms.groups  # that may still tell what they need
+        self._started_at = clock()
+        self._unfinished = terms.groups
+        self._reporting = terms.groups  # groups that have reported their need, or still may
         self._members: set[CohortMember] = set()
         self._needs: dict[CohortMember, int] = {}
         self._generated, self._returned = 0, 0
 
     def join(self, member: CohortMember) -> None:
-        """A group of the batch began."""
+        """Add a group that has started."""
         self._members.add(member)
         if self.tokens is not None:
-            asyncio.get_running_loop().call_soon(self._announce, member)
+            asyncio.get_running_loop().call_soon(self._set_deadline, member)
 
-    def needs(self, member: CohortMember, tokens: int) -> None:
-        """How long a group needs became known: the length at its `CohortTerms.place`."""
+    def report_need(self, member: CohortMember, tokens: int) -> None:
+        """Record how many tokens a group needs: the length at its `CohortTerms.place`."""
         self._needs[member] = tokens
-        self._look()
+        self._determine_deadline()
 
-    def ended(self, member: CohortMember, record: GroupRecord | None = None) -> None:
-        """A group ended, whichever way."""
+    def end_group(self, member: CohortMember, record: GroupRecord | None = None) -> None:
+        """Remove a group that has ended, with any outcome."""
         if record is not None:
             self._generated += record.generated_tokens
             self._returned += record.returned_tokens
         self._members.discard(member)
-        self._leave(told=member in self._needs)
+        self._remove(reported=member in self._needs)
 
-    def dropped(self) -> None:
-        """A group's caller went away before it began."""
-        self._leave(told=False)
+    def drop_group(self) -> None:
+        """Remove a group whose caller left before it was started."""
+        self._remove(reported=False)
 
-    def _leave(self, told: bool) -> None:
-        self._left -= 1
-        if not told:
-            self._expected -= 1
-            self._look()
-        if self._left == 0:
+    def _remove(self, reported: bool) -> None:
+        self._unfinished -= 1
+        if not reported:
+            self._reporting -= 1
+            self._determine_deadline()
+        if self._unfinished == 0:
             self._on_end(self._record())
 
-    def _look(self) -> None:
+    def _determine_deadline(self) -> None:
         if self.terms.deadline is None or self.tokens is not None:
             return
-        self.tokens = self.terms.deadline.from_lengths(self._needs.values(), self._expected)
+        self.tokens = self.terms.deadline.from_lengths(self._needs.values(), self._reporting)
         if self.tokens is not None:
             for member in self._members:
-                # In a turn of its own: the group that brought the news has not acted on it yet.
-                asyncio.get_running_loop().call_soon(self._announce, member)
+                # In a later turn of the loop: the group that has just reported has not acted on its event yet.
+                asyncio.get_running_loop().call_soon(self._set_deadline, member)
 
-    def _announce(self, member: CohortMember) -> None:
+    def _set_deadline(self, member: CohortMember) -> None:
         if self.tokens is not None and member in self._members and not self.terms.explored:
-            member.limit(self.tokens)
+            member.set_deadline(self.tokens)
 
     def _record(self) -> CohortRecord:
         return CohortRecord(
@@ -112,7 +117,7 @@ class Cohort:
             deadline=self.tokens,
             explored=self.terms.explored,
             predicted_seconds=self.terms.predicted_seconds,
-            measured_seconds=self._clock() - self._began_at,
+            measured_seconds=self._clock() - self._started_at,
             generated_tokens=self._generated,
             returned_tokens=self._returned,
         )
@@ -120,7 +125,12 @@ class Cohort:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What one group was given: its number of candidates, and the batch it belongs to, if its policy has batches."""
+    """How many candidates one group gets, and its cohort, if its policy allocates groups together."""
 
     candidates: int
-    batch: Cohort | None = None
+    cohort: Cohort | None = None
+
+    def drop(self) -> None:
+        """Give it back unused, so that its cohort does not wait for the group."""
+        if self.cohort is not None:
+            self.cohort.drop_group()

@@ -46,9 +46,9 @@ class Deadlines:
 
     def learn(self, record: GroupRecord, name: str) -> None:
         """Take in how long the group needed."""
-        if record.outcome is Outcome.COMPLETED and record.needed is not None:
+        if record.outcome is Outcome.COMPLETED and record.tokens_needed is not None:
             needs = self._needs.load(name) or RecentCompletionLengths()
-            needs.add(record.needed)
+            needs.add(record.tokens_needed)
             self._needs.save(name, needs.state)
 
     def rewarded(self, record: GroupRecord, right: Mapping[int, bool], rule: Deadline) -> None:

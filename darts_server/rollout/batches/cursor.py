@@ -50,7 +50,7 @@ class CandidateCursor:
         """Nothing more comes of it. ``reason``: why it is discarded, if it is without having a reason of its own."""
         if self._end is None and self._run is not None:
             own = self._run.candidates[self._index].reason
-            length = self._run.tokens(self._index)
+            length = self._run.token_count(self._index)
             self._end = Discarded(self.trajectory_id, self._number, length, own or reason)
         self._run = None
 
@@ -62,8 +62,8 @@ class CandidateCursor:
             state = self._run.candidates[self._index]
             if state.reason is not None:
                 self.close(state.reason)
-            elif self._run.tokens(self._index) - len(self._token_ids) >= (chunk if state.running else 1):
-                yield from self._told(self._run.generated(self._index, len(self._token_ids)))
+            elif self._run.token_count(self._index) - len(self._token_ids) >= (chunk if state.running else 1):
+                yield from self._told(self._run.tokens_from(self._index, len(self._token_ids)))
         if self._end is not None:
             yield from self._last(self._end)
 

@@ -34,7 +34,7 @@ class Feed:
 
     Nothing is made ahead: tokens are looked up when a listener has heard all that was told before. So one that stalls
     costs nothing, and what came meanwhile is told at once. What was told can be told again: of tokens there is only
-    written down which they were. Implements :class:`darts_server.rollout.batches.submission.Follower`.
+    written down which they were. Implements :class:`darts_server.rollout.batches.submission.BatchObserver`.
 
     Args:
         began: the first event.
@@ -65,10 +65,10 @@ class Feed:
 
     # --- for who runs the batch ---------------------------------------------
 
-    def began(self, number: int, run: GroupRun[Any, Any]) -> None:
+    def group_started(self, number: int, run: GroupRun[Any, Any]) -> None:
         self._groups[number] = _Group(number, f"{self._batch_id}-{number}", run)
 
-    def belongs(self, number: int, index: int, sample: Sample) -> None:
+    def trajectory_selected(self, number: int, index: int, sample: Sample) -> None:
         if group := self._groups.get(number):
             group.candidates()[index].belongs(sample)
             self._change(number)

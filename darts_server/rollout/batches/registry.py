@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from darts_server.engine.port import OutputT, RequestT
+from darts_server.engine.port import OutputT, Prompter, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound
 from darts_server.rollout.batches.run import BatchRun, Form, Stream
-from darts_server.rollout.batches.submission import BatchRequest, Submissions
+from darts_server.rollout.batches.submission import BatchRequest, NewPlanner, Submission
+from darts_server.rollout.rollouts import Rollouts
 
 KEY_HEADER = "Idempotency-Key"
 
@@ -78,12 +79,16 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
     def __init__(
         self,
-        submissions: Submissions[RequestT, OutputT],
+        rollouts: Rollouts[RequestT, OutputT],
+        prompter: Prompter[RequestT, OutputT],
+        new_planner: NewPlanner,
         keeping: Keeping | None = None,
         interval: float = 0.02,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._submissions = submissions
+        self._rollouts = rollouts
+        self._prompter = prompter
+        self._new_planner = new_planner
         self._keeping = keeping or Keeping()
         self._interval = interval
         self._clock = clock
@@ -92,7 +97,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._kept: dict[str, None] = {}  # durable ones that have ended, the oldest first
         self._claims: dict[tuple[bytes, str], _Claimed] = {}
 
-    async def open(self, asked: BatchRequest, form: Form, claim: Claim | None = None) -> BatchRun:
+    async def open(self, request: BatchRequest, form: Form, claim: Claim | None = None) -> BatchRun:
         """A batch that begins now, or began before under the same claim. The caller is to listen in the same turn.
 
         Raises:
@@ -100,10 +105,10 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             Conflict: something else was asked for under the same claim.
         """
         if claim is None:
-            return await self._open(asked, form, None)
+            return await self._open(request, form, None)
         claimed = self._claims.get(claim.name)
         if claimed is None:
-            opening = asyncio.get_running_loop().create_task(self._open(asked, form, claim))
+            opening = asyncio.get_running_loop().create_task(self._open(request, form, claim))
             claimed = self._claims[claim.name] = _Claimed(claim.digest, opening)
         elif claimed.digest != claim.digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
@@ -133,11 +138,13 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         batch = self._running.get(batch_id) or self.find(batch_id)
         return batch.cancel("the batch was cancelled; send it under another key to have it run again")
 
-    def hurry(self) -> None:
-        """The server is stopping: end those that nobody listens to, since nobody will find them again."""
+    def drain(self) -> None:
+        """Cancel batches without a listener: no caller will find them again once the server has stopped."""
         for batch in list(self._running.values()):
             if not batch.listeners:
-                batch.cancel("the server is stopping, and nobody listened to the batch; send it to another one")
+                batch.cancel(
+                    "the server is stopping, and no caller was connected to the batch; send it to another server"
+                )
 
     def fail(self, error: DartsError) -> None:
         """End those that are told as they run, with that error. Others are answered when their groups have ended."""
@@ -145,8 +152,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             if batch.form.stream is not Stream.NOTHING:
                 batch.fail(error)
 
-    async def _open(self, asked: BatchRequest, form: Form, claim: Claim | None) -> BatchRun:
-        submission = await self._submissions.submit(asked)
+    async def _open(self, request: BatchRequest, form: Form, claim: Claim | None) -> BatchRun:
+        submission = await Submission.prepare(request, self._rollouts, self._prompter, self._new_planner)
         batch = BatchRun(
             submission,
             form,

@@ -36,13 +36,13 @@ class Dataset:
     @property
     def stats(self) -> DatasetStats:
         """Spread and mean of lengths, over the last steps."""
-        self._keep.now()
+        self._keep.run_pending()
         return self._known()
 
     @property
     def profile(self) -> LengthProfile:
         """How lengths are spread around their prompt's mean."""
-        self._keep.now()
+        self._keep.run_pending()
         return LengthProfile(self._profiles.load(KEY))
 
     def learn(self, record: GroupRecord, prompt: PromptStats | None) -> None:
@@ -55,11 +55,11 @@ class Dataset:
         mean = now.mean if prompt is None else prompt.mean_ema
         self._groups.append((version, now))
         self._ratios += [(o.tokens / mean, o.censored) for o in seen]
-        self._keep.ask()
+        self._keep.request()
 
     def flush(self) -> None:
         """Hand what is pending to ``documents``."""
-        self._keep.now()
+        self._keep.run_pending()
 
     def _known(self) -> DatasetStats:
         return self._stats.load(KEY) or DatasetStats()

@@ -36,11 +36,11 @@ class Latency:
     def observe(self, batch: int, seconds: float) -> None:
         """A decode step of ``batch`` sequences took so long."""
         self._model.observe(batch, seconds)
-        self._keep.ask()
+        self._keep.request()
 
     def flush(self) -> None:
         """Hand what is pending to ``documents``."""
-        self._keep.now()
+        self._keep.run_pending()
 
     def _write(self) -> None:
         self._notes.save(KEY, asdict(self._model.state))

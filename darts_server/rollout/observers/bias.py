@@ -4,15 +4,16 @@ from collections import deque
 
 import numpy as np
 
+from darts_server.observers import GroupObserver
 from darts_server.policy.lengths.estimate import complete_sample
 from darts_server.rollout.learned.prompts import observations
-from darts_server.types import CohortRecord, GroupRecord, Outcome
+from darts_server.types import GroupRecord, Outcome
 
 GROUPS = 256
 """Groups that are looked at: a step or a few."""
 
 
-class LengthBias:
+class LengthBias(GroupObserver):
     """Implements the observer: lengths generated and returned in the last groups.
 
     Those of stopped candidates are estimated.
@@ -21,12 +22,6 @@ class LengthBias:
     def __init__(self) -> None:
         self._generated: deque[list[tuple[float, float]]] = deque(maxlen=GROUPS)
         self._returned: deque[list[tuple[float, float]]] = deque(maxlen=GROUPS)
-
-    def candidates_started(self, count: int) -> None:
-        """Of no interest here."""
-
-    def cohort_ended(self, record: CohortRecord) -> None:
-        """Of no interest here."""
 
     def group_ended(self, record: GroupRecord) -> None:
         if record.outcome is Outcome.COMPLETED:

@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from darts_server.observers import GroupObserver, RewardObserver
 from darts_server.policy.reward_stats import Moments, RewardStats, single_length
 from darts_server.rollout.learned.rewards import Rewards
-from darts_server.rollout.observers.base import RewardObserver
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
 from darts_server.rollout.observers.returned import Group, ReturnedGroups, Trajectory
-from darts_server.types import CohortRecord, GroupRecord, Returned
+from darts_server.types import GroupRecord, Returned
 
 TURN = 64
 """Rewards taken in one turn of the event loop: ten milliseconds where each is named by 8,192 tokens."""
@@ -56,7 +56,7 @@ class GroupRewards:
     zero_variance: bool | None = None
 
 
-class Feedback:
+class Feedback(GroupObserver):
     """Matches rewards to trajectories of the newest ``kept`` groups, and learns from them.
 
     Implements the observer of groups, and hears of each trajectory that is handed to a caller.
@@ -98,12 +98,6 @@ class Feedback:
             return GroupRewards()
         known = {t.index: (t.reward, t.correct) for t in group.returned.values() if t.reward is not None}
         return GroupRewards(known, group.zero_variance if group.whole else None)
-
-    def candidates_started(self, count: int) -> None:
-        """Of no interest here."""
-
-    def cohort_ended(self, record: CohortRecord) -> None:
-        """Of no interest here."""
 
     def trajectory_returned(self, returned: Returned) -> None:
         """A trajectory was handed to its caller, before its group ended or after. Said once per trajectory."""

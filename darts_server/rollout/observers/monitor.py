@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from darts_server.observers import GroupObserver
 from darts_server.rollout.run import GroupRun
-from darts_server.types import CandidateRecord, CohortRecord, GroupRecord
+from darts_server.types import CandidateRecord, GroupRecord
 
 MOST_GROUPS = 256
 """Ended groups that a new viewer is told of, and running ones: the last step or two."""
@@ -59,17 +60,17 @@ class View:
     candidates: int
 
 
-class Monitor:
+class Monitor(GroupObserver):
     """Implements the observer: keeps the last groups that ended.
 
     Args:
-        rollouts: asked when somebody looks.
+        rollouts: running groups.
         clock: the runner's.
     """
 
     def __init__(
         self,
-        rollouts: Callable[[], Running],
+        rollouts: Running,
         clock: Callable[[], float] = time.monotonic,
         most_groups: int = MOST_GROUPS,
         most_candidates: int = MOST_CANDIDATES,
@@ -89,9 +90,6 @@ class Monitor:
     def candidates_started(self, count: int) -> None:
         self.candidates += count
 
-    def cohort_ended(self, record: CohortRecord) -> None:
-        """Of no interest here."""
-
     def group_ended(self, record: GroupRecord) -> None:
         self.candidates -= len(record.candidates)
         self.ended += 1
@@ -103,7 +101,7 @@ class Monitor:
     @property
     def running(self) -> int:
         """Groups."""
-        return self._rollouts().running
+        return self._rollouts.running
 
     def ended_after(self, count: int) -> list[GroupRecord]:
         """Those of the groups after the first ``count`` that are kept, in the order in which they ended."""
@@ -113,7 +111,7 @@ class Monitor:
     def newest(self) -> Iterator[GroupRun[Any, Any]]:
         """Running groups, the newest first, as many as are shown."""
         room = self._most_candidates
-        for place, run in enumerate(self._rollouts().newest):
+        for place, run in enumerate(self._rollouts.newest):
             room -= _shown(run)
             if place and (place >= self.most_groups or room < 0):
                 return
@@ -145,8 +143,8 @@ class Viewer:
             groups.append(_news(_of_record(record), before.pop(record.group_id, None)))
         self._heard = self.live.ended
         for run in self.live.newest():
-            known = before.pop(run.ledger.group_id, None)
-            view = self._known[run.ledger.group_id] = _of_run(run, known)
+            known = before.pop(run.recorder.group_id, None)
+            view = self._known[run.recorder.group_id] = _of_run(run, known)
             groups.append(_news(view, known))
         told = [group for group in groups if group.fields or group.candidates]
         return View(self.live.clock(), told, list(before), self.live.running, self.live.candidates)
@@ -172,20 +170,20 @@ def _of_record(record: GroupRecord) -> GroupView:
 
 
 def _of_run(run: GroupRun[Any, Any], known: GroupView | None) -> GroupView:
-    ledger = run.ledger
+    recorder = run.recorder
     fields = {
-        "began": ledger.opened_at,
-        "prompt_key": ledger.prompt_key,
-        "policy": ledger.policy,
+        "began": recorder.opened_at,
+        "prompt_key": recorder.prompt_key,
+        "policy": recorder.policy,
         "size": run.size,
         "started": len(run.candidates),
     }
-    rows = [] if known is None or known.fields["began"] != ledger.opened_at else known.candidates
+    rows = [] if known is None or known.fields["began"] != recorder.opened_at else known.candidates
     now = [
-        rows[index] if index < len(rows) and _settled(rows[index]) else _row(run.candidate(index))
+        rows[index] if index < len(rows) and _settled(rows[index]) else _row(run.candidate_record(index))
         for index in range(_shown(run))
     ]
-    return GroupView(ledger.group_id, _known(fields), now)
+    return GroupView(recorder.group_id, _known(fields), now)
 
 
 def _row(record: CandidateRecord) -> Row:

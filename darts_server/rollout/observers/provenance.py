@@ -2,7 +2,8 @@
 
 from collections import OrderedDict
 
-from darts_server.types import CohortRecord, GroupRecord
+from darts_server.observers import GroupObserver
+from darts_server.types import GroupRecord
 
 DEFAULT_KEPT = 10_000
 """Groups kept: the last dozens of training steps. A record of 12 candidates takes about 3 KB."""
@@ -11,19 +12,13 @@ LONGEST_NUMBER = 7
 """Digits of a prompt's number. Longer ones are random ids that happen to have no letter."""
 
 
-class Provenance:
+class Provenance(GroupObserver):
     """Implements the observer: keeps what it hears of ended groups, the newest ``kept`` of them."""
 
     def __init__(self, kept: int = DEFAULT_KEPT) -> None:
         self._kept = kept
         self._records: OrderedDict[str, GroupRecord] = OrderedDict()
         self._of_response: dict[str, list[str]] = {}
-
-    def candidates_started(self, count: int) -> None:
-        """Of no interest here."""
-
-    def cohort_ended(self, record: CohortRecord) -> None:
-        """Of no interest here."""
 
     def group_ended(self, record: GroupRecord) -> None:
         if record.group_id in self._records:
@@ -54,7 +49,7 @@ class Provenance:
 
 def _names(record: GroupRecord) -> set[str]:
     """What the group is found by, beside its own id."""
-    return {response_id(name) for name in (record.group_id, *record.members)} | set(record.members)
+    return {response_id(name) for name in (record.group_id, *record.request_ids)} | set(record.request_ids)
 
 
 def response_id(group_id: str) -> str:
@@ -65,5 +60,5 @@ def response_id(group_id: str) -> str:
 
 def _prompt_number(record: GroupRecord, response: str) -> int:
     """Of the response's prompts the first that the group answered."""
-    names = (name for name in (record.group_id, *record.members) if response_id(name) == response != name)
+    names = (name for name in (record.group_id, *record.request_ids) if response_id(name) == response != name)
     return min((int(name.rpartition("-")[2]) for name in names), default=0)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from darts_server.engine.port import Probed
 from darts_server.exceptions import StateError
+from darts_server.observers import GroupObserver, PruningObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus as CalibrationStatus
 from darts_server.policy.pruning.calibration import Label
 from darts_server.policy.pruning.survival import Pruning
@@ -19,7 +20,6 @@ from darts_server.quality.types import HeadStatus, Score
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.learned.documents import DocumentStore
-from darts_server.rollout.observers.base import PruningObserver
 from darts_server.rollout.pruning.detection_point import DetectionPoint, DetectionPoints, points, reached
 from darts_server.rollout.pruning.head_checkpoint import HeadCheckpoint
 from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingScore, compact
@@ -32,7 +32,7 @@ from darts_server.rollout.pruning.score_kinds import (
     width_of,
 )
 from darts_server.rollout.pruning.scorer import Assessment
-from darts_server.types import CohortRecord, GroupRecord, PruningStatus
+from darts_server.types import GroupRecord, PruningStatus
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ NewHead = Callable[[int, Callable[[bytes], None]], TrainedHead]
 """Makes the head for hidden states of some width; it tells of each state that it is trained to."""
 
 
-class Pruner:
+class Pruner(GroupObserver):
     """Implements the judge, and hears of rewards and of groups that ended.
 
     Nothing is loaded or started before the first trajectory is to be scored, or `begin`.
@@ -214,7 +214,7 @@ class Pruner:
         for scored in pending.scores:
             self._learn(scored, target, pending.survival)
         self._observer.label_learned()
-        self._keep.ask()
+        self._keep.request()
 
     def record_rewarded_group(self) -> None:
         """All trajectories of a group have rewards.
@@ -230,13 +230,7 @@ class Pruner:
         for point in self._all_points():
             point.calibrator.step()
             point.changed = True
-        self._keep.ask()
-
-    def candidates_started(self, count: int) -> None:
-        """Of no interest here."""
-
-    def cohort_ended(self, record: CohortRecord) -> None:
-        """Of no interest here."""
+        self._keep.request()
 
     def group_ended(self, record: GroupRecord) -> None:
         """See whether all hidden states were told."""

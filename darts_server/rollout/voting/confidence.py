@@ -61,7 +61,7 @@ class Confidence:
         for kind, score in self._scores.get(group_id, {}).get(index, {}).items():
             self._points[kind].calibrator.add(Label(score, float(right)))
             self._points[kind].changed = True
-            self._keep.ask()
+            self._keep.request()
 
     def _read(self) -> None:
         try:

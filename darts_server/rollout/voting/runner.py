@@ -9,14 +9,15 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, Prompter, RequestT
 from darts_server.exceptions import InvalidRequest
+from darts_server.observers import VoteObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.selection.rules import InOrder
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.observers.base import VoteObserver
 from darts_server.rollout.plan import OFF
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.ballots import (
     LOG_ODDS,
     MAJORITY,
@@ -155,7 +156,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
             )
         if question.score not in (HEAD, *KINDS):
             raise InvalidRequest("score", f"must be one of {', '.join((HEAD, *KINDS))}, got {question.score!r}")
-        if question.score == HEAD and not self._rollouts.scores:
+        if question.score == HEAD and not self._rollouts.can_score:
             raise InvalidRequest(
                 "score", f"nothing scores quality on this server (see --quality); choose {' or '.join(KINDS)}"
             )
@@ -172,14 +173,16 @@ class VoteRunner(Generic[RequestT, OutputT]):
             raise
 
     def _begin(self, question: VoteRequest, request: RequestT, vote_id: str) -> GroupRun[RequestT, OutputT]:
-        run = self._rollouts.gathering(
+        spec = GroupSpec(
             request,
+            vote_id,
             POLICY,
-            group_id=vote_id,
-            prompt_key=question.prompt.key or self._prompter.key(request),
-            tail_seed=self._prompter.tail_seed(request),
+            question.prompt.key or self._prompter.key(request),
+            self._prompter.tail_seed(request),
+            early=True,
             pruning=Pruning() if question.by_quality else None,  # nobody is pruned, for none can be spared
         )
+        run = self._rollouts.collect(spec)
         run.open(InOrder(question.n), Allocation(question.n))
         return run
 
@@ -213,12 +216,12 @@ class VoteRunner(Generic[RequestT, OutputT]):
             async for trajectory in trajectories:
                 taken.add(trajectory.index)
                 await poll.take(trajectory.index, self._prompter.sample(trajectory.output))
-                if run.ended or run.waiting:  # what has come to its end counts, needed or not
+                if run.has_ended or run.has_deliveries:  # what has come to its end counts, needed or not
                     continue
                 if len(taken) % step:
                     continue
                 if poll.decided([c.index for c in run.candidates if c.alive and c.index not in taken]):
-                    run.enough()
+                    run.finish_early()
                     return True
         return False
 

@@ -42,9 +42,7 @@ class Server:
         self.updates = Mock(spec=Updates, version=3, state=State.SERVING, last=None)
         self.fault: str | None = None
         self.stopping = False
-        self.viewed = Viewed(
-            lambda: self.live, self.rewards, lambda: self.updates, lambda: self.fault, lambda: self.stopping
-        )
+        self.viewed = Viewed(self.live, self.rewards, self.updates, lambda: self.fault, lambda: self.stopping)
 
     def events(self, quiet: float = 60.0) -> AsyncGenerator[bytes, None]:
         return pieces(Viewer(self.live), self.viewed, interval=0, quiet=quiet)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.shaping.options import LARGEST_GROUP, NAME_CHARS, checked_option
+from darts_server.http.shaping.options import LARGEST_GROUP, NAME_CHARS, checked_option, merge_options
+from darts_server.types import RequestOptions
 
 NAMES = ("policy", "prompt_key", "group_id")
 
@@ -54,3 +55,46 @@ def test_anything_gives_a_value_or_is_refused(option: str, value: Any) -> None:
     except InvalidRequest:
         return
     assert taken == value if option != "group_size" else isinstance(taken, int) and 1 <= taken <= LARGEST_GROUP
+
+
+@pytest.mark.parametrize(
+    ("header", "xargs", "both"),
+    [
+        (RequestOptions(), {}, RequestOptions()),
+        (RequestOptions("off"), {"other": 3}, RequestOptions("off")),
+        (RequestOptions(), {"darts_policy": "off"}, RequestOptions("off")),
+        (RequestOptions("off"), {"darts_policy": "off"}, RequestOptions("off")),
+        (RequestOptions("darts"), {"darts_prompt_key": "p"}, RequestOptions("darts", "p")),
+        (RequestOptions(group_id="a"), {"darts_group_size": 8}, RequestOptions(group_id="a", group_size=8)),
+        (RequestOptions(group_size=8), {"darts_group_size": 8.0}, RequestOptions(group_size=8)),
+        (
+            RequestOptions(),
+            {"darts_prompt_key": "p", "darts_group_id": "a", "darts_group_size": "8"},
+            RequestOptions(None, "p", "a", 8),
+        ),
+    ],
+)
+def test_header_and_body_are_alike_and_add_up(
+    header: RequestOptions, xargs: dict[str, Any], both: RequestOptions
+) -> None:
+    assert merge_options(header, xargs) == both
+
+
+@pytest.mark.parametrize(
+    ("header", "xargs", "words"),
+    [
+        (RequestOptions("off"), {"darts_policy": "uniform"}, "darts_policy: 'uniform' contradicts 'off' of the header"),
+        (RequestOptions(None, "p"), {"darts_prompt_key": "q"}, "contradicts 'p' of the header X-Darts-Prompt-Key"),
+        (RequestOptions(group_id="a"), {"darts_group_id": "b"}, "contradicts 'a' of the header X-Darts-Group"),
+        (RequestOptions(group_size=8), {"darts_group_size": 4}, "darts_group_size: 4 contradicts 8 of the header"),
+        (RequestOptions(), {"darts_policy": 3}, "vllm_xargs.darts_policy: must be the name"),
+        (RequestOptions(), {"darts_prompt_key": 7}, "vllm_xargs.darts_prompt_key: must be a key"),
+        (RequestOptions(), {"darts_group_id": "a;b"}, "vllm_xargs.darts_group_id: must be an id"),
+        (RequestOptions(), {"darts_group_size": 0}, "from 1 to 16384, got 0"),
+        (RequestOptions(), {"darts_group_size": [8]}, "whole number"),
+        (RequestOptions(), {"darts_polcy": "off"}, "unknown; known ones are darts_policy, darts_prompt_key"),
+    ],
+)
+def test_contradictions_and_misspellings_are_refused(header: RequestOptions, xargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        merge_options(header, xargs)

@@ -9,6 +9,8 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
 from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.learned.documents import Scalar
+from darts_server.rollout.plan import Plan
 from tests.rollout.helpers import Documents, an_allocator
 
 pytestmark = pytest.mark.anyio
@@ -21,13 +23,13 @@ def prompts(**stds: float) -> Documents:
 
 
 async def together(allocator: Allocator, keys: list[str], shaping: Shaping = DARTS, size: int = SIZE) -> list[int]:
-    grants = await asyncio.gather(*(allocator.grant("darts", shaping, size, key) for key in keys))
-    return [grant.candidates for grant in grants]
+    allocations = await asyncio.gather(*(allocator.allocate(Plan("darts", shaping, size), key) for key in keys))
+    return [grant.candidates for grant in allocations]
 
 
 async def test_a_uniform_policy_asks_nobody_and_waits_for_nobody() -> None:
     allocator = an_allocator(prompts(a=900.0), window=60)
-    assert await allocator.grant("uniform", Shaping(redundancy=1.5), SIZE, "a") == Allocation(12)
+    assert await allocator.allocate(Plan("uniform", Shaping(redundancy=1.5), SIZE), "a") == Allocation(12)
 
 
 async def test_in_a_batch_wider_prompts_get_more_and_the_budget_is_spent_exactly() -> None:
@@ -85,7 +87,7 @@ async def test_group_sizes_are_allocated_apart() -> None:
 
 async def test_a_caller_that_leaves_before_the_batch_is_closed_takes_no_budget() -> None:
     allocator = an_allocator(prompts(), window=0.01)
-    gone = asyncio.create_task(allocator.grant("darts", DARTS, SIZE, "gone"))
+    gone = asyncio.create_task(allocator.allocate(Plan("darts", DARTS, SIZE), "gone"))
     rest = asyncio.create_task(together(allocator, [f"p{i}" for i in range(8)]))
     await asyncio.sleep(0)
     gone.cancel()
@@ -94,12 +96,14 @@ async def test_a_caller_that_leaves_before_the_batch_is_closed_takes_no_budget()
 
 async def test_a_store_that_fails_is_told_to_everyone_who_waits() -> None:
     class Broken(Documents):
-        def get(self, kind: str, key: str) -> None:
-            raise OSError("the disk is gone")
+        def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
+            if kind == "prompt":
+                raise OSError("the disk is gone")
+            return None
 
     allocator = an_allocator(Broken())
     results = await asyncio.gather(
-        *(allocator.grant("darts", DARTS, SIZE, key) for key in "ab"), return_exceptions=True
+        *(allocator.allocate(Plan("darts", DARTS, SIZE), key) for key in "ab"), return_exceptions=True
     )
     assert [str(r) for r in results] == ["the disk is gone"] * 2
 
@@ -116,18 +120,18 @@ async def test_where_there_is_no_room_everyone_gets_less_of_the_redundancy_and_n
     full = await together(an_allocator(prompts(**stds), window=0.01), list(stds))
     for scale, each in ((1.0, 12), (0.5, 10), (0.0, 8)):
         allocator = an_allocator(prompts(**stds), window=0.01, scale=scale)
-        assert await allocator.grant("uniform", uniform, SIZE, "p0") == Allocation(each)
+        assert await allocator.allocate(Plan("uniform", uniform, SIZE), "p0") == Allocation(each)
         assert await together(allocator, list(stds)) == [reduce_candidates(count, SIZE, scale) for count in full]
 
 
 def test_a_batch_whose_caller_says_how_many_candidates_it_gets_has_them_all_the_same() -> None:
     allocator = an_allocator(prompts(), scale=0.0)
-    grants = allocator.grant_together("darts", DARTS, SIZE, [f"p{i}" for i in range(8)], budget=96)
-    assert sum(grant.candidates for grant in grants) == 96
+    allocations = allocator.allocate_cohort(Plan("darts", DARTS, SIZE), [f"p{i}" for i in range(8)], budget=96)
+    assert sum(grant.candidates for grant in allocations) == 96
 
 
 def test_a_batch_tells_the_mean_that_it_was_given() -> None:
     allocator = an_allocator(prompts(), scale=0.5)
-    batch = allocator.grant_together("darts", DARTS, SIZE, [f"p{i}" for i in range(8)])[0].batch
+    batch = allocator.allocate_cohort(Plan("darts", DARTS, SIZE), [f"p{i}" for i in range(8)])[0].cohort
     assert batch is not None
     assert batch.terms.mean_candidates == 10

@@ -18,7 +18,7 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[int] = []
 
-    def limit(self, tokens: int) -> None:
+    def set_deadline(self, tokens: int) -> None:
         self.heard.append(tokens)
 
 
@@ -28,7 +28,7 @@ class Party:
     def __init__(self, groups: int, deadline: Deadline | None = SURE, **terms: int | bool) -> None:
         self.records: list[CohortRecord] = []
         self.now = 10.0
-        self.batch = Cohort(
+        self.cohort = Cohort(
             CohortTerms("cut", groups, 12.5, 3.25, deadline, **terms),  # type: ignore[arg-type]
             self.records.append,
             lambda: self.now,
@@ -39,13 +39,13 @@ class Party:
         new = [Listener() for _ in range(count)]
         self.members += new
         for member in new:
-            self.batch.join(member)
+            self.cohort.join(member)
         return new
 
     def need(self, *tokens: int) -> None:
         """The first groups tell what they need, in order."""
         for member, each in zip(self.members, tokens, strict=False):
-            self.batch.needs(member, each)
+            self.cohort.report_need(member, each)
 
     @property
     def heard(self) -> list[list[int]]:
@@ -76,14 +76,14 @@ async def test_the_deadline_is_told_when_the_group_of_the_quantiles_rank_knows_w
     party = Party(groups, Deadline(quantile, exploration=0.0))
     party.join(groups)
     for told in range(1, rank):
-        party.batch.needs(party.members[told - 1], 10 * told)
+        party.cohort.report_need(party.members[told - 1], 10 * told)
         await turn()
-        assert party.batch.tokens is None
-    party.batch.needs(party.members[rank - 1], 10 * rank)
+        assert party.cohort.tokens is None
+    party.cohort.report_need(party.members[rank - 1], 10 * rank)
     assert party.heard == [[]] * groups, "the group that brought the news has not acted on it yet"
     await turn()
     assert party.heard == [[10 * rank]] * groups
-    party.batch.needs(party.members[-1], 1)
+    party.cohort.report_need(party.members[-1], 1)
     await turn()
     assert party.heard == [[10 * rank]] * groups, "told once"
 
@@ -111,7 +111,7 @@ async def test_a_policy_without_a_deadline_tells_nobody_anything() -> None:
     party.need(3, 4)
     await turn()
     assert party.heard == [[], []]
-    assert party.batch.tokens is None
+    assert party.cohort.tokens is None
 
 
 async def test_groups_that_end_without_knowing_what_they_need_do_not_keep_the_deadline_from_coming() -> None:
@@ -119,11 +119,11 @@ async def test_groups_that_end_without_knowing_what_they_need_do_not_keep_the_de
     party.join(10)
     party.need(1, 2, 3, 4, 5)
     for failed in party.members[5:8]:
-        party.batch.ended(failed)
-    party.batch.dropped()  # the tenth never came
+        party.cohort.end_group(failed)
+    party.cohort.drop_group()  # the tenth never came
     await turn()
-    assert party.batch.tokens is None, "five of six are known, and 0.9 of six are all six"
-    party.batch.ended(party.members[8])
+    assert party.cohort.tokens is None, "five of six are known, and 0.9 of six are all six"
+    party.cohort.end_group(party.members[8])
     await turn()
     assert party.heard[:5] == [[5]] * 5
 
@@ -132,10 +132,10 @@ async def test_groups_that_ended_after_they_knew_still_count_and_hear_nothing() 
     party = Party(3)
     party.join(3)
     party.need(7, 8)
-    party.batch.ended(party.members[0])
-    party.batch.ended(party.members[1])
-    assert party.batch.tokens is None
-    party.batch.needs(party.members[2], 9)
+    party.cohort.end_group(party.members[0])
+    party.cohort.end_group(party.members[1])
+    assert party.cohort.tokens is None
+    party.cohort.report_need(party.members[2], 9)
     await turn()
     assert party.heard == [[], [], [9]]
 
@@ -144,7 +144,7 @@ async def test_a_group_that_ends_before_its_turn_is_not_told() -> None:
     party = Party(2)
     party.join(2)
     party.need(7, 8)
-    party.batch.ended(party.members[1])
+    party.cohort.end_group(party.members[1])
     await turn()
     assert party.heard == [[8], []]
 
@@ -177,7 +177,7 @@ async def test_explored_groups_are_not_told_but_the_record_says_what_they_would_
     await turn()
     assert party.heard == [[], []]
     for member in party.members:
-        party.batch.ended(member)
+        party.cohort.end_group(member)
     [record] = party.records
     assert (record.explored, record.deadline) == (True, tokens or 8)
 
@@ -189,18 +189,18 @@ async def test_the_record_is_made_once_when_the_last_group_has_ended_or_was_drop
     party = Party(4)
     party.join(3)
     party.need(5, 6, 7)
-    party.batch.ended(party.members[0])
-    party.batch.dropped()
-    party.batch.ended(party.members[1])
+    party.cohort.end_group(party.members[0])
+    party.cohort.drop_group()
+    party.cohort.end_group(party.members[1])
     assert party.records == []
     party.now = 14.5
-    party.batch.ended(party.members[2])
+    party.cohort.end_group(party.members[2])
     assert party.records == [CohortRecord("cut", 4, 12.5, 7, False, 3.25, 4.5)]
 
 
 async def test_a_batch_of_which_every_group_was_dropped_has_a_record_too() -> None:
     party = Party(2)
-    party.batch.dropped()
-    party.batch.dropped()
+    party.cohort.drop_group()
+    party.cohort.drop_group()
     [record] = party.records
     assert (record.groups, record.deadline) == (2, None)

@@ -13,7 +13,7 @@ from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.batches.events import Belongs, Delta, Discarded, Event, GroupDecided
 from darts_server.rollout.batches.registry import BatchRegistry, Claim, Keeping
 from darts_server.rollout.batches.run import BatchRun, Form, Stream
-from darts_server.rollout.batches.submission import BatchRequest, Submissions
+from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, PromptSpec
 from tests.rollout.batches.test_submission import Texts
@@ -36,7 +36,7 @@ def batches(house: House, policy: str, keeping: Keeping | None = None) -> BatchR
     """Whose listeners look at candidates in every turn of the loop."""
     planner = Planner(SHAPINGS, policy, Limits(64))
     clock = asyncio.get_running_loop().time
-    return BatchRegistry(Submissions(house.rollouts, Texts(), lambda _: planner), keeping, interval=0, clock=clock)
+    return BatchRegistry(house.rollouts, Texts(), lambda _: planner, keeping, interval=0, clock=clock)
 
 
 def on_stepped_time(scenario: Coroutine[Any, Any, None]) -> None:

@@ -183,7 +183,7 @@ def test_when_the_server_stops_batches_that_nobody_listens_to_are_ended() -> Non
         ours = batches(house, "shortest", KEEPING)
         alone, heard = [await ours.open(ask(2), WHOLE, claim(key)) for key in ("a", "b")]
         with heard.listen():
-            ours.hurry()
+            ours.drain()
             with pytest.raises(GroupAborted, match="stopping"):
                 await alone.answer()
             await house.engine.run()

@@ -13,6 +13,8 @@ from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
+from darts_server.rollout.learned.documents import Scalar
+from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.types import CohortRecord, FinishReason, GroupRecord, Outcome
 from tests.rollout.allocation.test_cohort import SURE, Listener, turn
@@ -63,14 +65,14 @@ async def leaving_when_answered(
 
     async def first() -> Allocation:
         try:
-            return await allocator.grant("cut", DARTS_CUT, 4, "first")
+            return await allocator.allocate(Plan("cut", DARTS_CUT, 4), "first")
         finally:
             last.cancel()
 
     tasks = [asyncio.create_task(first())]
     await turn()  # it is the first to be answered
-    tasks += [asyncio.create_task(allocator.grant("cut", DARTS_CUT, 4, f"p{i}")) for i in range(others)]
-    last = asyncio.create_task(allocator.grant("cut", DARTS_CUT, 4, "last"))
+    tasks += [asyncio.create_task(allocator.allocate(Plan("cut", DARTS_CUT, 4), f"p{i}")) for i in range(others)]
+    last = asyncio.create_task(allocator.allocate(Plan("cut", DARTS_CUT, 4), "last"))
     grants = await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.wait([last])
     return grants, last
@@ -78,25 +80,27 @@ async def leaving_when_answered(
 
 async def test_a_caller_that_leaves_while_its_grant_is_on_its_way_is_dropped_from_the_batch() -> None:
     records: list[CohortRecord] = []
-    grants, last = await leaving_when_answered(an_allocator(Documents(), on_batch_end=records.append), others=8)
+    grants, last = await leaving_when_answered(an_allocator(Documents(), on_cohort_end=records.append), others=8)
     assert last.cancelled()
     assert isinstance(grants[0], Allocation)
-    batch = grants[0].batch
+    batch = grants[0].cohort
     assert batch is not None
     members = [Listener() for _ in grants]
     for need, member in enumerate(members, 1):
         batch.join(member)
-        batch.needs(member, need)
+        batch.report_need(member, need)
     assert batch.tokens == 9, "0.9 of the nine that are left are all nine"
     for member in members:
-        batch.ended(member)
+        batch.end_group(member)
     assert [(r.groups, r.deadline) for r in records] == [(10, 9)]
 
 
 async def test_a_caller_that_leaves_in_the_turn_its_allocation_fails_is_cancelled_all_the_same() -> None:
     class Broken(Documents):
-        def get(self, kind: str, key: str) -> None:
-            raise OSError("the disk is gone")
+        def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
+            if kind == "prompt":
+                raise OSError("the disk is gone")
+            return None
 
     grants, last = await leaving_when_answered(an_allocator(Broken()), others=0)
     assert str(grants[0]) == "the disk is gone"
@@ -133,9 +137,9 @@ async def test_few_groups_with_too_few_before_them_have_no_deadline() -> None:
 
 
 def gathered(house: House, name: str, candidates: int) -> GroupRun[str, list[int]]:
-    run = house.rollouts.gathering(name, "cut", group_id=name)
+    run = house.collect(name, "cut")
     for _ in range(candidates):
-        run.gather(name)
+        run.add_candidate(name)
     return run
 
 
@@ -153,7 +157,7 @@ async def test_a_group_that_knew_what_it_needs_before_it_was_opened_tells_its_ba
     batch = a_batch(house, 1)
     run.open(Shaping(num_longest=0).selection_rule(1), Allocation(3, batch))
     assert batch.tokens == 5
-    run.close()
+    run.cancel()
 
 
 async def test_a_group_that_failed_before_it_was_opened_is_dropped_from_its_batch() -> None:
@@ -190,7 +194,7 @@ async def test_the_record_names_no_deadline_that_the_group_was_not_held_to() -> 
     # What makes the group complete also brings the deadline, which is less than the tail that is in it.
     script = [Script(2), Script(2), Script(2, delay=11), Script(12, reason=FinishReason.LENGTH), Script(3)]
     house = House(lambda _, index: script[index], {"cut": DARTS_CUT})
-    run = house.rollouts.gathering("p", "cut", group_id="p", tail_seed=(TAIL_SEED_FOR_3,))
+    run = house.collect("p", "cut", (TAIL_SEED_FOR_3,))
     batch = a_batch(house, 1)
     run.open(DARTS_CUT.selection_rule(4), Allocation(5, batch))
     task = asyncio.create_task(collect(run))
@@ -212,4 +216,4 @@ async def test_every_group_can_tell_what_it_needs_however_many_candidates_it_has
     await house.engine.run()
     await asyncio.gather(*tasks)
     assert {len(house.record(name).candidates) for name in names} >= {4, 8}
-    assert all(house.record(name).needed is not None for name in names)
+    assert all(house.record(name).tokens_needed is not None for name in names)

@@ -10,7 +10,7 @@ from darts_server.engine.scripted import Script, generated, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.batches.submission import BatchRequest, GroupResult, Submission, Submissions
+from darts_server.rollout.batches.submission import BatchRequest, GroupResult, Submission
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, Outcome, PromptSpec, Sample
 from tests.rollout.helpers import House
@@ -49,11 +49,11 @@ def script(prompt: str, index: int) -> Script:
     return Script(int(prompt) + index, error=CandidateFailed("broken") if prompt == "7" else None)
 
 
-def submissions(house: House, default: str = "shortest") -> Submissions[str, list[int]]:
-    def planner(overrides: Mapping[str, object]) -> Planner:
+async def submit(house: House, batch: BatchRequest, default: str = "shortest") -> Submission[str, list[int]]:
+    def new_planner(overrides: Mapping[str, object]) -> Planner:
         return Planner(POLICIES, str(overrides.get("name", default)), Limits(64))
 
-    return Submissions(house.rollouts, Texts(), planner)
+    return await Submission.prepare(batch, house.rollouts, Texts(), new_planner)
 
 
 def asked(*texts: str, **more: object) -> BatchRequest:
@@ -72,7 +72,7 @@ async def play(house: House, submission: Submission[str, list[int]]) -> list[Gro
 
 async def test_groups_come_as_they_are_decided_with_their_samples_and_records() -> None:
     house = House(script)
-    results = await play(house, await submissions(house).submit(asked("30", "10", "20")))
+    results = await play(house, await submit(house, asked("30", "10", "20")))
     assert [result.number for result in results] == [1, 2, 0]
     for result in results:
         assert result.record is not None
@@ -84,7 +84,7 @@ async def test_groups_come_as_they_are_decided_with_their_samples_and_records() 
 
 async def test_a_failing_group_is_an_error_of_its_own() -> None:
     house = House(script)
-    results = await play(house, await submissions(house).submit(asked("7", "10")))
+    results = await play(house, await submit(house, asked("7", "10")))
     errors = {result.number: result.error for result in results}
     assert isinstance(errors[0], CandidateFailed)
     assert errors[1] is None
@@ -92,10 +92,9 @@ async def test_a_failing_group_is_an_error_of_its_own() -> None:
 
 async def test_prompts_that_take_longest_start_first() -> None:
     house = House(script)
-    taker = submissions(house)
-    await play(house, await taker.submit(asked("10", "30", "20")))
+    await play(house, await submit(house, asked("10", "30", "20")))
     house.engine.started.clear()
-    await play(house, await taker.submit(asked("10", "30", "20", "11")))
+    await play(house, await submit(house, asked("10", "30", "20", "11")))
     order = list(dict.fromkeys(candidate.request for candidate in house.engine.started))
     assert order.index("30") < order.index("20") < order.index("10"), "11 is new and counts as typical"
 
@@ -103,14 +102,14 @@ async def test_prompts_that_take_longest_start_first() -> None:
 async def test_a_budget_is_spent_to_the_last_candidate_whatever_the_policy() -> None:
     for policy in ("shortest", "darts"):
         house = House(script)
-        submission = await submissions(house).submit(asked("10", "30", "20", policy={"name": policy}, budget=17))
+        submission = await submit(house, asked("10", "30", "20", policy={"name": policy}, budget=17))
         results = await play(house, submission)
         assert sum(len(result.record.candidates) for result in results if result.record) == 17
 
 
 async def test_all_groups_share_one_deadline_however_many_they_are() -> None:
     house = House(script)
-    await play(house, await submissions(house, "cut").submit(asked(*map(str, range(10, 30)))))
+    await play(house, await submit(house, asked(*map(str, range(10, 30))), "cut"))
     [batch] = house.recorder.batches
     assert (batch.groups, batch.policy) == (20, "cut")
     assert batch.deadline is not None
@@ -133,14 +132,14 @@ async def test_all_groups_share_one_deadline_however_many_they_are() -> None:
 async def test_a_wrong_batch_starts_nothing(wrong: BatchRequest, field: str) -> None:
     house = House(script)
     with pytest.raises(InvalidRequest) as refused:
-        await submissions(house).submit(wrong)
+        await submit(house, wrong)
     assert refused.value.field == field
     assert not house.engine.started
 
 
 async def test_leaving_stops_everything_and_ends_the_batch() -> None:
     house = House(script)
-    submission = await submissions(house, "cut").submit(asked(*map(str, range(10, 20))))
+    submission = await submit(house, asked(*map(str, range(10, 20))), "cut")
     async with aclosing(submission.results()) as results:
         first = asyncio.create_task(anext(results))
         await settle()
@@ -156,7 +155,7 @@ async def test_leaving_stops_everything_and_ends_the_batch() -> None:
 
 async def test_enough_groups_stop_the_others_which_are_told_and_end_cancelled() -> None:
     house = House(script)
-    submission = await submissions(house, "cut").submit(asked("30", "10", "7", "20", "31", num_groups=2))
+    submission = await submit(house, asked("30", "10", "7", "20", "31", num_groups=2), "cut")
     results = await play(house, submission)
     assert [(result.number, result.error is None) for result in results] == [(1, True), (2, False), (3, True)]
     assert [(u.number, u.prompt_key) for u in submission.unfinished] == [(0, "key of 30"), (4, "key of 31")]
@@ -168,14 +167,14 @@ async def test_enough_groups_stop_the_others_which_are_told_and_end_cancelled() 
 
 async def test_where_too_few_groups_can_succeed_all_are_given() -> None:
     house = House(script)
-    submission = await submissions(house).submit(asked("7", "10", "7", "20", num_groups=3))
+    submission = await submit(house, asked("7", "10", "7", "20", num_groups=3))
     assert len(await play(house, submission)) == 4
     assert submission.unfinished == []
 
 
 async def test_leaving_before_anything_began_ends_the_batch_too() -> None:
     house = House(script)
-    submission = await submissions(house, "cut").submit(asked("10", "20"))
+    submission = await submit(house, asked("10", "20"), "cut")
     waiting = asyncio.create_task(anext(submission.results()))
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)

@@ -2,16 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from darts_server.engine.port import Ended, Generated, Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.rollout.joining import Joining
-from darts_server.rollout.plan import Limits
-from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.joining import JoinRequest
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.plan import Limits, Planner
+from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.spec import GroupSpec
 from darts_server.types import GroupRecord, RequestOptions
 from tests.policy.oracle import Fate
 from tests.rollout.helpers import Documents, Recorder
@@ -110,16 +112,16 @@ class SigningEngine:
 
 
 class RecordedRollouts(Rollouts[str, Signed]):
-    """Remembers the groups that were begun. Their tail_seed can be repeated."""
+    """Records the groups that were started, with tails that can be repeated."""
 
     def __init__(self, engine: SigningEngine, tail_seed: int, *args: Any, **more: Any) -> None:
         super().__init__(engine, *args, **more)
         self.begun: dict[str, GroupRun[str, Signed]] = {}
-        self._lots = tail_seed
+        self._tail_seed = tail_seed
 
-    def gathering(self, request: str, policy: str, **more: Any) -> GroupRun[str, Signed]:
-        run = super().gathering(request, policy, **{**more, "tail_seed": (self._lots, len(self.begun))})
-        self.begun[more["group_id"]] = run
+    def collect(self, spec: GroupSpec[str], on_end: Callable[[], None] = lambda: None) -> GroupRun[str, Signed]:
+        run = super().collect(replace(spec, tail_seed=(self._tail_seed, len(self.begun))), on_end)
+        self.begun[spec.group_id] = run
         return run
 
 
@@ -167,29 +169,27 @@ class Hall:
         self.rollouts = RecordedRollouts(
             self.signing,
             tail_seed,
-            {"shaped": shaping},
-            "shaped",
-            Limits(64),
-            self.store,
-            [self.recorder],
-            peek_interval=0,
-            batch_window=window,
-            group_wait=wait,
+            Planner({"shaped": shaping}, "shaped", Limits(64)),
+            Statistics(self.store, self.engine.capacity),
+            Intervals(poll=0, allocation=window, join=wait),
             clock=lambda: self.engine.now,
         )
+        self.rollouts.observe(self.recorder)
 
     def come(self, caller: str, prompt: str = "p", name: str | None = None) -> Caller:
         """A caller comes. ``name``: its name for the group."""
         new = Caller(caller, prompt)
         joining = self.joining(caller, prompt, name)
-        new.task = asyncio.create_task(self.rollouts.join(joining, lambda group_id: setattr(new, "group_id", group_id)))
+        new.task = asyncio.create_task(
+            self.rollouts.joiner.join(joining, lambda group_id: setattr(new, "group_id", group_id))
+        )
         self.callers.append(new)
         return new
 
-    def joining(self, caller: str, prompt: str = "p", name: str | None = None) -> Joining[str]:
+    def joining(self, caller: str, prompt: str = "p", name: str | None = None) -> JoinRequest[str]:
         plan = self.rollouts.plan(1, RequestOptions(group_id=name, group_size=self.size))
         assert plan is not None
-        return Joining(f"{prompt}:{caller}", caller, plan, prompt, f"{name}/{prompt}", name)
+        return JoinRequest(f"{prompt}:{caller}", caller, plan, prompt, f"{name}/{prompt}", name)
 
     async def all_come(self, count: int | None = None, prompt: str = "p") -> list[Caller]:
         first = len(self.callers)
@@ -217,17 +217,17 @@ class Hall:
         run = self.rollouts.begun[group_id]
         fates = {}
         for candidate in run._group.candidates:
-            script = self.script(*run._asked(candidate.index))
+            script = self.script(*run._request_of(candidate.index))
             fates[candidate.index] = Fate(script.length, script.reason == "stop", candidate.tail_draw)
         return fates
 
     def origin(self, group_id: str, index: int) -> tuple[str, int]:
         """Request of a candidate, and its number among that request's."""
-        return self.rollouts.begun[group_id]._asked(index)
+        return self.rollouts.begun[group_id]._request_of(index)
 
     def seats(self, group_id: str) -> Sequence[Any]:
         """Those of a group that runs."""
-        groups = [g for groups in self.rollouts._assembly._groups.values() for g in groups]
+        groups = [g for groups in self.rollouts.joiner._groups.values() for g in groups]
         [group] = [g for g in groups if g.group_id == group_id]
         return group._seats
 
@@ -236,7 +236,7 @@ class Hall:
         await settle()
         assert self.engine.running == []
         assert self.rollouts.running == 0
-        assert self.rollouts._assembly._groups == {}
+        assert self.rollouts.joiner._groups == {}
         assert asyncio.all_tasks() == self._others
 
 

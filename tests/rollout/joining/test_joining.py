@@ -213,7 +213,7 @@ async def test_a_caller_that_cannot_be_told_its_group_leaves_nothing() -> None:
         raise RuntimeError("no such header")
 
     with pytest.raises(RuntimeError, match="no such header"):
-        await hall.rollouts.join(hall.joining("c0"), broken)
+        await hall.rollouts.joiner.join(hall.joining("c0"), broken)
     await hall.assert_empty()
 
 
@@ -237,7 +237,7 @@ async def test_a_late_caller_takes_the_vacant_seat_and_gets_what_fell_to_it() ->
         assert sorted(c.got.tokens for c in [*rest, late]) == [3, 10, 11, 12]
         record = hall.record("group-c0")
         assert record.outcome is Outcome.COMPLETED
-        assert record.members == ("c0", "c1", "c2", "c3", "c4")
+        assert record.request_ids == ("c0", "c1", "c2", "c3", "c4")
         assert hall.recorder.started == 6, "it starts no candidate"
     assert 0 < fell < TRIALS
 
@@ -308,7 +308,7 @@ async def test_a_seat_of_a_group_that_has_its_record_is_not_given_to_a_late_call
         hall = Hall(lambda request, index: Script(60 if index else 2 + int(request[-1])), CUT, tail_seed=LONG_TAIL)
         gone, *rest = await hall.all_come()
         gone.hang_up()
-        hall.rollouts.begun["group-c0"].limit(9)
+        hall.rollouts.begun["group-c0"].set_deadline(9)
         hall.signing.aborted.clear()
         await hall.steps(9)
         [record] = hall.recorder.records
@@ -318,7 +318,7 @@ async def test_a_seat_of_a_group_that_has_its_record_is_not_given_to_a_late_call
         hall.signing.aborted.set()
         await hall.quiet()
         await finish(hall, [*rest, late])
-        assert late.name not in record.members
+        assert late.name not in record.request_ids
         assert {c.got.tokens for c in rest} < {2, 3, 4, 9}
 
 
@@ -352,7 +352,7 @@ async def test_a_group_is_found_by_each_of_its_requests_and_by_its_name() -> Non
     callers = [hall.come(f"cmpl-{i}-0", name="step 3") for i in range(4)]
     await finish(hall, callers)
     [record] = hall.recorder.records
-    assert record.members == ("step 3", "cmpl-0-0", "cmpl-1-0", "cmpl-2-0", "cmpl-3-0")
+    assert record.request_ids == ("step 3", "cmpl-0-0", "cmpl-1-0", "cmpl-2-0", "cmpl-3-0")
     provenance = Provenance()
     provenance.group_ended(record)
     for name in ("step 3", "group-cmpl-0-0", "cmpl-2-0", "cmpl-2", "group-cmpl-0"):
@@ -383,7 +383,7 @@ async def test_when_no_other_request_will_come_groups_are_made_of_those_who_are_
     hall = Hall(lengths(9), SHORTEST)
     there = [hall.come("c0"), hall.come("c1")]
     await settle()
-    hall.rollouts.hurry()
+    hall.rollouts.joiner.drain()
     late = hall.come("c2")
     await settle()
     await finish(hall, [*there, late])

@@ -109,7 +109,7 @@ def check_who_got_what(crowd: Crowd) -> None:
     assert len(hall.recorder.records) == len(records)
     for group_id, callers in crowd.groups():
         record = records[group_id]
-        assert set(record.members) == {c.name for c in callers}
+        assert set(record.request_ids) == {c.name for c in callers}
         given_here = {(c.got.request, c.got.index): c.got.tokens for c in callers if c.served}
         selected = {hall.origin(group_id, c.index): c.tokens for c in record.selected}
         assert given_here.items() <= selected.items()

@@ -10,6 +10,7 @@ from darts_server.policy.allocation.shadow_price import ShadowPriceState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import Scalar, StoredValues
+from darts_server.rollout.plan import Plan
 from tests.rollout.helpers import Documents, House, an_allocator, collect, lengths
 
 
@@ -156,7 +157,9 @@ async def spread(documents: Documents, restarts: bool) -> list[int]:
         if restarts:
             allocator = an_allocator(documents)
         given.append(
-            (await allocator.grant("darts", Shaping(redundancy=1.3, adaptive=True), 8, f"p{number}")).candidates
+            (
+                await allocator.allocate(Plan("darts", Shaping(redundancy=1.3, adaptive=True), 8), f"p{number}")
+            ).candidates
         )
     return given
 

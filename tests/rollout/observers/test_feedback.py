@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.engine.scripted import Script, settle
+from darts_server.observers import RewardObserver
 from darts_server.policy.deadline import MEMORY, Deadline
 from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
 from darts_server.policy.shaping import Shaping
@@ -26,7 +27,7 @@ from tests.rollout.helpers import SHAPINGS, Documents, House, collect, lengths
 pytestmark = pytest.mark.anyio
 
 
-class Trainer:
+class Trainer(RewardObserver):
     """Feedback, and what those hear who listen to it."""
 
     def __init__(self, store: Documents | Store | None = None, kept: int = 100) -> None:
@@ -48,8 +49,7 @@ class Trainer:
 
     def listen(self, house: House) -> None:
         """Hear of the groups of a house."""
-        house.rollouts._observers = (house.recorder, self.feedback)
-        house.rollouts._on_return = self.feedback.trajectory_returned
+        house.rollouts.observe(self.feedback)
 
     def report(self, *rewards: Reward) -> Report:
         return asyncio.run(self.feedback.report(rewards))
@@ -494,7 +494,7 @@ async def test_rewards_of_explored_groups_tell_what_deadlines_take_away() -> Non
     house = House(lengths(5, 6, 7, 30, 40, 50), {"cut": cut})
     trainer = Trainer()
     trainer.listen(house)
-    trainer.feedback._rewarded = house.rollouts.rewarded
+    trainer.feedback._rewarded = house.rollouts.group_rewarded
     names = [f"g{i}" for i in range(10)]
     waiting = [asyncio.create_task(collect(run)) for run in await house.together(4, "cut", names)]
     await settle()
@@ -503,6 +503,6 @@ async def test_rewards_of_explored_groups_tell_what_deadlines_take_away() -> Non
         assert house.record(name).explored
         await trainer.feedback.report([by_id(f"{name}:{t.index}", 1.0) for t in got])
     assert trainer.variances == [True] * 10
-    losses = house.rollouts.losses
+    losses = house.rollouts.allocator.deadlines.losses
     assert losses.right == pytest.approx(sum(4 * (1 - 4 / MEMORY) ** before for before in range(10)))
     assert losses.lost > 0

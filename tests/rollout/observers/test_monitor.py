@@ -18,8 +18,8 @@ Told = dict[str, dict[str, Any]]
 
 
 def watched(house: House, **most: int) -> Monitor:
-    live = Monitor(lambda: house.rollouts, clock=lambda: float(house.engine.now), **most)
-    house.rollouts._observers += (live,)
+    live = Monitor(house.rollouts, clock=lambda: float(house.engine.now), **most)
+    house.rollouts.observe(live)
     return live
 
 
@@ -156,8 +156,8 @@ async def test_nothing_is_looked_at_while_nobody_looks() -> None:
             raise AssertionError
 
     asked: Running = Unasked()
-    live = Monitor(lambda: asked, most_groups=5)
-    house.rollouts._observers += (live,)
+    live = Monitor(asked, most_groups=5)
+    house.rollouts.observe(live)
     for number in range(20):
         house.run(2, group_id=f"g{number}")
     await settle()

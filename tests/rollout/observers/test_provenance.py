@@ -37,7 +37,7 @@ def test_a_request_id_that_is_used_again_names_the_newer_group() -> None:
 
 
 def of_members(provenance: Provenance, group_id: str, *members: str) -> None:
-    provenance.group_ended(replace(record(*FINISHED), group_id=group_id, members=members))
+    provenance.group_ended(replace(record(*FINISHED), group_id=group_id, request_ids=members))
 
 
 def test_a_group_is_found_by_each_request_that_it_answered_and_by_its_callers_name_for_it() -> None:

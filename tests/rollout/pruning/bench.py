@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.engine.port import Probed
+from darts_server.observers import PruningObserver
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.head import Head
@@ -63,7 +64,7 @@ class LocalHead(Head):
         super().restore(data or Head(self.width, self.settings).state())
 
 
-class Counter:
+class Counter(PruningObserver):
     """An observer that counts."""
 
     def __init__(self) -> None:

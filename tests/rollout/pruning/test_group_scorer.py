@@ -16,10 +16,11 @@ from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.batches.submission import BatchRequest, Submissions
-from darts_server.rollout.joining import Joining
+from darts_server.rollout.batches.submission import BatchRequest, Submission
+from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.pruning.group_scorer import GroupScorer
+from darts_server.rollout.spec import GroupSpec
 from darts_server.types import CandidateRecord, DiscardReason, PromptSpec, RequestOptions, SelectedAs
 from tests.rollout.batches.test_submission import Texts, play
 from tests.rollout.helpers import House, lengths
@@ -145,7 +146,7 @@ async def test_the_judge_need_not_remember_failed_stopped_and_cancelled_ones() -
     for _ in range(7):
         await house.engine.step()
     assert scorer.drops == []
-    run.close()
+    run.cancel()
     assert sorted(scorer.drops) == [0, 1, 2, 3]
 
 
@@ -180,7 +181,7 @@ async def test_policies_that_do_not_prune_are_not_probed(policy: str) -> None:
 async def test_the_lots_of_the_tail_are_those_without_pruning_and_decisions_can_be_repeated() -> None:
     def drawn(policy: str) -> list[float]:
         run = a_house(Oracle(4), [20], {}).run(4, policy)
-        run.close()
+        run.cancel()
         return [c.tail_draw for c in run.candidates]
 
     assert drawn("darts") == drawn("darts+arrol")
@@ -256,9 +257,9 @@ async def test_a_look_that_comes_late_scores_all_points_that_were_passed() -> No
     await settle()
     for candidate in house.engine.started:
         candidate.made = 5
-    run.peek()
+    run.poll()
     assert scorer.logprobs == [(i, n) for i in range(4) for n in (2, 3)]
-    run.close()
+    run.cancel()
 
 
 # --- groups of single requests ----------------------------------------------
@@ -271,7 +272,7 @@ async def test_single_requests_are_scored_as_they_come_and_pruned_when_all_are_t
     assert plan is not None
 
     async def call(name: str) -> list[int]:
-        return await house.rollouts.join(Joining("p", name, plan, "p", "p"), lambda _: None)
+        return await house.rollouts.joiner.join(JoinRequest("p", name, plan, "p", "p"), lambda _: None)
 
     first = asyncio.create_task(call("a"))
     await settle()
@@ -292,8 +293,8 @@ async def test_single_requests_are_scored_as_they_come_and_pruned_when_all_are_t
 @pytest.mark.parametrize(
     ("scorer", "width", "message"),
     [
-        (None, 2, "'arrol' prunes by quality, which nothing scores here; name one that does not prune"),
-        (Oracle(4), None, "'arrol' prunes by hidden states, which this engine cannot tell; .* --quality logprob"),
+        (None, 2, "'arrol' prunes by quality, which this server cannot score; use another policy"),
+        (Oracle(4), None, "'arrol' prunes by hidden states, which this engine does not report; .* --quality logprob"),
         (Oracle(4), 2, None),
         (Oracle(4, **LOGPROBS_ONLY), None, None),
     ],
@@ -304,17 +305,20 @@ async def test_pruning_is_refused_where_nothing_can_be_scored(
     house = House(lengths(5), SHAPINGS, scorer=scorer)
     house.engine.probe_width = width
     planner = Planner(SHAPINGS, "arrol", Limits(64))
-    submissions = Submissions(house.rollouts, Texts(), lambda _: planner)
+
+    async def prepare() -> Submission[str, list[int]]:
+        return await Submission.prepare(asked, house.rollouts, Texts(), lambda _: planner)
+
     asked = BatchRequest([PromptSpec(text="5")], 2)
     if message is None:
         assert house.plan(2, "arrol").policy == "arrol"
-        assert (await submissions.submit(asked)).size == 1
+        assert (await prepare()).size == 1
         return
     with pytest.raises(InvalidRequest, match=message) as refused:
         house.plan(2, "arrol")
     assert refused.value.field == "policy"
     with pytest.raises(InvalidRequest, match=message):
-        await submissions.submit(asked)
+        await prepare()
     assert house.plan(2, "darts").policy == "darts"
 
 
@@ -329,8 +333,9 @@ async def test_a_group_that_has_nobody_to_prune_is_refused() -> None:
 # --- all survivors ----------------------------------------------------------
 
 
-def batches_under(house: House, policy: str) -> Submissions[str, list[int]]:
-    return Submissions(house.rollouts, Texts(), lambda _: Planner(SHAPINGS, policy, Limits(64)))
+async def submit_under(house: House, policy: str, batch: BatchRequest) -> Submission[str, list[int]]:
+    planner = Planner(SHAPINGS, policy, Limits(64))
+    return await Submission.prepare(batch, house.rollouts, Texts(), lambda _: planner)
 
 
 @pytest.mark.parametrize("policy", ["arrol", "darts+arrol"])
@@ -340,7 +345,7 @@ async def test_a_caller_who_wants_all_survivors_gets_them_and_no_fewer_than_the_
 ) -> None:
     house = a_house(Oracle(4), [20], dict.fromkeys(range(pruned), (0.5, NEVER)))
     asked = BatchRequest([PromptSpec(text="5")], 2, survivors=True, budget=4)
-    [result] = await play(house, await batches_under(house, policy).submit(asked))
+    [result] = await play(house, await submit_under(house, policy, asked))
     assert result.record is not None
     gone = [c.index for c in result.record.candidates if c.reason is DiscardReason.PRUNED]
     assert gone == list(range(min(pruned, 2)))
@@ -349,8 +354,10 @@ async def test_a_caller_who_wants_all_survivors_gets_them_and_no_fewer_than_the_
 
 async def test_survivors_of_a_policy_that_does_not_prune_are_refused() -> None:
     house = a_house(Oracle(4), [20], {})
-    with pytest.raises(InvalidRequest, match="'darts' prunes nobody; leave it out, or name one that prunes") as refused:
-        await batches_under(house, "darts").submit(BatchRequest([PromptSpec(text="5")], 2, survivors=True))
+    with pytest.raises(
+        InvalidRequest, match="'darts' does not prune; leave it out, or use a policy that prunes"
+    ) as refused:
+        await submit_under(house, "darts", BatchRequest([PromptSpec(text="5")], 2, survivors=True))
     assert refused.value.field == "survivors"
 
 
@@ -358,7 +365,8 @@ async def test_who_listens_to_tokens_hears_of_survivors_when_all_have_ended() ->
     house = a_house(Oracle(4), [10, 20], {1: (0.5, NEVER)})
     plan = house.plan(2, "arrol")
     plan = replace(plan, shaping=replace(plan.shaping, survivors=True))
-    run = house.rollouts.run("p", plan, Allocation(4), group_id="g", tail_seed=(7,), early=True)
+    spec = GroupSpec.of_plan(plan, "p", "g", tail_seed=(7,), early=True)
+    run = house.rollouts.start(spec, plan, Allocation(4))
     trajectories = await house.group(run)
     assert [(t.index, t.last) for t in trajectories] == [(0, False), (2, False), (3, True)]
-    assert run.ended
+    assert run.has_ended

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from darts_server.engine.scripted import Script
+from darts_server.observers import RewardObserver
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.survival import Pruning
@@ -23,12 +24,6 @@ POINT = 4
 SIZE = 4
 
 
-class Silent:
-    def rewards_reported(self, matched: int, unknown: int) -> None: ...
-
-    def group_rewarded(self, zero_variance: bool) -> None: ...
-
-
 class Trained:
     """A house whose candidates are right or wrong as their hidden states tell, and which hears of it."""
 
@@ -41,9 +36,8 @@ class Trained:
         self.house = House(self._script, shapings, scorer=self.bench.pruner)
         self.house.engine.probe_width = WIDTH
         on_reward = [self.bench.pruner.learn_reward]
-        self.feedback = Feedback(Rewards(Documents()), self._rewarded, Silent(), on_reward=on_reward)
-        self.house.rollouts._observers = (self.house.recorder, self.feedback, self.bench.pruner)
-        self.house.rollouts._on_return = self.feedback.trajectory_returned
+        self.feedback = Feedback(Rewards(Documents()), self._rewarded, RewardObserver(), on_reward=on_reward)
+        self.house.rollouts.observe(self.feedback, self.bench.pruner)
         self.groups = 0
 
     def _rewarded(self, *_: object) -> None:

@@ -342,12 +342,12 @@ async def test_a_restart_in_the_cold_start_goes_on_with_it(caplog: pytest.LogCap
 async def test_what_is_put_into_the_store_while_it_runs_is_taken() -> None:
     store = Documents()
     bench = Bench(store=store).warm(4)
-    bench.pruner._keep.now()
+    bench.pruner._keep.run_pending()
     saved = dict(store.kept)
     steps = bench.head.steps
     bench.now += 100
     bench.warm(4)
-    bench.pruner._keep.now()
+    bench.pruner._keep.run_pending()
     assert bench.head.steps > steps
     store.kept = dict(saved)
     bench.now += 2

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from darts_server.engine.port import Probed
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
+from darts_server.observers import VoteObserver
 from darts_server.policy.pruning.calibration import BUFFER, CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.learned.blobs import BlobStore
@@ -68,11 +69,12 @@ class Opinion:
         self.gone.append(index)
 
 
-class Booth:
+class Booth(VoteObserver):
     """A house in which candidate i is the i-th voter. Their lengths differ: by these the prompter knows them."""
 
     def __init__(self, *voters: Voter, documents: Documents | None = None) -> None:
-        self.house = House(lambda _, i: voters[i].script or Script(voters[i].length))
+        self._script = lambda _, i: voters[i].script or Script(voters[i].length)
+        self.house = House(self._script)
         self.scorer = Opinion()
         self.confidence = Confidence(documents or Documents())
         self.sampling: Mapping[str, object] = {}
@@ -101,10 +103,11 @@ class Booth:
     def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
         self.ended.append((outcome, stopped))
 
-    def scoring_settings(self) -> "Booth":
-        """Have a scorer look at hidden states."""
+    def with_scorer(self) -> "Booth":
+        """Score candidates by their hidden states."""
+        self.house = House(self._script, scorer=self.scorer)
         self.house.engine.probe_width = 1
-        self.house.rollouts._scorer = self.scorer
+        self.votes = VoteRunner(self.house.rollouts, self, self.confidence, self, lambda: self.house.engine.now)
         return self
 
     async def run(self, question: VoteRequest) -> VoteResult:
@@ -267,7 +270,7 @@ async def test_rewards_of_votes_are_what_scores_are_worth_and_outlive_a_restart(
         booth.confidence.learn_reward(result.vote_id, index, 1.0, True)
     booth.confidence.learn_reward("unknown", 0, 1.0, True)
     assert [booth.confidence.status(kind) for kind in KINDS] == [CalibrationStatus.FEW_LABELS] * 2
-    booth.confidence._keep.now()
+    booth.confidence._keep.run_pending()
     [label] = Confidence(documents)._points["logprob"].calibrator.state.labels
     assert label == pytest.approx((math.exp(-1.0), 1.0, 1.0))
 
@@ -278,7 +281,7 @@ async def test_as_many_labels_as_are_remembered_outlive_a_restart() -> None:
         for number in range(BUFFER):
             confidence.remember("vote", {number: {kind: rng.random() for kind in KINDS}})
             confidence.learn_reward("vote", number, 1.0, True)
-        confidence._keep.now()
+        confidence._keep.run_pending()
         for kind in KINDS:
             assert len(Confidence(store)._points[kind].calibrator.state.labels) == BUFFER
 
@@ -289,7 +292,7 @@ async def test_votes_that_cannot_be_kept_or_read_are_counted_all_the_same(caplog
     confidence.remember("vote", {0: {"logprob": 0.5}})
     confidence.learn_reward("vote", 0, 1.0, True)
     store.close()
-    confidence._keep.now()
+    confidence._keep.run_pending()
     assert "was not kept" in caplog.text
     assert Confidence(store).status("logprob") is CalibrationStatus.NO_LABELS
     assert "cannot be read" in caplog.text
@@ -310,7 +313,7 @@ def scored(length: int, answer: str | None, quality: float, lag: int = 0, delay:
 
 async def test_votes_by_quality_are_scored_and_nobody_is_pruned() -> None:
     """Candidate 2 ends before it could be scored."""
-    booth = Booth(scored(10, "a", 0.25), scored(20, "b", 0.75), scored(3, "c", 0.9)).scoring_settings()
+    booth = Booth(scored(10, "a", 0.25), scored(20, "b", 0.75), scored(3, "c", 0.9)).with_scorer()
     result = await booth.run(question(3, weights="rank", score="head"))
     assert [b.score and b.score.value for b in result.ballots] == [0.25, 0.75, None]
     assert result.count.weights == {0: 0.0, 1: 1.0, 2: 0.5}
@@ -320,20 +323,20 @@ async def test_votes_by_quality_are_scored_and_nobody_is_pruned() -> None:
 
 
 async def test_the_judge_forgets_whom_the_vote_does_not_wait_for() -> None:
-    booth = Booth(*(scored(length, "a", 0.75) for length in (10, 20, 30, 40))).scoring_settings()
+    booth = Booth(*(scored(length, "a", 0.75) for length in (10, 20, 30, 40))).with_scorer()
     result = await booth.run(question(4, weights="log_odds", score="head"))
     assert result.decided_early
     assert booth.scorer.gone == [i for i, c in enumerate(result.record.candidates) if c.reason is DiscardReason.DECIDED]
 
 
 async def test_a_majority_has_nobody_scored() -> None:
-    booth = Booth(scored(10, "a", 0.25), scored(20, "b", 0.75)).scoring_settings()
+    booth = Booth(scored(10, "a", 0.25), scored(20, "b", 0.75)).with_scorer()
     await booth.run(question(2, score="head"))
     assert booth.scorer.kept == []
 
 
 async def test_a_score_that_comes_after_the_end_counts() -> None:
-    booth = Booth(scored(6, "a", 0.25, lag=9), scored(30, "b", 0.5)).scoring_settings()
+    booth = Booth(scored(6, "a", 0.25, lag=9), scored(30, "b", 0.5)).with_scorer()
     result = await booth.run(question(2, weights="rank", score="head"))
     assert [b.score and b.score.value for b in result.ballots] == [0.25, 0.5]
 
@@ -423,7 +426,7 @@ def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
     pattern: str | list[str] = ["a", "b", "c"] if listed else "#(.*)"
 
     async def play(patient: bool) -> VoteResult:
-        booth = Booth(*electorate).scoring_settings()
+        booth = Booth(*electorate).with_scorer()
         booth.votes._confidence = TRAINED
         if patient:
             booth.votes._collect = partial(everyone, booth.votes)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What is written down about a running group, for the record that observers get."""
+"""Record a running group, for the :class:`~darts_server.types.GroupRecord` that observers get."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,59 +20,63 @@ class _Entry:
     version_end: int | None = None
 
 
-class Ledger:
-    """Times, weight versions and token counts of one group's candidates, by candidate index."""
+class GroupRecorder:
+    """Record times, weight versions and token counts of one group's candidates, by candidate index."""
 
     def __init__(self, group_id: str, policy: str, clock: Callable[[], float], prompt_key: str | None = None) -> None:
         self.group_id = group_id
         self.prompt_key = prompt_key
         self.closed = False
-        self.members: tuple[str, ...] = ()
+        self.request_ids: tuple[str, ...] = ()
         self.policy = policy
         self._clock = clock
-        self._trace = caller.get().trace  # its end may come in another's context
+        self._trace = caller.get().trace  # the group may end in the context of another request
         self.opened_at = clock()
         self._entries: list[_Entry] = []
         self._finish_times: list[float] = []
 
-    def requested(self, count: int) -> None:
+    def candidates_requested(self, count: int) -> None:
         self._entries += [_Entry() for _ in range(count)]
 
-    def started(self, index: int, weight_version: int) -> None:
+    def candidate_started(self, index: int, weight_version: int) -> None:
         self._entries[index].started_at = self._clock()
         self._entries[index].version_start = weight_version
 
-    def ended(self, index: int, weight_version: int, *, by_itself: bool) -> None:
-        """A candidate's end; one that comes after the group's own end changes nothing."""
+    def candidate_ended(self, index: int, weight_version: int, *, finished: bool) -> None:
+        """Record a candidate's end; one that comes after the group's own end changes nothing.
+
+        ``finished``: it was neither stopped nor aborted.
+        """
         entry = self._entries[index]
         entry.ended_at = entry.ended_at or self._clock()
         entry.version_end = weight_version
-        if by_itself:
+        if finished:
             self._finish_times.append(entry.ended_at)
 
-    def stopped(self, index: int, tokens: int) -> None:
-        """A candidate was stopped when it had generated ``tokens`` tokens."""
+    def candidate_stopped(self, index: int, tokens: int) -> None:
+        """Record that a candidate was stopped after ``tokens`` generated tokens."""
         self._entries[index].ended_at = self._clock()
         self._entries[index].tokens = tokens
 
-    def restarted(self) -> None:
-        """What has finished so far does not count."""
+    def restart(self) -> None:
+        """Discard the finish times recorded so far."""
         self._finish_times.clear()
 
     def returned(self, index: int, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> Returned:
-        """What is told of a candidate that goes to the caller."""
+        """Describe a trajectory that goes to its caller."""
         return Returned(self.group_id, self.prompt_key, self.opened_at, index, prompt_token_ids, token_ids)
 
     def tokens(self, candidate: Candidate) -> int:
-        """Tokens it is known to have generated. It does not change after the candidate's end."""
+        """Tokens that the candidate has generated, as far as recorded; constant after its end."""
         return max(candidate.tokens, self._entries[candidate.index].tokens)
 
     def close(
-        self, group: Group, error: Exception | None, deadline: int | None, explored: bool, needed: int | None
+        self, group: Group, error: Exception | None, deadline: int | None, explored: bool, tokens_needed: int | None
     ) -> GroupRecord:
-        """The record of a group that has an outcome.
+        """Create the record of a group that has an outcome.
 
-        ``deadline``: its limit or, if ``explored``, what would be. ``needed``: what it told its batch.
+        ``deadline``: its limit or, if ``explored``, what the limit would have been. ``tokens_needed``: the length that
+        it reported to its cohort.
         """
         assert group.outcome is not None
         self.closed = True
@@ -92,8 +96,8 @@ class Ledger:
             if deadline is None or group.completion_length is None
             else max(deadline, group.completion_length),
             explored=explored,
-            needed=needed,
-            members=self.members,
+            tokens_needed=tokens_needed,
+            request_ids=self.request_ids,
             shadow=shadow_of(group, self.policy),
             restarted_from=group.restarted_from,
             trace=self._trace,
@@ -105,7 +109,7 @@ class Ledger:
         return now - self._finish_times[group.rule.num_shortest - 1]
 
     def record(self, candidate: Candidate, tokens: int | None = None) -> CandidateRecord:
-        """A candidate as it stands. ``tokens``: if more is known of them than is written down."""
+        """The present state of a candidate. ``tokens``: a newer count than the recorded one."""
         entry = self._entries[candidate.index]
         return CandidateRecord(
             index=candidate.index,
@@ -124,16 +128,16 @@ class Ledger:
 
 
 def shadow_of(group: Group, policy: str) -> ShadowRecord | None:
-    """What the shadowed rule would have done, if the group is a shadow and enough candidates came to their end."""
+    """Replay the shadowed rule, if the group is a shadow and enough of its candidates finished."""
     if not group.is_open or not isinstance(group.rule, Shadow) or group.outcome is not Outcome.COMPLETED:
         return None
-    ended = [c for c in group.candidates[group.restarted_from :] if c.finish_reason is not None]
-    if len(ended) < group.size:
+    finished = [c for c in group.candidates[group.restarted_from :] if c.finish_reason is not None]
+    if len(finished) < group.size:
         return None
-    would = replay(group.rule.shadowed, ended, group.deadline)
+    would = replay(group.rule.shadowed, finished, group.deadline)
     return ShadowRecord(
         policy=policy,
-        selection=tuple(ended[i].index for i in would.selection),
+        selection=tuple(finished[i].index for i in would.selection),
         generated=would.generated,
         returned=would.returned,
         steps=would.steps,

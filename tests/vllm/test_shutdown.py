@@ -11,7 +11,7 @@ import pytest
 
 from darts_server.exceptions import EngineHung, ServerStopping
 from darts_server.serving.lifecycle import Ending, Life
-from darts_server.vllm import life as ends
+from darts_server.vllm import shutdown
 
 
 @pytest.mark.parametrize(
@@ -19,19 +19,19 @@ from darts_server.vllm import life as ends
 )
 def test_both_grace_times_are_the_same_and_ours_goes_first(ours: float | None, vllms: int, seconds: float) -> None:
     args = Namespace(shutdown_timeout=vllms)
-    assert ends.settle_grace(args, ours) == seconds
+    assert shutdown.set_grace_seconds(args, ours) == seconds
     assert seconds <= args.shutdown_timeout < seconds + 1
 
 
 def test_the_first_signal_stops_in_order_and_the_second_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
-    monkeypatch.setattr(ends, "leave_at_once", left.append)
+    monkeypatch.setattr(shutdown, "exit_at_once", left.append)
     life = Life()
     ending = Ending(life, Mock(), 30.0, Mock())
-    ends._signalled(signal.SIGTERM, ending, life)
+    shutdown._handle_signal(signal.SIGTERM, ending, life)
     assert isinstance(life.over, ServerStopping)
     assert not left
-    ends._signalled(signal.SIGTERM, ending, life)
+    shutdown._handle_signal(signal.SIGTERM, ending, life)
     assert left == [signal.SIGTERM]
 
 
@@ -54,6 +54,6 @@ def test_the_exit_code_and_the_last_line_tell_why(
     life = Life()
     if over is not None:
         life.end(over)
-    assert ends.exit_code(llm, life) == code
+    assert shutdown.exit_code(llm, life) == code
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL] * code
     assert says is None or says in caplog.text

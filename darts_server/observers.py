@@ -1,0 +1,86 @@
+"""What rooms report while they work, for metrics, logs, traces and statistics.
+
+All methods are called synchronously in the event loop: they must return fast and must not raise.
+"""
+
+from collections.abc import Iterable
+
+from darts_server.types import CohortRecord, GroupRecord, Returned, VoteOutcome
+
+
+class GroupObserver:
+    """Ignore everything that happens to groups; subclasses override the methods that they need."""
+
+    def candidates_started(self, count: int) -> None:
+        """Called when ``count`` candidates of one group were started."""
+
+    def trajectory_returned(self, returned: Returned) -> None:
+        """Called once per trajectory when its caller gets it, before its group has ended or after."""
+
+    def group_ended(self, record: GroupRecord) -> None:
+        """Called once per group when it has ended, with any outcome."""
+
+    def cohort_ended(self, record: CohortRecord) -> None:
+        """Called when the last group of a cohort has ended."""
+
+
+class GroupObservers(GroupObserver):
+    """Pass every call on to each of several observers, in order."""
+
+    def __init__(self, observers: Iterable[GroupObserver] = ()) -> None:
+        self._observers = list(observers)
+
+    def add(self, *observers: GroupObserver) -> None:
+        self._observers += observers
+
+    def candidates_started(self, count: int) -> None:
+        for observer in self._observers:
+            observer.candidates_started(count)
+
+    def trajectory_returned(self, returned: Returned) -> None:
+        for observer in self._observers:
+            observer.trajectory_returned(returned)
+
+    def group_ended(self, record: GroupRecord) -> None:
+        for observer in self._observers:
+            observer.group_ended(record)
+
+    def cohort_ended(self, record: CohortRecord) -> None:
+        for observer in self._observers:
+            observer.cohort_ended(record)
+
+
+class RewardObserver:
+    """Ignore reported rewards; subclasses override the methods that they need."""
+
+    def rewards_reported(self, matched: int, unknown: int) -> None:
+        """Called for each report: ``matched`` rewards of known trajectories, ``unknown`` of unknown ones."""
+
+    def group_rewarded(self, zero_variance: bool) -> None:
+        """Called once per group when all of its returned trajectories have rewards."""
+
+
+class VoteObserver:
+    """Ignore votes; subclasses override the methods that they need."""
+
+    def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
+        """Called when a vote has ended; ``stopped`` candidates were stopped early."""
+
+
+class PruningObserver:
+    """Ignore scores and pruning; subclasses override the methods that they need."""
+
+    def trajectory_scored(self, *, usable: bool) -> None:
+        """Called for each score; not ``usable``: the hidden state or the log-probs were not finite."""
+
+    def pruning_decided(self, *, kept: bool) -> None:
+        """Called when a trajectory with a calibrated score was kept or pruned."""
+
+    def hidden_state_expected(self, *, received: bool) -> None:
+        """Called when a hidden state arrived, or did not arrive although its trajectory passed the detection point."""
+
+    def label_learned(self) -> None:
+        """Called when a scored trajectory got its reward, and is now a label."""
+
+    def pending_labels_dropped(self, count: int) -> None:
+        """Called when ``count`` scored trajectories were dropped because memory is full, before they got a reward."""

@@ -1,0 +1,75 @@
+"""What a group is run with: its own description, and what all groups of a server share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+
+from darts_server.engine.port import Engine, OutputT, RequestT
+from darts_server.observers import GroupObserver
+from darts_server.policy.group import Group
+from darts_server.policy.pruning.survival import Pruning
+from darts_server.rollout.plan import Plan
+from darts_server.rollout.pruning.scorer import CandidateScorer
+
+SURVIVAL_STREAM = (1,)
+"""Keeps survival draws apart from tail draws, so that the tail is the same with and without pruning."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec(Generic[RequestT]):
+    """Describe a group before anything of it is started.
+
+    Args:
+        request: what its candidates are started with.
+        group_id: names the group in records, logs and answers.
+        policy: name of its policy, for the record.
+        prompt_key: under which its lengths are recorded; ``None`` to record none.
+        tail_seed: seed of the sampled tail; ``None`` for a fresh one.
+        early: deliver each trajectory as soon as it is known to belong to the group.
+        pruning: how scored candidates are pruned; ``None`` to score none.
+    """
+
+    request: RequestT
+    group_id: str
+    policy: str
+    prompt_key: str | None = None
+    tail_seed: Sequence[int] | None = None
+    early: bool = False
+    pruning: Pruning | None = None
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: Plan,
+        request: RequestT,
+        group_id: str,
+        prompt_key: str | None = None,
+        tail_seed: Sequence[int] | None = None,
+        *,
+        early: bool = False,
+    ) -> "GroupSpec[RequestT]":
+        """Describe a group as its plan wants it. A shadow's caller leaves before its last candidates have ended."""
+        pruning = plan.shaping.pruning if plan.shaping.prunes else None
+        return cls(request, group_id, plan.policy, prompt_key, tail_seed, early or plan.shaping.shadow, pruning)
+
+    def new_group(self) -> Group:
+        """Create the state machine with its own random streams."""
+        survival = None
+        if self.pruning is not None:
+            survival = np.random.default_rng(np.random.SeedSequence(self.tail_seed, spawn_key=SURVIVAL_STREAM))
+        return Group(rng=np.random.default_rng(self.tail_seed), early=self.early, chances=survival)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupContext(Generic[RequestT, OutputT]):
+    """What all groups of one server share.
+
+    ``scorer``: scores candidates, ``None`` where nothing can. ``clock``: monotonic seconds.
+    """
+
+    engine: Engine[RequestT, OutputT]
+    observer: GroupObserver
+    scorer: CandidateScorer | None
+    clock: Callable[[], float]

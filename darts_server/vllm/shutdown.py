@@ -1,0 +1,164 @@
+"""How a server on vLLM's engine shuts down: after a signal, or because the engine is dead or hung."""
+
+import asyncio
+import logging
+import math
+import multiprocessing
+import os
+import signal
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import psutil
+from fastapi import FastAPI
+
+from darts_server.exceptions import DartsError, EngineDead, EngineHung, ServerStopping
+from darts_server.serving.lifecycle import Ending, Life
+from darts_server.vllm.engine import VllmBatches
+from darts_server.vllm.llm import ShapingLLM
+from darts_server.vllm.watchdog import cause_of_death, wait_until_hung
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CHILD_GRACE_SECONDS = 5.0  # no caller waits any more for what an engine could still finish
+GRACE_SECONDS = 30.0
+CONNECTION_SECONDS = 5
+"""For answers to reach slow readers after everything else has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """When a server ends.
+
+    ``grace``: seconds that running work may take after a signal. ``watchdog``: seconds that an engine with requests may
+    send nothing; 0 switches the watchdog off.
+    """
+
+    life: Life
+    grace: float
+    watchdog: float = 300.0
+
+
+def set_grace_seconds(args: Namespace, grace: float | None) -> float:
+    """Choose the grace time, ours before vLLM's ``--shutdown-timeout``, and set the latter to the same.
+
+    A signal that is sent to the process group reaches the engine too, which then runs on for as long as callers wait.
+    """
+    seconds = grace if grace is not None else float(args.shutdown_timeout or GRACE_SECONDS)
+    args.shutdown_timeout = math.ceil(seconds)
+    return seconds
+
+
+def exit_on_signals() -> None:
+    """Exit at once on a signal, until `supervise` has replaced these handlers."""
+    for number in SIGNALS:
+        signal.signal(number, exit_at_once)
+
+
+@asynccontextmanager
+async def supervise(
+    llm: ShapingLLM, batches: VllmBatches, application: FastAPI, supervision: Supervision
+) -> AsyncIterator[Ending]:
+    """Watch the engine, and shut the HTTP server down when the server's life is over."""
+
+    def stop_http_server() -> None:
+        application.state.server.should_exit = True
+
+    def report_death() -> None:
+        supervision.life.end(EngineDead(f"the engine died: {cause_of_death(llm.engine_core)}"))
+
+    ending = Ending(supervision.life, _EngineWork(llm, batches), supervision.grace, stop_http_server)
+    llm.pulse.on_death = report_death
+    tasks = [asyncio.create_task(ending.run())]
+    if supervision.watchdog:
+        tasks.append(asyncio.create_task(_watch(llm, supervision)))
+    try:
+        yield ending
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def handle_signals(ending: Ending, life: Life) -> None:
+    """Shut down in order on the first signal and at once on the second. vLLM's own handlers know no groups."""
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, partial(_handle_signal, number, ending, life))
+
+
+def exit_at_once(number: int, _: object = None) -> None:
+    """Kill the engine's processes and exit, while the engine starts or on a second signal.
+
+    vLLM waits for its engine in a call that swallows what a signal handler raises, so only `os._exit` works.
+    """
+    children = multiprocessing.active_children()
+    workers = [worker for child in children for worker in _descendants(child.pid)]
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(CHILD_GRACE_SECONDS)
+        child.kill()
+    for worker in workers:  # they outlive a killed engine, and may take minutes to notice
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
+    os._exit(128 + number)
+
+
+def exit_code(llm: ShapingLLM, life: Life) -> int:
+    """1 if the engine failed; the last line of the log then says why."""
+    if isinstance(life.over, ServerStopping) or not (life.over or llm.died):
+        return 0
+    logger.critical("%s", life.over or f"the engine died: {cause_of_death(llm.engine_core)}")
+    return 1
+
+
+class _EngineWork:
+    """Implements :class:`darts_server.serving.lifecycle.Work`."""
+
+    def __init__(self, llm: ShapingLLM, batches: VllmBatches) -> None:
+        self._llm = llm
+        self._batches = batches
+
+    @property
+    def busy(self) -> bool:
+        return self._llm.admission.requests > 0
+
+    def hurry(self) -> None:
+        self._batches.drain()
+        if self._llm.rollouts is not None:
+            self._llm.rollouts.joiner.drain()
+
+    def fail(self, error: DartsError) -> None:
+        self._batches.fail(error)
+        self._llm.fail(error)
+
+
+def _descendants(pid: int | None) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+async def _watch(llm: ShapingLLM, supervision: Supervision) -> None:
+    await wait_until_hung(llm.pulse, lambda: llm.should_respond, supervision.watchdog)
+    supervision.life.end(
+        EngineHung(
+            f"the engine is hung: it has requests, and sent nothing for {supervision.watchdog:g} s (--engine-watchdog)"
+        )
+    )
+
+
+def _handle_signal(number: int, ending: Ending, life: Life) -> None:
+    if life.over is not None:
+        logger.warning("%s again: exiting at once", signal.Signals(number).name)
+        exit_at_once(number)
+    logger.warning(
+        "%s: shutting down; running requests may take the grace time, another signal ends them",
+        signal.Signals(number).name,
+    )
+    ending.stop()
