@@ -56,8 +56,8 @@ from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, set_grace_seconds
-from darts_server.weights.coordinator import Rule, UpdateSettings
 from darts_server.weights.pull import AllowedHosts
+from darts_server.weights.rules import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 

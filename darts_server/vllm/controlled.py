@@ -1,4 +1,4 @@
-"""vLLM's control routes, by which trainers pause the engine and write its weights: what goes with them here."""
+"""vLLM's control routes, through which trainers pause the engine and write its weights."""
 
 from functools import partial
 from typing import Any
@@ -11,7 +11,10 @@ from darts_server.weights.updates import Updates
 
 
 class ControlledLLM(AsyncLLM):
-    """Answers and errors are vLLM's own. ``updates`` and ``loras`` are set once, after construction."""
+    """Coordinates vLLM's control calls with groups and with updates through our routes. Results and errors are vLLM's.
+
+    ``updates`` and ``loras`` are set once, after construction; without ``updates`` every call is vLLM's own.
+    """
 
     gate: Gate
     """What every request passes. Set once, right after construction."""
@@ -19,44 +22,44 @@ class ControlledLLM(AsyncLLM):
     loras: VllmLoras | None = None
     weight_version: int = 0
     asleep: bool = False
-    """Whether it was sent to sleep and not woken."""
+    """Whether `sleep` was called, and `wake_up` not yet."""
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
-        """As vLLM's; with the adapter as it is now.
+        """As vLLM's, with the LoRA adapter that is served now under the request's name.
 
         Raises:
             NotFound: the adapter was removed while the request waited.
         """
         if self.loras is not None and more.get("lora_request") is not None:
-            more["lora_request"] = self.loras.current(more["lora_request"])
+            more["lora_request"] = self.loras.resolve(more["lora_request"])
         return await super().add_request(*args, **more)
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """As vLLM's, whose routes may not change an adapter that was pushed.
+        """As vLLM's, whose routes may not replace a pushed LoRA adapter.
 
         Raises:
             Conflict
         """
         if self.loras is not None:
-            self.loras.check_foreign(lora_request)
+            self.loras.check_foreign_load(lora_request)
         return await super().add_lora(lora_request)
 
     async def pause_generation(
         self, *, mode: Any = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
     ) -> None:
-        """As vLLM's; but groups are waited for or aborted as wholes, and others wait before they begin.
+        """As vLLM's, but whole groups are waited for or aborted, and new requests wait until the engine resumes.
 
         Raises:
             UpdateRunning, UpdateFailed
         """
         mode = "wait" if wait_for_inflight_requests else mode
         pause = partial(super().pause_generation, mode=mode, clear_cache=clear_cache)
-        await (pause() if self.updates is None else self.updates.coordinator.hold(mode, pause))
+        await (pause() if self.updates is None else self.updates.coordinator.pause_by_trainer(mode, pause))
 
     async def resume_generation(self) -> None:
-        """As vLLM's; during an update, the engine goes on when that has ended."""
+        """As vLLM's; during an update the engine resumes when that has ended."""
         resume = super().resume_generation
-        await (resume() if self.updates is None else self.updates.coordinator.release(resume))
+        await (resume() if self.updates is None else self.updates.coordinator.resume_by_trainer(resume))
 
     async def sleep(self, *args: Any, **more: Any) -> None:
         """As vLLM's."""
@@ -69,7 +72,7 @@ class ControlledLLM(AsyncLLM):
         self.asleep = False
 
     async def start_weight_update(self) -> None:
-        """As vLLM's; but the engine is paused by the server's rule, unless the trainer has paused it.
+        """As vLLM's, but the engine is paused by the server's rule, unless the trainer has paused it.
 
         Raises:
             UpdateRunning, UpdateFailed, WeightsLost
@@ -83,24 +86,24 @@ class ControlledLLM(AsyncLLM):
         await (start() if self.updates is None else self.updates.external.start(start))
 
     async def update_weights(self, request: Any) -> None:
-        """As vLLM's; what fails ends the update."""
+        """As vLLM's; a failure ends the update."""
         write = partial(super().update_weights, request)
-        await (write() if self.updates is None else self.updates.external.write(write, _names(request)))
+        await (write() if self.updates is None else self.updates.external.write(write, _tensor_names(request)))
 
     async def finish_weight_update(self, *args: Any, **more: Any) -> None:
-        """As vLLM's; and then groups go on."""
+        """As vLLM's; then groups continue."""
         finish = partial(super().finish_weight_update, *args, **more)
 
-        async def finished(version: int) -> None:
+        async def finish_as(version: int) -> None:
             await finish()
             await self.collective_rpc("darts_pack_heads")
             self.weight_version = version
 
-        await (finished(self.weight_version + 1) if self.updates is None else self.updates.external.finish(finished))
+        await (finish_as(self.weight_version + 1) if self.updates is None else self.updates.external.finish(finish_as))
 
 
-def _names(request: Any) -> list[str]:
-    """Of the tensors that come, as far as vLLM's backends tell them beforehand."""
+def _tensor_names(request: Any) -> list[str]:
+    """Names of the tensors that the request brings, where vLLM's transfer backend lists them beforehand."""
     infos = request.update_info if isinstance(request.update_info, list) else [request.update_info]
     names = infos[0].get("names") if infos and isinstance(infos[0], dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

@@ -1,12 +1,12 @@
-"""Which data-parallel engine a group runs on."""
+"""Assigns groups to data-parallel engines."""
 
 from collections import Counter
 
 
 class Ranks:
-    """Keeps a group's candidates on one engine, where they share the blocks of their prompt.
+    """Keeps the candidates of a group on one engine, where they share the KV blocks of their prompt.
 
-    A group takes the engine with the fewest candidates that were started here; of equal ones the first.
+    A new group gets the engine with the fewest running candidates; of equals the first.
     """
 
     def __init__(self, count: int) -> None:
@@ -15,14 +15,14 @@ class Ranks:
         self._candidates: Counter[str] = Counter()
 
     def enter(self, group: str) -> int:
-        """The engine for one more candidate of a group."""
+        """Assign one more candidate of a group. Returns the engine's rank."""
         rank = self._rank_of.setdefault(group, min(range(len(self._running)), key=self._running.__getitem__))
         self._running[rank] += 1
         self._candidates[group] += 1
         return rank
 
     def leave(self, group: str) -> None:
-        """A candidate of it has ended. With the last one the group is forgotten."""
+        """Record that a candidate of the group has ended; with the last one the group is forgotten."""
         self._running[self._rank_of[group]] -= 1
         self._candidates[group] -= 1
         if not self._candidates[group]:

@@ -108,7 +108,7 @@ async def make_app(llm: ShapingLLM, args: Namespace, read_options: ReadOptions) 
     raw_names = set(names[len(names) // 2 :])
     attach(application.state, read_options, raw_names)
     if llm.loras is not None:
-        llm.loras.serve(application.state.openai_serving_models, raw_names)
+        llm.loras.attach(application.state.openai_serving_models, raw_names)
     application.middleware_stack = None  # vLLM has built it; it is built again with the middleware that is added
     return application
 

@@ -1,4 +1,4 @@
-"""Imported by vLLM's worker process: what the worker can do beside what vLLM has it do."""
+"""Our methods of vLLM's worker. Imported in the worker's process."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -17,40 +17,44 @@ from darts_server.vllm.probe.capture import install
 
 
 class WorkerExtension:
-    """Methods for ``collective_rpc``, run between two steps of the engine. vLLM mixes them into its worker."""
+    """Methods for ``collective_rpc``, run between two steps of the engine. vLLM mixes this class into its worker.
+
+    Those that change weights return an error message, or ``None``: an exception would end the engine.
+    """
 
     def darts_load_weights(self, plan: Sequence[tuple[str, Sequence[str]]]) -> str | None:
-        """Give the model all its tensors, named by file; what went wrong, if anything did.
+        """Load all of the model's tensors, named by file.
 
-        It does not raise. After a failure the model's layers are whole, but what is in them may be anything.
+        After a failure the model's layers are complete, but their weights are undefined.
         """
         worker: Any = self
         model = worker.model_runner.get_model()
         try:
             worker.reload_weights(weights_iterator=_tensors(plan))
         except Exception as error:
-            # Without this the engine dies of the layers that were taken apart.
+            # A reload moves every layer to the meta device, and puts it together again when all of its tensors have
+            # arrived. Layers that were not reached would be left there, and the engine's next step would crash.
             finalize_layerwise_reload(model, worker.model_runner.model_config)  # type: ignore[no-untyped-call]
             return f"{type(error).__name__}: {error}"
         _pack_heads(model)
         return None
 
     def darts_abandon_update(self) -> str | None:
-        """End the update that vLLM's own routes have begun, with old tensors wherever a layer has not got all new ones.
-
-        What went wrong, if anything did; it does not raise.
-        """
+        """End an update of vLLM's own routes. A layer that has not received all of its tensors keeps its old ones."""
         worker: Any = self
         runner = worker.model_runner
         model = runner.get_model()
         try:
             for layer in model.modules():
                 info = get_layerwise_info(layer)
-                if info.can_load():  # or vLLM fills it up with whatever the memory holds
+                if info.can_load():
+                    # vLLM completes a layer that has some new tensors with uninitialised memory for the others, and
+                    # places the old tensors back only where none was loaded. So forget those that were.
                     info.load_numel = 0
                     info.loaded_weights.clear()
             finalize_layerwise_reload(model, runner.model_config)  # type: ignore[no-untyped-call]
             _pack_heads(model)
+            # What finish_weight_update would reset. 0.26 has no target.
             worker._weight_update_active = False
             if hasattr(worker.weight_transfer_engine, "reset_weight_update_target"):
                 worker.weight_transfer_engine.reset_weight_update_target()
@@ -59,7 +63,7 @@ class WorkerExtension:
         return None
 
     def darts_lora_layers(self) -> list[str]:
-        """Names of the linear layers that adapters can change, as checkpoints have them."""
+        """Names of the linear layers that LoRA adapters can change, as in checkpoints: q_proj, not vLLM's qkv_proj."""
         worker: Any = self
         manager = worker.model_runner.lora_manager._adapter_manager
         return [
@@ -71,11 +75,11 @@ class WorkerExtension:
         ]
 
     def darts_install_probe(self, address: str) -> str | None:
-        """Tell the hidden states that requests ask for to this address; why that cannot be, if so."""
+        """Send the hidden states that requests ask for to this address. Returns why it cannot, or ``None``."""
         return install(self, address)
 
     def darts_pack_heads(self) -> None:
-        """What vLLM's own update leaves undone on CPU."""
+        """Complete an update of vLLM's own routes on CPU, see `_pack_heads`."""
         if current_platform.is_cpu():
             worker: Any = self
             _pack_heads(worker.model_runner.get_model())
@@ -83,7 +87,7 @@ class WorkerExtension:
 
 @cache
 def __getattr__(name: str) -> type:
-    """vLLM asks for the class by its name, in a process of its own."""
+    """Resolve the class by the name that vLLM passes to its worker process, see :mod:`darts_server.vllm.platform`."""
     if not name.startswith(BESIDE):
         raise AttributeError(name)
     module, _, other = name.removeprefix(BESIDE).replace(":", ".").rpartition(".")
@@ -98,13 +102,17 @@ def _tensors(plan: Sequence[tuple[str, Sequence[str]]]) -> Iterator[tuple[str, t
 
 
 def _pack_heads(model: torch.nn.Module) -> None:
-    """On CPU vLLM's reload leaves the packed copy of a tied output head as it was."""
+    """Pack the output heads again.
+
+    On CPU vLLM computes the logits with a packed copy of the head. A head that is tied to the embeddings has no tensors
+    of its own, so the layerwise reload never processes it, and the copy would keep the old weights.
+    """
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             module.quant_method.process_weights_after_loading(module)
 
 
 # On CPUs with AMX the worker often dies at its first bfloat16 forward unless the matrix unit was switched on before
-# (measured: 6 of 9 starts without, 0 of 11 with). Elsewhere it does nothing.
+# (measured: 6 of 9 starts without, 0 of 11 with). Other CPUs ignore it.
 if hasattr(torch.cpu, "_init_amx"):
     torch.cpu._init_amx()

@@ -1,96 +1,54 @@
-"""One change of an engine's weights at a time: what becomes of groups, when it stands still, and who hears of it."""
+"""Coordinates weight updates: one at a time, with the engine paused and running groups treated by a rule."""
 
-import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
 
 from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome, UpdateRecord
+from darts_server.weights.phases import Update
 from darts_server.weights.port import Groups, Model, UpdateObserver
-from darts_server.weights.states import Machine, Move, State
+from darts_server.weights.rules import Rule, UpdateSettings
+from darts_server.weights.states import State, StateMachine, Transition
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 VLLM_ROUTES = "vllm"
-"""The source of an update that came by vLLM's own routes."""
+"""Source of an update that is made through vLLM's own routes."""
 UPDATE, TRAINER = "update", "trainer"
-"""Who may close the gate."""
-TOO_SLOW = "see --weights-timeout"
-REMEDIES = {"wait": "groups still run; see --weights-wait, or use the rule keep"}
-
-
-class Rule(StrEnum):
-    """What becomes of groups that run."""
-
-    FINISH = "finish"
-    """They are waited for, and no others begin meanwhile."""
-    KEEP = "keep"
-    """They stand still and go on with the new weights, marked as mixed."""
-    RESTART = "restart"
-    """They are stopped, and started anew with the new weights. What has gone out in part is waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateSettings:
-    """``wait``: seconds that groups are waited for. ``step``: seconds of any other step."""
-
-    rule: Rule = Rule.FINISH
-    wait: float = 600.0
-    step: float = 300.0
-
-
-@dataclass(slots=True)
-class Update:
-    """An update in progress.
-
-    ``rule``: ``None`` if the trainer paused the engine itself. ``lora``: name of the LoRA adapter that is updated;
-    ``None`` for the model itself.
-    """
-
-    source: str
-    rule: Rule | None
-    partial: bool = False
-    lora: str | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
+"""Names under which the gate is closed."""
 
 
 class Coordinator:
-    """Knows which version is served, and by whom the engine stands still.
+    """Tracks the served version and the update in progress, and who has paused the engine.
 
     Args:
-        gate: what all work for the engine passes.
-        observers: hear of every update.
-        groups: those that run; ``None`` for an engine without.
+        gate: admits all work to the engine.
+        observers: notified of every update.
+        groups: the running groups; ``None`` for an engine without groups.
     """
 
     def __init__(
         self,
         model: Model,
         gate: Gate,
-        limits: UpdateSettings,
+        settings: UpdateSettings,
         observers: Sequence[UpdateObserver] = (),
         groups: Groups | None = None,
     ) -> None:
-        self.limits = limits
+        self.settings = settings
         self.last: UpdateRecord | None = None
         self.last_error: str | None = None
-        self.held = False
-        """Whether a trainer has paused the engine, by a call of its own."""
+        self.paused_by_trainer = False
+        """Whether the trainer paused the engine through vLLM's routes. Then only the trainer resumes it."""
         self._model = model
         self._gate = gate
         self._groups = groups
         self._observers = tuple(observers)
-        self._machine = Machine(model.weight_version)
-        self._by: str | None = None
-        self._standing = False
-        self._releases = 0
+        self._machine = StateMachine(model.weight_version)
+        self._source: str | None = None
+        self._paused_by_update = False
+        self._trainer_resumes = 0
 
     @property
     def state(self) -> State:
@@ -102,76 +60,83 @@ class Coordinator:
 
     @property
     def target(self) -> int:
-        """The version that the update under way will bring."""
+        """Version of the update in progress."""
         assert self._machine.target is not None
         return self._machine.target
 
     # --- an update, from its beginning to its end ---------------------------
 
     def begin(self, update: Update, version: int | None) -> None:
-        """``version``: of the new weights; ``None`` for the next one.
+        """Begin an update. ``version``: of the new weights; ``None`` for the next one.
 
         Raises:
-            InvalidRequest: it is served already.
+            InvalidRequest: the version is served already.
             UpdateRunning, WeightsLost
         """
         if version == self.version:
             raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
         if self.state is State.LOST:
             raise WeightsLost(self.last_error or "")
-        if self._by is not None:
-            raise self._busy()
-        self._by = update.source
-        self._machine.stage(self.version + 1 if version is None else version)
+        if self._source is not None:
+            raise self._update_running()
+        self._source = update.source
+        self._machine.begin(self.version + 1 if version is None else version)
 
     def refuse(self, update: Update, error: BaseException) -> None:
-        """It ends before anyone was told of it."""
-        self._machine.move(Move.FAIL)
+        """End an update that failed before it was announced."""
+        self._machine.apply(Transition.FAIL)
         self._end(update, UpdateOutcome.REFUSED, error)
 
-    async def stop(self, update: Update) -> None:
-        """Tell of it, do with groups what the rule says, and have the engine stand still. If that fails, it has ended.
+    async def pause(self, update: Update) -> None:
+        """Announce the update, apply its rule to running groups and pause the engine. A failure ends the update.
 
         Raises:
             UpdateFailed, WeightsLost
         """
-        self._machine.move(Move.ANNOUNCE)
+        self._machine.apply(Transition.ANNOUNCE)
         for observer in self._observers:
             observer.update_announced(self.target)
         self._gate.close(UPDATE)
         try:
-            await self._let_out(update)
-            self._standing = True
+            await self._apply_rule(update)
+            self._paused_by_update = True
             if update.rule is not None:
-                await self.step(update, "pause", self._model.pause)
-            self._machine.move(Move.PAUSE)
+                await update.run_phase("pause", self._model.pause)
+            self._machine.apply(Transition.PAUSE)
         except Exception as error:
-            await self.go_on(update, error)
+            await self.finish(update, error)
             raise
 
-    def writes(self) -> None:
-        """From now on the model may hold anything."""
-        self._machine.move(Move.UPDATE)
+    def mark_updating(self) -> None:
+        """Record that the model is being written: its weights are undefined until the update ends."""
+        self._machine.apply(Transition.UPDATE)
 
-    def fails(self) -> None:
-        """Writing failed; what the model had is put back."""
-        self._machine.move(Move.FAIL)
+    def mark_restoring(self) -> None:
+        """Record that writing failed, and that the old weights are being restored."""
+        self._machine.apply(Transition.FAIL)
 
-    async def go_on(self, update: Update, error: Exception | None = None) -> UpdateRecord:
-        """Have the engine go on, unless a trainer paused it; the update has ended. ``error``: why it failed.
+    def mark_lost(self, reason: str) -> WeightsLost:
+        """Record that the model's weights are lost, and refuse all requests. Returns the error to raise."""
+        self._machine.apply(Transition.LOSE)
+        error = f"{reason}; restart the server"
+        self._gate.condemn(WeightsLost(error))
+        return WeightsLost(error)
+
+    async def finish(self, update: Update, error: Exception | None = None) -> UpdateRecord:
+        """Resume the engine, unless the trainer paused it, and end the update. ``error``: why it failed.
 
         Raises:
-            WeightsLost: it does not go on.
+            WeightsLost: the engine does not resume.
         """
         try:
-            if self._standing:
-                self._standing = False
+            if self._paused_by_update:
+                self._paused_by_update = False
                 await self._resume(update)
         except WeightsLost as lost:
             error = lost
             raise
         finally:
-            self._settle(error)
+            self._settle_state(error)
             self._gate.open(UPDATE)
             outcome = UpdateOutcome.COMPLETED if error is None else UpdateOutcome.FAILED
             record = self._end(update, UpdateOutcome.LOST if self.state is State.LOST else outcome, error)
@@ -179,106 +144,85 @@ class Coordinator:
                 self._groups.resume()
         return record
 
-    def lose(self, what: str) -> WeightsLost:
-        """From now on nothing is served."""
-        self._machine.move(Move.LOSE)
-        error = f"{what}; restart the server"
-        self._gate.condemn(WeightsLost(error))
-        return WeightsLost(error)
+    # --- pauses by the trainer, through vLLM's routes -----------------------
 
-    async def step(self, update: Update, phase: str, do: Callable[[], Awaitable[T]], limit: float | None = None) -> T:
-        """One step, within its time.
+    async def pause_by_trainer(self, mode: str, pause: Callable[[], Awaitable[None]]) -> None:
+        """Pause the engine by ``pause``, and admit no new work until `resume_by_trainer`.
 
-        Raises:
-            UpdateFailed: it took longer.
-        """
-        limit = self.limits.step if limit is None else limit
-        with _timed(update.seconds, phase):
-            try:
-                async with asyncio.timeout(limit):
-                    return await do()
-            except TimeoutError as error:
-                raise UpdateFailed(f"{phase} took longer than {limit:g} s; {REMEDIES.get(phase, TOO_SLOW)}") from error
-
-    # --- pauses that a trainer makes by itself ------------------------------
-
-    async def hold(self, mode: str, pause: Callable[[], Awaitable[None]]) -> None:
-        """A trainer pauses the engine by ``pause``; nothing new begins until `release`.
-
-        ``mode``: what becomes of what runs. ``wait``: groups are waited for, not just those of their candidates that
-        were started. ``abort``: groups end with an error for their callers. ``keep``: all stands still.
+        ``mode``: what happens to running work. ``wait``: whole groups are waited for, including candidates that were
+        not started yet. ``abort``: groups fail with an error for their callers. ``keep``: everything is paused.
 
         Raises:
             UpdateRunning, UpdateFailed
         """
-        if self.state in (State.ANNOUNCED, State.RESTORING) or (self._standing and mode == "wait"):
-            raise self._busy()
-        releases = self._releases
+        if self.state in (State.ANNOUNCED, State.RESTORING) or (self._paused_by_update and mode == "wait"):
+            raise self._update_running()
+        resumes = self._trainer_resumes
         self._gate.close(TRAINER)
         try:
-            if mode == "wait" and not self.held:
-                await self.step(Update(TRAINER, None), "wait", self._gate.emptied, self.limits.wait)
+            if mode == "wait" and not self.paused_by_trainer:
+                await Update(TRAINER, None).run_phase("wait", self._gate.emptied, self.settings.wait_timeout)
             elif mode == "abort" and self._groups is not None:
                 self._groups.abort_all(
                     "the engine was paused with mode=abort while its group was running; send it again"
                 )
-            if releases != self._releases:
+            if resumes != self._trainer_resumes:  # /resume was called while this one waited: do not pause after it
                 raise UpdateFailed("the engine was resumed while groups were waited for")
             await pause()
-            self.held = True
+            self.paused_by_trainer = True
         finally:
-            if not self.held:
+            if not self.paused_by_trainer:
                 self._gate.open(TRAINER)
 
-    async def release(self, resume: Callable[[], Awaitable[None]]) -> None:
-        """The trainer lets the engine go on; during an update, as soon as that has ended."""
-        if not self._standing:
+    async def resume_by_trainer(self, resume: Callable[[], Awaitable[None]]) -> None:
+        """Resume the engine by ``resume``; during an update the engine resumes when that has ended."""
+        if not self._paused_by_update:
             await resume()
-        self._releases += 1
-        self.held = False
+        self._trainer_resumes += 1
+        self.paused_by_trainer = False
         self._gate.open(TRAINER)
 
     # --- helpers ------------------------------------------------------------
 
-    def _busy(self) -> UpdateRunning:
-        ends = "POST /finish_weight_update ends it" if self._by == VLLM_ROUTES else f"it is {self.state}"
-        return UpdateRunning(f"an update by {self._by} is under way; {ends}; try again then")
+    def _update_running(self) -> UpdateRunning:
+        remedy = "POST /finish_weight_update ends it" if self._source == VLLM_ROUTES else f"it is {self.state}"
+        return UpdateRunning(f"an update by {self._source} is in progress; {remedy}; try again then")
 
-    async def _let_out(self, update: Update) -> None:
+    async def _apply_rule(self, update: Update) -> None:
         if update.rule is Rule.FINISH:
-            if self.held and self._gate.inside:
+            if self.paused_by_trainer and self._gate.inside:
                 raise UpdateFailed(
                     "groups cannot finish: the engine is paused; POST /resume first, or use the rule keep"
                 )
-            await self.step(update, "wait", self._gate.emptied, self.limits.wait)
+            await update.run_phase("wait", self._gate.emptied, self.settings.wait_timeout)
         elif update.rule is Rule.RESTART:
-            await self.step(update, "wait", self._restart, self.limits.wait)
+            await update.run_phase("wait", self._halt_groups, self.settings.wait_timeout)
 
-    async def _restart(self) -> None:
+    async def _halt_groups(self) -> None:
         if self._groups is not None:
             await self._groups.suspend()
         await self._gate.emptied(but_for_groups=True)
 
     async def _resume(self, update: Update) -> None:
         try:
-            if not self.held:
-                await self.step(update, "resume", self._model.resume)
+            if not self.paused_by_trainer:
+                await update.run_phase("resume", self._model.resume)
         except Exception as error:
             if self.state is State.LOST:
                 return
-            raise self.lose(f"the engine does not go on after an update ({error})") from error
+            raise self.mark_lost(f"the engine does not resume after an update ({error})") from error
 
-    def _settle(self, error: Exception | None) -> None:
+    def _settle_state(self, error: Exception | None) -> None:
         match self.state:
             case State.ANNOUNCED | State.PAUSED:
-                self._machine.move(Move.FAIL)
+                self._machine.apply(Transition.FAIL)
             case State.UPDATING if error is None:
-                self._machine.move(Move.SUCCEED)
+                self._machine.apply(Transition.SUCCEED)
             case State.RESTORING:
-                self._machine.move(Move.SUCCEED)
+                self._machine.apply(Transition.SUCCEED)
 
     def _end(self, update: Update, outcome: UpdateOutcome, error: BaseException | None = None) -> UpdateRecord:
-        self._by = None
+        self._source = None
         record = UpdateRecord(
             version=self.version,
             outcome=outcome,
@@ -292,17 +236,7 @@ class Coordinator:
         self.last = record
         if record.error is not None:
             self.last_error = record.error
-            logger.warning("an update of the weights was %s: %s", record.outcome, record.error)
+            logger.warning("a weight update was %s: %s", record.outcome, record.error)
         for observer in self._observers:
             observer.update_ended(record)
         return record
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds to what the phase has taken so far."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began

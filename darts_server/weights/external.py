@@ -1,61 +1,67 @@
-"""Updates that a trainer makes step by step, by routes that are not ours. It may stop calling at any time."""
+"""Updates that a trainer makes step by step through vLLM's own routes. It may stop calling at any time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from darts_server.exceptions import UpdateError, UpdateFailed
-from darts_server.weights.coordinator import VLLM_ROUTES, Coordinator, Update
+from darts_server.weights.coordinator import VLLM_ROUTES, Coordinator
 from darts_server.weights.loaded import LoadedWeights
+from darts_server.weights.phases import Update
 from darts_server.weights.port import Model
 
-NAMED = 3
-"""Tensors that a message names."""
+MAX_NAMES = 3
+"""Tensors that an error message names."""
 
 Step = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True)
 class _Session:
-    """``calls``: how often tensors came. ``names``: theirs, as far as these were told. ``busy``: calls under way."""
+    """A trainer's update, from start to finish.
+
+    ``writes``: calls of /update_weights. ``names``: of the tensors they brought, as far as vLLM reports them.
+    ``in_flight``: calls in progress. ``timer``: ends the session if the trainer does not call again.
+    """
 
     update: Update
-    calls: int = 0
+    writes: int = 0
     names: list[str] = field(default_factory=list)
-    busy: int = 0
+    in_flight: int = 0
     timer: asyncio.TimerHandle | None = None
 
 
 class ExternalUpdates:
-    """The engine does the steps; here is what goes with them. Without a session steps are the engine's own affair."""
+    """Coordinates updates whose steps the engine does itself. Steps outside of a session are the engine's to refuse."""
 
-    def __init__(self, coordinator: Coordinator, held: LoadedWeights, model: Model) -> None:
+    def __init__(self, coordinator: Coordinator, loaded: LoadedWeights, model: Model) -> None:
         self._coordinator = coordinator
-        self._held = held
+        self._loaded = loaded
         self._model = model
         self._session: _Session | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._timeout_task: asyncio.Task[None] | None = None
 
     async def start(self, start: Step) -> None:
-        """A trainer is about to write the model. Pauses the engine, by the server's rule, unless the trainer has.
+        """Begin an update: pause the engine by the server's rule, unless the trainer paused it, and call ``start``.
 
         Raises:
-            UpdateRunning, UpdateFailed, WeightsLost: nothing was touched.
+            UpdateRunning, UpdateFailed, WeightsLost: nothing was changed.
             Exception: of ``start``.
         """
         if self._session is not None:
             return await start()  # the engine refuses it
         coordinator = self._coordinator
-        update = Update(VLLM_ROUTES, None if coordinator.held else coordinator.limits.rule)
+        rule = None if coordinator.paused_by_trainer else coordinator.settings.rule
+        update = Update(VLLM_ROUTES, rule, timeout=coordinator.settings.step_timeout)
         coordinator.begin(update, coordinator.version + 1)
-        await coordinator.stop(update)
+        await coordinator.pause(update)
         session = self._session = _Session(update)
-        coordinator.writes()
-        await self._call(session, "load", start)
+        coordinator.mark_updating()
+        await self._run_step(session, "load", start)
         return None
 
     async def write(self, write: Step, names: Sequence[str]) -> None:
-        """Tensors come, and are written. What fails ends the update.
+        """Write tensors to the model by ``write``. A failure ends the update.
 
         Raises:
             Exception: of ``write``.
@@ -63,13 +69,13 @@ class ExternalUpdates:
         session = self._session
         if session is None:
             return await write()
-        session.calls += 1
+        session.writes += 1
         session.names += names
-        await self._call(session, "transfer", write)
+        await self._run_step(session, "transfer", write)
         return None
 
     async def finish(self, finish: Callable[[int], Awaitable[None]]) -> None:
-        """All have come. ``finish`` is told the version that is served from now on.
+        """Finish the update. ``finish`` is called with the version that is served from now on.
 
         Raises:
             Exception: of ``finish``.
@@ -77,86 +83,89 @@ class ExternalUpdates:
         session = self._session
         if session is None:
             return await finish(self._coordinator.version)
-        await self._call(session, "load", lambda: finish(self._coordinator.target))
+        await self._run_step(session, "load", lambda: finish(self._coordinator.target))
         self._close(session)
         if session.update.rule is None:
-            await self._model.clear()
-        self._held.became(None)
-        await self._coordinator.go_on(session.update)
+            # The trainer's own pause may have kept the caches (clear_cache=false); ours clears them.
+            await self._model.clear_caches()
+        self._loaded.record(None)
+        await self._coordinator.finish(session.update)
         return None
 
     # --- helpers ------------------------------------------------------------
 
-    async def _call(self, session: _Session, phase: str, step: Step) -> None:
-        self._disarm(session)
-        session.busy += 1
+    async def _run_step(self, session: _Session, phase: str, step: Step) -> None:
+        self._stop_timer(session)
+        session.in_flight += 1
         try:
-            await self._coordinator.step(session.update, phase, step)
+            await session.update.run_phase(phase, step)
         except Exception as error:
-            await self._break(session, error)
+            await self._fail(session, error)
             raise
         finally:
-            session.busy -= 1
-            self._arm(session)
+            session.in_flight -= 1
+            self._start_timer(session)
 
-    def _arm(self, session: _Session) -> None:
-        if session is self._session and not session.busy:
-            seconds = self._coordinator.limits.step
-            session.timer = asyncio.get_running_loop().call_later(seconds, self._expire, session, seconds)
+    def _start_timer(self, session: _Session) -> None:
+        if session is self._session and not session.in_flight:
+            timeout = self._coordinator.settings.step_timeout
+            session.timer = asyncio.get_running_loop().call_later(timeout, self._time_out, session, timeout)
 
-    def _disarm(self, session: _Session) -> None:
+    def _stop_timer(self, session: _Session) -> None:
         if session.timer is not None:
             session.timer.cancel()
 
-    def _expire(self, session: _Session, seconds: float) -> None:
-        error = UpdateFailed(f"the trainer has begun an update and not called for {seconds:g} s; see --weights-timeout")
-        self._ending = asyncio.get_running_loop().create_task(self._break(session, error))
-        self._ending.add_done_callback(lambda task: task.cancelled() or task.exception())
+    def _time_out(self, session: _Session, timeout: float) -> None:
+        error = UpdateFailed(f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout")
+        self._timeout_task = asyncio.get_running_loop().create_task(self._fail(session, error))
+        self._timeout_task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _close(self, session: _Session) -> None:
-        self._disarm(session)
+        self._stop_timer(session)
         self._session = None
 
-    async def _break(self, session: _Session, error: Exception) -> None:
-        """End the update, with the old weights if they can be had."""
-        if session is not self._session:
+    async def _fail(self, session: _Session, error: Exception) -> None:
+        """End the update, with the old weights if they can be restored."""
+        if session is not self._session:  # another call of the same update has failed it already
             return
         self._close(session)
         update = session.update
-        self._coordinator.fails()
+        self._coordinator.mark_restoring()
         try:
-            await self._coordinator.step(update, "restore", self._model.abandon)
-            became = await self._put_back(session)
+            await update.run_phase("restore", self._model.abandon_update)
+            result = await self._restore(session)
         except Exception as second:
-            lost = self._coordinator.lose(f"an update failed ({error}), and so did putting things right ({second})")
+            lost = self._coordinator.mark_lost(
+                f"an update failed ({error}), and restoring the old weights failed too ({second})"
+            )
             try:
-                await self._coordinator.step(update, "stop", self._model.stop)
+                await update.run_phase("stop", self._model.abort_requests)
             finally:
-                await self._coordinator.go_on(update, lost)
+                await self._coordinator.finish(update, lost)
         else:
-            await self._coordinator.go_on(update, UpdateFailed(f"{error}; {became}"))
+            await self._coordinator.finish(update, UpdateFailed(f"{error}; {result}"))
 
-    async def _put_back(self, session: _Session) -> str:
-        """What became of the model."""
-        if not session.calls:
-            return "no tensor had come, and the old weights are served"
+    async def _restore(self, session: _Session) -> str:
+        """Restore the old weights if possible. Returns what the model holds now, for the error message."""
+        if not session.writes:
+            return "no tensor had arrived, and the old weights are served"
         try:
-            old = await self._held.whole()
+            old = await self._loaded.restorable()
         except UpdateError:
             old = None
         if old is not None:
-            await self._held.put_back(self._coordinator, session.update)
-            return "the old weights were put back and are served"
-        self._held.spoiled()
+            await self._loaded.restore(session.update)
+            return "the old weights were restored and are served"
+        self._loaded.record_mixture()
         return (
-            f"the model may hold a part of the new weights, layer by layer ({_told(session)}), and the old ones "
-            "are in no file that is known; send a full set"
+            f"the model may hold a part of the new weights, layer by layer ({_describe_writes(session)}), and the old "
+            "ones are in no file; send a full set"
         )
 
 
-def _told(session: _Session) -> str:
-    calls = f"{session.calls} call{'s' if session.calls > 1 else ''} of /update_weights"
+def _describe_writes(session: _Session) -> str:
+    calls = f"{session.writes} call{'s' if session.writes > 1 else ''} of /update_weights"
     if not session.names:
         return calls
-    more = "" if len(session.names) <= NAMED else f" and {len(session.names) - NAMED} more"
-    return f"{calls}, with {', '.join(session.names[:NAMED])}{more}"
+    more = "" if len(session.names) <= MAX_NAMES else f" and {len(session.names) - MAX_NAMES} more"
+    return f"{calls}, with {', '.join(session.names[:MAX_NAMES])}{more}"

@@ -1,74 +1,76 @@
-"""Where what a model holds came from, so that it can be put back."""
+"""Remembers which files the model's weights were loaded from, so that they can be restored."""
 
 from pathlib import Path
 
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import InvalidRequest, UpdateFailed
-from darts_server.weights.coordinator import Coordinator, Update
+from darts_server.weights.phases import Update
 from darts_server.weights.port import Model
-from darts_server.weights.tensors import TensorSet, by_file, changed
+from darts_server.weights.tensors import TensorSet, changed_files, names_by_file
 
 
 class LoadedWeights:
-    """``tensors``: the files of all that the model holds; ``None``: those that the engine was started with."""
+    """The files that the model's weights were loaded from."""
 
     def __init__(self, model: Model) -> None:
-        self._model = model
-        self._tensors: TensorSet | None = None
-        self._known = True
         self.intact = True
-        """Whether all that the model holds is of one version."""
+        """Whether all of the model's weights are of one version."""
+        self._model = model
+        self._tensors: TensorSet | None = None  # None: those of the checkpoint that the engine was started with
+        self._in_files = True
 
     @property
     def files(self) -> set[Path]:
-        """Paths that must stay."""
+        """Paths that must not be removed."""
         return {file.path for file in (self._tensors or {}).values()}
 
-    def became(self, tensors: TensorSet | None) -> None:
-        """It holds these now; ``None``: what no file has."""
-        self._known, self.intact = tensors is not None, True
+    def record(self, tensors: TensorSet | None) -> None:
+        """Record what the model was loaded from; ``None`` for weights that are in no file."""
+        self._in_files, self.intact = tensors is not None, True
         self._tensors = tensors or self._tensors
 
-    def spoiled(self) -> None:
-        """It holds a part of other weights."""
-        self._known = self.intact = False
+    def record_mixture(self) -> None:
+        """Record that the model holds a part of one version and a part of another."""
+        self._in_files = self.intact = False
 
-    async def rest(self, field: str) -> TensorSet:
-        """What a partial set is completed by. A layer of the engine takes all of its tensors or none.
+    async def complete(self, partial: TensorSet, field: str) -> TensorSet:
+        """Add the tensors that a partial set lacks, as they are served now.
+
+        The engine takes a fused layer (q, k and v in one matrix) only as a whole, so it is always given a full set.
 
         Raises:
-            InvalidRequest: of ``field``; nobody has it.
+            InvalidRequest: of ``field``; the other tensors are in no file, or the file has changed.
         """
         remedy = "send a full set"
-        if not self._known:
+        if not self._in_files:
             raise InvalidRequest(field, f"is partial, and the other tensors came by vLLM's own routes; {remedy}")
-        held = await self._all()
-        if gone := await run_sync(changed, held):
+        loaded = await self._all()
+        if gone := await run_sync(changed_files, loaded):
             raise InvalidRequest(field, f"is partial, and {gone[0]}, which has the others, has changed since; {remedy}")
-        return held
+        return {**loaded, **partial}
 
-    async def put_back(self, coordinator: Coordinator, update: Update) -> None:
-        """Give the model what it had before.
+    async def restore(self, update: Update) -> None:
+        """Load the weights into the model again.
 
         Raises:
-            UpdateFailed: it cannot be had, and the model was not touched, or it failed half-way.
+            UpdateFailed: their files are gone and the model was not touched, or loading failed half-way.
         """
-        held = await self.whole()
-        if held is None:
+        loaded = await self.restorable()
+        if loaded is None:
             raise UpdateFailed("the files with the old weights are gone or have changed")
-        await coordinator.step(update, "restore", lambda: self._model.load(by_file(held)))
+        await update.run_phase("restore", lambda: self._model.load(names_by_file(loaded)))
 
-    async def whole(self) -> TensorSet | None:
-        """All that the model held, if it can still be had.
+    async def restorable(self) -> TensorSet | None:
+        """All of the model's weights, if their files are still there; otherwise ``None``.
 
         Raises:
             UpdateUnsupported
         """
-        if not self._known:
+        if not self._in_files:
             return None
-        held = await self._all()
-        return None if await run_sync(changed, held) else held
+        loaded = await self._all()
+        return None if await run_sync(changed_files, loaded) else loaded
 
     async def _all(self) -> TensorSet:
-        return self._tensors or await self._model.original()
+        return self._tensors or await self._model.checkpoint_tensors()

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a running engine's model: pushed, replaced and removed, one at a time."""
+"""LoRA adapters of the served model: pushed, replaced and removed, one at a time."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -8,19 +8,21 @@ from anyio.to_thread import run_sync
 
 from darts_server.exceptions import Forbidden, NotFound
 from darts_server.types import UpdateRecord
-from darts_server.weights.change import Changes
-from darts_server.weights.coordinator import Coordinator, Rule, Update
-from darts_server.weights.lora_config import LoraConfig, LoraLayers, check, read_config, written
-from darts_server.weights.lora_files import CONFIG, TENSORS, LoraFiles, config_in, tensors_in
+from darts_server.weights.coordinator import Coordinator
+from darts_server.weights.lora_config import LoraConfig, LoraLayers, check_lora, dump_config, parse_config
+from darts_server.weights.lora_files import CONFIG, TENSORS, LoraFiles, read_config, stream_tensors
+from darts_server.weights.phases import Update
 from darts_server.weights.port import LoraEngine
-from darts_server.weights.roots import allowed
+from darts_server.weights.roots import resolve_path
+from darts_server.weights.rules import Rule
 from darts_server.weights.staging import Staging
-from darts_server.weights.tensors import read
+from darts_server.weights.tensors import read_tensors
+from darts_server.weights.transaction import TransactionRunner
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedLora:
-    """One that is served. ``version``: of the update that it came with."""
+    """A LoRA adapter that is served. ``version``: of the update that brought it."""
 
     version: int
     config: LoraConfig
@@ -28,24 +30,29 @@ class LoadedLora:
 
 
 Fetched = tuple[LoraConfig, Path]
-"""The configuration, and the folder that the tensors are in."""
+"""The configuration, and the folder with the tensors."""
 
 
 class Loras:
-    """Gives the model adapters. Those that are served are in ``served``, by name.
+    """Updates the LoRA adapters of the model. ``served``: the pushed ones, by name.
 
     Args:
-        engine: ``None`` for a model that was started without.
-        root: folder that callers may name folders in; ``None`` for none.
+        engine: ``None`` for a server that was started without LoRA.
+        root: folder that callers may name paths in; ``None`` to allow none.
     """
 
     def __init__(
-        self, coordinator: Coordinator, changes: Changes, engine: LoraEngine | None, staging: Staging, root: Path | None
+        self,
+        coordinator: Coordinator,
+        transactions: TransactionRunner,
+        engine: LoraEngine | None,
+        staging: Staging,
+        root: Path | None,
     ) -> None:
         self.coordinator = coordinator
         self.files = LoraFiles(staging)
         self.served: dict[str, LoadedLora] = {}
-        self._changes = changes
+        self._transactions = transactions
         self._engine = engine
         self._root = root
 
@@ -57,52 +64,58 @@ class Loras:
         rule: Rule | None = None,
         version: int | None = None,
     ) -> UpdateRecord:
-        """An adapter as PEFT's configuration and the bytes of a safetensors file. ``body`` is told how many may come.
+        """Serve a LoRA adapter: PEFT's configuration, and the bytes of a safetensors file.
+
+        ``body`` is called with the largest number of bytes that it may yield.
 
         Raises:
-            Forbidden: the server was started without adapters.
-            InvalidRequest: it is bad; nothing was changed.
-            UpdateError: the old one is served.
+            Forbidden: the server was started without LoRA.
+            InvalidRequest: the adapter is bad; nothing was changed.
+            UpdateError: the previous adapter is served.
             WeightsLost
         """
 
         async def fetch(layers: LoraLayers) -> Fetched:
-            known = read_config(config, "config")
-            return known, await self.files.take(body(layers.most_bytes))
+            parsed = parse_config(config, "config")
+            return parsed, await self.files.write(body(layers.max_bytes))
 
         return await self._put("push", name, fetch, "body", rule, version)
 
     async def load(self, name: str, path: str, rule: Rule | None = None, version: int | None = None) -> UpdateRecord:
-        """An adapter from a folder under the root, as PEFT saves it. A copy is taken.
+        """Serve a LoRA adapter from a copy of a folder under the root, as PEFT saves it.
 
         Raises:
-            Forbidden: the server was started without adapters, or there is no root.
-            InvalidRequest: it is bad; nothing was changed.
-            UpdateError: the old one is served.
+            Forbidden: the server was started without LoRA, or there is no root.
+            InvalidRequest: the path or the adapter is bad; nothing was changed.
+            UpdateError: the previous adapter is served.
             WeightsLost
         """
 
         async def fetch(layers: LoraLayers) -> Fetched:
-            folder = await run_sync(allowed, self._root, path)
-            known = await run_sync(config_in, folder)
-            return known, await self.files.take(tensors_in(folder, layers.most_bytes))
+            folder = await run_sync(resolve_path, self._root, path)
+            config = await run_sync(read_config, folder)
+            return config, await self.files.write(stream_tensors(folder, layers.max_bytes))
 
         return await self._put("disk", name, fetch, "path", rule, version)
 
     async def remove(self, name: str) -> UpdateRecord:
-        """Serve it no more, when nothing uses it any more.
+        """Stop serving a LoRA adapter, when no running request uses it.
 
         Raises:
             NotFound
-            UpdateError: it is served as before.
+            UpdateError: it is still served.
             WeightsLost
         """
         engine = self._require_lora()
         if name not in self.served:
-            raise NotFound("name", f"no adapter {name!r} was pushed; GET /darts/v1/weights tells those that were")
-        # Nothing could go on without it, so the rule is always the same.
-        update = Update("delete", Rule.FINISH, lora=name)
-        return await self._changes.make(update, None, _Removal(self, engine, name))
+            raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
+        # Requests cannot continue without the adapter, so no other rule is possible.
+        update = Update("delete", Rule.FINISH, lora=name, timeout=self.coordinator.settings.step_timeout)
+        return await self._transactions.run(update, None, _LoraRemoval(self, engine, name))
+
+    def clean_up(self) -> None:
+        """Remove the files of adapters that are not served."""
+        self.files.keep_only({name: lora.folder for name, lora in self.served.items()})
 
     async def _put(
         self,
@@ -115,21 +128,18 @@ class Loras:
     ) -> UpdateRecord:
         engine = self._require_lora()
         engine.check_name(name)
-        update = Update(source, rule or self.coordinator.limits.rule, lora=name)
-        return await self._changes.make(update, version, _Arrival(self, engine, name, fetch, field))
+        settings = self.coordinator.settings
+        update = Update(source, rule or settings.rule, lora=name, timeout=settings.step_timeout)
+        return await self._transactions.run(update, version, _LoraUpdate(self, engine, name, fetch, field))
 
     def _require_lora(self) -> LoraEngine:
         if self._engine is None:
-            raise Forbidden("this server's model takes no adapters; start it with --enable-lora")
+            raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
         return self._engine
 
-    def tidy(self) -> None:
-        """Remove the files of those that are not served."""
-        self.files.keep_only({name: adapter.folder for name, adapter in self.served.items()})
 
-
-class _Arrival:
-    """Implements :class:`darts_server.weights.change.Change`: an adapter, new or in place of the one before."""
+class _LoraUpdate:
+    """Implements :class:`darts_server.weights.transaction.Transaction`: adds or replaces a LoRA adapter."""
 
     def __init__(
         self,
@@ -148,40 +158,39 @@ class _Arrival:
         self._new: LoadedLora
 
     async def stage(self, update: Update) -> None:
-        step = self._loras.coordinator.step
         layers = await self._engine.layers()
-        config, folder = await step(update, "transfer", lambda: self._fetch(layers))
+        config, folder = await update.run_phase("transfer", lambda: self._fetch(layers))
 
-        def checked() -> None:
-            given = read(folder / TENSORS, self._field)
-            check(layers, config, given, self._field)
-            (folder / CONFIG).write_text(written(config, given))
+        def check() -> None:
+            tensors = read_tensors(folder / TENSORS, self._field)
+            check_lora(layers, config, tensors, self._field)
+            (folder / CONFIG).write_text(dump_config(config, tensors))
 
-        await step(update, "check", lambda: run_sync(checked))
+        await update.run_phase("check", lambda: run_sync(check))
         self._new = LoadedLora(self._loras.coordinator.target, config, folder)
 
-    async def write(self, update: Update) -> None:
-        await self._serve(update, "load", self._new)
+    async def apply(self, update: Update) -> None:
+        await self._load(update, "load", self._new)
 
-    async def put_back(self, update: Update) -> None:
+    async def roll_back(self, update: Update) -> None:
         if self._old is not None:
-            await self._serve(update, "restore", self._old)
+            await self._load(update, "restore", self._old)
         else:
-            await self._loras.coordinator.step(update, "restore", lambda: self._engine.remove(self._name))
+            await update.run_phase("restore", lambda: self._engine.unload(self._name))
 
-    async def _serve(self, update: Update, phase: str, adapter: LoadedLora) -> None:
-        link = self._loras.files.lead(self._name, adapter.folder)
-        await self._loras.coordinator.step(update, phase, lambda: self._engine.put(self._name, link))
-
-    def took(self) -> None:
+    def commit(self) -> None:
         self._loras.served[self._name] = self._new
 
-    def tidy(self) -> None:
-        self._loras.tidy()
+    def clean_up(self) -> None:
+        self._loras.clean_up()
+
+    async def _load(self, update: Update, phase: str, lora: LoadedLora) -> None:
+        link = self._loras.files.link(self._name, lora.folder)
+        await update.run_phase(phase, lambda: self._engine.load(self._name, link))
 
 
-class _Removal:
-    """Implements :class:`darts_server.weights.change.Change`: an adapter goes."""
+class _LoraRemoval:
+    """Implements :class:`darts_server.weights.transaction.Transaction`: removes a LoRA adapter."""
 
     def __init__(self, loras: Loras, engine: LoraEngine, name: str) -> None:
         self._loras = loras
@@ -191,15 +200,15 @@ class _Removal:
     async def stage(self, update: Update) -> None:
         """There is nothing to fetch."""
 
-    async def write(self, update: Update) -> None:
-        await self._loras.coordinator.step(update, "load", lambda: self._engine.remove(self._name))
+    async def apply(self, update: Update) -> None:
+        await update.run_phase("load", lambda: self._engine.unload(self._name))
 
-    async def put_back(self, update: Update) -> None:
-        link = self._loras.files.lead(self._name, self._loras.served[self._name].folder)
-        await self._loras.coordinator.step(update, "restore", lambda: self._engine.put(self._name, link))
+    async def roll_back(self, update: Update) -> None:
+        link = self._loras.files.link(self._name, self._loras.served[self._name].folder)
+        await update.run_phase("restore", lambda: self._engine.load(self._name, link))
 
-    def took(self) -> None:
+    def commit(self) -> None:
         del self._loras.served[self._name]
 
-    def tidy(self) -> None:
-        self._loras.tidy()
+    def clean_up(self) -> None:
+        self._loras.clean_up()

@@ -1,4 +1,4 @@
-"""Low-rank adapters as PEFT writes them, and whether one fits a model (Hu et al. 2021, arXiv:2106.09685)."""
+"""LoRA adapters as PEFT writes them, and whether one fits a model (Hu et al. 2021, arXiv:2106.09685)."""
 
 import json
 import math
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.weights.tensors import FLOATS, LARGEST_HEADER, Tensor, TensorSet
+from darts_server.weights.tensors import FLOAT_DTYPES, MAX_HEADER_BYTES, Tensor, TensorSet
 
-LARGEST_CONFIG = 1 << 16
-"""Bytes; PEFT's own has about a thousand."""
-LARGEST_ALPHA = 1e9
+MAX_CONFIG_BYTES = 1 << 16
+"""PEFT's own configurations have about a thousand."""
+MAX_ALPHA = 1e9
 PREFIX = "base_model.model."
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-HARMLESS = frozenset(
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+IGNORED_KEYS = frozenset(
     {
         "auto_mapping",
         "base_model_name_or_path",
@@ -39,13 +39,17 @@ HARMLESS = frozenset(
     }
 )
 """Keys of PEFT's configuration that do not change what an adapter computes from its tensors."""
-PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}
-"""Keys that do, with the values that leave it at W + scale * B A. The other ways to begin change W."""
+ALLOWED_VALUES = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+}
+"""Keys that do, with the values that leave it at W + scale * B A. The other initialisations change W."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """``alpha`` and ``rslora``: what the scale is made of."""
+    """Rank and scale of a LoRA adapter."""
 
     rank: int
     alpha: float
@@ -53,28 +57,28 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What ``B A`` is multiplied by. With ``rslora`` that of Kalajdzievski 2023, arXiv:2312.03732."""
+        """Factor of ``B A``. With ``rslora`` that of Kalajdzievski 2023, arXiv:2312.03732."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLayers:
-    """What an adapter can change. ``shapes``: of the weights, (outputs, inputs), by the name of the layer."""
+    """Layers that a LoRA adapter can change. ``shapes``: (outputs, inputs) of the weights, by layer name."""
 
     shapes: Mapping[str, tuple[int, int]]
     max_rank: int
 
     @property
-    def most_bytes(self) -> int:
-        """No adapter that fits has more, in whichever dtype."""
-        return 8 * self.max_rank * sum(map(sum, self.shapes.values())) + LARGEST_HEADER
+    def max_bytes(self) -> int:
+        """Size of the largest adapter that fits, in any dtype."""
+        return 8 * self.max_rank * sum(map(sum, self.shapes.values())) + MAX_HEADER_BYTES
 
 
-def read_config(text: str | bytes, field: str) -> LoraConfig:
-    """PEFT's ``adapter_config.json``; ``r`` and ``lora_alpha`` are enough.
+def parse_config(text: str | bytes, field: str) -> LoraConfig:
+    """Parse PEFT's ``adapter_config.json``; ``r`` and ``lora_alpha`` are enough.
 
     Raises:
-        InvalidRequest: of ``field``; names the key that is wrong, or not taken here.
+        InvalidRequest: of ``field``; names the key that is wrong or not supported.
     """
     try:
         given = json.loads(text)
@@ -85,8 +89,8 @@ def read_config(text: str | bytes, field: str) -> LoraConfig:
     rank, alpha, rslora = given.pop("r", None), given.pop("lora_alpha", None), given.pop("use_rslora", False)
     if type(rank) is not int or rank < 1:
         raise InvalidRequest(field, "r must be a whole number, at least 1")
-    if type(alpha) not in (int, float) or not abs(alpha) < LARGEST_ALPHA:  # NaN is not either
-        raise InvalidRequest(field, f"lora_alpha must be a number, below {LARGEST_ALPHA:g}")
+    if type(alpha) not in (int, float) or not abs(alpha) < MAX_ALPHA:  # NaN is not either
+        raise InvalidRequest(field, f"lora_alpha must be a number, below {MAX_ALPHA:g}")
     if type(rslora) is not bool:
         raise InvalidRequest(field, "use_rslora must be true or false")
     for key, value in given.items():
@@ -94,8 +98,9 @@ def read_config(text: str | bytes, field: str) -> LoraConfig:
     return LoraConfig(rank, alpha, rslora)
 
 
-def check(layers: LoraLayers, config: LoraConfig, given: TensorSet, field: str) -> None:
-    """
+def check_lora(layers: LoraLayers, config: LoraConfig, tensors: TensorSet, field: str) -> None:
+    """Check that an adapter fits the model.
+
     Raises:
         InvalidRequest: of ``field``; names the first tensor that does not fit, or the rank.
     """
@@ -103,18 +108,18 @@ def check(layers: LoraLayers, config: LoraConfig, given: TensorSet, field: str) 
         raise InvalidRequest(
             field, f"r is {config.rank}, and the server takes {layers.max_rank} at most; see --max-lora-rank"
         )
-    if not given:
+    if not tensors:
         raise InvalidRequest(field, "has no tensor; send at least those of one layer")
-    for name, file in given.items():
+    for name, file in tensors.items():
         _check_tensor(layers, config.rank, name, file.tensors[name], field)
-        twin = name.removesuffix(DOWN) + UP if name.endswith(DOWN) else name.removesuffix(UP) + DOWN
-        if twin not in given:
-            raise InvalidRequest(field, f"tensor {twin} is missing, and {name} is there; send both")
+        other = name.removesuffix(LORA_A) + LORA_B if name.endswith(LORA_A) else name.removesuffix(LORA_B) + LORA_A
+        if other not in tensors:
+            raise InvalidRequest(field, f"tensor {other} is missing, and {name} is there; send both")
 
 
-def written(config: LoraConfig, given: TensorSet) -> str:
-    """``adapter_config.json`` of an adapter that was checked, with nothing in it that was not."""
-    targets = sorted({name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP) for name in given})
+def dump_config(config: LoraConfig, tensors: TensorSet) -> str:
+    """Write ``adapter_config.json`` for the engine, with nothing in it that was not checked."""
+    targets = sorted({name.removeprefix(PREFIX).removesuffix(LORA_A).removesuffix(LORA_B) for name in tensors})
     return json.dumps(
         {
             "peft_type": "LORA",
@@ -128,26 +133,31 @@ def written(config: LoraConfig, given: TensorSet) -> str:
 
 
 def _check_key(key: str, value: Any, field: str) -> None:
-    if key in PLAIN:
-        if not any(value is plain or (isinstance(value, str) and value == plain) for plain in PLAIN[key]):
-            raise InvalidRequest(field, f"{key} is {str(value)[:50]!r}, and such adapters are not taken")
-    elif key not in HARMLESS and value:
+    if key in ALLOWED_VALUES:
+        # Flags are compared by identity: 1 == True, and PEFT does not write 1.
+        if not any(
+            value is allowed or (isinstance(value, str) and value == allowed) for allowed in ALLOWED_VALUES[key]
+        ):
+            raise InvalidRequest(field, f"{key} is {str(value)[:50]!r}, and such LoRA adapters are not supported")
+    elif key not in IGNORED_KEYS and value:
         raise InvalidRequest(
             field,
-            f"{key[:50]!r} is set, and such adapters are not taken; leave it out if the adapter is W + scale * B A "
-            "without it",
+            f"{key[:50]!r} is set, and such LoRA adapters are not supported; leave it out if the adapter is "
+            "W + scale * B A without it",
         )
 
 
 def _check_tensor(layers: LoraLayers, rank: int, name: str, tensor: Tensor, field: str) -> None:
-    layer = name.removesuffix(DOWN if name.endswith(DOWN) else UP).removeprefix(PREFIX)
-    if name not in (f"{PREFIX}{layer}{DOWN}", f"{PREFIX}{layer}{UP}"):
-        raise InvalidRequest(field, f"tensor {name} is not one of an adapter's, {PREFIX}LAYER{DOWN} or …{UP}")
+    layer = name.removesuffix(LORA_A if name.endswith(LORA_A) else LORA_B).removeprefix(PREFIX)
+    if name not in (f"{PREFIX}{layer}{LORA_A}", f"{PREFIX}{layer}{LORA_B}"):
+        raise InvalidRequest(field, f"tensor {name} is not one of a LoRA adapter's, {PREFIX}LAYER{LORA_A} or …{LORA_B}")
     if layer not in layers.shapes:
-        raise InvalidRequest(field, f"tensor {name} is of no layer that takes adapters; leave it out, or correct it")
-    outputs, inputs = layers.shapes[layer]
-    wanted = (rank, inputs) if name.endswith(DOWN) else (outputs, rank)
-    if tensor.shape != wanted or tensor.dtype not in FLOATS:
         raise InvalidRequest(
-            field, f"tensor {name} is {tensor}, and must have floats and the shape {list(wanted)} with r = {rank}"
+            field, f"tensor {name} is of no layer that takes LoRA adapters; leave it out, or correct its name"
+        )
+    outputs, inputs = layers.shapes[layer]
+    expected = (rank, inputs) if name.endswith(LORA_A) else (outputs, rank)
+    if tensor.shape != expected or tensor.dtype not in FLOAT_DTYPES:
+        raise InvalidRequest(
+            field, f"tensor {name} is {tensor}, and must have floats and the shape {list(expected)} with r = {rank}"
         )

@@ -1,7 +1,7 @@
-"""Where the files of adapters are: in the folder that the server stages weights in.
+"""Files of LoRA adapters, in the folder where the server stages weights.
 
-The engine reads them whenever it likes, also for requests that began with the adapter before. So each name has a path
-that stays, a link.
+The engine may read an adapter's files at any time, also for requests that began with a previous adapter of that name
+(vLLM evicts adapters above ``--max-loras`` and loads them again). So each name has a path that stays: a symbolic link.
 """
 
 import os
@@ -12,79 +12,82 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.weights.lora_config import LARGEST_CONFIG, LoraConfig, read_config
-from darts_server.weights.staging import BUFFER, Staging
+from darts_server.weights.lora_config import MAX_CONFIG_BYTES, LoraConfig, parse_config
+from darts_server.weights.staging import BUFFER_BYTES, Staging
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""PEFT's names of the files."""
 FIELD = "path"
-KIND, LINK = ".lora", "lora-"
-"""How the names of folders with adapters end, and how those of links begin."""
+FOLDER_SUFFIX, LINK_PREFIX = ".lora", "lora-"
 
 
 class LoraFiles:
-    """Those of this server."""
+    """Writes, links and removes the folders of this server's LoRA adapters."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
 
-    async def take(self, chunks: AsyncIterator[bytes]) -> Path:
-        """A new folder, with these bytes as the adapter's tensors.
+    async def write(self, chunks: AsyncIterator[bytes]) -> Path:
+        """Write these bytes as the tensors of a new adapter. Returns its folder.
 
         Raises:
             DiskFull
         """
         path = await self._staging.write(chunks)
-        folder = path.with_suffix(KIND)
+        folder = path.with_suffix(FOLDER_SUFFIX)
         folder.mkdir()
         path.rename(folder / TENSORS)
         return folder
 
-    def lead(self, name: str, folder: Path) -> Path:
-        """The path that stays. From now on it leads to this folder."""
-        link = folder.with_name(LINK + name)
-        new = folder.with_name(f"new-{LINK}")
+    def link(self, name: str, folder: Path) -> Path:
+        """Point the name's link to this folder, atomically. Returns the link."""
+        link = folder.with_name(LINK_PREFIX + name)
+        new = folder.with_name(f"new-{LINK_PREFIX}")
         new.unlink(missing_ok=True)
         new.symlink_to(folder)
         os.replace(new, link)
         return link
 
     def keep_only(self, folders: Mapping[str, Path]) -> None:
-        """Remove what is of no adapter among these, by name."""
-        for folder in set(self._staging.others(f"*{KIND}")) - set(folders.values()):
+        """Remove every folder and link but these, by name."""
+        for folder in set(self._staging.glob(f"*{FOLDER_SUFFIX}")) - set(folders.values()):
             shutil.rmtree(folder, ignore_errors=True)
-        for link in self._staging.others(f"{LINK}*"):
-            if link.name.removeprefix(LINK) not in folders:
+        for link in self._staging.glob(f"{LINK_PREFIX}*"):
+            if link.name.removeprefix(LINK_PREFIX) not in folders:
                 link.unlink(missing_ok=True)
 
 
-def config_in(folder: Path) -> LoraConfig:
-    """
+def read_config(folder: Path) -> LoraConfig:
+    """Read PEFT's configuration from a folder.
+
     Raises:
-        InvalidRequest: it is not there, or not taken.
+        InvalidRequest: it is missing, or not supported.
     """
     try:
         with (folder / CONFIG).open("rb") as file:
-            text = file.read(LARGEST_CONFIG + 1)
+            text = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise _unreadable(folder, CONFIG, error) from error
-    if len(text) > LARGEST_CONFIG:
-        raise InvalidRequest(FIELD, f"{CONFIG} has more than {LARGEST_CONFIG} bytes")
-    return read_config(text, FIELD)
+    if len(text) > MAX_CONFIG_BYTES:
+        raise InvalidRequest(FIELD, f"{CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
+    return parse_config(text, FIELD)
 
 
-async def tensors_in(folder: Path, limit: int) -> AsyncIterator[bytes]:
-    """The bytes of the file with the tensors, at most ``limit``.
+async def stream_tensors(folder: Path, limit: int) -> AsyncIterator[bytes]:
+    """Yield the bytes of a folder's tensors, at most ``limit``.
 
     Raises:
-        InvalidRequest: it is not there, or has more.
+        InvalidRequest: the file is missing, or larger.
     """
     size = 0
     try:
         with (folder / TENSORS).open("rb") as file:
-            while chunk := await run_sync(file.read, BUFFER):
+            while chunk := await run_sync(file.read, BUFFER_BYTES):
                 size += len(chunk)
                 if size > limit:
-                    raise InvalidRequest(FIELD, f"{TENSORS} has more than {limit} bytes, which no adapter here has")
+                    raise InvalidRequest(
+                        FIELD, f"{TENSORS} has more than {limit} bytes, the most for a LoRA adapter of this model"
+                    )
                 yield chunk
     except OSError as error:
         raise _unreadable(folder, TENSORS, error) from error

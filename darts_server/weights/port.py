@@ -1,4 +1,4 @@
-"""What this room needs of a model that is served, and who hears of its updates."""
+"""Interfaces that this room needs: the served model, its LoRA adapters, the running groups and observers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,33 +10,35 @@ from darts_server.weights.tensors import ExpectedTensors, TensorSet
 
 
 class LoraEngine(Protocol):
-    """What of a model low-rank adapters change, and those that it has."""
+    """Loads LoRA adapters into the engine."""
 
     async def layers(self) -> LoraLayers:
-        """
+        """Layers of the model that LoRA adapters can change.
+
         Raises:
-            UpdateUnsupported: adapters cannot be pushed here; the message says why.
+            UpdateUnsupported: LoRA adapters cannot be pushed to this server; the message says why.
         """
         ...
 
     def check_name(self, name: str) -> None:
-        """
+        """Check that a LoRA adapter may be served under this name.
+
         Raises:
             InvalidRequest: another model is served under it.
         """
         ...
 
-    async def put(self, name: str, folder: Path) -> None:
-        """Serve the adapter in this folder under ``name``, in place of the one that was. Called while the model is
-        paused. The folder is read again whenever the engine likes.
+    async def load(self, name: str, folder: Path) -> None:
+        """Serve the LoRA adapter in ``folder`` under ``name``, in place of the previous one. Called while the model is
+        paused. The engine may read the folder again at any time.
 
         Raises:
             UpdateFailed
         """
         ...
 
-    async def remove(self, name: str) -> None:
-        """Serve it no more. Called while nothing uses it. Harmless if it is not served.
+    async def unload(self, name: str) -> None:
+        """Stop serving a LoRA adapter. Called while no request uses it. Harmless if it is not served.
 
         Raises:
             UpdateFailed
@@ -45,28 +47,28 @@ class LoraEngine(Protocol):
 
 
 class Model(Protocol):
-    """A model in an engine."""
+    """The model that an engine serves."""
 
     @property
     def loras(self) -> LoraEngine | None:
-        """``None``: it was started without adapters."""
+        """``None`` if the server was started without LoRA."""
         ...
 
     @property
     def weight_version(self) -> int:
-        """The version that it serves."""
+        """The version that is served."""
         ...
 
-    async def expected(self) -> ExpectedTensors:
-        """What a full set of its weights has.
+    async def expected_tensors(self) -> ExpectedTensors:
+        """Names, shapes and dtypes of a full set of weights.
 
         Raises:
-            UpdateUnsupported: its weights cannot be replaced here; the message says why.
+            UpdateUnsupported: the weights of this model cannot be replaced; the message says why.
         """
         ...
 
-    async def original(self) -> TensorSet:
-        """Where it was loaded from when the engine started.
+    async def checkpoint_tensors(self) -> TensorSet:
+        """The checkpoint that the engine was started with.
 
         Raises:
             UpdateUnsupported
@@ -74,45 +76,45 @@ class Model(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Freeze everything that runs, and forget every cache that the weights have made."""
+        """Pause all running requests, and clear every cache that was computed with the weights."""
         ...
 
     async def resume(self) -> None:
-        """Go on. Harmless if nothing was paused."""
+        """Resume after `pause`. Harmless if the engine is not paused."""
         ...
 
-    async def stop(self) -> None:
-        """End everything that runs: it would go on with weights that nobody knows."""
+    async def abort_requests(self) -> None:
+        """Abort all running requests: they would continue with undefined weights."""
         ...
 
     async def load(self, files: Mapping[Path, Sequence[str]]) -> None:
-        """Give it all tensors of a full set, by file. Called while it is paused.
+        """Load a full set of weights: the tensor names in each file. Called while the engine is paused.
 
         Raises:
-            UpdateFailed: the model may hold anything.
+            UpdateFailed: the model's weights are undefined.
         """
         ...
 
-    async def abandon(self) -> None:
-        """End the update that vLLM's own routes have begun. Each layer that has not got all of its tensors keeps its
-        old ones. Harmless if there is none.
+    async def abandon_update(self) -> None:
+        """End an update that was started by vLLM's own routes. Each layer that has not received all of its tensors
+        keeps its old ones. Harmless if there is no such update.
 
         Raises:
-            UpdateFailed: the model may hold anything.
+            UpdateFailed: the model's weights are undefined.
         """
         ...
 
-    async def clear(self) -> None:
-        """Forget what the caches hold of old weights, but for what stands still and needs it."""
+    async def clear_caches(self) -> None:
+        """Clear cached results of old weights, except those that paused requests still need."""
         ...
 
-    async def became(self, version: int) -> None:
-        """From now on it serves this version."""
+    async def set_version(self, version: int) -> None:
+        """Set the version that is served."""
         ...
 
 
 class Groups(Protocol):
-    """The groups that run."""
+    """The running groups."""
 
     async def suspend(self) -> None:
         """Stop every group that can be restarted, and return when the others have ended."""
@@ -128,12 +130,12 @@ class Groups(Protocol):
 
 
 class UpdateObserver(Protocol):
-    """Told synchronously, in the event loop: return fast and never raise."""
+    """Called synchronously in the event loop: return fast and never raise."""
 
     def update_announced(self, version: int) -> None:
         """The engine will be paused, to serve ``version`` afterwards."""
         ...
 
     def update_ended(self, record: UpdateRecord) -> None:
-        """An update ended, whichever way. Said once per update."""
+        """An update ended, with whatever outcome. Called once per update."""
         ...

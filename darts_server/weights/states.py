@@ -1,4 +1,4 @@
-"""What a server's weights are doing, as a table of legal moves. Pure."""
+"""States of a weight update, and the legal transitions between them. Pure."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,26 +7,26 @@ from darts_server.exceptions import IllegalMove
 
 
 class State(StrEnum):
-    """Where an update is."""
+    """State of the served weights."""
 
     SERVING = "serving"
-    """No update is under way."""
+    """No update is in progress."""
     STAGING = "staging"
-    """The new weights are fetched and checked; the engine serves."""
+    """The new weights are fetched and checked; the engine serves the old ones."""
     ANNOUNCED = "announced"
-    """Observers were told; groups are let out as the rule says."""
+    """Observers are notified, and the update's rule is applied to running groups."""
     PAUSED = "paused"
-    """The engine stands still, with its old weights."""
+    """The engine is paused and still has its old weights."""
     UPDATING = "updating"
     """The model is being written."""
     RESTORING = "restoring"
-    """That failed: the old weights are written again."""
+    """Writing failed; the old weights are loaded again."""
     LOST = "lost"
-    """Nobody knows what the model holds, or the engine does not go on. Nothing leads out of it."""
+    """The model's weights are undefined, or the engine does not resume. Final."""
 
 
-class Move(StrEnum):
-    """What happens to an update."""
+class Transition(StrEnum):
+    """An event that changes the state."""
 
     STAGE = "stage"
     ANNOUNCE = "announce"
@@ -37,51 +37,53 @@ class Move(StrEnum):
     LOSE = "lose"
 
 
-MOVES: dict[tuple[State, Move], State] = {
-    (State.SERVING, Move.STAGE): State.STAGING,
-    (State.STAGING, Move.ANNOUNCE): State.ANNOUNCED,
-    (State.ANNOUNCED, Move.PAUSE): State.PAUSED,
-    (State.PAUSED, Move.UPDATE): State.UPDATING,
-    (State.UPDATING, Move.SUCCEED): State.SERVING,
-    (State.STAGING, Move.FAIL): State.SERVING,
-    (State.ANNOUNCED, Move.FAIL): State.SERVING,
-    (State.PAUSED, Move.FAIL): State.SERVING,
-    (State.UPDATING, Move.FAIL): State.RESTORING,
-    (State.RESTORING, Move.SUCCEED): State.SERVING,
-    (State.ANNOUNCED, Move.LOSE): State.LOST,
-    (State.PAUSED, Move.LOSE): State.LOST,
-    (State.UPDATING, Move.LOSE): State.LOST,
-    (State.RESTORING, Move.LOSE): State.LOST,
+TRANSITIONS: dict[tuple[State, Transition], State] = {
+    (State.SERVING, Transition.STAGE): State.STAGING,
+    (State.STAGING, Transition.ANNOUNCE): State.ANNOUNCED,
+    (State.ANNOUNCED, Transition.PAUSE): State.PAUSED,
+    (State.PAUSED, Transition.UPDATE): State.UPDATING,
+    (State.UPDATING, Transition.SUCCEED): State.SERVING,
+    (State.STAGING, Transition.FAIL): State.SERVING,
+    (State.ANNOUNCED, Transition.FAIL): State.SERVING,
+    (State.PAUSED, Transition.FAIL): State.SERVING,
+    (State.UPDATING, Transition.FAIL): State.RESTORING,
+    (State.RESTORING, Transition.SUCCEED): State.SERVING,
+    (State.ANNOUNCED, Transition.LOSE): State.LOST,
+    (State.PAUSED, Transition.LOSE): State.LOST,
+    (State.UPDATING, Transition.LOSE): State.LOST,
+    (State.RESTORING, Transition.LOSE): State.LOST,
 }
 """Only an update that succeeds changes the version."""
 
 
 @dataclass(slots=True)
-class Machine:
-    """The state and the version that is served, or was last."""
+class StateMachine:
+    """The state, the served version and the version of the update in progress."""
 
     version: int = 0
+    """In the state LOST: the version that was served last."""
     state: State = State.SERVING
     target: int | None = None
-    """The version that the update under way would bring."""
+    """Version of the update in progress."""
 
-    def stage(self, target: int) -> None:
-        """An update to version ``target`` begins.
+    def begin(self, target: int) -> None:
+        """Begin an update to version ``target``.
 
         Raises:
             IllegalMove
         """
-        self.move(Move.STAGE)
+        self.apply(Transition.STAGE)
         self.target = target
 
-    def move(self, move: Move) -> None:
-        """
+    def apply(self, transition: Transition) -> None:
+        """Change the state.
+
         Raises:
             IllegalMove
         """
-        if (after := MOVES.get((self.state, move))) is None:
-            raise IllegalMove(f"weights that are {self.state} cannot {move}")
-        if self.state is State.UPDATING and move is Move.SUCCEED:
+        if (after := TRANSITIONS.get((self.state, transition))) is None:
+            raise IllegalMove(f"weights in state {self.state} cannot {transition}")
+        if self.state is State.UPDATING and transition is Transition.SUCCEED:
             assert self.target is not None
             self.version = self.target
         self.state = after

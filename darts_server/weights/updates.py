@@ -1,4 +1,4 @@
-"""Updates of a running engine's weights, one at a time: fetched and checked whole, then applied, or not at all."""
+"""Updates of the served model's weights, one at a time: fetched and checked completely, then applied, or not at all."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -11,22 +11,24 @@ from anyio.to_thread import run_sync
 from darts_server.exceptions import UpdateFailed
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateRecord
-from darts_server.weights.change import Changes
-from darts_server.weights.coordinator import Coordinator, Rule, Update, UpdateSettings
+from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.external import ExternalUpdates
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.lora import Loras
+from darts_server.weights.phases import Update
 from darts_server.weights.port import Groups, Model, UpdateObserver
-from darts_server.weights.pull import AllowedHosts, pulled
-from darts_server.weights.roots import allowed
+from darts_server.weights.pull import AllowedHosts, stream_url
+from darts_server.weights.roots import resolve_path
+from darts_server.weights.rules import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State
-from darts_server.weights.tensors import TensorSet, by_file, changed, check, read
+from darts_server.weights.tensors import TensorSet, changed_files, check_tensors, names_by_file, read_tensors
+from darts_server.weights.transaction import TransactionRunner
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """How an update is to be made; ``None`` leaves it to the server: its rule, the next version."""
+    """Options of a weight update. ``rule``: ``None`` for the server's. ``version``: ``None`` for the next one."""
 
     rule: Rule | None = None
     version: int | None = None
@@ -34,14 +36,14 @@ class UpdateOptions:
 
 
 class Updates:
-    """Gives the model new weights.
+    """Updates the model's weights.
 
     Args:
-        gate: what all work for the engine passes.
-        root: folder that callers may name files in; ``None`` for none.
-        observers: hear of every update.
-        groups: those that run; ``None`` for an engine without.
-        hosts: where weights may be pulled from; ``None`` for none.
+        gate: admits all work to the engine.
+        root: folder that callers may name paths in; ``None`` to allow none.
+        observers: notified of every update.
+        groups: the running groups; ``None`` for an engine without groups.
+        hosts: hosts that weights may be pulled from; ``None`` to allow none.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Updates:
         gate: Gate,
         staging: Staging,
         root: Path | None = None,
-        limits: UpdateSettings | None = None,
+        settings: UpdateSettings | None = None,
         observers: Sequence[UpdateObserver] = (),
         groups: Groups | None = None,
         hosts: AllowedHosts | None = None,
@@ -59,13 +61,12 @@ class Updates:
         self._staging = staging
         self._root = root
         self._hosts = hosts or AllowedHosts()
-        self._held = LoadedWeights(model)
-        self.coordinator = Coordinator(model, gate, limits or UpdateSettings(), observers, groups)
-        self.external = ExternalUpdates(self.coordinator, self._held, model)
-        """Updates that do not come this way."""
-        self._changes = Changes(self.coordinator, model)
-        self.loras = Loras(self.coordinator, self._changes, model.loras, staging, root)
-        """Of the model that is served."""
+        self._loaded = LoadedWeights(model)
+        self.coordinator = Coordinator(model, gate, settings or UpdateSettings(), observers, groups)
+        self.external = ExternalUpdates(self.coordinator, self._loaded, model)
+        """Updates through vLLM's own routes."""
+        self._transactions = TransactionRunner(self.coordinator, model)
+        self.loras = Loras(self.coordinator, self._transactions, model.loras, staging, root)
 
     @property
     def state(self) -> State:
@@ -77,13 +78,13 @@ class Updates:
 
     @property
     def intact(self) -> bool:
-        """Whether all that the model holds is of that version."""
-        return self._held.intact
+        """Whether all of the model's weights are of that version."""
+        return self._loaded.intact
 
     @property
     def rule(self) -> Rule:
-        """Where a caller names none."""
-        return self.coordinator.limits.rule
+        """Rule of updates that name none."""
+        return self.coordinator.settings.rule
 
     @property
     def last(self) -> UpdateRecord | None:
@@ -93,99 +94,98 @@ class Updates:
     def last_error(self) -> str | None:
         return self.coordinator.last_error
 
-    async def push(self, body: Callable[[int], AsyncIterator[bytes]], wish: UpdateOptions) -> UpdateRecord:
-        """Weights as the bytes of a safetensors file. ``body`` is told how many may come.
+    async def push(self, body: Callable[[int], AsyncIterator[bytes]], options: UpdateOptions) -> UpdateRecord:
+        """Update from the bytes of a safetensors file.
+
+        ``body`` is called with the largest number of bytes that it may yield.
 
         Raises:
-            InvalidRequest: the set is bad; nothing was changed.
+            InvalidRequest: the weights are bad; nothing was changed.
             UpdateError: the old version is served.
             WeightsLost
         """
-        return await self._streamed("push", body, wish, "body")
+        return await self._stream("push", body, options, "body")
 
-    async def load(self, path: str, wish: UpdateOptions) -> UpdateRecord:
-        """Weights from a file or folder under the root, which must not change until others replace them.
+    async def load(self, path: str, options: UpdateOptions) -> UpdateRecord:
+        """Update from a file or folder under the root. It must not change until other weights have replaced it.
 
         Raises:
             Forbidden: there is no root.
-            InvalidRequest: the path or the set is bad; nothing was changed.
+            InvalidRequest: the path or the weights are bad; nothing was changed.
             UpdateError: the old version is served.
             WeightsLost
         """
 
         async def fetch() -> TensorSet:
-            await self._model.expected()
-            return await run_sync(lambda: read(allowed(self._root, path), "path"))
+            await self._model.expected_tensors()  # raises where the model is not supported
+            return await run_sync(lambda: read_tensors(resolve_path(self._root, path), "path"))
 
-        return await self._update("disk", fetch, wish, "path")
+        return await self._update("disk", fetch, options, "path")
 
-    async def pull(self, url: str, wish: UpdateOptions) -> UpdateRecord:
-        """Weights as a safetensors file that a host which the operator allowed serves.
+    async def pull(self, url: str, options: UpdateOptions) -> UpdateRecord:
+        """Update from a safetensors file at a URL of an allowed host.
 
         Raises:
-            Forbidden: there is no such host.
-            InvalidRequest: the URL or the set is bad, or could not be had whole; nothing was changed.
+            Forbidden: no host is allowed.
+            InvalidRequest: the URL or the weights are bad, or the transfer failed; nothing was changed.
             UpdateError: the old version is served.
             WeightsLost
         """
         self._hosts.check(url)
-        return await self._streamed("http", lambda limit: pulled(self._hosts, url, limit), wish, "url")
+        return await self._stream("http", lambda limit: stream_url(self._hosts, url, limit), options, "url")
 
-    async def _streamed(
-        self, source: str, body: Callable[[int], AsyncIterator[bytes]], wish: UpdateOptions, field: str
+    async def _stream(
+        self, source: str, body: Callable[[int], AsyncIterator[bytes]], options: UpdateOptions, field: str
     ) -> UpdateRecord:
         async def fetch() -> TensorSet:
-            most = (await self._model.expected()).most_bytes
-            path = await self._staging.write(body(most))
-            return await run_sync(read, path, field)
+            limit = (await self._model.expected_tensors()).max_bytes
+            path = await self._staging.write(body(limit))
+            return await run_sync(read_tensors, path, field)
 
-        return await self._update(source, fetch, wish, field)
-
-    # --- one update ---------------------------------------------------------
+        return await self._update(source, fetch, options, field)
 
     async def _update(
-        self, source: str, fetch: Callable[[], Awaitable[TensorSet]], wish: UpdateOptions, field: str
+        self, source: str, fetch: Callable[[], Awaitable[TensorSet]], options: UpdateOptions, field: str
     ) -> UpdateRecord:
-        update = Update(source, wish.rule or self.rule, wish.partial)
-        change = _Set(self._model, self._held, self._staging, self.coordinator, fetch, field)
-        return await self._changes.make(update, wish.version, change)
+        timeout = self.coordinator.settings.step_timeout
+        update = Update(source, options.rule or self.rule, options.partial, timeout=timeout)
+        transaction = _WeightUpdate(self._model, self._loaded, self._staging, fetch, field)
+        return await self._transactions.run(update, options.version, transaction)
 
 
 @dataclass(slots=True)
-class _Set:
-    """Implements :class:`darts_server.weights.change.Change`: all that the model will hold, once it is staged."""
+class _WeightUpdate:
+    """Implements :class:`darts_server.weights.transaction.Transaction`: replaces the model's weights."""
 
     _model: Model
-    _held: LoadedWeights
+    _loaded: LoadedWeights
     _staging: Staging
-    _coordinator: Coordinator
     _fetch: Callable[[], Awaitable[TensorSet]]
     _field: str
     _tensors: TensorSet = dataclass_field(default_factory=dict)
 
     async def stage(self, update: Update) -> None:
-        given = await self._coordinator.step(update, "transfer", self._fetch)
+        given = await update.run_phase("transfer", self._fetch)
 
-        async def checked() -> TensorSet:
-            expected = await self._model.expected()
-            taken = await run_sync(lambda: check(expected, given, partial=update.partial, field=self._field))
-            if taken.keys() == expected.tensors.keys():
-                return taken
-            return {**await self._held.rest(self._field), **taken}
+        async def check() -> TensorSet:
+            expected = await self._model.expected_tensors()
+            tensors = await run_sync(lambda: check_tensors(expected, given, partial=update.partial, field=self._field))
+            is_full = tensors.keys() == expected.tensors.keys()
+            return tensors if is_full else await self._loaded.complete(tensors, self._field)
 
-        self._tensors = await self._coordinator.step(update, "check", checked)
+        self._tensors = await update.run_phase("check", check)
 
-    async def write(self, update: Update) -> None:
-        await self._coordinator.step(update, "load", lambda: self._model.load(by_file(self._tensors)))
-        if gone := await run_sync(changed, self._tensors):
-            raise UpdateFailed(f"{gone[0]} changed while it was loaded; write weights under a name of their own")
+    async def apply(self, update: Update) -> None:
+        await update.run_phase("load", lambda: self._model.load(names_by_file(self._tensors)))
+        if changed := await run_sync(changed_files, self._tensors):
+            raise UpdateFailed(f"{changed[0]} changed while it was loaded; write weights under a name of their own")
 
-    async def put_back(self, update: Update) -> None:
-        await self._held.put_back(self._coordinator, update)
+    async def roll_back(self, update: Update) -> None:
+        await self._loaded.restore(update)
 
-    def took(self) -> None:
-        self._held.became(self._tensors)
+    def commit(self) -> None:
+        self._loaded.record(self._tensors)
 
-    def tidy(self) -> None:
+    def clean_up(self) -> None:
         with suppress(OSError):
-            self._staging.keep_only(self._held.files)
+            self._staging.keep_only(self._loaded.files)

@@ -24,7 +24,7 @@ from darts_client import (
 from darts_client._io import PIECE_SIZE
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.serving.gate import Gate
-from darts_server.weights.coordinator import Update
+from darts_server.weights.phases import Update
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 from tests.http.serving import client as routes
@@ -264,14 +264,14 @@ def test_refusals_are_received_while_the_body_is_still_being_sent(
     with Client(url) as client:
         other = Update("vllm", None)
         updates.coordinator.begin(other, 1)
-        with pytest.raises(BadRequest, match="an update by vllm is under way") as busy:
+        with pytest.raises(BadRequest, match="an update by vllm is in progress") as busy:
             client.weights.push(large)
         assert busy.value.status_code == 409
         updates.coordinator.refuse(other, UpdateFailed("over"))
         with pytest.raises(BadRequest, match="not a whole safetensors file") as bad:
             client.weights.push(large)
         assert bad.value.param == "body"
-        model.fail["original"] = [UpdateUnsupported("quantized")]
+        model.fail["checkpoint_tensors"] = [UpdateUnsupported("quantized")]
         with pytest.raises(ServerFault, match="quantized") as unsupported:
             client.weights.push(large)
         assert unsupported.value.status_code == 501

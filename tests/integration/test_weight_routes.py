@@ -123,8 +123,8 @@ def test_a_trainer_that_dies_leaves_the_old_weights(server: Server, trainer: Tra
     trainer.write(1, *sorted(ORIGINAL)[:9])
     now = ended(server)
     assert (now["version"], now["intact"], now["last"]["outcome"]) == (0, True, "failed")
-    assert "not called for 12 s" in now["last_error"]
-    assert "the old weights were put back" in now["last_error"]
+    assert "did not call for 12 s" in now["last_error"]
+    assert "the old weights were restored" in now["last_error"]
     assert now["last_error"] in server.log.read_text()
     assert sampled(server) == before
     assert difference(server, ORIGINAL) < 1e-5
@@ -134,7 +134,7 @@ def test_what_fails_gets_vllms_answer_and_ends_the_update(server: Server, traine
     trainer.start()
     info = {"path": str(folder / "nothing.safetensors"), "names": sorted(ORIGINAL)}
     assert trainer.post("/update_weights", {"update_info": info}).status_code == 500
-    assert "the old weights were put back" in told(server)["last_error"]
+    assert "the old weights were restored" in told(server)["last_error"]
     assert difference(server, ORIGINAL) < 1e-5
     assert trainer.post("/finish_weight_update").status_code == 500
     assert len(sampled(server)) == 4

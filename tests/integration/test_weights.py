@@ -170,7 +170,7 @@ async def test_a_caller_that_dies_while_it_sends_leaves_everything_as_it_was(ser
         await asyncio.sleep(0.02)
     busy = put(server, whole)
     assert busy.status_code == 409
-    assert "an update by push is under way" in busy.json()["error"]["message"]
+    assert "an update by push is in progress" in busy.json()["error"]["message"]
     writer.close()
     while (now := told(server))["state"] != "serving":
         await asyncio.sleep(0.02)

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from darts_server.vllm.ranks import Ranks
 
 
-def test_a_groups_candidates_share_an_engine_and_groups_spread() -> None:
+def test_candidates_of_a_group_share_an_engine_and_groups_spread() -> None:
     ranks = Ranks(3)
     assert [ranks.enter("a") for _ in range(12)] == [0] * 12
     assert [ranks.enter("b") for _ in range(4)] == [1] * 4
@@ -14,7 +14,7 @@ def test_a_groups_candidates_share_an_engine_and_groups_spread() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200))
-def test_it_counts_what_runs_and_forgets_what_ended(moves: list[tuple[int, bool]]) -> None:
+def test_running_candidates_are_counted_and_ended_groups_forgotten(moves: list[tuple[int, bool]]) -> None:
     ranks, running = Ranks(3), dict[str, list[int]]()
     for number, starts in moves:
         group = f"g{number}"

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
-from darts_server.weights.tensors import ExpectedTensors, TensorSet, read
+from darts_server.weights.tensors import ExpectedTensors, TensorSet, read_tensors
 
 SHAPES = {"embed_tokens.weight": (4, 2), "layers.0.weight": (2, 2), "layers.1.weight": (2, 2)}
 TIED = {"lm_head.weight": "embed_tokens.weight"}
@@ -30,10 +30,10 @@ def write(path: Path, value: float, *names: str) -> Path:
 
 
 class FakeModel:
-    """Implements :class:`darts_server.weights.port.Model`. What it was asked to do is in ``calls``.
+    """Implements :class:`darts_server.weights.port.Model`. ``calls``: the names of the methods that were called.
 
-    ``fail``: what the named steps raise, each in its turn; ``None`` for a turn that goes well. ``stuck``: steps that
-    never end. ``during``: what happens besides, when a step begins.
+    ``fail``: what the calls of a method raise, in order; ``None`` for a call that succeeds. ``stuck``: methods that
+    never return. ``during``: called when a method begins.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,27 +44,29 @@ class FakeModel:
         self.stuck: set[str] = set()
         self.during: dict[str, Callable[[], object]] = {}
         self.running = False
-        self.stands = False
+        self.paused = False
         self.loras: FakeLoras | None = FakeLoras(self)
         self._checkpoint = write(folder / "checkpoint" / "model.safetensors", 0.0)
 
-    async def expected(self) -> ExpectedTensors:
-        return ExpectedTensors({name: file.tensors[name] for name, file in (await self.original()).items()}, TIED)
+    async def expected_tensors(self) -> ExpectedTensors:
+        return ExpectedTensors(
+            {name: file.tensors[name] for name, file in (await self.checkpoint_tensors()).items()}, TIED
+        )
 
-    async def original(self) -> TensorSet:
-        await self.step("original", told=False)
-        return read(self._checkpoint, "checkpoint")
+    async def checkpoint_tensors(self) -> TensorSet:
+        await self.step("checkpoint_tensors", recorded=False)
+        return read_tensors(self._checkpoint, "checkpoint")
 
     async def pause(self) -> None:
-        self.stands = True
+        self.paused = True
         await self.step("pause")
 
     async def resume(self) -> None:
         await self.step("resume")
-        self.stands = False
+        self.paused = False
 
-    async def stop(self) -> None:
-        await self.step("stop")
+    async def abort_requests(self) -> None:
+        await self.step("abort_requests")
 
     async def load(self, files: Mapping[Path, Sequence[str]]) -> None:
         assert not self.running, "groups run while the model is written"
@@ -75,18 +77,18 @@ class FakeModel:
             data = load_file(path)
             self.values |= {name: float(data[name].flat[0]) for name in names}
 
-    async def abandon(self) -> None:
-        await self.step("abandon")
+    async def abandon_update(self) -> None:
+        await self.step("abandon_update")
 
-    async def clear(self) -> None:
-        await self.step("clear")
+    async def clear_caches(self) -> None:
+        await self.step("clear_caches")
 
-    async def became(self, version: int) -> None:
-        await self.step("became")
+    async def set_version(self, version: int) -> None:
+        await self.step("set_version")
         self.weight_version = version
 
-    async def step(self, step: str, *, told: bool = True) -> None:
-        if told:
+    async def step(self, step: str, *, recorded: bool = True) -> None:
+        if recorded:
             self.calls.append(step)
         if step in self.during:
             self.during[step]()
@@ -105,23 +107,23 @@ class FakeLoras:
         self._model = model
 
     async def layers(self) -> LoraLayers:
-        await self._model.step("layers", told=False)
+        await self._model.step("layers", recorded=False)
         return LoraLayers({"layers.0": (3, 2), "layers.1": (2, 2)}, 4)
 
     def check_name(self, name: str) -> None:
         if name == "model":
             raise InvalidRequest("name", "is the model itself")
 
-    async def put(self, name: str, folder: Path) -> None:
-        assert not self._model.running, "groups run while an adapter is written"
+    async def load(self, name: str, folder: Path) -> None:
+        assert not self._model.running, "groups run while a LoRA adapter is loaded"
         self.served[name] = -1.0
-        await self._model.step("put")
+        await self._model.step("load_lora")
         config = json.loads((folder / "adapter_config.json").read_text())
         first = next(iter(load_file(folder / "adapter_model.safetensors").values()))
         self.served[name] = float(first.flat[0]) * config["lora_alpha"] / config["r"]
 
-    async def remove(self, name: str) -> None:
-        await self._model.step("remove")
+    async def unload(self, name: str) -> None:
+        await self._model.step("unload_lora")
         self.served.pop(name, None)
 
 
@@ -142,8 +144,8 @@ class FakeGroups:
         self.aborted.append(reason)
 
 
-class Heard:
-    """An observer that remembers."""
+class Recorder:
+    """An observer that keeps every record."""
 
     def __init__(self, model: FakeModel) -> None:
         self.records: list[UpdateRecord] = []

@@ -7,7 +7,7 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.types import UpdateOutcome
-from darts_server.weights.coordinator import Rule, UpdateSettings
+from darts_server.weights.rules import Rule, UpdateSettings
 from darts_server.weights.states import State
 from darts_server.weights.updates import UpdateOptions
 from tests.weights.house import House, enter, until
@@ -15,10 +15,10 @@ from tests.weights.house import House, enter, until
 pytestmark = pytest.mark.anyio
 
 STEPS = ["start", "write", "finish"]
-BRIEF = UpdateSettings(step=1.0)
+SHORT_TIMEOUT = UpdateSettings(step_timeout=1.0)
 
 
-async def test_an_update_goes_through_the_rule_and_everyone_hears_of_it(house: House) -> None:
+async def test_an_update_applies_the_rule_and_notifies_observers(house: House) -> None:
     house.gate.let_in()
     update = asyncio.create_task(house.trainer.update())
     await until(house, State.ANNOUNCED)
@@ -29,33 +29,33 @@ async def test_an_update_goes_through_the_rule_and_everyone_hears_of_it(house: H
     await update
     await begins
     assert house.model.calls == ["announced 1", "pause", *STEPS, "resume", "ended completed"]
-    (record,) = house.heard.records
+    (record,) = house.observer.records
     assert (record.version, record.source, record.rule, record.error) == (1, "vllm", "finish", None)
     assert record.seconds.keys() == {"wait", "pause", "load", "transfer", "resume"}
-    house.serves(1, all=0)
+    house.check_serves(1, all=0)
 
 
-async def test_under_keep_what_runs_is_not_waited_for(tmp_path: Path) -> None:
+async def test_rule_keep_does_not_wait_for_running_groups(tmp_path: Path) -> None:
     house = House(tmp_path, UpdateSettings(Rule.KEEP))
     house.gate.let_in()
     await house.trainer.update()
     house.gate.leave()
-    assert house.heard.records[0].rule == "keep"
-    house.serves(1, all=0)
+    assert house.observer.records[0].rule == "keep"
+    house.check_serves(1, all=0)
 
 
-async def test_groups_that_do_not_end_fail_it_before_anything_is_touched(tmp_path: Path) -> None:
-    house = House(tmp_path, UpdateSettings(wait=0.1))
+async def test_groups_that_do_not_end_fail_the_update_before_the_engine_is_touched(tmp_path: Path) -> None:
+    house = House(tmp_path, UpdateSettings(wait_timeout=0.1))
     house.gate.let_in()
     with pytest.raises(UpdateFailed, match="groups still run"):
         await house.trainer.start()
     house.gate.leave()
     assert house.model.calls == ["announced 1", "ended failed"]
-    house.serves(0, all=0)
+    house.check_serves(0, all=0)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_what_a_trainer_paused_it_resumes_itself(house: House, mode: str) -> None:
+async def test_an_update_does_not_resume_an_engine_that_the_trainer_paused(house: House, mode: str) -> None:
     await house.trainer.pause(mode)
     await house.trainer.update()
     begins = asyncio.create_task(enter(house.gate))
@@ -63,14 +63,14 @@ async def test_what_a_trainer_paused_it_resumes_itself(house: House, mode: str) 
     assert not begins.done()
     assert "pause" not in house.model.calls
     assert "resume" not in house.model.calls
-    assert house.model.calls[-2:] == ["clear", "ended completed"]
-    assert house.heard.records[0].rule is None
+    assert house.model.calls[-2:] == ["clear_caches", "ended completed"]
+    assert house.observer.records[0].rule is None
     await house.trainer.resume()
     await begins
-    house.serves(1, all=0)
+    house.check_serves(1, all=0)
 
 
-async def test_a_pause_with_wait_waits_for_groups_and_not_for_candidates_alone(house: House) -> None:
+async def test_a_pause_with_wait_waits_for_whole_groups(house: House) -> None:
     house.gate.let_in()
     pause = asyncio.create_task(house.trainer.pause("wait"))
     await asyncio.sleep(0.01)
@@ -81,21 +81,21 @@ async def test_a_pause_with_wait_waits_for_groups_and_not_for_candidates_alone(h
     assert house.model.calls == ["trainer's pause wait"] * 2
 
 
-async def test_a_pause_with_abort_ends_groups(house: House) -> None:
+async def test_a_pause_with_abort_aborts_groups(house: House) -> None:
     await house.trainer.pause("abort")
     (why,) = house.groups.aborted
     assert "mode=abort" in why
 
 
-async def test_a_pause_that_fails_pauses_nothing(house: House) -> None:
+async def test_a_failed_pause_leaves_the_gate_open(house: House) -> None:
     house.model.fail["trainer's pause keep"] = [RuntimeError("no")]
     with pytest.raises(RuntimeError):
         await house.trainer.pause("keep")
     await enter(house.gate)
-    assert not house.updates.coordinator.held
+    assert not house.updates.coordinator.paused_by_trainer
 
 
-async def test_a_resume_ends_the_wait_of_a_pause(house: House) -> None:
+async def test_a_resume_cancels_a_pause_that_waits(house: House) -> None:
     house.gate.let_in()
     pause = asyncio.create_task(house.trainer.pause("wait"))
     await asyncio.sleep(0.01)
@@ -118,21 +118,21 @@ async def test_a_resume_during_an_update_takes_effect_at_its_end(house: House) -
     await enter(house.gate)
 
 
-async def test_our_updates_leave_a_trainers_pause_as_it_is(house: House) -> None:
+async def test_our_updates_leave_a_trainers_pause_in_place(house: House) -> None:
     await house.trainer.pause("keep")
     await house.push(5)
     assert "resume" not in house.model.calls
     house.gate.let_in()
     with pytest.raises(UpdateFailed, match="POST /resume"):
         await house.push(6)
-    await house.push(6, wish=UpdateOptions(Rule.KEEP))
+    await house.push(6, options=UpdateOptions(Rule.KEEP))
     house.gate.leave()
     await house.trainer.resume()
     await enter(house.gate)
     assert house.model.values == dict.fromkeys(house.model.values, 6)
 
 
-async def test_a_pause_waits_for_no_update(house: House) -> None:
+async def test_a_pause_is_refused_while_an_update_waits_for_groups(house: House) -> None:
     house.gate.let_in()
     update = asyncio.create_task(house.push(5))
     await until(house, State.ANNOUNCED)
@@ -145,12 +145,12 @@ async def test_a_pause_waits_for_no_update(house: House) -> None:
         await house.trainer.pause("wait")
     await house.trainer.pause("keep")
     await house.trainer.finish()
-    assert house.updates.coordinator.held
+    assert house.updates.coordinator.paused_by_trainer
     assert house.model.calls[-1] == "ended completed"
     assert house.model.calls.count("resume") == 1
 
 
-async def test_it_excludes_ours_and_its_files_are_unknown(house: House) -> None:
+async def test_a_trainers_update_excludes_ours_and_leaves_no_files_to_complete_partial_sets(house: House) -> None:
     await house.push(5)
     await house.trainer.start()
     with pytest.raises(UpdateRunning, match="POST /finish_weight_update ends it"):
@@ -160,33 +160,33 @@ async def test_it_excludes_ours_and_its_files_are_unknown(house: House) -> None:
         await house.push(6, "layers.0.weight")
     await house.push(7)
     await house.push(8, "layers.0.weight")
-    house.serves(4, all=7, layer0=8)
+    house.check_serves(4, all=7, layer0=8)
 
 
-async def test_a_second_start_is_the_engines_to_refuse_and_ends_nothing(house: House) -> None:
+async def test_the_engine_refuses_a_second_start_and_the_update_continues(house: House) -> None:
     await house.trainer.start()
     house.model.fail["start"] = [RuntimeError("already active")]
     with pytest.raises(RuntimeError, match="already active"):
         await house.trainer.start()
     await house.trainer.finish()
-    house.serves(1, all=0)
+    house.check_serves(1, all=0)
 
 
-async def test_steps_without_a_beginning_are_the_engines_to_refuse(house: House) -> None:
+async def test_the_engine_refuses_steps_without_a_start(house: House) -> None:
     house.model.fail = {"write": [RuntimeError("not begun")], "finish": [RuntimeError("not begun")]}
     for step in (house.trainer.write, house.trainer.finish):
         with pytest.raises(RuntimeError, match="not begun"):
             await step()
-    house.serves(0, all=0)
+    house.check_serves(0, all=0)
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_wherever_it_fails_the_old_weights_are_put_back(house: House, step: str) -> None:
+async def test_a_failure_at_any_step_restores_the_old_weights(house: House, step: str) -> None:
     await house.push(5)
     house.model.fail[step] = [RuntimeError("broken")]
     with pytest.raises(RuntimeError, match="broken"):
         await house.trainer.update()
-    house.serves(1, all=5)
+    house.check_serves(1, all=5)
     assert house.updates.last_error is not None
     assert "old weights" in house.updates.last_error
     assert ("load" in house.model.calls[house.model.calls.index("start") :]) == (step != "start")
@@ -194,46 +194,46 @@ async def test_wherever_it_fails_the_old_weights_are_put_back(house: House, step
     assert house.updates.version == 2
 
 
-async def test_a_trainer_that_dies_before_a_tensor_came_has_changed_nothing(tmp_path: Path) -> None:
-    house = House(tmp_path, BRIEF)
+async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(tmp_path: Path) -> None:
+    house = House(tmp_path, SHORT_TIMEOUT)
     await house.trainer.update()
     await house.trainer.start()
     await until(house, State.SERVING)
-    assert house.model.calls[-3:] == ["abandon", "resume", "ended failed"]
-    record = house.heard.records[-1]
+    assert house.model.calls[-3:] == ["abandon_update", "resume", "ended failed"]
+    record = house.observer.records[-1]
     assert record.outcome is UpdateOutcome.FAILED
     assert record.error == (
-        "the trainer has begun an update and not called for 1 s; see --weights-timeout; "
-        "no tensor had come, and the old weights are served"
+        "the trainer began an update and did not call for 1 s; see --weights-timeout; "
+        "no tensor had arrived, and the old weights are served"
     )
     assert house.updates.intact
-    house.serves(1, all=0)
+    house.check_serves(1, all=0)
     await house.trainer.update()
     assert house.updates.version == 2
 
 
-async def test_each_call_of_a_trainer_gives_it_more_time(tmp_path: Path) -> None:
-    house = House(tmp_path, BRIEF)
+async def test_each_call_of_a_trainer_restarts_its_timeout(tmp_path: Path) -> None:
+    house = House(tmp_path, SHORT_TIMEOUT)
     await house.trainer.start()
     for _ in range(4):
         await asyncio.sleep(0.4)
         await house.trainer.write()
     await house.trainer.finish()
-    house.serves(1, all=0)
+    house.check_serves(1, all=0)
 
 
-async def test_a_part_of_a_dead_trainers_weights_is_taken_back_if_the_old_ones_are_known(tmp_path: Path) -> None:
-    house = House(tmp_path, BRIEF)
+async def test_a_dead_trainers_partial_weights_are_rolled_back_if_the_old_ones_are_in_files(tmp_path: Path) -> None:
+    house = House(tmp_path, SHORT_TIMEOUT)
     await house.push(5)
     await house.trainer.start()
     await house.trainer.write(["a"])
     await until(house, State.SERVING)
-    house.serves(1, all=5)
+    house.check_serves(1, all=5)
     assert house.updates.intact
 
 
-async def test_what_cannot_be_taken_back_is_told_until_all_is_new(tmp_path: Path) -> None:
-    house = House(tmp_path, BRIEF)
+async def test_a_mixture_that_cannot_be_rolled_back_is_reported_until_a_full_update(tmp_path: Path) -> None:
+    house = House(tmp_path, SHORT_TIMEOUT)
     await house.trainer.update()
     await house.trainer.start()
     await house.trainer.write(["a", "b"])
@@ -248,14 +248,14 @@ async def test_what_cannot_be_taken_back_is_told_until_all_is_new(tmp_path: Path
         await house.push(6, "layers.0.weight")
     await house.push(6)
     assert house.updates.intact
-    house.serves(2, all=6)
+    house.check_serves(2, all=6)
 
 
-async def test_an_engine_that_cannot_be_put_right_is_lost(house: House) -> None:
-    house.model.fail = {"write": [RuntimeError("broken")], "abandon": [UpdateFailed("broken too")]}
+async def test_an_engine_that_cannot_be_restored_is_lost(house: House) -> None:
+    house.model.fail = {"write": [RuntimeError("broken")], "abandon_update": [UpdateFailed("broken too")]}
     with pytest.raises(RuntimeError, match="broken"):
         await house.trainer.update()
     assert house.updates.state is State.LOST
     with pytest.raises(WeightsLost, match=r"broken.*broken too.*restart the server"):
         await enter(house.gate)
-    assert house.model.calls[-3:] == ["stop", "resume", "ended lost"]
+    assert house.model.calls[-3:] == ["abort_requests", "resume", "ended lost"]

@@ -17,7 +17,7 @@ from darts_server.exceptions import (
 )
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome
-from darts_server.weights.coordinator import Rule
+from darts_server.weights.rules import Rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State
 from darts_server.weights.updates import Updates
@@ -33,23 +33,23 @@ def served(house: House) -> Mapping[str, float]:
     assert house.model.loras is not None
     names = set(house.updates.loras.served)
     assert set(house.model.loras.served) == names
-    assert {path.name for path in house.staging.others("lora-*")} == {f"lora-{name}" for name in names}
-    assert len(house.staging.others("*.lora")) == len(names)
+    assert {path.name for path in house.staging.glob("lora-*")} == {f"lora-{name}" for name in names}
+    assert len(house.staging.glob("*.lora")) == len(names)
     return house.model.loras.served
 
 
-async def test_an_adapter_comes_is_replaced_and_goes(house: House) -> None:
+async def test_a_lora_adapter_is_pushed_replaced_and_removed(house: House) -> None:
     await push(house, 5)
     assert served(house) == {"a": 5}
-    assert house.model.calls == ["announced 1", "pause", "put", "became", "resume", "ended completed"]
+    assert house.model.calls == ["announced 1", "pause", "load_lora", "set_version", "resume", "ended completed"]
     await push(house, 6, "b", rule=Rule.KEEP)
     await push(house, 7, version=40)
     assert served(house) == {"a": 7, "b": 6}
     assert {name: one.version for name, one in house.updates.loras.served.items()} == {"a": 40, "b": 2}
     await house.updates.loras.remove("a")
     assert served(house) == {"b": 6}
-    house.serves(41, all=0)
-    assert [(record.source, record.lora, record.rule) for record in house.heard.records] == [
+    house.check_serves(41, all=0)
+    assert [(record.source, record.lora, record.rule) for record in house.observer.records] == [
         ("push", "a", "finish"),
         ("push", "b", "keep"),
         ("push", "a", "finish"),
@@ -57,7 +57,7 @@ async def test_an_adapter_comes_is_replaced_and_goes(house: House) -> None:
     ]
 
 
-async def test_a_folder_is_copied(house: House) -> None:
+async def test_a_folder_is_copied_before_it_is_served(house: House) -> None:
     folder = save_to(house.root / "step-1", 5)
     await house.updates.loras.load("a", "step-1")
     (folder / "adapter_model.safetensors").unlink()
@@ -68,7 +68,7 @@ async def test_a_folder_is_copied(house: House) -> None:
     assert served(house) == {"a": 5}
 
 
-async def test_what_is_bad_changes_nothing(house: House) -> None:
+async def test_bad_requests_change_nothing(house: House) -> None:
     await push(house, 5)
     config = house.root / "big" / "adapter_config.json"
     save_to(house.root / "big", 6)
@@ -89,52 +89,52 @@ async def test_what_is_bad_changes_nothing(house: House) -> None:
         assert served(house) == {"a": 5}
     with pytest.raises(NotFound):
         await house.updates.loras.remove("b")
-    house.serves(1, all=0)
+    house.check_serves(1, all=0)
 
 
-async def test_a_folder_with_more_than_an_adapter_has_is_refused(house: House) -> None:
+async def test_a_folder_larger_than_any_adapter_is_refused(house: House) -> None:
     save_to(house.root / "huge", 5)
     with (house.root / "huge" / "adapter_model.safetensors").open("ab") as file:
         file.truncate(200_000_000)  # sparse: it takes no room
-    with pytest.raises(InvalidRequest, match="which no adapter here has"):
+    with pytest.raises(InvalidRequest, match="the most for a LoRA adapter"):
         await house.updates.loras.load("a", "huge")
     assert served(house) == {}
 
 
-@pytest.mark.parametrize("step", ["pause", "put", "became"])
+@pytest.mark.parametrize("step", ["pause", "load_lora", "set_version"])
 @pytest.mark.parametrize("before", [True, False])
-async def test_after_a_fault_that_is_served_which_was(house: House, step: str, before: bool) -> None:
+async def test_a_failed_push_serves_the_previous_adapter(house: House, step: str, before: bool) -> None:
     if before:
         await push(house, 5)
     house.model.fail[step] = [UpdateFailed("broken")]
     with pytest.raises(UpdateFailed, match="broken"):
         await push(house, 6)
     assert served(house) == ({"a": 5} if before else {})
-    house.serves(int(before), all=0)
+    house.check_serves(int(before), all=0)
     await push(house, 7)
     assert served(house) == {"a": 7}
 
 
-async def test_a_removal_that_fails_leaves_the_adapter(house: House) -> None:
+async def test_a_failed_removal_keeps_the_adapter(house: House) -> None:
     await push(house, 5)
-    house.model.fail["remove"] = [UpdateFailed("broken")]
+    house.model.fail["unload_lora"] = [UpdateFailed("broken")]
     with pytest.raises(UpdateFailed, match="broken"):
         await house.updates.loras.remove("a")
     assert served(house) == {"a": 5}
-    house.serves(1, all=0)
+    house.check_serves(1, all=0)
 
 
-async def test_if_the_old_one_cannot_be_put_back_nothing_is_served(house: House) -> None:
+async def test_an_adapter_that_cannot_be_restored_loses_the_weights(house: House) -> None:
     await push(house, 5)
-    house.model.fail["put"] = [UpdateFailed("one"), UpdateFailed("two")]
+    house.model.fail["load_lora"] = [UpdateFailed("one"), UpdateFailed("two")]
     with pytest.raises(WeightsLost, match=r"failed \(one\).*\(two\)"):
         await push(house, 6)
     assert house.updates.state is State.LOST
-    assert house.heard.records[-1].outcome is UpdateOutcome.LOST
+    assert house.observer.records[-1].outcome is UpdateOutcome.LOST
 
 
-async def test_one_update_at_a_time_of_adapters_and_weights(house: House) -> None:
-    house.model.stuck.add("put")
+async def test_updates_of_adapters_and_weights_exclude_each_other(house: House) -> None:
+    house.model.stuck.add("load_lora")
     first = asyncio.create_task(push(house, 5))
     await until(house, State.UPDATING)
     for act in (push(house, 6), house.push(1)):
@@ -146,7 +146,7 @@ async def test_one_update_at_a_time_of_adapters_and_weights(house: House) -> Non
     assert house.updates.state is State.UPDATING
 
 
-async def test_models_without_adapters_or_for_which_none_are_taken_say_so(tmp_path: Path) -> None:
+async def test_a_server_without_lora_names_the_flag(tmp_path: Path) -> None:
     model = FakeModel(tmp_path)
     model.loras = None
     with Staging(tmp_path) as staging:
@@ -156,8 +156,8 @@ async def test_models_without_adapters_or_for_which_none_are_taken_say_so(tmp_pa
                 await act
 
 
-async def test_an_unsupported_model_is_refused_before_anything_comes(house: House) -> None:
+async def test_an_unsupported_model_is_refused_before_anything_is_transferred(house: House) -> None:
     house.model.fail["layers"] = [UpdateUnsupported("quantized")]
     with pytest.raises(UpdateUnsupported, match="quantized"):
         await push(house, 5)
-    house.serves(0, all=0)
+    house.check_serves(0, all=0)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.weights.lora_config import LoraConfig, LoraLayers, check, read_config, written
+from darts_server.weights.lora_config import LoraConfig, LoraLayers, check_lora, dump_config, parse_config
 from tests.weights.lora_sets import LAYERS, tensors_of
 
 GOOD: dict[str, Any] = {"r": 2, "lora_alpha": 6}
 
 
-def test_the_configuration_that_peft_writes_is_taken() -> None:
+def test_a_configuration_as_peft_writes_it_is_accepted() -> None:
     more = {
         "peft_type": "LORA",
         "bias": "none",
@@ -25,9 +25,9 @@ def test_the_configuration_that_peft_writes_is_taken() -> None:
         "alpha_pattern": {},
         "modules_to_save": None,
     }
-    assert read_config(json.dumps(GOOD | more), "config") == LoraConfig(2, 6)
-    assert read_config(json.dumps(GOOD), "config").scale == 3
-    assert read_config(json.dumps(GOOD | {"use_rslora": True}), "config").scale == pytest.approx(6 / math.sqrt(2))
+    assert parse_config(json.dumps(GOOD | more), "config") == LoraConfig(2, 6)
+    assert parse_config(json.dumps(GOOD), "config").scale == 3
+    assert parse_config(json.dumps(GOOD | {"use_rslora": True}), "config").scale == pytest.approx(6 / math.sqrt(2))
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,16 @@ def test_the_configuration_that_peft_writes_is_taken() -> None:
         (GOOD | {"of_tomorrow": 1}, "'of_tomorrow' is set"),
     ],
 )
-def test_other_configurations_are_refused_by_their_key(given: Any, words: str) -> None:
+def test_unsupported_configurations_are_refused_with_their_key(given: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        read_config(given if isinstance(given, str) else json.dumps(given), "config")
+        parse_config(given if isinstance(given, str) else json.dumps(given), "config")
     assert caught.value.field == "config"
 
 
-def test_what_fits_is_written_for_the_engine_with_nothing_else() -> None:
+def test_only_checked_keys_are_written_for_the_engine() -> None:
     given = tensors_of("layers.0", "layers.1")
-    check(LAYERS, LoraConfig(2, 6), given, "body")
-    assert json.loads(written(LoraConfig(2, 6), given)) == {
+    check_lora(LAYERS, LoraConfig(2, 6), given, "body")
+    assert json.loads(dump_config(LoraConfig(2, 6), given)) == {
         "peft_type": "LORA",
         "r": 2,
         "lora_alpha": 6,
@@ -82,36 +82,38 @@ def test_what_fits_is_written_for_the_engine_with_nothing_else() -> None:
         (LoraConfig(3, 1), ["layers.0"], r"layers.0.lora_A.weight is F32 of shape \[2, 2\]"),
     ],
 )
-def test_what_does_not_fit_is_named(config: LoraConfig, names: list[str], words: str) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
+    config: LoraConfig, names: list[str], words: str
+) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        check(LAYERS, config, tensors_of(*names), "body")
+        check_lora(LAYERS, config, tensors_of(*names), "body")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("layers.0.lora_A.weight", "is not one of an adapter's"),
-        ("base_model.model.layers.0.weight", "is not one of an adapter's"),
-        ("base_model.model.layers.0.lora_magnitude_vector", "is not one of an adapter's"),
+        ("layers.0.lora_A.weight", "is not one of a LoRA adapter's"),
+        ("base_model.model.layers.0.weight", "is not one of a LoRA adapter's"),
+        ("base_model.model.layers.0.lora_magnitude_vector", "is not one of a LoRA adapter's"),
     ],
 )
-def test_other_names_are_refused(name: str, words: str) -> None:
+def test_tensors_with_other_names_are_refused(name: str, words: str) -> None:
     given = dict(tensors_of("layers.0"))
     file = next(iter(given.values()))
     file = type(file)(file.path, {**file.tensors, name: next(iter(file.tensors.values()))}, file.stamp)
     with pytest.raises(InvalidRequest, match=words):
-        check(LAYERS, LoraConfig(2, 1), {name: file}, "body")
+        check_lora(LAYERS, LoraConfig(2, 1), {name: file}, "body")
 
 
-def test_integers_and_single_matrices_are_refused() -> None:
+def test_integer_tensors_and_single_matrices_are_refused() -> None:
     given = tensors_of("layers.0", dtype="I32")
     with pytest.raises(InvalidRequest, match="must have floats"):
-        check(LAYERS, LoraConfig(2, 1), given, "body")
+        check_lora(LAYERS, LoraConfig(2, 1), given, "body")
     up = "base_model.model.layers.0.lora_B.weight"
     with pytest.raises(InvalidRequest, match=r"lora_A\.weight is missing"):
-        check(LAYERS, LoraConfig(2, 1), {up: tensors_of("layers.0")[up]}, "body")
+        check_lora(LAYERS, LoraConfig(2, 1), {up: tensors_of("layers.0")[up]}, "body")
 
 
-def test_no_more_bytes_may_come_than_an_adapter_can_have() -> None:
+def test_the_size_limit_grows_with_the_rank() -> None:
     small, large = LoraLayers({"a": (3, 2)}, 1), LoraLayers({"a": (3, 2)}, 2)
-    assert large.most_bytes - small.most_bytes == 8 * (3 + 2)
+    assert large.max_bytes - small.max_bytes == 8 * (3 + 2)

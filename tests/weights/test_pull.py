@@ -8,7 +8,7 @@ from safetensors.numpy import save
 
 from darts_server.exceptions import Forbidden, InvalidRequest
 from darts_server.serving.gate import Gate
-from darts_server.weights.pull import MOST_REDIRECTS, AllowedHosts, pulled
+from darts_server.weights.pull import MAX_REDIRECTS, AllowedHosts, stream_url
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import UpdateOptions, Updates
 from tests.weights.house import House
@@ -22,7 +22,7 @@ Answer = Callable[[httpx.Request], httpx.Response]
 
 
 async def got(answer: Answer, url: str = URL, limit: int = 100) -> bytes:
-    chunks = pulled(HOSTS, url, limit, httpx.MockTransport(answer))
+    chunks = stream_url(HOSTS, url, limit, httpx.MockTransport(answer))
     return b"".join([chunk async for chunk in chunks])
 
 
@@ -34,14 +34,14 @@ async def in_pieces() -> AsyncIterator[bytes]:
 @pytest.mark.parametrize(
     "url", ["http://trainer:8001/w", "http://other/w", "https://other:9/w?step=3", "http://[::1]:7/w"]
 )
-def test_hosts_are_allowed_by_name_on_any_port_or_one(url: str) -> None:
+def test_a_host_is_allowed_on_any_port_or_on_one(url: str) -> None:
     assert str(HOSTS.check(url)) == url
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("http://trainer/w", "is of trainer:80, and weights are pulled from"),
+        ("http://trainer/w", "is of trainer:80, and weights are pulled only from"),
         ("http://trainer:8002/w", "trainer:8002"),
         ("http://trainer:8001.evil/w", "is no URL"),
         ("http://evil/trainer:8001", "is of evil:80"),
@@ -52,19 +52,19 @@ def test_hosts_are_allowed_by_name_on_any_port_or_one(url: str) -> None:
         ("", "must be http"),
     ],
 )
-def test_others_are_not(url: str, message: str) -> None:
+def test_other_urls_are_refused(url: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as error:
         HOSTS.check(url)
     assert error.value.field == "url"
     assert "secret" not in str(error.value)
 
 
-def test_by_default_none_is() -> None:
+def test_by_default_no_host_is_allowed() -> None:
     with pytest.raises(Forbidden, match="--weights-hosts"):
         AllowedHosts().check(URL)
 
 
-async def test_bytes_come_as_they_are() -> None:
+async def test_bytes_are_streamed_without_credentials_or_decoding() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.headers["accept-encoding"] == "identity"
         assert "authorization" not in request.headers
@@ -74,7 +74,7 @@ async def test_bytes_come_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_more_than_any_set_can_have_is_not_taken(told: bool) -> None:
+async def test_more_bytes_than_the_limit_are_refused(told: bool) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b"x" * 50
@@ -84,7 +84,7 @@ async def test_more_than_any_set_can_have_is_not_taken(told: bool) -> None:
         await got(lambda _: answer)
 
 
-async def test_what_is_not_there_is_told() -> None:
+async def test_an_error_status_is_reported() -> None:
     with pytest.raises(InvalidRequest, match="answered 404 Not Found"):
         await got(lambda _: httpx.Response(404))
 
@@ -92,7 +92,7 @@ async def test_what_is_not_there_is_told() -> None:
 @pytest.mark.parametrize(
     "error", [httpx.ConnectError("refused"), httpx.ReadTimeout(""), httpx.RemoteProtocolError("cut")]
 )
-async def test_a_sender_that_fails_is_the_callers_to_put_right(error: httpx.HTTPError) -> None:
+async def test_a_failed_transfer_is_an_invalid_request(error: httpx.HTTPError) -> None:
     def fails(_: httpx.Request) -> httpx.Response:
         raise error
 
@@ -100,7 +100,7 @@ async def test_a_sender_that_fails_is_the_callers_to_put_right(error: httpx.HTTP
         await got(fails)
 
 
-async def test_redirects_are_followed_on_the_same_host() -> None:
+async def test_redirects_on_the_same_host_are_followed() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/w":
             return httpx.Response(302, headers={"location": "/there"})
@@ -110,12 +110,12 @@ async def test_redirects_are_followed_on_the_same_host() -> None:
 
 
 @pytest.mark.parametrize("to", ["http://evil/w", "http://other/w", "https://trainer:8001/w", "http://trainer/w"])
-async def test_redirects_to_others_are_not(to: str) -> None:
-    with pytest.raises(InvalidRequest, match="leads to another host"):
+async def test_redirects_to_other_hosts_are_refused(to: str) -> None:
+    with pytest.raises(InvalidRequest, match="redirects to another host"):
         await got(lambda _: httpx.Response(302, headers={"location": to}))
 
 
-async def test_redirects_come_to_an_end() -> None:
+async def test_too_many_redirects_are_refused() -> None:
     count = 0
 
     def answer(_: httpx.Request) -> httpx.Response:
@@ -125,7 +125,7 @@ async def test_redirects_come_to_an_end() -> None:
 
     with pytest.raises(InvalidRequest, match="more than 5 redirects"):
         await got(answer)
-    assert count == MOST_REDIRECTS + 1
+    assert count == MAX_REDIRECTS + 1
 
 
 async def served(content: bytes, cut: int) -> tuple[asyncio.Server, str]:
@@ -142,9 +142,7 @@ async def served(content: bytes, cut: int) -> tuple[asyncio.Server, str]:
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-async def test_what_was_pulled_is_checked_and_served_like_what_was_pushed(
-    house: House, tmp_path: Path, cut: int
-) -> None:
+async def test_pulled_weights_are_checked_and_served_like_pushed_ones(house: House, tmp_path: Path, cut: int) -> None:
     server, name = await served(save(tensors(5)), cut)
     async with server:
         with Staging(tmp_path) as staging:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.exceptions import DiskFull
-from darts_server.weights.staging import BUFFER, Staging
+from darts_server.weights.staging import BUFFER_BYTES, Staging
 
 pytestmark = pytest.mark.anyio
 
@@ -21,17 +21,17 @@ async def pieces(*chunks: bytes, error: Exception | None = None) -> AsyncIterato
         raise error
 
 
-async def test_what_comes_is_written_and_removed_in_the_end(tmp_path: Path) -> None:
+async def test_files_are_written_and_removed_at_exit(tmp_path: Path) -> None:
     with Staging(tmp_path) as staging:
         assert list(tmp_path.iterdir()) == []
-        big = bytes(BUFFER + 1)
+        big = bytes(BUFFER_BYTES + 1)
         path = await staging.write(pieces(b"a", big, b"", b"z"))
         assert path.read_bytes() == b"a" + big + b"z"
         assert await staging.write(pieces(b"b")) != path
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_what_is_not_kept_is_removed(tmp_path: Path) -> None:
+async def test_keep_only_removes_every_other_file(tmp_path: Path) -> None:
     with Staging(tmp_path) as staging:
         staging.keep_only(set())
         paths = [await staging.write(pieces(b"a")) for _ in range(3)]
@@ -40,14 +40,14 @@ async def test_what_is_not_kept_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ConnectionError("gone"), OSError(errno.EIO, "worn out")])
-async def test_nothing_is_left_of_one_that_fails(tmp_path: Path, error: Exception) -> None:
+async def test_a_failed_write_leaves_no_file(tmp_path: Path, error: Exception) -> None:
     with Staging(tmp_path) as staging:
         with pytest.raises(type(error)):
-            await staging.write(pieces(bytes(BUFFER), error=error))
+            await staging.write(pieces(bytes(BUFFER_BYTES), error=error))
         assert [path for folder in tmp_path.iterdir() for path in folder.glob("*.safetensors")] == []
 
 
-async def test_a_full_disk_is_told_of() -> None:
+async def test_a_full_disk_is_reported_with_the_flag() -> None:
     """The device that is always full takes no file, so its error is what a writer gets."""
     with Staging() as staging:
         with pytest.raises(DiskFull, match="--weights-staging"):
@@ -75,7 +75,9 @@ def staged(folder: Path) -> list[Path]:
     return list(folder.glob("darts-weights-*/*.safetensors"))
 
 
-def test_what_a_killed_process_has_left_is_removed_at_the_next_start_and_a_living_ones_is_not(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_process_is_removed_at_the_next_start_and_that_of_a_running_one_is_not(
+    tmp_path: Path,
+) -> None:
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     with process, process.stdout:
@@ -89,7 +91,7 @@ def test_what_a_killed_process_has_left_is_removed_at_the_next_start_and_a_livin
         assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_folders_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "darts-weights-other").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "lock").touch()

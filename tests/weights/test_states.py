@@ -1,20 +1,18 @@
-from itertools import product
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import IllegalMove
-from darts_server.weights.states import MOVES, Machine, Move, State
+from darts_server.weights.states import TRANSITIONS, State, StateMachine, Transition
 
-PATH = [Move.ANNOUNCE, Move.PAUSE, Move.UPDATE, Move.SUCCEED]
+PATH = [Transition.ANNOUNCE, Transition.PAUSE, Transition.UPDATE, Transition.SUCCEED]
 
 
-def begun(*moves: Move) -> Machine:
-    machine = Machine(3)
-    machine.stage(4)
-    for move in moves:
-        machine.move(move)
+def begun(*transitions: Transition) -> StateMachine:
+    machine = StateMachine(3)
+    machine.begin(4)
+    for transition in transitions:
+        machine.apply(transition)
     return machine
 
 
@@ -25,49 +23,49 @@ def test_an_update_that_succeeds_serves_its_version() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_an_update_that_fails_anywhere_serves_the_version_before(steps: int) -> None:
-    machine = begun(*PATH[:steps], Move.FAIL)
+    machine = begun(*PATH[:steps], Transition.FAIL)
     if machine.state is State.RESTORING:
-        machine.move(Move.SUCCEED)
+        machine.apply(Transition.SUCCEED)
     assert (machine.state, machine.version, machine.target) == (State.SERVING, 3, None)
 
 
-def test_what_is_lost_stays_lost() -> None:
-    machine = begun(*PATH[:3], Move.FAIL, Move.LOSE)
+def test_lost_is_final() -> None:
+    machine = begun(*PATH[:3], Transition.FAIL, Transition.LOSE)
     assert machine.state is State.LOST
-    for move in Move:
+    for transition in Transition:
         with pytest.raises(IllegalMove, match="lost"):
-            machine.move(move)
+            machine.apply(transition)
 
 
-@given(st.lists(st.sampled_from(Move), max_size=40))
-def test_whatever_happens_the_version_changes_only_when_an_update_succeeds(moves: list[Move]) -> None:
-    machine, served = Machine(0), 0
-    for number, move in enumerate(moves, 1):
+@given(st.lists(st.sampled_from(Transition), max_size=40))
+def test_the_version_changes_only_when_an_update_succeeds(transitions: list[Transition]) -> None:
+    machine, served = StateMachine(0), 0
+    for number, transition in enumerate(transitions, 1):
         before = machine.state
         try:
-            if move is Move.STAGE:
-                machine.stage(number)
+            if transition is Transition.STAGE:
+                machine.begin(number)
                 target = number
             else:
-                machine.move(move)
+                machine.apply(transition)
         except IllegalMove:
             assert machine.state is before
-            assert (before, move) not in MOVES
+            assert (before, transition) not in TRANSITIONS
             continue
-        if before is State.UPDATING and move is Move.SUCCEED:
+        if before is State.UPDATING and transition is Transition.SUCCEED:
             served = target
         assert machine.version == served
-        assert machine.state is MOVES[before, move]
+        assert machine.state is TRANSITIONS[before, transition]
         assert (machine.target is None) == (machine.state is State.SERVING)
 
 
 def test_from_every_state_but_lost_there_is_a_way_back_to_serving() -> None:
     reached = {State.SERVING}
     for _ in State:
-        reached |= {before for (before, _), after in MOVES.items() if after in reached}
+        reached |= {before for (before, _), after in TRANSITIONS.items() if after in reached}
     assert reached == set(State) - {State.LOST}
 
 
-def test_no_update_begins_while_another_is_under_way() -> None:
-    begins = {before for before, move in product(State, Move) if move is Move.STAGE and (before, move) in MOVES}
+def test_no_update_begins_while_another_is_in_progress() -> None:
+    begins = {before for before, transition in TRANSITIONS if transition is Transition.STAGE}
     assert begins == {State.SERVING}

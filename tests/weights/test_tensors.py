@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.weights.tensors import ExpectedTensors, Tensor, check, read
+from darts_server.weights.tensors import ExpectedTensors, Tensor, check_tensors, read_tensors
 from tests.weights.model import SHAPES, TIED, tensors, write
 
 EXPECTED = ExpectedTensors({name: Tensor(shape, "F32") for name, shape in SHAPES.items()}, TIED)
@@ -14,19 +14,21 @@ EXPECTED = ExpectedTensors({name: Tensor(shape, "F32") for name, shape in SHAPES
 
 def checked(folder: Path, given: dict[str, np.ndarray], *, partial: bool = False) -> list[str]:
     save_file(given, folder / "given.safetensors")
-    return sorted(check(EXPECTED, read(folder / "given.safetensors", "body"), partial=partial, field="body"))
+    return sorted(
+        check_tensors(EXPECTED, read_tensors(folder / "given.safetensors", "body"), partial=partial, field="body")
+    )
 
 
-def test_a_full_set_is_taken(tmp_path: Path) -> None:
+def test_a_full_set_is_accepted(tmp_path: Path) -> None:
     assert checked(tmp_path, tensors(1)) == sorted(SHAPES)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_floats_of_another_precision_are_taken(tmp_path: Path, dtype: type) -> None:
+def test_floats_of_another_precision_are_accepted(tmp_path: Path, dtype: type) -> None:
     assert checked(tmp_path, {n: t.astype(dtype) for n, t in tensors(1).items()}) == sorted(SHAPES)
 
 
-def test_a_tied_tensor_may_come_besides_if_it_is_equal(tmp_path: Path) -> None:
+def test_a_tied_tensor_is_accepted_only_if_it_equals_its_twin(tmp_path: Path) -> None:
     twins = tensors(1, **{"lm_head.weight": (4, 2)})
     assert checked(tmp_path, twins) == sorted(SHAPES)
     twins["lm_head.weight"][3, 1] = 2
@@ -37,7 +39,7 @@ def test_a_tied_tensor_may_come_besides_if_it_is_equal(tmp_path: Path) -> None:
         checked(tmp_path, twins, partial=True)
 
 
-def test_each_tensor_that_does_not_fit_is_named_with_what_fits(tmp_path: Path) -> None:
+def test_a_tensor_that_does_not_fit_is_named_with_what_the_model_has(tmp_path: Path) -> None:
     good = tensors(1)
     for bad, message in (
         (good | {"layers.1.weight": np.zeros((2, 3), np.float32)}, r"layers.1.weight is F32 of shape \[2, 3\]"),
@@ -51,47 +53,47 @@ def test_each_tensor_that_does_not_fit_is_named_with_what_fits(tmp_path: Path) -
         assert error.value.field == "body"
 
 
-def test_tensors_may_be_missing_of_a_partial_set_but_not_all(tmp_path: Path) -> None:
+def test_a_partial_set_needs_at_least_one_tensor(tmp_path: Path) -> None:
     assert checked(tmp_path, {"layers.1.weight": tensors(1)["layers.1.weight"]}, partial=True) == ["layers.1.weight"]
     with pytest.raises(InvalidRequest, match="no tensor"):
         checked(tmp_path, {}, partial=True)
 
 
 @pytest.mark.parametrize("left", [0, 4, 8, 60, -1])
-def test_a_file_that_is_not_whole_is_refused(tmp_path: Path, left: int) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path, left: int) -> None:
     path = write(tmp_path / "cut.safetensors", 1)
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(InvalidRequest, match="not a whole safetensors file"):
-        read(path, "body")
+        read_tensors(path, "body")
 
 
 @pytest.mark.parametrize("junk", [b"junk" * 100, b"\xff" * 64, (2**40).to_bytes(8, "little") + b"{}"])
-def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, junk: bytes) -> None:
+def test_a_file_in_another_format_is_refused(tmp_path: Path, junk: bytes) -> None:
     path = tmp_path / "junk.safetensors"
     path.write_bytes(junk)
     with pytest.raises(InvalidRequest, match="not a whole safetensors file"):
-        read(path, "body")
+        read_tensors(path, "body")
 
 
-def test_a_folder_is_read_by_its_index_or_whole(tmp_path: Path) -> None:
+def test_a_folder_is_read_by_its_index_or_completely(tmp_path: Path) -> None:
     first, *others = SHAPES
     write(tmp_path / "a.safetensors", 1, first)
     write(tmp_path / "b.safetensors", 1, *others)
-    assert read(tmp_path, "path").keys() == SHAPES.keys()
+    assert read_tensors(tmp_path, "path").keys() == SHAPES.keys()
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(others, "b.safetensors")}))
-    assert read(tmp_path, "path").keys() == set(others)
+    assert read_tensors(tmp_path, "path").keys() == set(others)
 
 
-def test_a_folder_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_an_inconsistent_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"no \*.safetensors file"):
-        read(tmp_path, "path")
+        read_tensors(tmp_path, "path")
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        read(tmp_path / "nowhere", "path")
+        read_tensors(tmp_path / "nowhere", "path")
     write(tmp_path / "a.safetensors", 1)
     write(tmp_path / "b.safetensors", 1)
     with pytest.raises(InvalidRequest, match=r"is in a\.safetensors and in b\.safetensors"):
-        read(tmp_path, "path")
+        read_tensors(tmp_path, "path")
     index = tmp_path / "model.safetensors.index.json"
     for text, message in (
         ("{", "no index"),
@@ -102,21 +104,21 @@ def test_a_folder_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     ):
         index.write_text(text)
         with pytest.raises(InvalidRequest, match=message):
-            read(tmp_path, "path")
+            read_tensors(tmp_path, "path")
 
 
-def test_a_file_knows_whether_it_was_changed(tmp_path: Path) -> None:
+def test_a_changed_or_removed_file_is_detected(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", 1)
-    file = read(path, "path")["layers.0.weight"]
-    assert file.unchanged
+    file = read_tensors(path, "path")["layers.0.weight"]
+    assert file.is_unchanged
     other = write(tmp_path / "b.safetensors", 2)
     other.rename(path)
-    assert not file.unchanged
+    assert not file.is_unchanged
     path.unlink()
-    assert not file.unchanged
+    assert not file.is_unchanged
 
 
-def test_no_set_that_fits_is_larger_than_what_is_taken(tmp_path: Path) -> None:
+def test_the_size_limit_admits_every_set_that_fits(tmp_path: Path) -> None:
     full = tensors(1, **{"lm_head.weight": (4, 2)})
     save_file(full, tmp_path / "full.safetensors")
-    assert (tmp_path / "full.safetensors").stat().st_size < EXPECTED.most_bytes
+    assert (tmp_path / "full.safetensors").stat().st_size < EXPECTED.max_bytes

@@ -17,7 +17,7 @@ from benchmarks.gpu.tables import Table, Value
 from darts_server.exceptions import UpdateUnsupported
 from darts_server.types import UpdateRecord
 from darts_server.vllm.weights import VllmModel
-from darts_server.weights.coordinator import Rule
+from darts_server.weights.rules import Rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import UpdateOptions, Updates
 

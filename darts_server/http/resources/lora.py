@@ -16,7 +16,7 @@ from darts_server.http.resources.weights import (
     answer,
     body_of,
 )
-from darts_server.weights.coordinator import Rule
+from darts_server.weights.rules import Rule
 from darts_server.weights.updates import Updates
 
 LARGEST_CONFIG = 4096

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from darts_server.http.body import chunks_of, parsed, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.types import UpdateRecord
-from darts_server.weights.coordinator import Rule
+from darts_server.weights.rules import Rule
 from darts_server.weights.updates import UpdateOptions, Updates
 
 LARGEST_REQUEST = 64 * 1024

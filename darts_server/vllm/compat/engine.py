@@ -20,7 +20,7 @@ def cut_mask(completion: CompletionOutput, tokens: int) -> dict[str, Any]:
     return {} if mask is None else {"sampling_mask": replace(mask, token_ids=mask.token_ids[:tokens])}
 
 
-async def tell_version(llm: Any, version: int) -> None:
-    """Have vLLM's own routes tell this version of the weights; 0.26 has none that do."""
+async def set_weight_version(llm: Any, version: int) -> None:
+    """Set the version that vLLM's own routes report; 0.26 has none that do."""
     if hasattr(llm, "update_weight_version"):
         await llm.update_weight_version(str(version))

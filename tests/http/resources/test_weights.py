@@ -7,7 +7,7 @@ from starlette.testclient import TestClient
 
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.serving.gate import Gate
-from darts_server.weights.coordinator import Update
+from darts_server.weights.phases import Update
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 from tests.http.serving import client
@@ -112,7 +112,7 @@ def test_faults_have_statuses_of_their_own(here: TestClient, updates: Updates, m
     def status() -> int:
         return here.put(URL, content=save(tensors(5))).status_code
 
-    model.fail["original"] = [UpdateUnsupported("quantized")]
+    model.fail["checkpoint_tensors"] = [UpdateUnsupported("quantized")]
     assert status() == 501
     other = Update("vllm", None)
     updates.coordinator.begin(other, 1)
