@@ -1,4 +1,4 @@
-"""What outlives a restart: flat JSON documents by kind and key, in one SQLite file or in memory."""
+"""State that survives a restart: flat JSON documents by kind and key, in one SQLite file or in memory."""
 
 from darts_server.store.document import Document, Scalar
 from darts_server.store.store import Store

@@ -1,4 +1,4 @@
-"""Where documents lie: the port, and the memory when there is no state folder."""
+"""The port to where documents are stored, and the backend in memory for servers without a state folder."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -8,17 +8,17 @@ from darts_server.store.document import Name, Row
 
 
 class Backend(Protocol):
-    """Rows by name, in one place. Every method may raise ``StateError``, and then has changed nothing.
+    """Stores rows by name. Every method may raise ``StateError``, and then has changed nothing.
 
     ``write`` and ``replace`` are called by one thread at a time; all others under one lock.
     """
 
     def read(self, name: Name) -> str | None:
-        """The document's JSON text."""
+        """Return the document's JSON text."""
         ...
 
-    def count(self, kind: str, others: list[str]) -> int:
-        """How many different keys of ``kind`` there are, here and in ``others`` (without repetition) together."""
+    def count(self, kind: str, pending: list[str]) -> int:
+        """Count the distinct keys of ``kind``, stored and ``pending`` (without repetition) together."""
         ...
 
     def snapshot(self, kind: str | None) -> AbstractContextManager[Iterable[Row]]:
@@ -26,38 +26,38 @@ class Backend(Protocol):
         ...
 
     def generation(self) -> int:
-        """How often everything was replaced, by any process."""
+        """Number of times that everything was replaced, by any process."""
         ...
 
     def write(self, texts: Mapping[Name, str], generation: int | None) -> bool:
-        """Adds or replaces all of them at once; False if it did not, because this ``generation`` is over."""
+        """Add or replace all of these at once. Returns False, and writes nothing, if ``generation`` has passed."""
         ...
 
     def replace(self, rows: Iterable[Row]) -> None:
-        """These rows, no others, at once."""
+        """Replace everything by these rows, at once."""
         ...
 
     def close(self) -> None: ...
 
 
 MAX_IN_MEMORY = 2**18
-"""Documents of each kind. Of prompts they are some hundred bytes each, and data sets seldom have more of these."""
+"""Documents of each kind. A prompt's takes some hundred bytes, and data sets seldom have more prompts."""
 
 
-class Memory:
-    """A backend that forgets everything with its process, and of each kind all but the ``most`` written last."""
+class MemoryBackend:
+    """Stores rows in memory. Of each kind it keeps the ``max_documents`` written last."""
 
-    def __init__(self, most: int = MAX_IN_MEMORY) -> None:
-        self._most = most
+    def __init__(self, max_documents: int = MAX_IN_MEMORY) -> None:
+        self._max_documents = max_documents
         self._texts: dict[str, dict[str, str]] = {}
 
     def read(self, name: Name) -> str | None:
         kind, key = name
         return self._texts.get(kind, {}).get(key)
 
-    def count(self, kind: str, others: list[str]) -> int:
-        here = self._texts.get(kind, {})
-        return len(here) + sum(key not in here for key in others)
+    def count(self, kind: str, pending: list[str]) -> int:
+        stored = self._texts.get(kind, {})
+        return len(stored) + sum(key not in stored for key in pending)
 
     def snapshot(self, kind: str | None) -> AbstractContextManager[Iterable[Row]]:
         kinds = [name for name in list(self._texts) if kind in (None, name)]
@@ -68,15 +68,15 @@ class Memory:
 
     def write(self, texts: Mapping[Name, str], generation: int | None) -> bool:
         for (kind, key), text in texts.items():
-            here = self._texts.setdefault(kind, {})
-            here.pop(key, None)
-            here[key] = text
-            if len(here) > self._most:
-                del here[next(iter(here))]
+            stored = self._texts.setdefault(kind, {})
+            stored.pop(key, None)  # so that it becomes the newest
+            stored[key] = text
+            if len(stored) > self._max_documents:
+                del stored[next(iter(stored))]
         return True
 
     def replace(self, rows: Iterable[Row]) -> None:
-        new = Memory(self._most)
+        new = MemoryBackend(self._max_documents)
         new.write({(kind, key): text for kind, key, text in rows}, None)
         self._texts = new._texts
 

@@ -1,4 +1,4 @@
-"""What lies between the callers and the backend: new documents on their way there, recent ones from there."""
+"""The write buffer and the read cache in front of a backend."""
 
 import heapq
 from collections import OrderedDict
@@ -9,79 +9,81 @@ from typing import NamedTuple
 from darts_server.store.document import Name, Row
 
 
-class Unwritten:
-    """The newest text of every name that the backend does not have yet. Not locked."""
+class WriteBuffer:
+    """The newest text of every name that is not written to the backend yet. Not locked."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Name, str] = {}
-        self._leaving: dict[Name, str] = {}
-        self._waiting_since: int | None = None
-        self._leaving_since: int | None = None
+        self._pending: dict[Name, str] = {}
+        self._in_flight: dict[Name, str] = {}
+        self._pending_generation: int | None = None
+        self._in_flight_generation: int | None = None
 
     @property
-    def waiting(self) -> bool:
-        return bool(self._waiting)
+    def has_pending(self) -> bool:
+        return bool(self._pending)
 
     def begin(self, generation: int | None) -> None:
-        """What is put from here on, with nothing waiting, was learned in this generation of the backend."""
-        self._waiting_since = generation
+        """Begin with an empty buffer. ``generation``: of the backend, in which the texts that follow were learned."""
+        self._pending_generation = generation
 
     def put(self, name: Name, text: str) -> None:
-        self._waiting[name] = text
+        self._pending[name] = text
 
     def get(self, name: Name) -> str | None:
-        return self._waiting.get(name) or self._leaving.get(name)
+        return self._pending.get(name) or self._in_flight.get(name)
 
     def keys(self, kind: str) -> list[str]:
-        return [key for name_kind, key in self._leaving | self._waiting if name_kind == kind]
+        return [key for name_kind, key in self._in_flight | self._pending if name_kind == kind]
 
     def rows(self, kind: str | None) -> list[Row]:
         """Ordered by kind and key."""
-        texts = self._leaving | self._waiting
+        texts = self._in_flight | self._pending
         return sorted((*name, text) for name, text in texts.items() if kind in (None, name[0]))
 
-    def take(self) -> tuple[dict[Name, str], int | None]:
-        """All that waits, and its generation. Unwritten still, until ``written``; ``take_back`` lets it wait again."""
-        self._leaving, self._waiting = self._waiting, {}
-        self._leaving_since = self._waiting_since
-        return self._leaving, self._leaving_since
+    def begin_write(self) -> tuple[dict[Name, str], int | None]:
+        """Return all pending texts and their generation. They stay readable until `end_write` or `cancel_write`."""
+        self._in_flight, self._pending = self._pending, {}
+        self._in_flight_generation = self._pending_generation
+        return self._in_flight, self._in_flight_generation
 
-    def written(self) -> None:
-        self._leaving = {}
+    def end_write(self) -> None:
+        """Drop what was written."""
+        self._in_flight = {}
 
-    def take_back(self) -> None:
-        self._waiting = self._leaving | self._waiting
-        self._waiting_since = self._leaving_since
-        self._leaving = {}
+    def cancel_write(self) -> None:
+        """Make what was not written pending again, except where there is a newer text."""
+        self._pending = self._in_flight | self._pending
+        self._pending_generation = self._in_flight_generation
+        self._in_flight = {}
 
     def clear(self) -> None:
-        self._waiting, self._leaving = {}, {}
+        self._pending, self._in_flight = {}, {}
 
 
-class Read(NamedTuple):
+class CachedRead(NamedTuple):
     text: str | None
     at: float
 
 
-class Recent:
-    """What was read lately, the last ``entries`` names at most, each for at most ``seconds``. Not locked."""
+class ReadCache:
+    """Caches reads: the last ``entries`` names at most, each for at most ``seconds``. Not locked."""
 
     def __init__(self, entries: int, seconds: float) -> None:
         self._entries = entries
         self._seconds = seconds
-        self._reads: OrderedDict[Name, Read] = OrderedDict()
+        self._reads: OrderedDict[Name, CachedRead] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._reads)
 
-    def get(self, name: Name, now: float) -> Read | None:
+    def get(self, name: Name, now: float) -> CachedRead | None:
         read = self._reads.get(name)
-        return None if read is None or self._old(read, now) else read
+        return None if read is None or self._is_expired(read, now) else read
 
-    def keep(self, name: Name, text: str | None, now: float) -> None:
-        self._reads[name] = Read(text, now)
+    def put(self, name: Name, text: str | None, now: float) -> None:
+        self._reads[name] = CachedRead(text, now)
         self._reads.move_to_end(name)
-        while len(self._reads) > self._entries or self._old(next(iter(self._reads.values())), now):
+        while len(self._reads) > self._entries or self._is_expired(next(iter(self._reads.values())), now):
             self._reads.popitem(last=False)
 
     def drop(self, name: Name) -> None:
@@ -90,14 +92,14 @@ class Recent:
     def clear(self) -> None:
         self._reads.clear()
 
-    def _old(self, read: Read, now: float) -> bool:
+    def _is_expired(self, read: CachedRead, now: float) -> bool:
         return now - read.at >= self._seconds
 
 
-def overlaid(rows: Iterable[Row], newer: Iterable[Row]) -> Iterator[Row]:
-    """Both in their common order; of two with the same name the newer one."""
-    before: tuple[str, str] | None = None
+def merge_rows(rows: Iterable[Row], newer: Iterable[Row]) -> Iterator[Row]:
+    """Merge rows that are ordered by kind and key; of two with the same name keep the newer one."""
+    previous: tuple[str, str] | None = None
     for row in heapq.merge(newer, rows, key=itemgetter(0, 1)):
-        if row[:2] != before:
+        if row[:2] != previous:
             yield row
-        before = row[:2]
+        previous = row[:2]

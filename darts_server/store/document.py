@@ -15,14 +15,14 @@ Row = tuple[str, str, str]
 """Kind, key and the document's JSON text."""
 
 KEY_BYTES = 64 * 1024
-"""In UTF-8. A whole prompt may be its own key; what is larger must be hashed by the caller."""
+"""In UTF-8. A whole prompt may be its own key; callers hash what is larger."""
 DOCUMENT_BYTES = 64 * 1024
-"""In UTF-8. Statistics take some hundred; with the key's limit it keeps a row from ever being one SQLite refuses."""
+"""In UTF-8. Statistics take some hundred. With the key's limit every row is within SQLite's own."""
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
-def named(kind: str, key: str) -> Name:
-    """Kind and key, once they are known to be storable.
+def check_name(kind: str, key: str) -> Name:
+    """Check that kind and key can be stored, and return both.
 
     Raises:
         ValueError: ``kind`` is not a short lower-case identifier.
@@ -35,16 +35,16 @@ def named(kind: str, key: str) -> Name:
     except UnicodeEncodeError:
         raise InvalidRequest(f"{kind} key", "is not well-formed Unicode (it has a lone surrogate)") from None
     if size > KEY_BYTES:
-        raise InvalidRequest(f"{kind} key", f"has {size} bytes, at most {KEY_BYTES} are taken; send a hash of it")
+        raise InvalidRequest(f"{kind} key", f"has {size} bytes, and {KEY_BYTES} are the most; send a hash of it")
     return kind, key
 
 
 def encode(document: Document) -> str:
-    """The document as compact JSON.
+    """Encode a document as compact JSON.
 
     Raises:
-        TypeError: it is not flat: a name that is no string, or a value that is no JSON scalar.
-        ValueError: a number is not finite, a string not well-formed Unicode, or all of it above ``DOCUMENT_BYTES``.
+        TypeError: it is not flat: a name is no string, or a value no JSON scalar.
+        ValueError: a number is not finite, a string is not well-formed Unicode, or it has more than ``DOCUMENT_BYTES``.
     """
     for name, value in document.items():
         if not isinstance(name, str) or not isinstance(value, Scalar):
@@ -56,7 +56,7 @@ def encode(document: Document) -> str:
 
 
 def decode(text: str) -> dict[str, Scalar]:
-    """The document of a JSON text that ``encode`` made.
+    """Decode a JSON text that ``encode`` made.
 
     Raises:
         StateDamaged: ``encode`` did not make it.
@@ -71,5 +71,5 @@ def decode(text: str) -> dict[str, Scalar]:
 
 
 def checksum(kind: str, key: str, text: str) -> int:
-    """CRC-32 of a row. SQLite checks the structure of its pages, not what is in them."""
+    """CRC-32 of a row. SQLite checks the structure of its pages, but not their content."""
     return zlib.crc32(f"{kind}\0{key}\0{text}".encode())

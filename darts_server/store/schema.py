@@ -1,4 +1,4 @@
-"""The state file: what makes it ours, how it is created, and how it is judged before anything may change it."""
+"""The state file: how it is created, and how it is checked before anything may change it."""
 
 import os
 import secrets
@@ -13,13 +13,13 @@ from darts_server.store.document import Row, checksum
 VERSION = 1
 APPLICATION_ID = 0x44415254  # "DART"
 BUSY_SECONDS = 5.0
-"""How long a statement waits for another process's transaction; the largest (a restore) takes seconds."""
+"""How long a statement waits for another process's transaction. The longest, a restore, takes seconds."""
 _TABLES = {
     "documents": "CREATE TABLE documents (kind TEXT NOT NULL, key TEXT NOT NULL, document TEXT NOT NULL, "
     "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID",
     "restores": "CREATE TABLE restores (generation INTEGER NOT NULL)",
 }
-_PASSING = {
+_TRANSIENT = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_FULL,
@@ -28,11 +28,11 @@ _PASSING = {
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_READONLY,
 }
-"""SQLite's primary result codes that speak of the disk or of others, not of the file's content."""
+"""SQLite's primary result codes for errors of the disk or of other processes, not of the file's content."""
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
-    """A connection in autocommit mode that any thread may use, one at a time. ``mode``: SQLite's URI parameters."""
+    """Connect in autocommit mode, for any thread, one at a time. ``mode``: parameters of SQLite's URI."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA trusted_schema = OFF")
@@ -41,13 +41,17 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def create(path: Path) -> None:
-    """Makes an empty state file if there is none. Appears whole or not at all; another process may be first."""
+    """Create an empty state file if there is none.
+
+    The file is written under another name and linked, so that it appears complete or not at all. Another process may
+    be first.
+    """
     stray = Path(f"{path}-wal")
-    if stray.exists() and not path.exists():  # in this order: a file has its log only after it appeared itself
-        raise StateDamaged(f"{stray} lies there without {path.name}: put that file back, or move this one away too")
+    if stray.exists() and not path.exists():  # in this order: SQLite creates the log after the file
+        raise StateDamaged(f"{stray} exists without {path.name}: put that file back, or move this one away too")
     new = path.with_name(f"{path.name}.new-{secrets.token_hex(8)}")
     try:
-        new.touch(exist_ok=False)  # with the rights that the umask leaves: SQLite would let its owner alone write
+        new.touch(exist_ok=False)  # with the umask's rights: SQLite would let only the owner write
         with closing(connect(new, "rw")) as connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -65,26 +69,26 @@ def create(path: Path) -> None:
             Path(f"{new}{suffix}").unlink(missing_ok=True)
 
 
-def inspect(path: Path) -> None:
-    """Reads all of the file, and changes nothing.
+def check_file(path: Path) -> None:
+    """Check the whole file, and change nothing.
 
     Raises:
-        StateDamaged: it is no database, not ours, or not whole.
+        StateDamaged: it is no database, another program's, or damaged.
         StateTooNew: a newer version wrote it.
         StateError: it cannot be read.
     """
-    with refusing(path):
-        # Without its log at first: only that way SQLite lays nothing beside a file that is not ours.
+    with translate_errors(path):
+        # Without its log at first (immutable): otherwise SQLite would create files beside one that is not ours.
         with closing(connect(path, "ro&immutable=1")) as connection:
             if _pragma(connection, "application_id") != APPLICATION_ID:
                 raise damaged(path, "it is another program's file")
             refuse_newer(path, connection)
         with closing(connect(path, "ro")) as connection:
             refuse_newer(path, connection)
-            _check_whole(path, connection)
+            _check_content(path, connection)
 
 
-def _check_whole(path: Path, connection: sqlite3.Connection) -> None:
+def _check_content(path: Path, connection: sqlite3.Connection) -> None:
     if (found := _pragma(connection, "quick_check(1)")) != "ok":
         raise damaged(path, str(found).splitlines()[-1])
     tables = dict(connection.execute("SELECT name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"))
@@ -94,13 +98,13 @@ def _check_whole(path: Path, connection: sqlite3.Connection) -> None:
         raise damaged(path, "it is not in WAL mode")
     if connection.execute("SELECT count(*), min(typeof(generation)) FROM restores").fetchone() != (1, "integer"):
         raise damaged(path, "it does not say how often it was restored")
-    for _ in checked(path, connection.execute("SELECT kind, key, document, crc FROM documents")):
+    for _ in verify_rows(path, connection.execute("SELECT kind, key, document, crc FROM documents")):
         pass
 
 
-def checked(path: Path, rows: Iterable[tuple[object, ...]]) -> Iterator[Row]:
-    """The rows without their checksums. Raises ``StateDamaged`` at one whose checksum is wrong."""
-    with refusing(path):
+def verify_rows(path: Path, rows: Iterable[tuple[object, ...]]) -> Iterator[Row]:
+    """Yield the rows without their checksums. Raises ``StateDamaged`` at a row whose checksum is wrong."""
+    with translate_errors(path):
         for kind, key, text, crc in rows:
             if not (isinstance(kind, str) and isinstance(key, str) and isinstance(text, str)):
                 raise damaged(path, "a value is of the wrong type")
@@ -126,15 +130,15 @@ def damaged(path: Path, what: str) -> StateDamaged:
 
 
 @contextmanager
-def refusing(path: Path) -> Iterator[None]:
-    """Turns SQLite's errors into ours."""
+def translate_errors(path: Path) -> Iterator[None]:
+    """Translate SQLite's errors to ours."""
     try:
         yield
-    except UnicodeDecodeError as error:  # sqlite3 fails so when SQLite's own message quotes what is damaged
+    except UnicodeDecodeError as error:  # of sqlite3, when SQLite's message quotes damaged text
         raise damaged(path, "its tables are not ours") from error
     except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", None)  # the module's own errors have none
-        if code is None or code & 0xFF not in _PASSING:
+        code = getattr(error, "sqlite_errorcode", None)  # errors of the Python module have none
+        if code is None or code & 0xFF not in _TRANSIENT:
             raise damaged(path, str(error)) from error
         remedy = "look for a full disk, missing rights, another process that holds it, or a folder not on a local disk"
         kind = StateFull if code & 0xFF == sqlite3.SQLITE_FULL else StateError

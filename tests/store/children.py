@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(name: str, folder: Path) -> "subprocess.Popen[str]":
-    """Runs one of the functions below in a process of its own."""
+    """Run one of the functions below in a process of its own."""
     command = [sys.executable, "-W", "error", "-m", "tests.store.children", name, str(folder)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -27,7 +27,7 @@ def say(*words: object) -> None:
 
 
 def put_for_ever(store: Store) -> None:
-    """Says number and time of each put."""
+    """Print number and time of each put."""
     for number in count():
         store.put("prompt", f"{number:08}", {"number": number})
         say(number, time.monotonic())
@@ -35,7 +35,7 @@ def put_for_ever(store: Store) -> None:
 
 
 def die_with_a_log(store: Store) -> None:
-    """Leaves a database whose newer half is in its write-ahead log."""
+    """Leave a database whose newer half is in its write-ahead log."""
     for number in range(50):
         store.put("prompt", f"{number:032}", {"number": number, "mean": number / 7})
         store.flush()
@@ -43,7 +43,7 @@ def die_with_a_log(store: Store) -> None:
 
 
 def restore_for_ever(store: Store) -> None:
-    """In turn two states, each of one number in all documents."""
+    """Restore two states in turn, each with one number in all documents."""
     states = []
     for number in range(2):
         with Store() as state:
@@ -56,7 +56,7 @@ def restore_for_ever(store: Store) -> None:
 
 
 def share(store: Store) -> None:
-    """Told its name: puts its own keys and common ones. Told once more: says what it sees of all."""
+    """Read a name, put keys of its own and common ones; at the next line print what it sees of all."""
     name = sys.stdin.readline().strip()
     for number in range(300):
         store.put("prompt", f"{name} {number}", {"by": name, "number": number})
@@ -71,7 +71,7 @@ def share(store: Store) -> None:
 
 
 def run_out_of_space(store: Store) -> None:
-    """The file size limit stands for a full disk."""
+    """Run into the file size limit, which stands for a full disk."""
     store.put("prompt", "before", {"number": 1})
     store.flush()
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -89,12 +89,12 @@ def run_out_of_space(store: Store) -> None:
         say("restore failed")
     store.put("prompt", "0", {"text": "newest"})
     say(store.fault is not None, store.count("prompt"), store.get("prompt", "0"), store.get("prompt", "before"))
-    time.sleep(1.3)  # the thread tries again, in vain
+    time.sleep(1.3)  # the thread retries in vain
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     wait_until = time.monotonic() + 20
-    while store.fault is not None and time.monotonic() < wait_until:  # and again, with nobody calling
+    while store.fault is not None and time.monotonic() < wait_until:  # and again, without a call
         time.sleep(0.05)
-    say("mended" if store.fault is None else store.fault)
+    say("recovered" if store.fault is None else store.fault)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Real processes, really killed."""
+"""State after a process was killed or its disk was full."""
 
 import time
 from pathlib import Path
@@ -42,22 +42,22 @@ def test_a_restore_that_is_killed_leaves_the_old_state_or_the_new_one(tmp_path: 
         assert numbers in ([0] * 3000, [1] * 3001)
 
 
-def test_a_full_disk_loses_nothing_and_is_tried_again(tmp_path: Path) -> None:
+def test_a_write_that_fails_on_a_full_disk_is_retried_and_loses_nothing(tmp_path: Path) -> None:
     with start("run_out_of_space", tmp_path) as child:
         said, errors = child.communicate(timeout=60)
     assert said.splitlines() == [
         "flush failed True",
         "restore failed",
         "True 2001 {'text': 'newest'} {'number': 1}",
-        "mended",
+        "recovered",
     ], errors
-    assert errors.count("kept in memory only") == 1  # once, not at each try
-    with Store(tmp_path) as store:  # the child was killed after it was mended
+    assert errors.count("cannot be written") == 1  # once, not at each try
+    with Store(tmp_path) as store:  # the child was killed after it had recovered
         assert store.count("prompt") == 2001
         assert store.get("prompt", "0") == {"text": "newest"}
 
 
-def test_a_close_that_cannot_write_says_so(tmp_path: Path) -> None:
+def test_a_close_that_cannot_write_raises(tmp_path: Path) -> None:
     with start("close_without_space", tmp_path) as child:
         said, errors = child.communicate(timeout=60)
     assert (said, child.returncode) == ("close failed\n", 0), errors

@@ -1,4 +1,4 @@
-"""No damage makes the start fail with anything but our errors, and no refused file is changed."""
+"""A damaged state file fails the start with our errors only, and is not changed."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ DOCUMENTS: dict[str, dict[str, Scalar]] = {f"{n:032}": {"number": n, "mean": n /
 
 
 class File(NamedTuple):
-    """What hypothesis need not print."""
+    """A state file with a short representation for hypothesis."""
 
     data: bytes
     log: bytes = b""
@@ -46,7 +46,7 @@ def killed() -> File:
 
 
 def opened(data: bytes, log: bytes = b"") -> dict[str, dict[str, Scalar]] | None:
-    """The documents of such a file, or None if it was refused: then it is as it was, and the message names it."""
+    """Documents of the file, or None if it was refused: then the file is unchanged, and the message names it."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / FILE_NAME
         path.write_bytes(data)
@@ -90,18 +90,18 @@ def test_flipped_bits_are_refused_or_harmless(whole: File, bits: list[int], wher
 
 
 @pytest.mark.parametrize("byte", [18, 39], ids=["version for writers", "free pages"])
-def test_a_header_that_only_writers_would_stumble_over_is_refused(whole: File, byte: int) -> None:
+def test_a_header_that_fails_only_writers_is_refused(whole: File, byte: int) -> None:
     assert opened(flipped(whole.data, [8 * byte + 2])) is None
 
 
 @given(bits=st.lists(st.integers(0, 2**22), max_size=3), share=st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
-def test_a_damaged_log_gives_what_was_committed_before_the_damage(killed: File, bits: list[int], share: float) -> None:
+def test_a_damaged_log_yields_what_was_committed_before_the_damage(killed: File, bits: list[int], share: float) -> None:
     data, log = killed
     documents = opened(data, flipped(log, bits)[: int(len(log) * share)])
     assert documents is not None
     assert documents == dict(list(DOCUMENTS.items())[: len(documents)])
 
 
-def test_a_killed_process_s_log_is_read(killed: File) -> None:
+def test_the_log_of_a_killed_process_is_read(killed: File) -> None:
     assert opened(*killed) == DOCUMENTS

@@ -1,4 +1,4 @@
-"""Everything learned, out of one store and into another."""
+"""Export from one store and restore into another."""
 
 import sqlite3
 from contextlib import closing
@@ -42,7 +42,7 @@ def test_a_refused_restore_changes_nothing(store: Store) -> None:
         assert store.export() == data
 
 
-def test_what_is_wrong_with_the_folder_s_own_file_is_not_said_of_the_data(tmp_path: Path) -> None:
+def test_a_damaged_state_file_is_not_reported_as_damaged_data(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         data = store.export()
         with closing(sqlite3.connect(tmp_path / "state.db")) as other:

@@ -1,4 +1,4 @@
-"""Several stores on one file."""
+"""Several processes that share a state file."""
 
 import shutil
 import sqlite3
@@ -10,14 +10,14 @@ import pytest
 
 from darts_server.exceptions import StateError
 from darts_server.store import Store
-from darts_server.store.contents import CACHE_SECONDS
+from darts_server.store.buffered import CACHE_SECONDS
 from darts_server.store.database import FILE_NAME
 from tests.store.children import start
 
 OVER = CACHE_SECONDS + 0.1
 
 
-def test_two_processes_merge_what_they_put(tmp_path: Path) -> None:
+def test_puts_of_two_processes_are_merged(tmp_path: Path) -> None:
     with start("share", tmp_path) as one, start("share", tmp_path) as two:
         for child, name in ((one, "one"), (two, "two")):
             assert child.stdin is not None
@@ -36,7 +36,7 @@ def test_two_processes_merge_what_they_put(tmp_path: Path) -> None:
     assert all(documents[f"common {n}"]["number"] == 290 + n for n in range(10))
 
 
-def test_another_s_document_is_seen_when_the_cache_is_over(tmp_path: Path) -> None:
+def test_a_document_of_another_process_is_seen_when_the_cache_expires(tmp_path: Path) -> None:
     with Store(tmp_path) as one, Store(tmp_path) as two:
         assert two.get("prompt", "a") is None
         one.put("prompt", "a", {"n": 1})
@@ -47,7 +47,7 @@ def test_another_s_document_is_seen_when_the_cache_is_over(tmp_path: Path) -> No
         assert two.get("prompt", "a") == {"n": 2}
 
 
-def test_a_restore_by_another_forgets_what_was_put_before_it_and_keeps_what_comes_after(tmp_path: Path) -> None:
+def test_a_restore_by_another_process_drops_earlier_puts_and_keeps_later_ones(tmp_path: Path) -> None:
     with Store(tmp_path) as one, Store(tmp_path) as two, Store() as saved:
         saved.put("prompt", "saved", {"n": 1})
         two.put("prompt", "before", {"n": 2})
@@ -62,7 +62,7 @@ def test_a_restore_by_another_forgets_what_was_put_before_it_and_keeps_what_come
         assert [key for key, _ in one.items("prompt")] == ["after", "saved"]
 
 
-def test_what_comes_while_another_process_writes_waits_for_it(tmp_path: Path) -> None:
+def test_a_write_waits_for_that_of_another_process(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
@@ -77,7 +77,7 @@ def test_what_comes_while_another_process_writes_waits_for_it(tmp_path: Path) ->
         assert store.count("prompt") == 2
 
 
-def test_a_file_that_a_newer_version_took_over_is_not_written(tmp_path: Path) -> None:
+def test_a_file_that_a_newer_version_has_migrated_is_not_written(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
             other.execute("PRAGMA user_version = 2")
@@ -91,7 +91,7 @@ def test_a_file_that_a_newer_version_took_over_is_not_written(tmp_path: Path) ->
         assert store.fault is None
 
 
-def test_a_file_that_was_moved_away_is_a_fault_and_not_written_in_secret(tmp_path: Path) -> None:
+def test_a_file_that_was_moved_away_is_a_fault_and_not_written(tmp_path: Path) -> None:
     with Store(tmp_path / "state") as store:
         (tmp_path / "state").rename(tmp_path / "elsewhere")
         store.put("prompt", "a", {"n": 1})

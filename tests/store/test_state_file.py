@@ -1,4 +1,4 @@
-"""Which files are taken, and what is made where there is none."""
+"""Which state files are accepted, and how a new one is created."""
 
 import os
 import sqlite3
@@ -10,7 +10,7 @@ import pytest
 from darts_server.exceptions import StateDamaged, StateError, StateFull, StateTooNew
 from darts_server.store import Store
 from darts_server.store.database import FILE_NAME
-from darts_server.store.schema import connect, create, refusing
+from darts_server.store.schema import connect, create, translate_errors
 
 
 def test_a_newer_file_is_refused(tmp_path: Path) -> None:
@@ -25,7 +25,9 @@ def test_a_newer_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("journal", ["delete", "wal"])
-def test_another_program_s_database_is_refused_and_nothing_is_laid_beside_it(tmp_path: Path, journal: str) -> None:
+def test_the_database_of_another_program_is_refused_and_no_file_is_created_beside_it(
+    tmp_path: Path, journal: str
+) -> None:
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
         connection.execute(f"PRAGMA journal_mode = {journal}")
         connection.execute("CREATE TABLE theirs (a)")
@@ -46,7 +48,7 @@ def test_another_program_s_database_is_refused_and_nothing_is_laid_beside_it(tmp
         ("INSERT INTO documents VALUES ('prompt', 'a', x'00', 1)", "wrong type"),
     ],
 )
-def test_a_file_that_someone_changed_is_refused(tmp_path: Path, statement: str, message: str) -> None:
+def test_a_file_that_another_program_changed_is_refused(tmp_path: Path, statement: str, message: str) -> None:
     Store(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as connection:
         connection.execute(statement)
@@ -56,7 +58,7 @@ def test_a_file_that_someone_changed_is_refused(tmp_path: Path, statement: str, 
     assert (tmp_path / FILE_NAME).read_bytes() == data
 
 
-def test_of_two_that_create_the_file_the_first_one_s_stays(tmp_path: Path) -> None:
+def test_of_two_processes_that_create_the_file_the_first_wins(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.put("prompt", "a", {"n": 1})
         store.flush()
@@ -66,9 +68,9 @@ def test_of_two_that_create_the_file_the_first_one_s_stays(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == [FILE_NAME]
 
 
-def test_a_log_without_its_database_is_not_taken_for_a_new_one_s(tmp_path: Path) -> None:
+def test_a_log_without_its_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / f"{FILE_NAME}-wal").write_bytes(b"anything")
-    with pytest.raises(StateDamaged, match=r"state\.db-wal lies there without state\.db"):
+    with pytest.raises(StateDamaged, match=r"state\.db-wal exists without state\.db"):
         Store(tmp_path)
     assert os.listdir(tmp_path) == [f"{FILE_NAME}-wal"]
 
@@ -80,24 +82,24 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, inside: str) ->
         Store(tmp_path / "file" / inside)
 
 
-def test_nothing_but_the_database_is_left_in_the_folder(tmp_path: Path) -> None:
+def test_only_the_database_stays_in_the_folder(tmp_path: Path) -> None:
     for _ in range(2):
         with Store(tmp_path / "a ?#%20ü") as store:
             store.put("prompt", "a", {"n": 1})
         assert os.listdir(tmp_path / "a ?#%20ü") == [FILE_NAME]
 
 
-def test_a_full_disk_is_told_from_other_troubles(tmp_path: Path) -> None:
+def test_a_full_disk_has_its_own_error(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     create(path)
     with closing(connect(path, "rw")) as connection:
         connection.execute("PRAGMA max_page_count = 10")
-        with pytest.raises(StateFull, match=r"full.*SQLITE_FULL.*look for a full disk"), refusing(path):
+        with pytest.raises(StateFull, match=r"full.*SQLITE_FULL.*look for a full disk"), translate_errors(path):
             connection.execute("INSERT INTO documents VALUES ('prompt', 'a', ?, 1)", ["x" * 100_000])
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o007])
-def test_the_umask_says_who_may_write_it(tmp_path: Path, mask: int) -> None:
+def test_the_umask_decides_who_may_write_the_file(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         with Store(tmp_path) as store:

@@ -1,4 +1,4 @@
-"""What holds with and without a folder."""
+"""Reading and writing documents, with and without a folder."""
 
 import threading
 from itertools import islice
@@ -39,7 +39,7 @@ def test_each_key_has_its_own_document(store: Store, flushed: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -(10**30), 1.5, 5e-324, 1e308, True, None, "", 'quote " \0 😀'])
-def test_a_value_comes_back_as_it_was(store: Store, value: str | int | float | bool | None) -> None:
+def test_values_are_returned_unchanged(store: Store, value: str | int | float | bool | None) -> None:
     store.put("prompt", "a", {"v": value})
     for _ in range(3):  # not written yet, from the file, read before
         document = store.get("prompt", "a")
@@ -58,7 +58,7 @@ def test_the_store_keeps_a_copy(store: Store) -> None:
     assert store.get("prompt", "a") == {"n": 1}
 
 
-def test_the_newest_document_counts_wherever_it_is(store: Store) -> None:
+def test_get_returns_the_newest_document_written_or_not(store: Store) -> None:
     for number in range(3):
         for key in range(number, 6):
             store.put("prompt", str(key), {"number": number})
@@ -85,7 +85,7 @@ def test_threads_may_share_a_store(store: Store) -> None:
     assert store.count("prompt") == 800
 
 
-def test_what_is_being_written_is_neither_missed_nor_counted_twice(store: Store) -> None:
+def test_documents_in_flight_are_neither_missed_nor_counted_twice(store: Store) -> None:
     ended = threading.Event()
 
     def write() -> None:
@@ -107,7 +107,7 @@ def test_what_is_being_written_is_neither_missed_nor_counted_twice(store: Store)
         writing.join()
 
 
-def test_an_iteration_may_be_left_early_and_sees_one_moment(store: Store) -> None:
+def test_an_iteration_is_a_snapshot_and_may_be_left_early(store: Store) -> None:
     for number in range(1000):
         store.put("prompt", f"{number:04}", {"n": 1})
     store.flush()
@@ -119,7 +119,7 @@ def test_an_iteration_may_be_left_early_and_sees_one_moment(store: Store) -> Non
     assert len(list(islice(store.items("prompt"), 3))) == 3
 
 
-def test_a_closed_store_says_so(store: Store) -> None:
+def test_a_closed_store_raises(store: Store) -> None:
     store.put("prompt", "a", {})
     store.close()
     store.close()
@@ -128,7 +128,7 @@ def test_a_closed_store_says_so(store: Store) -> None:
             use()
 
 
-def test_a_hundred_thousand_keys(tmp_path: Path) -> None:
+def test_a_hundred_thousand_keys_are_counted_fast(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         for number in range(100_000):
             store.put("prompt", f"{number:064x}", {"mean": number / 7, "std": 1.5, "count": number})
@@ -138,7 +138,7 @@ def test_a_hundred_thousand_keys(tmp_path: Path) -> None:
         assert store.get("prompt", f"{99_999:064x}") == {"mean": 99_999 / 7, "std": 1.5, "count": 99_999}
 
 
-def test_memory_forgets_of_each_kind_what_was_written_longest_ago() -> None:
+def test_memory_drops_the_oldest_documents_of_each_kind() -> None:
     with Store(max_in_memory=3) as store:
         store.put("other", "a", {"n": 0})
         for number in range(3):
@@ -153,7 +153,7 @@ def test_memory_forgets_of_each_kind_what_was_written_longest_ago() -> None:
         assert store.count("prompt") == 3
 
 
-def test_a_file_has_all(tmp_path: Path) -> None:
+def test_a_file_keeps_every_document(tmp_path: Path) -> None:
     with Store(tmp_path, max_in_memory=3) as store:
         for number in range(5):
             store.put("prompt", str(number), {"n": number})

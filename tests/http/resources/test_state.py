@@ -88,8 +88,8 @@ def test_what_was_saved_is_restored() -> None:
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        (b"", "does not begin like one"),
-        (b"SQLite format 3\0", "does not begin like one"),
+        (b"", "is not a saved state"),
+        (b"SQLite format 3\0", "is not a saved state"),
         (signed(gzip.compress(b"[]\n")), "no document"),
         (signed(b"", version=2), "newer darts-server"),
     ],

@@ -1,4 +1,4 @@
-"""The file of everything learned."""
+"""The file format of exported state."""
 
 import gzip
 import hashlib
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import StateDamaged, StateTooNew
+from darts_server.store.archive import pack, unpack
 from darts_server.store.document import Row, Scalar, encode
-from darts_server.store.portable import pack, unpack
 
 LIMIT = 10**6
 ROWS: list[Row] = [("dataset", "", '{"n":1}'), ("prompt", "a", "{}"), ("prompt", "ä 😀\0\n", '{"x":null,"y":"z"}')]
@@ -30,14 +30,14 @@ def lines(*documents: object) -> bytes:
 
 
 @given(st.dictionaries(names, st.dictionaries(st.text(max_size=9), scalars, max_size=4), max_size=9))
-def test_what_is_packed_is_unpacked(documents: dict[tuple[str, str], dict[str, Scalar]]) -> None:
+def test_unpack_returns_what_was_packed(documents: dict[tuple[str, str], dict[str, Scalar]]) -> None:
     rows = sorted((*name, encode(document)) for name, document in documents.items())
     data = pack(rows)
     assert list(unpack(data, LIMIT)) == rows
     assert pack(rows) == data
 
 
-def test_people_can_read_it_and_write_it() -> None:
+def test_an_archive_can_be_read_and_written_without_us() -> None:
     first, body = pack(ROWS).split(b"\n", 1)
     assert first == b"darts-state 1 " + hashlib.sha256(body).hexdigest().encode()
     assert [json.loads(line) for line in gzip.decompress(body).splitlines()][1] == ["prompt", "a", {}]
@@ -96,24 +96,24 @@ def test_a_line_that_is_no_document_is_refused(line: object) -> None:
 
 
 @pytest.mark.parametrize("keys", [["a", "a"], ["b", "a"]])
-def test_keys_that_come_twice_or_out_of_order_are_refused(keys: list[str]) -> None:
+def test_duplicate_and_unordered_keys_are_refused(keys: list[str]) -> None:
     with pytest.raises(StateDamaged, match="twice or out of order"):
         list(unpack(lines(*(["prompt", key, {}] for key in keys)), LIMIT))
 
 
 @pytest.mark.parametrize("unit", [b"\0", b"[", b"1", b'["prompt","a",{}]\n', b"\n"], ids=repr)
-def test_bombs_are_refused_before_they_go_off(unit: bytes) -> None:
+def test_a_gzip_bomb_is_refused_before_it_is_decompressed(unit: bytes) -> None:
     with pytest.raises(StateDamaged):
         list(unpack(signed(gzip.compress(unit * (20_000_000 // len(unit)), 1)), LIMIT))
 
 
-def test_what_is_larger_than_the_limit_is_refused() -> None:
+def test_more_than_the_limit_is_refused() -> None:
     documents = [["prompt", f"{n:04}", {"n": n}] for n in range(100)]
     with pytest.raises(StateDamaged, match="more than 500 bytes"):
         list(unpack(lines(*documents), 500))
 
 
 @pytest.mark.parametrize("data", [b"", pickle.dumps({}), gzip.compress(b"", mtime=0), b"SQLite format 3\0"], ids=repr)
-def test_other_files_are_refused(data: bytes) -> None:
-    with pytest.raises(StateDamaged, match="does not begin like one"):
+def test_files_in_other_formats_are_refused(data: bytes) -> None:
+    with pytest.raises(StateDamaged, match="is not a saved state"):
         list(unpack(data, LIMIT))
