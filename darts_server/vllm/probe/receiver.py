@@ -7,16 +7,13 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import zmq
 import zmq.asyncio
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.engine.port import Probe, Probed
 from darts_server.vllm.probe import wire
-
-if TYPE_CHECKING:
-    from darts_server.vllm.llm import ShapingLLM
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +107,7 @@ class ProbeReceiver:
 
 
 @asynccontextmanager
-async def probing(llm: "ShapingLLM") -> AsyncIterator[ProbeReceiver]:
+async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
     """The probe in this engine's workers, until the block ends. One that could not be installed says why."""
     probes = ProbeReceiver()
     folder = Path(tempfile.mkdtemp(prefix="darts-probe-"))
@@ -136,7 +133,7 @@ async def probing(llm: "ShapingLLM") -> AsyncIterator[ProbeReceiver]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _settle(llm: "ShapingLLM", probes: ProbeReceiver, said: Sequence[str | None]) -> None:
+async def _settle(llm: AsyncLLM, probes: ProbeReceiver, said: Sequence[str | None]) -> None:
     # Of several data-parallel engines only the first one's answer comes back, but each sends word.
     if wrong := [why for why in said if why is not None]:
         probes.disable(wrong[0])
