@@ -36,3 +36,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if item not in nightly]
     items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+
+
+@pytest.fixture(scope="session")
+def nightly(pytestconfig: pytest.Config) -> bool:
+    """Whether ``--all`` is given, for tests that then try more cases."""
+    return bool(pytestconfig.getoption("--all"))

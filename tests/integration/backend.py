@@ -1,4 +1,4 @@
-"""A way for a trainer's tensors into vLLM's workers by vLLM's own routes, where there is no NCCL: from a file."""
+"""A weight transfer backend for vLLM that reads tensors from a file, where there is no NCCL."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ NAME = "file"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to say."""
+    """Has no options."""
 
 
 @dataclass
@@ -22,8 +22,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     names: list[str] = field(default_factory=list)
 
 
-class FromFile(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """As vLLM's NCCL engine, but for where tensors come from."""
+class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Does what vLLM's NCCL engine does, but for where tensors come from."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -46,8 +46,8 @@ class FromFile(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
 
-WeightTransferEngineFactory.register_engine(NAME, FromFile)
+WeightTransferEngineFactory.register_engine(NAME, FileTransferEngine)
 
 
 class Extension:
-    """Brings this module into the workers."""
+    """A worker extension: vLLM imports this module in its workers to find it."""

@@ -1,4 +1,4 @@
-"""Server-sent events of a batch, and what they come to."""
+"""Read the server-sent events of a batch and assemble its groups from them."""
 
 import json
 from collections.abc import Iterator
@@ -7,11 +7,12 @@ from typing import Any
 
 import httpx
 
-Told = list[tuple[int, str, dict[str, Any]]]
+Events = list[tuple[int, str, dict[str, Any]]]
+"""Number, name and data of each event."""
 
 
-def told_by(answer: httpx.Response) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Number, name and data of each event, as they come."""
+def read_events(answer: httpx.Response) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield number, name and data of each event as it arrives."""
     fields: dict[str, str] = {}
     for line in answer.iter_lines():
         if line:
@@ -22,29 +23,29 @@ def told_by(answer: httpx.Response) -> Iterator[tuple[int, str, dict[str, Any]]]
             fields = {}
 
 
-def put_together(told: Told) -> list[dict[str, Any]]:
-    """The groups, in the order of their prompts, with what the deltas said of each trajectory's tokens.
+def assemble_groups(events: Events) -> list[dict[str, Any]]:
+    """Return the groups in the order of their prompts, with the tokens that the deltas brought.
 
-    Checks on the way that nothing is missing, repeated or told after a candidate's end.
+    Checks that nothing is missing, repeated, or sent after the last event of a candidate.
     """
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, list[float] | None] = {}
     ends: dict[str, dict[str, Any]] = {}
     groups = []
-    for _, name, data in told:
+    for _, name, data in events:
         if name in ("delta", "trajectory", "discard"):
             assert data["trajectory_id"] not in ends
         if name == "delta":
-            ours = tokens.setdefault(data["trajectory_id"], [])
-            assert data["start"] == len(ours)
-            ours += data["token_ids"]
+            received = tokens.setdefault(data["trajectory_id"], [])
+            assert data["start"] == len(received)
+            received += data["token_ids"]
             before = logprobs.setdefault(data["trajectory_id"], None if data["logprobs"] is None else [])
             if before is not None:
                 before += data["logprobs"]
         elif name in ("trajectory", "discard"):
             ends[data["trajectory_id"]] = data
         elif name == "group":
-            if data["candidates"]:  # of a shadow that still watches they are not told yet
+            if data["candidates"]:  # null while a shadow run has candidates that still generate
                 assert data["candidates"] == sum(end["number"] == data["number"] for end in ends.values())
             for discarded in data["discarded"]:
                 assert ends[discarded["trajectory_id"]]["reason"] == discarded["reason"]
@@ -57,8 +58,8 @@ def put_together(told: Told) -> list[dict[str, Any]]:
                 assert {name: trajectory[name] for name in end if name != "number"} == {
                     name: value for name, value in end.items() if name != "number"
                 }
-                known = logprobs[trajectory["trajectory_id"]]
+                sent = logprobs[trajectory["trajectory_id"]]
                 trajectory["token_ids"] = tokens[trajectory["trajectory_id"]][:length]
-                trajectory["logprobs"] = None if known is None else known[:length]
+                trajectory["logprobs"] = None if sent is None else sent[:length]
             groups.append(group)
     return sorted(groups, key=lambda group: group["number"])

@@ -1,8 +1,8 @@
-"""A worker extension as a user may have one."""
+"""A worker extension of a user."""
 
 
-class Users:
+class UserExtension:
     """Mixed into vLLM's worker."""
 
-    def users_own(self) -> str:
+    def user_method(self) -> str:
         return "here"

@@ -5,35 +5,38 @@ from itertools import combinations
 
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord
 
-Truth = tuple[int, bool]
-"""Length in tokens, and whether the candidate ended by itself before the length limit."""
+Outcome = tuple[int, bool]
+"""Length in tokens, and whether the candidate finished before the length limit."""
 
 
-def shortest(truths: Sequence[Truth], count: int) -> set[int]:
-    """The ``count`` candidates, all valid, whose (length, index) pairs are the smallest, found by trying all sets."""
-    valid = [i for i, (_, ok) in enumerate(truths) if ok]
-    best = min(combinations(valid, count), key=lambda chosen: sorted((truths[i][0], i) for i in chosen))
+def shortest(outcomes: Sequence[Outcome], count: int) -> set[int]:
+    """Return the ``count`` finished candidates with the smallest (length, index) pairs, found by trying all sets."""
+    finished = [i for i, (_, ok) in enumerate(outcomes) if ok]
+    best = min(combinations(finished, count), key=lambda chosen: sorted((outcomes[i][0], i) for i in chosen))
     return set(best)
 
 
-def expected(policy: str, truths: Sequence[Truth], size: int, lots: Sequence[float]) -> set[int]:
-    """The group of ``size`` under a policy with one place for the tail, from all lengths."""
-    valid = sum(ok for _, ok in truths)
+def expected(policy: str, outcomes: Sequence[Outcome], size: int, draws: Sequence[float]) -> set[int]:
+    """Return the group of ``size`` under a policy with one place for the tail, from all lengths.
+
+    Of sampled tails the candidate with the smallest of the ``draws`` is selected.
+    """
+    finished = sum(ok for _, ok in outcomes)
     if policy == "shortest":
-        assert valid >= size, "choose prompts that end by themselves"
-        return shortest(truths, size)
-    short = shortest(truths, size - 1)
-    rest = [i for i in range(len(truths)) if i not in short]
+        assert finished >= size, "choose prompts whose candidates finish"
+        return shortest(outcomes, size)
+    short = shortest(outcomes, size - 1)
+    rest = [i for i in range(len(outcomes)) if i not in short]
     if policy == "longest":
-        assert valid >= size, "choose prompts that end by themselves"
-        return short | {max((i for i in rest if truths[i][1]), key=lambda i: (truths[i][0], i))}
-    return short | {min(rest, key=lambda i: lots[i])}
+        assert finished >= size, "choose prompts whose candidates finish"
+        return short | {max((i for i in rest if outcomes[i][1]), key=lambda i: (outcomes[i][0], i))}
+    return short | {min(rest, key=lambda i: draws[i])}
 
 
-def hopeless_when_stopped(record: GroupRecord, candidate: CandidateRecord, num_shortest: int) -> bool:
-    """Whether a candidate that was stopped after ``candidate.tokens`` tokens had lost every place for the shortest.
+def was_hopeless(record: GroupRecord, candidate: CandidateRecord, num_shortest: int) -> bool:
+    """Check that a candidate could not be among the shortest any more when it was stopped.
 
-    It had if K valid ones had by then finished that are shorter than it could have become, which is one token more.
+    By then K others must have finished that are shorter than one token more than it had.
     """
     earliest = (candidate.tokens + 1, candidate.index)
     assert candidate.ended_at is not None

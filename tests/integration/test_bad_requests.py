@@ -1,4 +1,4 @@
-"""Bad input: a 400 in OpenAI's error form that names the field, and nothing is started."""
+"""Invalid requests get a 400 in OpenAI's error format that names the field, and start no candidate."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ GOOD: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, "max_toke
         ({"max_tokens": 0, "n": 8}, {}, "max_tokens"),
     ],
 )
-def test_bad_input_is_answered_with_field_and_remedy_and_starts_nothing(
+def test_invalid_input_gets_an_error_with_field_and_remedy_and_starts_nothing(
     server: Server, body: dict[str, Any], headers: dict[str, str], words: str, stream: bool
 ) -> None:
     before = server.metric("darts_candidates_started_total")
@@ -50,12 +50,12 @@ def test_bad_input_is_answered_with_field_and_remedy_and_starts_nothing(
     assert server.busy() == 0
 
 
-def test_our_own_refusals_name_the_field_in_param(server: Server) -> None:
+def test_our_own_errors_name_the_field_in_param(server: Server) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", json=GOOD | {"n": 5000})
     assert answer.json()["error"]["param"] == "n"
 
 
-def test_chat_refuses_the_same(server: Server) -> None:
+def test_the_chat_route_rejects_the_same(server: Server) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "7a>"}], "n": 5000}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert answer.status_code == 400

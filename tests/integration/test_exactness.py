@@ -1,7 +1,7 @@
-"""Groups of real vLLM against brute force, and the private things of vLLM that the adapter leans on.
+"""Groups of real vLLM against brute force, and the internals of vLLM that the engine relies on.
 
 Seeds make it possible: candidate i of a group with seed s generates what choice i of an unshaped request with seed s
-does, so an unshaped request for all candidates tells the lengths that stopped ones would have had.
+does, so an unshaped request for all candidates has the lengths that stopped ones would have had.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from darts_server.types import GroupRecord, Outcome
 from darts_server.vllm.engine import VllmEngine
 from darts_server.vllm.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
-from tests.integration.oracle import expected, hopeless_when_stopped
+from tests.integration.oracle import expected, was_hopeless
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>", "2a+2b+2c+2d+2e+2f+2>", "9a-1b*3c+8d-5e*2f+7g-1>"]
@@ -51,8 +51,8 @@ def token_ids(output: RequestOutput) -> list[list[int]]:
     return [list(completion.token_ids) for completion in output.outputs]
 
 
-def lots(engine: TinyEngine, text: str, seed: int, count: int) -> list[float]:
-    """The numbers that the candidates of a seeded request draw for the tail."""
+def tail_draws(engine: TinyEngine, text: str, seed: int, count: int) -> list[float]:
+    """Return the numbers that the candidates of a seeded request draw for the tail."""
     rng = np.random.default_rng(PromptRequest(engine.prompt(text), final_only(seed=seed), "any").tail_seed)
     return [float(rng.random()) for _ in range(count)]
 
@@ -65,17 +65,17 @@ async def test_200_groups_equal_the_brute_force_selection(engine: TinyEngine) ->
             engine.generate(text, name, policy, n=SIZE, seed=number),
             engine.generate(text, f"raw-{number}", "off", n=CANDIDATES, seed=number),
         )
-        truths = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
-        lots = np.random.default_rng(PromptRequest(engine.prompt(text), final_only(seed=number), name).tail_seed)
-        wanted = expected(policy, truths, SIZE, [float(lots.random()) for _ in truths])
+        outcomes = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
+        draws = np.random.default_rng(PromptRequest(engine.prompt(text), final_only(seed=number), name).tail_seed)
+        wanted = expected(policy, outcomes, SIZE, [float(draws.random()) for _ in outcomes])
         record = engine.records[name]
-        assert {c.index for c in record.selected} == wanted, (policy, truths)
+        assert {c.index for c in record.selected} == wanted, (policy, outcomes)
         assert token_ids(shaped) == [token_ids(raw)[index] for index in sorted(wanted)]
         assert [c.index for c in shaped.outputs] == list(range(SIZE))
         assert {c.finish_reason for c in shaped.outputs} <= {"stop", "length"}
         stopped = [c for c in record.candidates if c.selected_as is None and c.finish_reason is None]
         shorts = {"sampled": SIZE - 1, "longest": SIZE - 1, "shortest": SIZE}[policy]
-        assert all(hopeless_when_stopped(record, c, shorts) for c in stopped), record
+        assert all(was_hopeless(record, c, shorts) for c in stopped), record
         assert policy != "longest" or not stopped
         assert len(record.candidates) == CANDIDATES
 
@@ -91,7 +91,7 @@ async def test_200_groups_equal_the_brute_force_selection(engine: TinyEngine) ->
     assert len(engine.llm.output_processor.request_states) == 0
 
 
-async def test_unseeded_groups_are_what_the_reported_lengths_say(engine: TinyEngine) -> None:
+async def test_unseeded_groups_have_the_shortest_of_the_reported_lengths(engine: TinyEngine) -> None:
     names = [f"unseeded-{i}" for i in range(24)]
     await asyncio.gather(*(engine.generate(PROMPTS[i % 5], name, "shortest", n=SIZE) for i, name in enumerate(names)))
     for name in names:
@@ -100,7 +100,7 @@ async def test_unseeded_groups_are_what_the_reported_lengths_say(engine: TinyEng
         assert sorted(c.index for c in best) == [c.index for c in engine.records[name].selected]
 
 
-async def test_token_counts_rise_while_a_candidate_runs_and_are_gone_when_it_ended(engine: TinyEngine) -> None:
+async def test_token_counts_rise_while_a_candidate_runs_and_are_none_once_it_has_finished(engine: TinyEngine) -> None:
     request = PromptRequest(engine.prompt(PROMPTS[0]), final_only(max_tokens=60, ignore_eos=True), "peeked")
     running = await VllmEngine(engine.llm).start(request, 0)
     ending = asyncio.create_task(running.ended())
@@ -115,7 +115,7 @@ async def test_token_counts_rise_while_a_candidate_runs_and_are_gone_when_it_end
     assert running.tokens() is None
 
 
-async def test_a_stopped_candidate_gives_what_it_had_and_frees_the_engine(engine: TinyEngine) -> None:
+async def test_a_stopped_candidate_returns_its_tokens_and_frees_the_engine(engine: TinyEngine) -> None:
     request = PromptRequest(
         engine.prompt(PROMPTS[0]), final_only(max_tokens=290, ignore_eos=True, logprobs=0), "stopped"
     )
@@ -133,7 +133,7 @@ async def test_a_stopped_candidate_gives_what_it_had_and_frees_the_engine(engine
     assert len(engine.llm.output_processor.request_states) == 0
 
 
-async def test_a_cut_trajectory_is_what_max_tokens_would_have_given(engine: TinyEngine) -> None:
+async def test_a_cut_trajectory_equals_one_generated_with_that_max_tokens(engine: TinyEngine) -> None:
     adapter = VllmEngine(engine.llm)
     for seed in range(5):
         whole_request = PromptRequest(engine.prompt(PROMPTS[4]), final_only(seed=seed, logprobs=1), "whole")
@@ -153,7 +153,7 @@ async def test_a_cut_trajectory_is_what_max_tokens_would_have_given(engine: Tiny
         assert [set(p) for p in cut.logprobs or []] == [set(p) for p in wanted.logprobs or []]
 
 
-async def test_a_streamed_group_has_each_choice_once_and_ends(engine: TinyEngine) -> None:
+async def test_a_streamed_group_has_each_choice_once_and_finishes(engine: TinyEngine) -> None:
     params = final_only(n=SIZE, seed=3, extra_args={"darts_policy": "sampled"})
     params.output_kind = RequestOutputKind.DELTA
     outputs = [o async for o in engine.llm.generate(engine.prompt(PROMPTS[2]), params, "streamed")]
@@ -164,7 +164,7 @@ async def test_a_streamed_group_has_each_choice_once_and_ends(engine: TinyEngine
     assert engine.records["streamed"].outcome is Outcome.COMPLETED
 
 
-async def test_a_group_asked_for_cumulatively_comes_whole(engine: TinyEngine) -> None:
+async def test_a_group_with_cumulative_output_comes_in_one_output(engine: TinyEngine) -> None:
     params = final_only(n=SIZE, seed=3, extra_args={"darts_policy": "sampled"})
     params.output_kind = RequestOutputKind.CUMULATIVE
     (output,) = [o async for o in engine.llm.generate(engine.prompt(PROMPTS[2]), params, "cumulative")]
@@ -173,7 +173,7 @@ async def test_a_group_asked_for_cumulatively_comes_whole(engine: TinyEngine) ->
     assert token_ids(output) == token_ids(whole)
 
 
-async def test_aborting_a_request_by_its_id_ends_the_whole_group(engine: TinyEngine) -> None:
+async def test_aborting_a_request_by_its_id_cancels_the_whole_group(engine: TinyEngine) -> None:
     waiting = asyncio.create_task(engine.generate(PROMPTS[0], "aborted", "sampled", n=SIZE, ignore_eos=True))
     while len(engine.llm.output_processor.request_states) < CANDIDATES:
         await asyncio.sleep(0.01)
@@ -185,7 +185,7 @@ async def test_aborting_a_request_by_its_id_ends_the_whole_group(engine: TinyEng
         await asyncio.sleep(0.01)
 
 
-async def test_candidates_that_the_engine_aborts_are_started_anew(engine: TinyEngine) -> None:
+async def test_candidates_that_the_engine_aborts_are_restarted(engine: TinyEngine) -> None:
     waiting = asyncio.create_task(
         engine.generate(PROMPTS[0], "lost", "sampled", n=SIZE, ignore_eos=True, max_tokens=100)
     )
@@ -198,8 +198,10 @@ async def test_candidates_that_the_engine_aborts_are_started_anew(engine: TinyEn
     assert {c.finish_reason for c in output.outputs} == {"length"}
 
 
-async def batch(engine: TinyEngine, policy: str, groups: int) -> list[tuple[GroupRecord, RequestOutput, RequestOutput]]:
-    """Record and answer of each of ``groups`` seeded groups that come together, and all their candidates unshaped."""
+async def run_cohort(
+    engine: TinyEngine, policy: str, groups: int
+) -> list[tuple[GroupRecord, RequestOutput, RequestOutput]]:
+    """Return record and answer of seeded groups of one cohort, and the unshaped answer with all their candidates."""
     rng = Random(7)
     texts = [sample_problem(rng).prompt for _ in range(groups)]
     names = [f"{policy}-batch-{i}" for i in range(groups)]
@@ -212,7 +214,7 @@ async def batch(engine: TinyEngine, policy: str, groups: int) -> list[tuple[Grou
             for s, (t, n) in enumerate(zip(texts, names, strict=True))
         )
     )
-    while not set(names) <= engine.records.keys():  # of a shadow, some candidates may still run
+    while not set(names) <= engine.records.keys():  # some candidates of a shadow run may still generate
         await asyncio.sleep(0.01)
     return [(engine.records[n], one, all_) for n, one, all_ in zip(names, shaped, raw, strict=True)]
 
@@ -221,16 +223,18 @@ def lengths_of(raw: RequestOutput) -> list[int]:
     return [len(c.token_ids) for c in raw.outputs]
 
 
-async def test_a_cut_batch_shows_the_first_tokens_of_its_tails_and_waits_for_no_more(engine: TinyEngine) -> None:
-    made = await batch(engine, "cut", 32)
-    [told] = [b for b in engine.cohorts if b.policy == "cut"]
-    assert told.deadline is not None
+async def test_a_cut_cohort_returns_the_first_tokens_of_its_tails_without_waiting_for_the_rest(
+    engine: TinyEngine,
+) -> None:
+    results = await run_cohort(engine, "cut", 32)
+    [cohort] = [b for b in engine.cohorts if b.policy == "cut"]
+    assert cohort.deadline is not None
     cut = 0
-    for seed, (record, shaped, raw) in enumerate(made):
-        truths = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
-        own = sorted(length for length, valid in truths if valid)[SIZE - 1]
-        assert record.deadline in (max(told.deadline, own), None), "None: it was complete before the batch had one"
-        wanted = expected("sampled", truths, SIZE, lots(engine, raw.prompt or "", seed, CANDIDATES))
+    for seed, (record, shaped, raw) in enumerate(results):
+        outcomes = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
+        own = sorted(length for length, valid in outcomes if valid)[SIZE - 1]
+        assert record.deadline in (max(cohort.deadline, own), None), "None: it was complete before the batch had one"
+        wanted = expected("sampled", outcomes, SIZE, tail_draws(engine, raw.prompt or "", seed, CANDIDATES))
         assert {c.index for c in record.selected} == wanted
         for candidate, completion in zip(record.selected, shaped.outputs, strict=True):
             whole = list(raw.outputs[candidate.index].token_ids)
@@ -239,20 +243,20 @@ async def test_a_cut_batch_shows_the_first_tokens_of_its_tails_and_waits_for_no_
             assert not candidate.cut or (candidate.tokens, completion.finish_reason) == (record.deadline, "length")
         cut += sum(c.cut for c in record.selected)
         stopped = [c for c in record.candidates if c.finish_reason is None]
-        assert all(hopeless_when_stopped(record, c, SIZE - 1) for c in stopped), record
+        assert all(was_hopeless(record, c, SIZE - 1) for c in stopped), record
     assert cut >= 3, "a tenth of the groups and more have tails beyond the deadline"
 
 
-async def test_a_deadline_takes_the_longest_that_are_in_time(engine: TinyEngine) -> None:
-    made = await batch(engine, "deadline", 32)
-    [told] = [b for b in engine.cohorts if b.policy == "deadline"]
-    assert told.deadline is not None
+async def test_with_a_deadline_the_longest_in_time_is_selected(engine: TinyEngine) -> None:
+    results = await run_cohort(engine, "deadline", 32)
+    [cohort] = [b for b in engine.cohorts if b.policy == "deadline"]
+    assert cohort.deadline is not None
     late = 0
-    for record, shaped, raw in made:
+    for record, shaped, raw in results:
         lengths = lengths_of(raw)
         ended_whole = not any(c.finish_reason is None for c in record.candidates)
         own = sorted(len(c.token_ids) for c in raw.outputs if c.finish_reason == "stop")[SIZE - 1]
-        deadline = max(lengths) if ended_whole else max(told.deadline, own)
+        deadline = max(lengths) if ended_whole else max(cohort.deadline, own)
         in_time = [(n, c.finish_reason == "stop" and n <= deadline) for n, c in zip(lengths, raw.outputs, strict=True)]
         assert {c.index for c in record.selected} == expected("longest", in_time, SIZE, [])
         assert token_ids(shaped) == [list(raw.outputs[c.index].token_ids) for c in record.selected]
@@ -260,40 +264,40 @@ async def test_a_deadline_takes_the_longest_that_are_in_time(engine: TinyEngine)
     assert late > 10
 
 
-async def test_explored_batches_run_past_the_deadline_and_say_where_it_was(engine: TinyEngine) -> None:
-    made = await batch(engine, "explored", 32)
-    assert all(record.explored for record, _, _ in made)
-    assert not any(c.cut for record, _, _ in made for c in record.candidates)
-    assert any(c.tokens > record.deadline for record, _, _ in made if record.deadline for c in record.selected)
+async def test_explored_cohorts_run_past_the_deadline_and_record_it(engine: TinyEngine) -> None:
+    results = await run_cohort(engine, "explored", 32)
+    assert all(record.explored for record, _, _ in results)
+    assert not any(c.cut for record, _, _ in results for c in record.candidates)
+    assert any(c.tokens > record.deadline for record, _, _ in results if record.deadline for c in record.selected)
 
 
-async def test_a_shadow_returns_what_no_shaping_does_and_tells_what_shaping_would(engine: TinyEngine) -> None:
-    made = await batch(engine, "shadow", 8)
+async def test_a_shadow_run_returns_the_unshaped_group_and_records_the_shaped_one(engine: TinyEngine) -> None:
+    results = await run_cohort(engine, "shadow", 8)
     saved = 0
-    for seed, (record, shaped, raw) in enumerate(made):
+    for seed, (record, shaped, raw) in enumerate(results):
         assert token_ids(shaped) == token_ids(raw)[:SIZE]
-        truths = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
+        outcomes = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
         assert record.shadow is not None
         assert set(record.shadow.selection) == expected(
-            "sampled", truths, SIZE, lots(engine, raw.prompt or "", seed, CANDIDATES)
+            "sampled", outcomes, SIZE, tail_draws(engine, raw.prompt or "", seed, CANDIDATES)
         )
         saved += sum(lengths_of(raw)) - record.shadow.generated
     assert saved > 0
 
 
-async def test_darts_gives_wide_prompts_more_keeps_the_budget_and_follows_the_rule(
+async def test_darts_gives_prompts_with_more_spread_more_candidates_within_the_budget(
     engine: TinyEngine,
 ) -> None:
     rng = Random(5)
     texts = [sample_problem(rng).prompt for _ in range(64)]
     low, high = SIZE, 2 * SIZE
     for epoch in range(4):
-        known = [engine.std(text) for text in texts]
+        stds = [engine.std(text) for text in texts]
         names = [f"darts-{epoch}-{i}" for i in range(len(texts))]
         seeds = [1000 * epoch + i for i in range(len(texts))]
-        asked = zip(texts, names, seeds, strict=True)
+        requests = zip(texts, names, seeds, strict=True)
         outputs = await asyncio.gather(
-            *(engine.generate(text, name, "darts", n=SIZE, seed=seed) for text, name, seed in asked)
+            *(engine.generate(text, name, "darts", n=SIZE, seed=seed) for text, name, seed in requests)
         )
         counts = [len(engine.records[name].candidates) for name in names]
         assert min(counts) >= low
@@ -301,14 +305,14 @@ async def test_darts_gives_wide_prompts_more_keeps_the_budget_and_follows_the_ru
         assert sum(counts) == pytest.approx(1.5 * SIZE * len(texts), rel=0.02)
         assert {len(output.outputs) for output in outputs} == {SIZE}
         if epoch:
-            assert None not in known
-            widest = sorted(zip(known, counts, strict=True))
+            assert None not in stds
+            widest = sorted(zip(stds, counts, strict=True))
             assert [count for _, count in widest] == sorted(counts), "more spread, never fewer candidates"
             assert widest[0][1] < widest[-1][1]
     for text, name, seed in list(zip(texts, names, seeds, strict=True))[::4]:
         record = engine.records[name]
         raw = await engine.generate(text, f"raw-{name}", "off", n=len(record.candidates), seed=seed)
-        truths = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
-        policy = "shortest" if len(truths) == high else "sampled"
-        wanted = expected(policy, truths, SIZE, lots(engine, text, seed, len(truths)))
+        outcomes = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
+        policy = "shortest" if len(outcomes) == high else "sampled"
+        wanted = expected(policy, outcomes, SIZE, tail_draws(engine, text, seed, len(outcomes)))
         assert {c.index for c in record.selected} == wanted

@@ -1,4 +1,4 @@
-"""Servers of their own: an engine that dies, flags that make seeds unsafe, settings from a file."""
+"""An engine that dies, flags that make seeds unsafe, settings from a file; each with a server of its own."""
 
 import asyncio
 import os
@@ -30,8 +30,8 @@ async def in_flight(server: Server, client: httpx.AsyncClient, count: int) -> li
 
 
 @pytest.mark.anyio
-async def test_a_killed_engine_is_noticed_told_and_ends_the_server_with_an_error(tmp_path: Path) -> None:
-    few_at_a_time = ("--max-num-seqs", "16")  # so that no group can be complete before the engine is killed
+async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_error(tmp_path: Path) -> None:
+    few_at_a_time = ("--max-num-seqs", "16")  # no group completes before the engine is killed
     with serving(DARTS, tmp_path / "log", *few_at_a_time) as server:
         async with httpx.AsyncClient(timeout=60) as client:
             requests = await in_flight(server, client, 8)
@@ -48,15 +48,15 @@ async def test_a_killed_engine_is_noticed_told_and_ends_the_server_with_an_error
             else:
                 assert answer.status_code == 503, answer.text[:2000]
                 assert "was killed (SIGKILL)" in answer.json()["error"]["message"]
-        with suppress(httpx.TransportError):  # gone already
+        with suppress(httpx.TransportError):  # the server has exited already
             assert httpx.get(f"{server.url}/health").status_code == 503
         assert server.process.wait(60) == 1, server.log_tail()
     [last] = [line for line in server.log.read_text().splitlines() if " CRITICAL " in line]
     assert "the engine died: EngineCore was killed (SIGKILL)" in last
 
 
-def test_a_server_that_is_told_to_stop_exits_cleanly(tmp_path: Path) -> None:
-    """And one with chunked prefill on CPU refuses what would kill its engine, and reads its settings from a file."""
+def test_a_server_exits_cleanly_on_sigterm(tmp_path: Path) -> None:
+    """It also rejects what would kill an engine with chunked prefill on a CPU, and reads its settings from a file."""
     settings = tmp_path / "darts.toml"
     settings.write_text('redundancy = 2.0\nnum_longest = 0\npolicy = "off"\n')
     flags = ("--max-num-batched-tokens", "64", "--enable-chunked-prefill", "--max-num-seqs", "8")
@@ -83,7 +83,7 @@ def test_a_server_that_is_told_to_stop_exits_cleanly(tmp_path: Path) -> None:
     assert stats["candidates"] == 8
 
 
-def test_a_server_that_is_told_to_stop_while_its_engine_starts_stops(tmp_path: Path) -> None:
+def test_a_server_stops_on_sigterm_while_its_engine_starts(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as output:
         command = [sys.executable, "-m", *DARTS, *FLAGS, "--port", "0"]

@@ -1,4 +1,4 @@
-"""The end of a server, on real engines: told to stop under load, and one whose engine hangs."""
+"""The shutdown of a server under load, and a server whose engine hangs."""
 
 import asyncio
 import json
@@ -25,39 +25,39 @@ BATCH = {"prompts": [{"text": PROMPT}] * 4, "group_size": 8, "sampling": {"max_t
 Answers = list[httpx.Response]
 
 
-def sent(client: httpx.AsyncClient, path: str, body: dict[str, Any], count: int = 1, header: str = "") -> list[Any]:
+def send(client: httpx.AsyncClient, path: str, body: dict[str, Any], count: int = 1, header: str = "") -> list[Any]:
     headers = dict([header.split(": ")] if header else [])
     return [asyncio.create_task(client.post(path, json=body, headers=headers)) for _ in range(count)]
 
 
-def told_503(answer: httpx.Response) -> bool:
-    """Whether it is a refusal of a server that has come to its end, in OpenAI's words."""
+def is_503(answer: httpx.Response) -> bool:
+    """Check for the error of a server that shuts down, in OpenAI's format."""
     return answer.status_code == 503 and answer.json()["error"]["code"] == 503
 
 
-async def test_told_to_stop_under_load_it_finishes_what_it_can_and_hands_back_the_rest(tmp_path: Path) -> None:
+async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_the_rest(tmp_path: Path) -> None:
     flags = ("--max-num-seqs", "16", "--grace-seconds", "3", "--group-wait", "600", "--state-dir", str(tmp_path / "s"))
     with serving(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             assert (await client.post("/v1/completions", json=LONG)).status_code == 200
-            singles = sent(client, "/v1/completions", SINGLE, 3, "X-Darts-Group: id=g;size=8")
+            singles = send(client, "/v1/completions", SINGLE, 3, "X-Darts-Group: id=g;size=8")
             await asyncio.to_thread(wait_started, server, 12 + 3)
-            whole = sent(client, "/v1/completions", LONG, 30)
-            streams = sent(client, "/v1/completions", LONG | {"stream": True}, 10)
-            raw = sent(client, "/v1/completions", RAW, 20)
-            tokens = sent(client, "/darts/v1/rollouts", BATCH | {"stream": "tokens"})
-            durable = sent(client, "/darts/v1/rollouts", BATCH, 1, "Idempotency-Key: k")
+            whole = send(client, "/v1/completions", LONG, 30)
+            streams = send(client, "/v1/completions", LONG | {"stream": True}, 10)
+            raw = send(client, "/v1/completions", RAW, 20)
+            tokens = send(client, "/darts/v1/rollouts", BATCH | {"stream": "tokens"})
+            durable = send(client, "/darts/v1/rollouts", BATCH, 1, "Idempotency-Key: k")
             await asyncio.to_thread(wait_started, server, 12 + 3 + 12 * 40 + 96)
             engines = [psutil.Process(pid) for pid in engine_processes(server)]
 
             server.process.send_signal(signal.SIGTERM)
-            await refuses(client)
+            await check_refuses(client)
             assert [answer.status_code for answer in await asyncio.gather(*singles)] == [200] * 3
             plain: Answers = await asyncio.gather(*whole, *raw, *durable)
             streamed: Answers = await asyncio.gather(*streams, *tokens)
         assert await asyncio.to_thread(server.process.wait, 60) == 0, server.log_tail()
-    assert all(answer.status_code == 200 or told_503(answer) for answer in plain)
-    assert any(map(told_503, plain)), "more was asked for than can be done in the grace time"
+    assert all(answer.status_code == 200 or is_503(answer) for answer in plain)
+    assert any(map(is_503, plain)), "the grace time is too short for all of them"
     assert all("[DONE]" in answer.text for answer in streamed[:-1])
     assert any("error" in answer.text for answer in streamed[:-1])
     assert streamed[-1].text.rsplit("event: ", 1)[1].startswith("error")
@@ -70,26 +70,26 @@ async def test_told_to_stop_under_load_it_finishes_what_it_can_and_hands_back_th
     assert PROMPT not in server.log.read_text()
 
 
-async def refuses(client: httpx.AsyncClient) -> None:
-    """It is seen to stop: nothing more is taken, and what was done can be asked for."""
+async def check_refuses(client: httpx.AsyncClient) -> None:
+    """Check that the server reports its shutdown, takes no new work, and still answers other requests."""
     async with asyncio.timeout(3):
         while (health := await client.get("/health")).status_code == 200:
             await asyncio.sleep(0.01)
     refused = await client.post("/v1/completions", json=SINGLE)
     for answer in (health, refused):
-        assert told_503(answer)
+        assert is_503(answer)
         assert "stopping" in answer.json()["error"]["message"]
         assert int(answer.headers["Retry-After"]) > 0
     assert (await client.get("/darts/v1/policy")).status_code == 200
 
 
-async def test_a_hung_engine_is_given_up_and_told_of(tmp_path: Path) -> None:
+async def test_a_hung_engine_fails_all_requests_and_ends_the_server(tmp_path: Path) -> None:
     with serving(DARTS, tmp_path / "log", "--engine-watchdog", "4", "--max-num-seqs", "16") as server:
         engines = engine_processes(server)
         try:
             async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-                requests = sent(client, "/v1/completions", LONG, 8) + sent(client, "/v1/completions", RAW, 4)
-                streams = sent(client, "/v1/completions", LONG | {"stream": True}, 2)
+                requests = send(client, "/v1/completions", LONG, 8) + send(client, "/v1/completions", RAW, 4)
+                streams = send(client, "/v1/completions", LONG | {"stream": True}, 2)
                 await asyncio.to_thread(wait_started, server, 12 * 10)
                 for engine in engines:
                     os.kill(engine, signal.SIGSTOP)
@@ -102,7 +102,7 @@ async def test_a_hung_engine_is_given_up_and_told_of(tmp_path: Path) -> None:
                     os.kill(engine, signal.SIGKILL)
     failed = [answer for answer in answers if answer.status_code != 200]
     assert failed, "16 at a time: not all can have been done before"
-    assert all(told_503(answer) and "hung" in answer.json()["error"]["message"] for answer in failed)
+    assert all(is_503(answer) and "hung" in answer.json()["error"]["message"] for answer in failed)
     assert any("hung" in answer.text for answer in streamed)
     assert not [engine for engine in engines if psutil.pid_exists(engine)]
     logged = [line for line in server.log.read_text().splitlines() if "(darts-server" in line or "(APIServer" in line]

@@ -1,4 +1,4 @@
-"""Low-rank adapters for a real engine, against transformers with their products added to the weights."""
+"""LoRA adapters on a real engine, against transformers with the adapter merged into the weights."""
 
 import json
 import math
@@ -16,14 +16,14 @@ from darts_client import BadRequest, Client
 from darts_server.demo.server import DARTS, Server
 from tests.integration import waiting
 from tests.integration.fork_server import Serve
-from tests.integration.weights import ORIGINAL, PROMPT, Weights, difference, other, put, sampled, told
+from tests.integration.weights import ORIGINAL, PROMPT, Weights, max_difference, perturbed, put, sample, status
 
 pytestmark = pytest.mark.engine
 LAYERS = sorted(name.removesuffix(".weight") for name in ORIGINAL if name.endswith("_proj.weight"))
 RANK, ALPHA = 4, 8
 BASE = "base_model.model."
 SIZE = 0.035
-"""Of the numbers in the matrices: their product then changes weights as much as other tests' sets do."""
+"""Standard deviation of the matrices. Their product then changes the weights by about as much as `perturbed`."""
 CONFIG = {"r": RANK, "lora_alpha": ALPHA}
 FULL_CONFIG = {
     **CONFIG,
@@ -41,7 +41,7 @@ FULL_CONFIG = {
 
 
 def lora(seed: int, *kinds: str, rank: int = RANK) -> Weights:
-    """Random matrices for all layers, or for those of some kinds."""
+    """Return random matrices for all layers, or for those of some kinds."""
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in LAYERS:
@@ -53,7 +53,7 @@ def lora(seed: int, *kinds: str, rank: int = RANK) -> Weights:
 
 
 def merged(tensors: Weights, scale: float = ALPHA / RANK) -> Weights:
-    """The weights that the model has with the adapter, W + scale * B A, in float64."""
+    """Return the weights of the model with the adapter, W + scale * B A, in float64."""
     weights = {name: tensor.double() for name, tensor in ORIGINAL.items()}
     for name, up in tensors.items():
         if name.endswith(".lora_B.weight"):
@@ -62,12 +62,12 @@ def merged(tensors: Weights, scale: float = ALPHA / RANK) -> Weights:
     return weights
 
 
-def apart(server: Server, weights: Weights, model: str) -> float:
-    """The largest difference of log-probs from the merged model in float64.
+def lora_difference(server: Server, weights: Weights, model: str) -> float:
+    """Return the largest difference of log-probs from the merged model in float64.
 
     In float32 merging alone may move them by as much: measured, 1.6e-5 with matrices of 0.05.
     """
-    return difference(server, weights, model, torch.float64)
+    return max_difference(server, weights, model, torch.float64)
 
 
 def push(server: Server, tensors: Weights | bytes, name: str = "ad", config: Any = CONFIG, **more: Any) -> Any:
@@ -84,9 +84,9 @@ def delete(server: Server, name: str) -> httpx.Response:
     return httpx.delete(f"{server.url}/darts/v1/weights/lora/{name}", timeout=60)
 
 
-def right(server: Server, answer: httpx.Response, weights: Weights, name: str = "ad") -> dict[str, Any]:
+def check_lora(server: Server, answer: httpx.Response, weights: Weights, name: str = "ad") -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
-    assert apart(server, weights, f"{name}:raw") < 1e-5
+    assert lora_difference(server, weights, f"{name}:raw") < 1e-5
     last: dict[str, Any] = answer.json()["last"]
     return last
 
@@ -109,60 +109,60 @@ def server(serve: Serve, root: Path, staging: Path) -> Iterator[Server]:
         yield running
 
 
-def test_a_pushed_adapter_is_a_model_of_its_own_and_the_next_takes_its_place(server: Server) -> None:
-    base = sampled(server)
-    version = told(server)["version"]
-    last = right(server, push(server, lora(1)), merged(lora(1)))
+def test_a_pushed_adapter_is_a_model_of_its_own_and_the_next_replaces_it(server: Server) -> None:
+    base = sample(server)
+    version = status(server)["version"]
+    last = check_lora(server, push(server, lora(1)), merged(lora(1)))
     assert (last["lora"], last["source"], last["version"]) == ("ad", "push", version + 1)
     assert last["seconds"].keys() == {"transfer", "check", "wait", "pause", "load", "resume"}
-    first = sampled(server, "ad:raw")
+    first = sample(server, "ad:raw")
     assert first != base
-    assert told(server)["loras"] == [{"name": "ad", "version": version + 1, "rank": 4, "scale": 2.0}]
-    right(server, push(server, lora(2), version=50), merged(lora(2)))
-    assert sampled(server, "ad:raw") != first
-    right(server, push(server, lora(1), rule="keep"), merged(lora(1)))
-    assert sampled(server, "ad:raw") == first
-    assert sampled(server) == base
+    assert status(server)["loras"] == [{"name": "ad", "version": version + 1, "rank": 4, "scale": 2.0}]
+    check_lora(server, push(server, lora(2), version=50), merged(lora(2)))
+    assert sample(server, "ad:raw") != first
+    check_lora(server, push(server, lora(1), rule="keep"), merged(lora(1)))
+    assert sample(server, "ad:raw") == first
+    assert sample(server) == base
     assert server.metric("darts_weight_version") == 51
     models = [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]]
     assert models == ["tiny", "tiny:raw", "ad", "ad:raw"]
 
 
 def test_layers_ranks_scales_and_precisions_may_differ(server: Server) -> None:
-    """Of fused layers an adapter may have a part alone."""
+    """Of fused layers an adapter may have one part only."""
     some = lora(3, "q_proj", "v_proj", "down_proj")
-    right(server, push(server, some, config=FULL_CONFIG), merged(some))
+    check_lora(server, push(server, some, config=FULL_CONFIG), merged(some))
     wide = lora(4, "o_proj", "up_proj", rank=8)
     config = {"r": 8, "lora_alpha": 4, "use_rslora": True}
-    right(server, push(server, wide, config=config), merged(wide, 4 / math.sqrt(8)))
+    check_lora(server, push(server, wide, config=config), merged(wide, 4 / math.sqrt(8)))
     half = {name: tensor.bfloat16() for name, tensor in lora(5).items()}
-    right(server, push(server, half), merged(half))
+    check_lora(server, push(server, half), merged(half))
 
 
 def test_adapters_are_served_beside_each_other(server: Server) -> None:
-    """One slot in the engine, by default: each is read from its files again when its turn comes."""
-    right(server, push(server, lora(6), "one"), merged(lora(6)), "one")
-    right(server, push(server, lora(7), "two"), merged(lora(7)), "two")
+    """By default the engine has one slot, so each adapter is read from its files again when it is used."""
+    check_lora(server, push(server, lora(6), "one"), merged(lora(6)), "one")
+    check_lora(server, push(server, lora(7), "two"), merged(lora(7)), "two")
     for _ in range(2):
-        assert apart(server, merged(lora(6)), "one:raw") < 1e-5
-        assert apart(server, merged(lora(7)), "two:raw") < 1e-5
+        assert lora_difference(server, merged(lora(6)), "one:raw") < 1e-5
+        assert lora_difference(server, merged(lora(7)), "two:raw") < 1e-5
     for name in ("one", "two"):
         assert delete(server, name).status_code == 200
     answer = httpx.post(f"{server.url}/v1/completions", json={"model": "one", "prompt": PROMPT})
     assert answer.status_code == 404
     assert delete(server, "one").status_code == 404
-    right(server, push(server, lora(8), "one"), merged(lora(8)), "one")
+    check_lora(server, push(server, lora(8), "one"), merged(lora(8)), "one")
     assert delete(server, "one").json()["last"]["source"] == "delete"
 
 
-def test_a_folder_is_taken_as_peft_writes_it(server: Server, root: Path) -> None:
+def test_a_folder_as_peft_writes_it_is_loaded(server: Server, root: Path) -> None:
     folder = root / "step-1"
     folder.mkdir()
     save_file(lora(9), folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
-    assert right(server, post(server, "step-1"), merged(lora(9)))["source"] == "disk"
+    assert check_lora(server, post(server, "step-1"), merged(lora(9)))["source"] == "disk"
     (folder / "adapter_model.safetensors").unlink()
-    assert apart(server, merged(lora(9)), "ad:raw") < 1e-5
+    assert lora_difference(server, merged(lora(9)), "ad:raw") < 1e-5
     answer = post(server, "step-1")
     assert answer.status_code == 400
     assert "must be a folder with adapter_config.json and adapter_model.safetensors" in answer.text
@@ -173,20 +173,20 @@ def test_the_client_pushes_folders_and_bytes(server: Server, tmp_path: Path) -> 
     (tmp_path / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
     with Client(server.url) as client:
         record = client.weights.push_lora("mine", tmp_path)
-        assert apart(server, merged(lora(10)), "mine:raw") < 1e-5
+        assert lora_difference(server, merged(lora(10)), "mine:raw") < 1e-5
         assert record.last is not None
         assert record.last.lora == "mine"
         assert {one.name for one in record.loras} == {"ad", "mine"}
         client.weights.push_lora("mine", save(lora(11)), config=CONFIG, rule="restart")
-        assert apart(server, merged(lora(11)), "mine:raw") < 1e-5
+        assert lora_difference(server, merged(lora(11)), "mine:raw") < 1e-5
         with pytest.raises(BadRequest, match="r is 16, and the server takes 8"):
             client.weights.push_lora("mine", save(lora(11)), config={"r": 16, "lora_alpha": 1})
         assert [one.name for one in client.weights.remove_lora("mine").loras] == ["ad"]
 
 
-def test_bad_adapters_change_nothing_and_are_told_of(server: Server, root: Path, staging: Path) -> None:
-    right(server, push(server, lora(12)), merged(lora(12)))
-    before, known = sampled(server, "ad:raw"), told(server)
+def test_invalid_adapters_are_rejected_and_change_nothing(server: Server, root: Path, staging: Path) -> None:
+    check_lora(server, push(server, lora(12)), merged(lora(12)))
+    before, earlier = sample(server, "ad:raw"), status(server)
     name = f"{BASE}{LAYERS[0]}.lora_A.weight"
     whole = lora(13)
     without = {each: tensor for each, tensor in whole.items() if each != name}
@@ -200,7 +200,7 @@ def test_bad_adapters_change_nothing_and_are_told_of(server: Server, root: Path,
             push(server, whole | {"model.norm.lora_A.weight": torch.zeros(4, 4)}),
             "tensor model.norm.lora_A.weight is not",
         ),
-        (push(server, other(1)), "is not one of a LoRA adapter's"),
+        (push(server, perturbed(1)), "is not one of a LoRA adapter's"),
         (push(server, lora(13, rank=16), config={"r": 16, "lora_alpha": 1}), "r is 16, and the server takes 8"),
         (push(server, whole, config="{"), "config: is no JSON"),
         (push(server, whole, config=CONFIG | {"use_dora": True}), "'use_dora' is set"),
@@ -213,32 +213,32 @@ def test_bad_adapters_change_nothing_and_are_told_of(server: Server, root: Path,
         assert words in answer.json()["error"]["message"]
     assert push(server, whole, "..%2Fx").status_code in (404, 422)
     assert push(server, whole, "a%00b").status_code == 400
-    assert sampled(server, "ad:raw") == before
-    after = told(server)
-    assert (after["version"], after["loras"]) == (known["version"], known["loras"])
+    assert sample(server, "ad:raw") == before
+    after = status(server)
+    assert (after["version"], after["loras"]) == (earlier["version"], earlier["loras"])
     (ours,) = staging.iterdir()
     assert sorted(path.suffix for path in ours.iterdir()) == ["", "", ".lora"]
 
 
-def test_weights_and_foreign_adapters_are_refused_with_reasons(server: Server, tmp_path: Path) -> None:
-    answer = put(server, other(1))
+def test_weights_and_foreign_adapters_are_rejected_with_reasons(server: Server, tmp_path: Path) -> None:
+    answer = put(server, perturbed(1))
     assert answer.status_code == 501
     assert "--enable-lora" in answer.json()["error"]["message"]
     save_file(lora(14), tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
     body = {"lora_name": "ad", "lora_path": str(tmp_path), "load_inplace": True}
-    before = sampled(server, "ad:raw")
+    before = sample(server, "ad:raw")
     answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60)
     assert "was pushed; push it again" in answer.text
-    assert sampled(server, "ad:raw") == before
+    assert sample(server, "ad:raw") == before
     body = {"lora_name": "theirs", "lora_path": str(tmp_path)}
     assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
     assert push(server, lora(14), "theirs").status_code == 409
-    assert apart(server, merged(lora(14)), "theirs") < 1e-5
+    assert lora_difference(server, merged(lora(14)), "theirs") < 1e-5
 
 
-def test_groups_that_run_come_through_and_one_that_waits_for_a_removed_adapter_is_told(server: Server) -> None:
-    """Groups, pushes by each rule, and a removal, all at once: each caller gets a whole group, or a reason."""
+def test_running_groups_complete_and_one_that_waits_for_a_removed_adapter_fails(server: Server) -> None:
+    """Groups, pushes by each rule, and a removal at once: each caller gets a whole group, or an error with a reason."""
     assert push(server, lora(15), "busy").status_code == 200
     body = {"model": "busy", "prompt": PROMPT, "n": 4, "max_tokens": 200, "temperature": 1.0, "ignore_eos": True}
 
@@ -249,7 +249,7 @@ def test_groups_that_run_come_through_and_one_that_waits_for_a_removed_adapter_i
     started = server.metric("darts_candidates_started_total")
 
     def until_announced() -> httpx.Response:
-        while not removal.done() and told(server)["state"] != "announced":
+        while not removal.done() and status(server)["state"] != "announced":
             pass
         return group(1)
 
@@ -262,7 +262,7 @@ def test_groups_that_run_come_through_and_one_that_waits_for_a_removed_adapter_i
             answer = each.result()
             assert answer.status_code == 200, answer.text
             assert len(answer.json()["choices"]) == 4
-        assert apart(server, merged(lora(18)), "busy:raw") < 1e-5
+        assert lora_difference(server, merged(lora(18)), "busy:raw") < 1e-5
         started = server.metric("darts_candidates_started_total")
         first = callers.submit(group, 0)
         waiting.wait_started(server, started + 4)
@@ -271,4 +271,4 @@ def test_groups_that_run_come_through_and_one_that_waits_for_a_removed_adapter_i
         assert first.result().status_code == 200
         assert removal.result().status_code == 200
         assert late.result().status_code == 404
-    assert difference(server, ORIGINAL) < 1e-5
+    assert max_difference(server, ORIGINAL) < 1e-5

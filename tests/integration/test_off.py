@@ -1,4 +1,4 @@
-"""With shaping off the server is vLLM."""
+"""With shaping off the server answers as vLLM does."""
 
 from typing import Any
 
@@ -33,14 +33,14 @@ def test_tokens_and_log_probs_equal_plain_vllm_request_by_request(
         assert mine["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-5)
 
 
-def test_the_server_shows_the_same_routes(server: Server, plain: Server) -> None:
+def test_the_server_has_all_routes_of_vllm(server: Server, plain: Server) -> None:
     ours, theirs = (set(httpx.get(f"{s.url}/openapi.json").json()["paths"]) for s in (server, plain))
     assert theirs <= ours
 
 
-def test_a_candidate_of_a_shaped_group_is_what_its_seed_gives(server: Server) -> None:
+def test_candidates_of_a_shaped_group_equal_unshaped_ones_with_their_seed(server: Server) -> None:
     raw = choices(server, "tiny:raw", prompt=PROMPTS[0], n=12, seed=40)
     shaped = choices(server, "tiny", prompt=PROMPTS[0], n=8, seed=40)
     remaining = iter([c["token_ids"] for c in raw])
-    # A subsequence: each is found, and after the one before it, since choices come in candidate order.
+    # `in` advances the iterator, so this checks a subsequence: choices come in the order of candidates.
     assert all(c["token_ids"] in remaining for c in shaped)

@@ -1,4 +1,4 @@
-"""The ``openai`` client, unchanged, against shaped groups."""
+"""The unmodified ``openai`` client gets shaped groups."""
 
 from collections import Counter, defaultdict
 
@@ -92,7 +92,7 @@ def test_the_token_route_is_shaped_too(server: Server) -> None:
         {"n": 4, "use_beam_search": True, "temperature": 0},
     ],
 )
-def test_what_is_not_to_be_shaped_is_left_alone(server: Server, body: dict[str, object]) -> None:
+def test_requests_that_opt_out_are_not_shaped(server: Server, body: dict[str, object]) -> None:
     headers = body.pop("headers", {})
     before = server.metric("darts_candidates_started_total")
     answer = httpx.post(
@@ -138,7 +138,7 @@ def test_metrics_add_up(server: Server, client: openai.OpenAI) -> None:
     assert returned > 0
 
 
-def test_generated_tokens_are_those_that_vllm_counts(server: Server, client: openai.OpenAI) -> None:
+def test_we_count_as_many_generated_tokens_as_vllm(server: Server, client: openai.OpenAI) -> None:
     def counts() -> tuple[float, float]:
         wait_idle(server, 10)
         return server.metric("darts_tokens_total", kind="generated"), server.metric("vllm:generation_tokens_total")
@@ -146,7 +146,7 @@ def test_generated_tokens_are_those_that_vllm_counts(server: Server, client: ope
     ours, theirs = counts()
     client.completions.create(model="tiny", prompt=PROMPTS * 8, n=8, max_tokens=200)
     ours, theirs = (after - before for after, before in zip(counts(), (ours, theirs), strict=True))
-    # A step that is on its way when a candidate is stopped is counted there and not here.
+    # vLLM counts the step that is in flight when a candidate is stopped; we do not.
     assert 0.95 * theirs <= ours <= theirs
 
 

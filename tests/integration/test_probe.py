@@ -1,7 +1,7 @@
-"""Hidden states that real vLLM tells of running candidates, against those of the HF model.
+"""Hidden states of running candidates on real vLLM, against those of the HF model.
 
-Steps are small and the cache is smaller than what runs needs, so prompts are split over steps, and candidates are put
-aside and computed anew.
+Steps are small and the KV cache is too small for what runs, so prompts are split over steps, and candidates are
+preempted and recomputed.
 """
 
 import asyncio
@@ -31,16 +31,16 @@ DETECT_AT = (3, 10, 24)
 LONGEST_PROMPT = 160
 SMALL = ("--enable-chunked-prefill", "--max-num-batched-tokens", "128", "--max-num-seqs", "40")
 CRAMPED = ("--block-size", "32", "--num-gpu-blocks-override", "80")
-EXTENSION = ("--worker-extension-cls", "tests.integration.extension.Users")
+EXTENSION = ("--worker-extension-cls", "tests.integration.extension.UserExtension")
 RELATIVE_ERROR = 1e-4
-LATE_SECONDS = 10.0
+PATIENCE = 60.0
 
 
 @dataclass
 class Trajectory:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
-    told: list[Probed] = field(default_factory=list)
+    probed: list[Probed] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -63,38 +63,38 @@ def preemptions() -> float:
 async def trajectory(
     port: VllmEngine, name: str, prompt: list[int], length: int, at: tuple[int, ...] = DETECT_AT
 ) -> Trajectory:
-    """One candidate of ``length`` tokens, and what was told of it."""
-    made = Trajectory(prompt)
+    """Generate one candidate of ``length`` tokens with its probed states."""
+    generated = Trajectory(prompt)
     params = final_only(max_tokens=length, ignore_eos=True)
     request = PromptRequest({"prompt_token_ids": prompt}, params, name)
-    ended = await (await port.start(request, 0, Probe(at, made.told.append))).ended()
+    ended = await (await port.start(request, 0, Probe(at, generated.probed.append))).ended()
     assert ended.reason is FinishReason.LENGTH
-    made.tokens = list(ended.output.outputs[0].token_ids)
-    assert len(made.tokens) == length
-    return made
+    generated.tokens = list(ended.output.outputs[0].token_ids)
+    assert len(generated.tokens) == length
+    return generated
 
 
-async def all_told(made: Sequence[Trajectory]) -> None:
-    """Every point that was passed was told once, in order; one more turn would bring nothing that is late."""
-    async with asyncio.timeout(LATE_SECONDS):
-        while any(len(m.told) < sum(point < len(m.tokens) for point in DETECT_AT) for m in made):
+async def check_probed(trajectories: Sequence[Trajectory]) -> None:
+    """Wait until every point that was passed has been reported; check that it was once and in order."""
+    async with asyncio.timeout(PATIENCE):
+        while any(len(m.probed) < sum(point < len(m.tokens) for point in DETECT_AT) for m in trajectories):
             await asyncio.sleep(0.01)
-    for m in made:
-        assert [probed.tokens for probed in m.told] == [point for point in DETECT_AT if point < len(m.tokens)]
+    for m in trajectories:
+        assert [probed.tokens for probed in m.probed] == [point for point in DETECT_AT if point < len(m.tokens)]
 
 
-def worst_error(made: Sequence[Trajectory]) -> float:
-    """The largest relative error of a told state against the HF model's."""
+def worst_error(trajectories: Sequence[Trajectory]) -> float:
+    """Return the largest relative error of a probed state against the HF model's."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).model.eval()
     worst = 0.0
-    for start in range(0, len(made), 50):
-        batch = made[start : start + 50]
+    for start in range(0, len(trajectories), 50):
+        batch = trajectories[start : start + 50]
         sequences = [torch.tensor(m.prompt + m.tokens) for m in batch]
         with torch.inference_mode():
-            padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)  # after what is causal
+            padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)  # attention is causal
             states = model(padded).last_hidden_state.numpy()
         for m, of_one in zip(batch, states, strict=True):
-            worst = max([worst, *(difference(p, of_one[len(m.prompt) + p.tokens - 1]) for p in m.told)])
+            worst = max([worst, *(difference(p, of_one[len(m.prompt) + p.tokens - 1]) for p in m.probed)])
     return worst
 
 
@@ -104,7 +104,7 @@ def difference(probed: Probed, wanted: NDArray[np.float32]) -> float:
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Token ids that begin alike here and there, so that some blocks are found in the cache."""
+    """Return prompts some of which share a prefix, for hits in the prefix cache."""
     rng = Random(seed)
     common = [rng.randrange(3, 60) for _ in range(LONGEST_PROMPT)]
     made = []
@@ -125,40 +125,42 @@ async def test_the_states_of_1000_trajectories_are_the_hf_models(port: VllmEngin
         async with limit:
             return await trajectory(port, f"probed-{number}", prompt, rng.randrange(2, 40))
 
-    made = await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts(TRAJECTORIES, 5))))
-    await all_told(made)
-    assert worst_error(made) < RELATIVE_ERROR
+    trajectories = await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts(TRAJECTORIES, 5))))
+    await check_probed(trajectories)
+    assert worst_error(trajectories) < RELATIVE_ERROR
     assert preemptions() - before > 20, "the cache was to be too small"
-    assert sum(len(m.prompt) > 128 for m in made) > 20, "prompts were to be longer than a step"
+    assert sum(len(m.prompt) > 128 for m in trajectories) > 20, "prompts were to be longer than a step"
 
 
-async def test_states_are_told_across_a_pause_that_clears_the_cache(engine: TinyEngine, port: VllmEngine) -> None:
+async def test_states_are_right_across_a_pause_that_clears_the_cache(engine: TinyEngine, port: VllmEngine) -> None:
     tasks = [
         asyncio.create_task(trajectory(port, f"paused-{i}", prompt, 40 + i)) for i, prompt in enumerate(prompts(12, 6))
     ]
     for _ in range(4):
-        await asyncio.sleep(0.1)  # somewhere on their way
+        await asyncio.sleep(0.1)  # at some point while they generate
         await engine.llm.pause_generation(mode="keep", clear_cache=True)
         await engine.llm.resume_generation()
-    made = await asyncio.gather(*tasks)
-    await all_told(made)
-    assert worst_error(made) < RELATIVE_ERROR
+    trajectories = await asyncio.gather(*tasks)
+    await check_probed(trajectories)
+    assert worst_error(trajectories) < RELATIVE_ERROR
 
 
-async def test_a_candidate_without_a_probe_is_told_nothing_and_changes_nothing(port: VllmEngine) -> None:
+async def test_a_probe_changes_nothing_in_the_output(port: VllmEngine) -> None:
     request = PromptRequest({"prompt_token_ids": prompts(1, 7)[0]}, final_only(temperature=0.0, max_tokens=30), "same")
     plain = await (await port.start(request, 0)).ended()
-    told: list[Probed] = []
-    probed = await (await port.start(request, 1, Probe((3,), told.append, logprobs=True))).ended()
+    states: list[Probed] = []
+    probed = await (await port.start(request, 1, Probe((3,), states.append, logprobs=True))).ended()
     one, other = plain.output.outputs[0], probed.output.outputs[0]
     assert list(one.token_ids) == list(other.token_ids)
     for completion in (one, other):
         assert completion.logprobs is None
         assert completion.cumulative_logprob is None
-    assert [p.tokens for p in told] == [3]
+    assert [p.tokens for p in states] == [3]
 
 
-async def test_log_probs_that_only_a_probe_wants_are_at_hand_while_it_runs(port: VllmEngine) -> None:
+async def test_log_probs_for_a_probe_alone_are_available_during_the_run_and_not_returned(
+    port: VllmEngine,
+) -> None:
     params = final_only(max_tokens=200, ignore_eos=True)
     request = PromptRequest({"prompt_token_ids": prompts(1, 8)[0]}, params, "unasked")
     running = await port.start(request, 0, Probe((), print, logprobs=True))
@@ -176,21 +178,20 @@ async def test_log_probs_that_only_a_probe_wants_are_at_hand_while_it_runs(port:
     assert (await ending).output.outputs[0].logprobs is None
 
 
-async def test_a_users_own_worker_extension_is_beside_the_probe(engine: TinyEngine, port: VllmEngine) -> None:
-    assert await engine.llm.collective_rpc("users_own") == ["here"]
-    [made] = [await trajectory(port, "beside", prompts(1, 9)[0], 30)]
-    await all_told([made])
+async def test_a_users_own_worker_extension_works_beside_the_probe(engine: TinyEngine, port: VllmEngine) -> None:
+    assert await engine.llm.collective_rpc("user_method") == ["here"]
+    await check_probed([await trajectory(port, "beside", prompts(1, 9)[0], 30)])
 
 
-async def test_stopped_candidates_are_told_of_no_more_and_forgotten(engine: TinyEngine, port: VllmEngine) -> None:
+async def test_stopped_candidates_report_no_more_states(engine: TinyEngine, port: VllmEngine) -> None:
     problem = sample_problem(Random(1)).prompt
-    told: list[Probed] = []
+    states: list[Probed] = []
     request = PromptRequest(engine.prompt(problem), final_only(max_tokens=250, ignore_eos=True), "stopped")
-    running = await port.start(request, 0, Probe((5, 240), told.append))
+    running = await port.start(request, 0, Probe((5, 240), states.append))
     while (running.tokens() or 0) < 20:
         await asyncio.sleep(0.005)
     running.stop()
     assert (await running.ended()).reason is None
     later = await trajectory(port, "later", prompts(1, 10)[0], 30)
-    await all_told([later])
-    assert [p.tokens for p in told] == [5]
+    await check_probed([later])
+    assert [p.tokens for p in states] == [5]

@@ -1,4 +1,4 @@
-"""Where a response's trajectories came from, told by the running server."""
+"""The running server reports the groups and candidates behind a response."""
 
 import httpx
 import pytest

@@ -1,4 +1,4 @@
-"""Candidates that real vLLM generates are pruned by what their hidden states tell, and exactly n come back."""
+"""Candidates on real vLLM are pruned by the score of their hidden states, and exactly n are returned."""
 
 import time
 from pathlib import Path
@@ -33,8 +33,8 @@ def rollouts(server: Server, problems: list[Problem], **policy: object) -> list[
     return groups
 
 
-def a_step(server: Server, rng: Random, **policy: object) -> list[dict[str, Any]]:
-    """Groups, all of whose trajectories are rewarded."""
+def train_step(server: Server, rng: Random, **policy: object) -> list[dict[str, Any]]:
+    """Request groups and reward all their trajectories."""
     problems = [sample_problem(rng) for _ in range(GROUPS)]
     groups = rollouts(server, problems, **policy)
     rewards = [
@@ -51,26 +51,26 @@ def pruned(groups: list[dict[str, Any]]) -> int:
     return sum(each["reason"] == "pruned" for group in groups for each in group["discarded"])
 
 
-def until(server: Server, status: str) -> None:
+def wait_for_status(server: Server, status: str) -> None:
     end = time.monotonic() + PATIENCE
     while server.metric("darts_quality_status", status=status) != 1:
         assert time.monotonic() < end, f"the status is not {status}:\n{server.log_tail()}"
         time.sleep(0.2)
 
 
-def test_groups_are_pruned_once_rewards_have_taught_and_a_restart_goes_on_with_it(serve: Serve, tmp_path: Path) -> None:
+def test_groups_are_pruned_once_the_head_is_trained_also_after_a_restart(serve: Serve, tmp_path: Path) -> None:
     rng, flags = Random(7), (*FLAGS, "--state-dir", str(tmp_path / "state"))
     with serve(DARTS, tmp_path / "first.log", *flags) as server:
         assert server.metric("darts_quality_status", status="no_labels") == 1
         blank = httpx.get(f"{server.url}/darts/v1/state").content
-        assert not pruned(a_step(server, rng)), "at first all are kept"
-        until(server, "few_labels")
+        assert not pruned(train_step(server, rng)), "at first all are kept"
+        wait_for_status(server, "few_labels")
         learned = server.metric("darts_quality_labels_total")
         assert learned > GROUPS * SIZE / 2, "most go past their tenth token"
-        assert not pruned(a_step(server, rng))
-        until(server, "ready")
+        assert not pruned(train_step(server, rng))
+        wait_for_status(server, "ready")
 
-        groups = a_step(server, rng)
+        groups = train_step(server, rng)
         assert pruned(groups) > GROUPS
         assert all(0 <= t["quality"] <= 1 for group in groups for t in group["trajectories"] if t["length"] > 80)
         decided = {fate: server.metric("darts_pruning_decisions_total", outcome=fate) for fate in ("kept", "pruned")}
@@ -87,29 +87,29 @@ def test_groups_are_pruned_once_rewards_have_taught_and_a_restart_goes_on_with_i
 
     with serve(DARTS, tmp_path / "second.log", *flags) as server:
         assert server.metric("darts_quality_status", status="ready") == 1, server.log_tail()
-        assert pruned(a_step(server, rng)) > GROUPS
+        assert pruned(train_step(server, rng)) > GROUPS
 
         for state, status in ((blank, "no_labels"), (saved, "ready")):
             httpx.put(f"{server.url}/darts/v1/state", content=state, timeout=60).raise_for_status()
-            time.sleep(1.1)  # what is in the store is looked at once a second, when something is scored
+            time.sleep(1.1)  # the store is read once a second at most, when something is scored
             rollouts(server, [sample_problem(rng)])
-            until(server, status)
-        assert pruned(a_step(server, rng, name="darts+arrol")) > 0
+            wait_for_status(server, status)
+        assert pruned(train_step(server, rng, name="darts+arrol")) > 0
 
 
-def test_who_never_prunes_pays_nothing_and_log_probs_need_no_head(serve: Serve, tmp_path: Path) -> None:
+def test_without_pruning_no_head_is_trained_and_log_prob_scores_need_none(serve: Serve, tmp_path: Path) -> None:
     with serve(DARTS, tmp_path / "log", *FLAGS[2:], "--quality", "logprob", "--cold-labels", "64") as server:
         assert server.metric("darts_quality_status", status="unused") == 1
-        a_step(server, Random(3))
+        train_step(server, Random(3))
         assert server.metric("darts_quality_scores_total") == 0
-        a_step(server, Random(3), name="arrol")
-        until(server, "ready")
-        assert pruned(a_step(server, Random(4), name="arrol")) > 0
+        train_step(server, Random(3), name="arrol")
+        wait_for_status(server, "ready")
+        assert pruned(train_step(server, Random(4), name="arrol")) > 0
         assert server.metric("darts_probe_states_total") == 0
         assert "quality.trainer" not in commands(server)
 
 
 def commands(server: Server) -> str:
-    """Of the server's processes."""
+    """Return the command lines of the server's child processes."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     return "\n".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split())

@@ -1,4 +1,4 @@
-"""What was learned outlives a server that is killed."""
+"""Learned statistics survive a server that is killed."""
 
 import os
 import signal
@@ -17,10 +17,10 @@ from tests.integration.fork_server import Serve
 
 pytestmark = pytest.mark.engine
 LOSS_SECONDS = 3.0
-"""What a killed server may have learned last, and lost: a second of lengths, and three of the engine's steps."""
+"""A killed server loses at most the last second of lengths and the last three of engine steps."""
 
 
-def ask(server: Server, prompts: list[str]) -> None:
+def complete(server: Server, prompts: list[str]) -> None:
     body = {"model": "tiny", "prompt": prompts, "n": 8, "max_tokens": 100}
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code == 200
 
@@ -31,14 +31,14 @@ def learned(state: Path) -> dict[str, dict[str, Any]]:
         return {kind: dict(store.items(kind)) for kind in kinds}
 
 
-def test_a_killed_server_knows_after_its_restart_what_it_knew_before(serve: Serve, tmp_path: Path) -> None:
+def test_a_killed_server_has_its_statistics_again_after_a_restart(serve: Serve, tmp_path: Path) -> None:
     rng = Random(3)
     prompts = [sample_problem(rng).prompt for _ in range(16)]
     state = tmp_path / "state"
     flags = ("--policy", "darts_cut", "--budget", "utility", "--state-dir", str(state))
     with serving(DARTS, tmp_path / "first.log", *flags) as server:
         for few in (prompts, prompts, prompts[:3]):
-            ask(server, few)
+            complete(server, few)
         saved = httpx.get(f"{server.url}/darts/v1/state").content
         time.sleep(LOSS_SECONDS)
         with httpx.Client() as client:  # in the middle of a run
@@ -49,17 +49,17 @@ def test_a_killed_server_knows_after_its_restart_what_it_knew_before(serve: Serv
                 os.killpg(server.process.pid, signal.SIGKILL)
         server.process.wait()
     before = learned(state)
-    assert {kind for kind, known in before.items() if known} >= {"prompt", "step", "profile", "deadline", "latency"}
-    assert all(known["groups"] >= 2 for known in before["prompt"].values())
+    assert {kind for kind, stats in before.items() if stats} >= {"prompt", "step", "profile", "deadline", "latency"}
+    assert all(stats["groups"] >= 2 for stats in before["prompt"].values())
     assert len(before["prompt"]) == len(set(prompts))
 
     with serve(DARTS, tmp_path / "second.log", *flags) as server:
-        for key, known in before["prompt"].items():
-            told = httpx.get(f"{server.url}/darts/v1/prompts/{key}").json()
-            assert {name: told[name] for name in known} == known
+        for key, stats in before["prompt"].items():
+            restored = httpx.get(f"{server.url}/darts/v1/prompts/{key}").json()
+            assert {name: restored[name] for name in stats} == stats
         assert server.metric("darts_step_seconds", sequences="64") > 0, "the latency curve is known from the start"
-        ask(server, prompts)
+        complete(server, prompts)
         assert server.metric("darts_rollout_seconds_count", kind="predicted") == 1, "and so is what to expect"
         httpx.put(f"{server.url}/darts/v1/state", content=saved, timeout=60).raise_for_status()
-        told = httpx.get(f"{server.url}/darts/v1/prompts/{next(iter(before['prompt']))}").json()
-        assert told["groups"] <= 3, "as saved, without the last groups"
+        restored = httpx.get(f"{server.url}/darts/v1/prompts/{next(iter(before['prompt']))}").json()
+        assert restored["groups"] <= 3, "as saved, without the last groups"

@@ -1,4 +1,4 @@
-"""Rewards for what real vLLM generated, by every route and both ways of naming."""
+"""Rewards for trajectories of every route, named by id and by tokens, on real vLLM."""
 
 import asyncio
 import json
@@ -39,43 +39,43 @@ def by_tokens(choice: dict[str, Any], value: float) -> Named:
 def report(server: Server, rewards: Sequence[Named]) -> dict[str, Any]:
     answer = httpx.post(f"{server.url}/darts/v1/rewards", json={"rewards": rewards}, timeout=60)
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    counts: dict[str, Any] = answer.json()
+    return counts
 
 
 def groups_of(server: Server, name: str) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = httpx.get(f"{server.url}/darts/v1/groups/{name}").json()["groups"]
-    return told
+    groups: list[dict[str, Any]] = httpx.get(f"{server.url}/darts/v1/groups/{name}").json()["groups"]
+    return groups
 
 
 def rewards_of(server: Server, key: str) -> dict[str, Any]:
-    told: dict[str, Any] = httpx.get(f"{server.url}/darts/v1/prompts/{key}").json()["rewards"]
-    return told
+    rewards: dict[str, Any] = httpx.get(f"{server.url}/darts/v1/prompts/{key}").json()["rewards"]
+    return rewards
 
 
 def selected(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [candidate for candidate in group["candidates"] if candidate["selected_as"]]
 
 
-def comes_to(told: dict[str, Any], lengths: Sequence[int], values: Sequence[float]) -> None:
-    """The statistics are those of these trajectories."""
+def check_statistics(statistics: dict[str, Any], lengths: Sequence[int], values: Sequence[float]) -> None:
+    """Check the statistics of a prompt against its trajectories."""
     right = [length for length, value in zip(lengths, values, strict=True) if value > 0]
     wrong = [length for length, value in zip(lengths, values, strict=True) if value <= 0]
-    assert (told["rewarded"], told["right"]) == (len(lengths), len(right))
-    assert told["pass_rate"] == pytest.approx(len(right) / len(lengths))
-    for mean, of in ((told["length_right"], right), (told["length_wrong"], wrong)):
+    assert (statistics["rewarded"], statistics["right"]) == (len(lengths), len(right))
+    assert statistics["pass_rate"] == pytest.approx(len(right) / len(lengths))
+    for mean, of in ((statistics["length_right"], right), (statistics["length_wrong"], wrong)):
         assert (mean is None) == (not of)
         if of:
             assert (mean["count"], mean["mean"]) == (len(of), pytest.approx(float(np.mean(of))))
-    assert (told["pattern"] is None) == (not right or not wrong)
+    assert (statistics["pattern"] is None) == (not right or not wrong)
 
 
-def test_choices_are_rewarded_by_their_tokens_and_by_the_ids_that_provenance_tells(server: Server) -> None:
-    asked = problems(2, seed=21)
+def test_choices_are_rewarded_by_their_tokens_and_by_their_trajectory_ids(server: Server) -> None:
+    posed = problems(2, seed=21)
     seen, whole = (server.metric(f"darts_{name}_total") for name in ("rewards", "rewarded_groups"))
-    answer = httpx.post(f"{server.url}/v1/completions", json=completion([p.prompt for p in asked], n=SIZE), timeout=60)
+    answer = httpx.post(f"{server.url}/v1/completions", json=completion([p.prompt for p in posed], n=SIZE), timeout=60)
     choices = answer.json()["choices"]
-    values = [reward(asked[i // SIZE], choice["text"]) for i, choice in enumerate(choices)]
+    values = [reward(posed[i // SIZE], choice["text"]) for i, choice in enumerate(choices)]
     groups = groups_of(server, answer.headers["X-Darts-Group-Id"])
     ids = [candidate["trajectory_id"] for group in groups for candidate in selected(group)]
 
@@ -90,9 +90,9 @@ def test_choices_are_rewarded_by_their_tokens_and_by_the_ids_that_provenance_tel
         assert [candidate["reward"] for candidate in selected(group)] == own
         assert group["zero_variance"] is (len(set(own)) == 1)
         lengths = [len(choice["token_ids"]) for choice in choices[number * SIZE : (number + 1) * SIZE]]
-        told = rewards_of(server, group["prompt_key"])
-        comes_to(told, lengths, own)
-        assert (told["rewarded_groups"], told["zero_variance_groups"]) == (1, int(len(set(own)) == 1))
+        statistics = rewards_of(server, group["prompt_key"])
+        check_statistics(statistics, lengths, own)
+        assert (statistics["rewarded_groups"], statistics["zero_variance_groups"]) == (1, int(len(set(own)) == 1))
     assert server.metric("darts_rewards_total") == seen + first["matched"]
     assert server.metric("darts_rewarded_groups_total") == whole + 2
     assert 0 <= server.metric("darts_pass_rate") <= 1
@@ -107,45 +107,45 @@ def test_streamed_choices_are_rewarded_by_their_tokens(server: Server) -> None:
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
         for line in answer.iter_lines():
             for choice in [] if line in ("", "data: [DONE]") else json.loads(line.removeprefix("data: "))["choices"]:
-                known = choices.setdefault(choice["index"], {"text": "", "token_ids": []})
-                known["text"] += choice["text"]
-                known["token_ids"] += choice["token_ids"] or []
+                received = choices.setdefault(choice["index"], {"text": "", "token_ids": []})
+                received["text"] += choice["text"]
+                received["token_ids"] += choice["token_ids"] or []
     prompt = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": problem.prompt}).json()["tokens"]
     values = [reward(problem, choice["text"]) for choice in choices.values()]
     named = [
         by_tokens({**choice, "prompt_token_ids": prompt}, value)
         for choice, value in zip(choices.values(), values, strict=True)
     ]
-    told = report(server, named)
-    assert (told["unknown"], told["matched"] + told["repeated"]) == (0, SIZE)
-    comes_to(rewards_of(server, key), [len(choice["token_ids"]) for choice in choices.values()], values)
+    counts = report(server, named)
+    assert (counts["unknown"], counts["matched"] + counts["repeated"]) == (0, SIZE)
+    check_statistics(rewards_of(server, key), [len(choice["token_ids"]) for choice in choices.values()], values)
 
 
 @pytest.mark.parametrize("policy", ["uniform", "darts_cut", "off", "shadow:darts"])
-def test_a_batch_of_ours_is_rewarded_whatever_shaped_it(server: Server, policy: str) -> None:
-    asked = problems(12, seed=23)
+def test_batches_are_rewarded_under_every_policy(server: Server, policy: str) -> None:
+    posed = problems(12, seed=23)
     run = uuid4()
     body = {
-        "prompts": [{"text": problem.prompt, "key": f"{run}/{i}"} for i, problem in enumerate(asked)],
+        "prompts": [{"text": problem.prompt, "key": f"{run}/{i}"} for i, problem in enumerate(posed)],
         "group_size": SIZE,
         "sampling": {"max_tokens": 250},
         "policy": {"name": policy} if policy == "off" else {"name": policy, "exploration": 0.0},
     }
     groups = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=120).json()["groups"]
     for number, group in enumerate(groups):
-        prompt = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": asked[number].prompt}).json()[
+        prompt = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": posed[number].prompt}).json()[
             "tokens"
         ]
-        values = [reward(asked[number], trajectory["text"]) for trajectory in group["trajectories"]]
+        values = [reward(posed[number], trajectory["text"]) for trajectory in group["trajectories"]]
         named: list[Named] = []
         for trajectory, value in zip(group["trajectories"], values, strict=True):
             tokens = {"prompt_token_ids": prompt, "token_ids": trajectory["token_ids"]}
             named += [{"trajectory_id": trajectory["trajectory_id"], "reward": value}, by_tokens(tokens, value)]
         some = named[::2] if number % 2 else named[::-1]
-        told = report(server, some)
-        assert (told["unknown"], told["matched"] + told["repeated"]) == (0, len(some))
+        counts = report(server, some)
+        assert (counts["unknown"], counts["matched"] + counts["repeated"]) == (0, len(some))
         assert report(server, named)["repeated"] == 2 * SIZE
-        comes_to(rewards_of(server, f"{run}/{number}"), [t["length"] for t in group["trajectories"]], values)
+        check_statistics(rewards_of(server, f"{run}/{number}"), [t["length"] for t in group["trajectories"]], values)
         discarded = [{"trajectory_id": each["trajectory_id"], "reward": 1.0} for each in group["discarded"]]
         assert report(server, discarded)["unknown"] == len(discarded)
     if policy == "darts_cut":
@@ -164,14 +164,14 @@ async def test_single_requests_are_rewarded_by_their_tokens(server: Server) -> N
         answers = await asyncio.gather(*posts)
     choices = [answer.json()["choices"][0] for answer in answers]
     values = [reward(problem, choice["text"]) for choice in choices]
-    told = report(server, [by_tokens(choice, value) for choice, value in zip(choices, values, strict=True)])
-    assert (told["unknown"], told["matched"] + told["repeated"]) == (0, SIZE)
+    counts = report(server, [by_tokens(choice, value) for choice, value in zip(choices, values, strict=True)])
+    assert (counts["unknown"], counts["matched"] + counts["repeated"]) == (0, SIZE)
     [group] = groups_of(server, answers[0].headers["X-Darts-Group-Id"])
     assert sorted(c["reward"] for c in selected(group)) == sorted(values)
-    comes_to(rewards_of(server, key), [len(choice["token_ids"]) for choice in choices], values)
+    check_statistics(rewards_of(server, key), [len(choice["token_ids"]) for choice in choices], values)
 
 
-def test_what_was_not_shaped_is_unknown(server: Server) -> None:
+def test_rewards_of_unshaped_trajectories_are_unknown(server: Server) -> None:
     unknown = server.metric("darts_rewards_total", matched="false")
     body = completion("7a-5b*4c-8d+7e-1f*3>", n=2, seed=77) | {
         "model": "tiny:raw",
@@ -179,12 +179,12 @@ def test_what_was_not_shaped_is_unknown(server: Server) -> None:
         "min_tokens": 30,
     }
     choices = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
-    told = report(server, [by_tokens(choice, 1.0) for choice in choices])
-    assert told == {"matched": 0, "repeated": 0, "unknown": 2, "unknown_indices": [0, 1]}
+    counts = report(server, [by_tokens(choice, 1.0) for choice in choices])
+    assert counts == {"matched": 0, "repeated": 0, "unknown": 2, "unknown_indices": [0, 1]}
     assert server.metric("darts_rewards_total", matched="false") == unknown + 2
 
 
-def test_what_was_learned_comes_back_with_the_state(server: Server) -> None:
+def test_reward_statistics_are_restored_with_the_state(server: Server) -> None:
     [problem] = problems(1, seed=25)
     key = f"saved {uuid4()}"
     headers = {"X-Darts-Prompt-Key": key}

@@ -1,4 +1,4 @@
-"""Our own API for batches of prompts, on real vLLM."""
+"""The rollouts route on real vLLM."""
 
 import json
 from random import Random
@@ -20,15 +20,15 @@ def prompts(count: int, seed: int = 5) -> list[str]:
     return [sample_problem(rng).prompt for _ in range(count)]
 
 
-def ask(server: Server, body: object) -> httpx.Response:
+def post(server: Server, body: object) -> httpx.Response:
     return httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=120)
 
 
-def test_a_batch_is_answered_group_by_group_in_the_order_of_its_prompts(server: Server) -> None:
+def test_the_groups_of_a_batch_are_in_the_order_of_its_prompts(server: Server) -> None:
     texts = prompts(12)
-    asked = [{"text": text, "metadata": {"answer": i}} for i, text in enumerate(texts)]
+    requested = [{"text": text, "metadata": {"answer": i}} for i, text in enumerate(texts)]
     sampling = {"max_tokens": 200, "seed": 3, "logprobs": True}
-    answer = ask(server, {"prompts": asked, "group_size": SIZE, "sampling": sampling, "policy": {"name": "darts"}})
+    answer = post(server, {"prompts": requested, "group_size": SIZE, "sampling": sampling, "policy": {"name": "darts"}})
     assert answer.status_code == 200, answer.text
     body = answer.json()
     assert body["policy"] == "darts"
@@ -42,8 +42,8 @@ def test_a_batch_is_answered_group_by_group_in_the_order_of_its_prompts(server: 
         for trajectory in group["trajectories"]:
             assert trajectory["length"] == len(trajectory["token_ids"]) == len(trajectory["logprobs"])
             assert trajectory["finish_reason"] in ("stop", "length")
-        told = httpx.get(f"{server.url}/darts/v1/groups/{group['group_id']}").json()["groups"][0]
-        assert told["generated"] == sum(t["length"] for t in group["trajectories"] + group["discarded"])
+        record = httpx.get(f"{server.url}/darts/v1/groups/{group['group_id']}").json()["groups"][0]
+        assert record["generated"] == sum(t["length"] for t in group["trajectories"] + group["discarded"])
     everything = httpx.get(f"{server.url}/darts/v1/groups/{body['id']}").json()["groups"]
     assert len(everything) == 12
     returned = sum(t["length"] for group in body["groups"] for t in group["trajectories"])
@@ -51,10 +51,10 @@ def test_a_batch_is_answered_group_by_group_in_the_order_of_its_prompts(server: 
     assert sum(group["candidates"] for group in body["groups"]) == 12 * 12
 
 
-def test_a_seeded_unshaped_batch_is_what_vllms_own_route_gives(server: Server) -> None:
+def test_a_seeded_unshaped_batch_equals_the_answer_of_vllms_route(server: Server) -> None:
     [text] = prompts(1)
     sampling = {"max_tokens": 100, "seed": 9, "temperature": 1.0}
-    body = ask(
+    body = post(
         server, {"prompts": [{"text": text}], "group_size": 4, "sampling": sampling, "policy": {"name": "off"}}
     ).json()
     raw = {"model": "tiny:raw", "prompt": text, "n": 4, "return_token_ids": True, **sampling}
@@ -63,13 +63,13 @@ def test_a_seeded_unshaped_batch_is_what_vllms_own_route_gives(server: Server) -
     assert [t["text"] for t in body["groups"][0]["trajectories"]] == [c["text"] for c in choices]
 
 
-def test_groups_come_as_events_as_they_are_decided_and_are_the_same(server: Server) -> None:
+def test_streamed_groups_equal_those_of_one_answer(server: Server) -> None:
     body = {
         "prompts": [{"text": t} for t in prompts(8)],
         "group_size": SIZE,
         "sampling": {"max_tokens": 200, "seed": 1},
     }
-    whole = ask(server, body).json()["groups"]
+    whole = post(server, body).json()["groups"]
     events: list[tuple[str, dict[str, Any]]] = []
     with httpx.stream(
         "POST", f"{server.url}/darts/v1/rollouts", json=body | {"stream": "groups"}, timeout=60
@@ -86,14 +86,14 @@ def test_groups_come_as_events_as_they_are_decided_and_are_the_same(server: Serv
     assert tokens == [[t["token_ids"] for t in group["trajectories"]] for group in whole]
 
 
-def test_chats_token_ids_keys_budgets_and_changes_to_the_policy(server: Server) -> None:
-    asked = [
+def test_a_batch_takes_chats_token_ids_keys_a_budget_and_policy_overrides(server: Server) -> None:
+    requested = [
         {"messages": [{"role": "user", "content": "7a-5b*4>"}], "key": "a/chat"},
         {"token_ids": [5, 6, 7], "key": "tokens"},
     ]
-    body = {"prompts": asked, "group_size": 4, "sampling": {"max_tokens": 40}}
+    body = {"prompts": requested, "group_size": 4, "sampling": {"max_tokens": 40}}
     policy = {"name": "darts", "num_longest": 0, "max_redundancy": 3.0}
-    answer = ask(server, body | {"policy": policy, "budget": 11}).json()
+    answer = post(server, body | {"policy": policy, "budget": 11}).json()
     assert [group["prompt_key"] for group in answer["groups"]] == ["a/chat", "tokens"]
     assert sum(group["candidates"] for group in answer["groups"]) == 11
     assert {t["selected_as"] for group in answer["groups"] for t in group["trajectories"]} <= {"short", "fill"}
@@ -126,10 +126,10 @@ def test_chats_token_ids_keys_budgets_and_changes_to_the_policy(server: Server) 
         ({"strean": True}, "strean"),
     ],
 )
-def test_bad_input_is_named_and_starts_nothing(server: Server, change: dict[str, object], param: str) -> None:
+def test_invalid_input_is_named_and_starts_nothing(server: Server, change: dict[str, object], param: str) -> None:
     started = server.metric("darts_candidates_started_total")
     body = {"prompts": [{"text": "7a-5b*4>"}], "group_size": 8, "sampling": {"max_tokens": 50}}
-    answer = ask(server, body | change)
+    answer = post(server, body | change)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith(param), answer.text
     assert server.metric("darts_candidates_started_total") == started
@@ -142,7 +142,7 @@ LONG = {
 }
 
 
-def test_a_caller_that_leaves_its_stream_leaves_nothing_running(server: Server) -> None:
+def test_nothing_runs_on_after_a_client_closes_its_stream(server: Server) -> None:
     url = f"{server.url}/darts/v1/rollouts"
     with httpx.stream("POST", url, json=LONG | {"stream": "groups"}, timeout=60) as answer:
         assert next(answer.iter_lines()) == "event: batch"
@@ -150,7 +150,7 @@ def test_a_caller_that_leaves_its_stream_leaves_nothing_running(server: Server) 
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
 
 
-def test_a_caller_that_leaves_before_its_answer_leaves_nothing_running(server: Server) -> None:
+def test_nothing_runs_on_after_a_client_gives_up_waiting(server: Server) -> None:
     cancelled = server.metric("darts_groups_total", outcome="cancelled")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/darts/v1/rollouts", json=LONG, timeout=httpx.Timeout(30, read=0.3))

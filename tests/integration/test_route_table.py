@@ -1,4 +1,4 @@
-"""Every route of the app that we serve, with all that vLLM can add to it, is in the table of the guard."""
+"""Every route of the app, with all that vLLM's flags can add, is in the guard's table."""
 
 import re
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ from darts_server.weights.staging import Staging
 
 ENTRYPOINTS = Path(vllm.entrypoints.__path__[0])
 OTHER_APPS = {"launchers/dp_supervisor.py", "cli/preload.py"}
-"""Of processes that we do not start."""
+"""Apps of processes that we do not start."""
 DECLARED = re.compile(r"@(?:router|app)\.(get|post|put|patch|delete|head|websocket)\(\s*\"(/[^\"]*)\"")
-REMEDY = "put it in darts_server/http/security/route_table.py: may everyone call it, who has a key, an admin, nobody?"
+REMEDY = "put it in darts_server/http/security/route_table.py: is it for everyone, any key, an admin key, or closed?"
 EVERYTHING = (
     *("--enable-scale-out", "--enable-tokenizer-info-endpoint", "--enable-offline-docs", "--enable-lora"),
     *("--profiler-config", '{"profiler": "torch", "torch_profiler_dir": "/tmp/profiles"}'),
@@ -38,8 +38,8 @@ EVERYTHING = (
 
 
 @pytest.fixture(scope="module")
-def whole() -> Iterator[FastAPI]:
-    """The app, as it is when the server serves with every flag that adds routes."""
+def full_app() -> Iterator[FastAPI]:
+    """The app with every flag that adds routes."""
     with pytest.MonkeyPatch.context() as patch, Store() as store, Staging() as staging, ExitStack() as closing:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
@@ -60,7 +60,7 @@ def tasks(kind: Any) -> list[Any]:
 
 
 def routes(application: FastAPI) -> set[tuple[str, str]]:
-    """(method, path) of each."""
+    """Return method and path of each route."""
     found = set()
     for route in application.routes:
         path = getattr(route, "path", None)
@@ -74,24 +74,24 @@ def routes(application: FastAPI) -> set[tuple[str, str]]:
     return found
 
 
-def test_every_route_of_the_app_is_in_the_table(whole: FastAPI) -> None:
-    found = routes(whole)
+def test_every_route_of_the_app_is_in_the_table(full_app: FastAPI) -> None:
+    found = routes(full_app)
     assert {("POST", "/collective_rpc"), ("POST", "/v1/completions"), ("GET", "/darts/v1/policy")} <= found
     unclassified = [each for each in sorted(found) if access_of_route(*each) is None]
     assert not unclassified, REMEDY
 
 
-def test_no_route_acts_on_options_which_the_guard_lets_through(whole: FastAPI) -> None:
-    assert not [path for method, path in routes(whole) if method == "OPTIONS"]
+def test_no_route_handles_options_requests_which_need_no_key(full_app: FastAPI) -> None:
+    assert not [path for method, path in routes(full_app) if method == "OPTIONS"]
 
 
-def test_the_guard_is_the_first_to_see_a_request(whole: FastAPI) -> None:
-    assert whole.user_middleware[0].cls.__name__ == "SecurityMiddleware"  # type: ignore[attr-defined]
-    assert not [each for each in whole.user_middleware if "Authentication" in each.cls.__name__]  # type: ignore[attr-defined]
+def test_the_security_middleware_is_the_outermost(full_app: FastAPI) -> None:
+    assert full_app.user_middleware[0].cls.__name__ == "SecurityMiddleware"  # type: ignore[attr-defined]
+    assert not [each for each in full_app.user_middleware if "Authentication" in each.cls.__name__]  # type: ignore[attr-defined]
 
 
 def test_every_route_in_vllms_source_is_in_the_table() -> None:
-    """Also those that only other models, tasks and flags bring."""
+    """Includes those that only other models, tasks and flags add."""
     declared = {
         (method.upper(), path)
         for file in ENTRYPOINTS.rglob("*.py")

@@ -1,4 +1,4 @@
-"""Our own client against the running server."""
+"""The Python client against the running server."""
 
 import asyncio
 from collections.abc import Iterator
@@ -48,12 +48,12 @@ async def test_groups_arrive_as_they_complete(server: Server) -> None:
     assert sorted(found) == list(range(12))
 
 
-def test_a_refused_request_is_a_typed_error_with_its_field(server: Server) -> None:
+def test_a_rejected_request_raises_a_typed_error_with_its_field(server: Server) -> None:
     with Client(server.url) as client, pytest.raises(BadRequest, match="sideways"):
         client.completions(PROMPTS, group_size=8, max_tokens=50, policy="sideways")
 
 
-def test_rollouts_have_their_log_probs_and_make_tensors(server: Server) -> None:
+def test_rollouts_have_log_probs_and_become_tensors(server: Server) -> None:
     prompts = [PromptSpec(text, metadata={"place": place}) for place, text in enumerate(PROMPTS * 4)]
     with Client(server.url) as client, client.rollouts(prompts, policy="darts_cut", **SIZES) as rollouts:
         groups = list(rollouts)
@@ -68,7 +68,7 @@ def test_rollouts_have_their_log_probs_and_make_tensors(server: Server) -> None:
     assert batch.advantages is not None
 
 
-def test_tokens_make_the_same_groups_as_no_tokens(server: Server) -> None:
+def test_streamed_tokens_make_the_same_groups_as_one_answer(server: Server) -> None:
     with Client(server.url) as client:
         whole = {group.number: group for group in client.rollouts(PROMPTS, seed=3, **SIZES)}
         events = list(client.stream_tokens(PROMPTS, seed=3, chunk_tokens=10, **SIZES))
@@ -83,7 +83,7 @@ def test_tokens_make_the_same_groups_as_no_tokens(server: Server) -> None:
 
 
 class Torn(httpx.BaseTransport):
-    """Loses the connection after so many pieces of each stream."""
+    """Loses the connection after some pieces of each stream."""
 
     def __init__(self, pieces: int) -> None:
         self.pieces = pieces
@@ -130,7 +130,7 @@ def test_lost_connections_change_nothing(server: Server) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("durable", [True, False])
-async def test_leaving_early_leaves_the_engine_idle(server: Server, durable: bool) -> None:
+async def test_the_engine_is_idle_after_a_stream_is_closed_early(server: Server, durable: bool) -> None:
     async with (
         AsyncClient(server.url) as client,
         client.stream_tokens(PROMPTS * 8, chunk_tokens=1, durable=durable, ignore_eos=True, **SIZES) as events,
@@ -139,15 +139,15 @@ async def test_leaving_early_leaves_the_engine_idle(server: Server, durable: boo
     await asyncio.to_thread(wait_idle, server, 10)
 
 
-def test_rewards_are_known_with_the_group_and_the_prompt(server: Server) -> None:
+def test_rewards_appear_in_the_group_and_the_prompts_statistics(server: Server) -> None:
     with Client(server.url) as client:
         [group] = client.rollouts(PromptSpec(PROMPTS[0], key="sdk/rewarded"), **SIZES)
         values = [1.0] * 3 + [0.0] * 5
         assert client.rewards(group, values).matched == 8
         assert client.rewards(group, values).repeated == 8
         [record] = client.groups.get(group.group_id or "")
-        told = [c.reward for c in record.candidates if c.selected_as is not None]
-        assert told == values
+        rewards_of_selected = [c.reward for c in record.candidates if c.selected_as is not None]
+        assert rewards_of_selected == values
         rewards = client.prompts.get("sdk/rewarded").rewards
     assert rewards is not None
     assert (rewards.rewarded, rewards.right) == (8, 3)
@@ -177,7 +177,7 @@ def test_state_and_policy(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_weights_are_pushed_and_later_groups_name_their_version(server: Server) -> None:
-    """The model's own, since the others' tests need them."""
+    """Pushes the original weights, because other tests need them."""
     weights = MODEL / "model.safetensors"
     with Client(server.url) as client:
         before = client.weights.get()

@@ -1,4 +1,4 @@
-"""Keys, rights and limits on the running server."""
+"""API keys, their rights, and limits on the running server."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ GIVEN, FILED, ROTATED, ADMIN = "given-5f1d", "filed-77ab", "rotated-09c2", "admi
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 4, "max_tokens": 20}
 LONG: dict[str, Any] = {**COMPLETION, "n": 16, "max_tokens": 300, "ignore_eos": True}
 ROLLOUT: dict[str, Any] = {"prompts": [{"text": "7a-5b*4>"}], "group_size": 4, "sampling": {"max_tokens": 20}}
-MOST_WAITING, MOST_OF_A_KEY, LARGEST = 6, 40, 100_000
+MAX_WAITING, MAX_OF_A_KEY, LARGEST = 6, 40, 100_000
 PATIENCE = 30.0
 
 
@@ -35,10 +35,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(serve: Serve, keys: Path) -> Iterator[Server]:
-    """A server of its own: guarded, and with room for two candidates."""
+    """A server with keys and with room for two candidates."""
     flags = (
         *("--api-key-file", str(keys / "use"), "--admin-api-key-file", str(keys / "admin"), "--max-num-seqs", "2"),
-        *("--max-queued-candidates", str(MOST_WAITING), "--max-candidates-per-key", str(MOST_OF_A_KEY)),
+        *("--max-queued-candidates", str(MAX_WAITING), "--max-candidates-per-key", str(MAX_OF_A_KEY)),
         *("--max-body-bytes", str(LARGEST)),
     )
     environment = {"VLLM_API_KEY": GIVEN, "VLLM_SERVER_DEV_MODE": "1"}
@@ -57,63 +57,63 @@ def test_probes_and_scrapers_need_no_key(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
-def test_whatever_generates_asks_for_a_key(server: Server, path: str) -> None:
+def test_generation_routes_need_a_key(server: Server, path: str) -> None:
     assert [call(server, "POST", path, key, json=COMPLETION).status_code for key in (None, "wrong")] == [401, 401]
     for key in (GIVEN, FILED, ADMIN):
         assert call(server, "POST", path, key, json=COMPLETION).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/generative_scoring", "/tokenize", "/darts/v1/rollouts", "/darts/v1/rewards"])
-def test_so_does_all_else_that_is_not_public(server: Server, path: str) -> None:
+def test_all_other_routes_that_are_not_public_need_a_key(server: Server, path: str) -> None:
     assert call(server, "POST", path, None, json={}).status_code == 401
 
 
 @pytest.mark.parametrize("path", ["/pause", "/update_weights", "/scale_elastic_ep", "/reset_prefix_cache", "/sleep"])
-def test_vllms_control_routes_take_an_admin_key(server: Server, path: str) -> None:
+def test_vllms_control_routes_need_an_admin_key(server: Server, path: str) -> None:
     assert call(server, "POST", path, None, json={}).status_code == 401
     assert call(server, "POST", path, GIVEN, json={}).status_code == 403
 
 
-def test_an_admin_key_opens_them(server: Server) -> None:
+def test_an_admin_key_may_call_control_routes(server: Server) -> None:
     assert call(server, "POST", "/reset_prefix_cache", ADMIN).status_code == 200
     assert call(server, "GET", "/server_info", ADMIN).status_code == 200
     assert call(server, "PATCH", "/darts/v1/policy", ADMIN, json={}).status_code == 200
 
 
-def test_dangerous_routes_are_shut_to_admins_too(server: Server) -> None:
+def test_dangerous_routes_are_closed_to_admin_keys_too(server: Server) -> None:
     answer = call(server, "POST", "/collective_rpc", ADMIN, json={"method": "any"})
     assert answer.status_code == 403
     assert "--allow-dangerous-routes" in answer.json()["error"]["message"]
 
 
-def test_a_large_body_is_refused_on_every_route(server: Server) -> None:
+def test_a_large_body_is_rejected_on_every_route(server: Server) -> None:
     for path in ("/v1/completions", "/tokenize", "/darts/v1/rollouts"):
         answer = call(server, "POST", path, GIVEN, content=b" " * (LARGEST + 1))
         assert answer.status_code == 413, path
         assert f"at most {LARGEST} bytes" in answer.json()["error"]["message"]
 
 
-def test_while_much_waits_all_routes_refuse_for_a_time_and_serve_again_after_it(server: Server) -> None:
+def test_all_routes_answer_429_while_the_queue_is_full_and_serve_again_afterwards(server: Server) -> None:
     with ThreadPoolExecutor() as pool:
         long = [pool.submit(call, server, "POST", "/v1/completions", GIVEN, json=LONG)]
         deadline = time.monotonic() + PATIENCE
-        while server.metric("vllm:num_requests_waiting") < MOST_WAITING:
+        while server.metric("vllm:num_requests_waiting") < MAX_WAITING:
             assert time.monotonic() < deadline
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "7a>"}], "max_tokens": 5}
-        asked = [("/v1/completions", COMPLETION), ("/v1/completions", COMPLETION | {"stream": True})]
-        asked += [("/v1/chat/completions", chat), ("/v1/messages", chat), ("/darts/v1/rollouts", ROLLOUT)]
-        for path, body in asked:
+        refused = [("/v1/completions", COMPLETION), ("/v1/completions", COMPLETION | {"stream": True})]
+        refused += [("/v1/chat/completions", chat), ("/v1/messages", chat), ("/darts/v1/rollouts", ROLLOUT)]
+        for path, body in refused:
             answer = call(server, "POST", path, FILED, json=body)
             assert answer.status_code == 429, (path, answer.text)
             assert int(answer.headers["Retry-After"]) > 0
             assert answer.json()["error"]["type"] == "RateLimitError"
-        assert server.metric("darts_requests_refused_total", reason="queue") == len(asked)
+        assert server.metric("darts_requests_refused_total", reason="queue") == len(refused)
         assert long[0].result().status_code == 200
     assert call(server, "POST", "/darts/v1/rollouts", FILED, json=ROLLOUT).status_code == 200
     assert server.busy() == 0
 
 
-def test_a_key_cannot_ask_for_more_than_its_share_not_even_by_many_prompts(server: Server) -> None:
+def test_a_key_cannot_exceed_its_candidates_by_sending_many_prompts(server: Server) -> None:
     body = COMPLETION | {"prompt": ["7a-5b*4>"] * 3, "n": 16}
     answer = call(server, "POST", "/v1/completions", GIVEN, json=body)
     assert answer.status_code == 400
@@ -122,7 +122,7 @@ def test_a_key_cannot_ask_for_more_than_its_share_not_even_by_many_prompts(serve
     assert call(server, "POST", "/v1/completions", ADMIN, json=body).status_code == 200
 
 
-def test_keys_are_exchanged_while_the_server_runs(server: Server, keys: Path) -> None:
+def test_keys_are_reloaded_on_sighup(server: Server, keys: Path) -> None:
     (keys / "use").write_text(f"{ROTATED}\n")
     os.kill(server.process.pid, signal.SIGHUP)
     deadline = time.monotonic() + PATIENCE
@@ -137,7 +137,7 @@ def test_no_key_was_ever_logged(server: Server) -> None:
     assert not [key for key in (GIVEN, FILED, ROTATED, ADMIN) if key in log]
 
 
-def test_it_does_not_start_where_other_machines_reach_it_without_a_key() -> None:
+def test_without_a_key_it_does_not_start_on_an_address_that_other_machines_reach() -> None:
     command = [sys.executable, "-m", *DARTS, "--host", "0.0.0.0"]
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | ENVIRONMENT
     ended = subprocess.run(command, capture_output=True, text=True, timeout=STARTUP_SECONDS, env=environment)

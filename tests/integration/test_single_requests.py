@@ -1,4 +1,4 @@
-"""Trainers that ask for each trajectory by itself: groups put together from single requests, on real vLLM."""
+"""Groups joined from single requests, one per trajectory, on real vLLM."""
 
 import asyncio
 from collections import Counter
@@ -23,7 +23,7 @@ def body(prompt: str) -> dict[str, object]:
     return {"model": "tiny", "prompt": prompt, "max_tokens": 256, "temperature": 1.0, "return_token_ids": True}
 
 
-async def test_64_prompts_by_8_single_requests_of_which_a_tenth_hang_up(server: Server) -> None:
+async def test_64_groups_of_8_single_requests_of_which_a_tenth_disconnect(server: Server) -> None:
     rng = Random(11)
     prompts = list({sample_problem(rng).prompt: None for _ in range(3 * PROMPTS)})[:PROMPTS]
     callers = [prompt for prompt in prompts for _ in range(SIZE)]
@@ -53,24 +53,24 @@ async def test_64_prompts_by_8_single_requests_of_which_a_tenth_hang_up(server: 
             assert answer.status_code == 200, answer.text
             [choice] = answer.json()["choices"]
             name = answer.headers["X-Darts-Group-Id"]
-            told = await client.get(f"{server.url}/darts/v1/groups/{name}")
-            [groups[name]] = told.json()["groups"]
+            record = await client.get(f"{server.url}/darts/v1/groups/{name}")
+            [groups[name]] = record.json()["groups"]
             assert answer.json()["id"] in {member.rpartition("-")[0] for member in groups[name]["members"]}
             taken[name, len(choice["token_ids"])] += 1
 
     whole = [g for g in groups.values() if g["outcome"] == "completed" and g["group_size"] == SIZE]
-    # Of the others, a caller hung up before it had taken a seat.
+    # In the others a caller disconnected before it had joined.
     assert len(whole) > PROMPTS / 3, Counter((g["outcome"], g["group_size"]) for g in groups.values())
     for group in whole:
-        follows_the_rule(group)
+        check_selection(group)
     for (name, length), count in taken.items():
         held = [c["length"] for c in groups[name]["candidates"] if c["selected_as"]]
         assert count <= held.count(length), "a candidate was given twice"
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
 
 
-def follows_the_rule(group: dict[str, object]) -> None:
-    """The seven shortest are in, and whoever was stopped could not have been one of them."""
+def check_selection(group: dict[str, object]) -> None:
+    """Check that the seven shortest are selected, and that no stopped candidate could have been one of them."""
     candidates = group["candidates"]
     assert isinstance(candidates, list)
     order = {c["index"]: (c["length"] + (c["finish_reason"] is None), c["index"]) for c in candidates}
@@ -84,7 +84,7 @@ def follows_the_rule(group: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_generation_route_takes_part(server: Server, stream: bool) -> None:
+async def test_every_generation_route_joins_groups(server: Server, stream: bool) -> None:
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "7a-5b*4>"}], "max_tokens": 60, "stream": stream}
     routes = {
         "v1/completions": body("7a-5b*4>") | {"stream": stream},
@@ -102,17 +102,17 @@ async def test_every_generation_route_takes_part(server: Server, stream: bool) -
                 assert len({answer.headers["X-Darts-Group-Id"] for answer in answers}) == 1
 
 
-async def test_names_keep_groups_of_one_prompt_apart_and_find_them_again(server: Server) -> None:
+async def test_group_ids_separate_groups_of_one_prompt_and_find_them_again(server: Server) -> None:
     async with httpx.AsyncClient(timeout=60, limits=NO_LIMIT) as client:
         names = ["red", "blue"] * 4
-        asked = (
+        posts = (
             client.post(
                 f"{server.url}/v1/completions",
                 json=body("1a+5b*4c-3>") | {"vllm_xargs": {"darts_group_id": name, "darts_group_size": 4}},
             )
             for name in names
         )
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*posts)
         for name in ("red", "blue"):
             [group] = (await client.get(f"{server.url}/darts/v1/groups/{name}")).json()["groups"]
             theirs = {a.headers["X-Darts-Group-Id"] for a, n in zip(answers, names, strict=True) if n == name}
@@ -120,7 +120,7 @@ async def test_names_keep_groups_of_one_prompt_apart_and_find_them_again(server:
             assert (group["group_size"], len(group["candidates"])) == (4, 6)
 
 
-async def test_a_lone_request_is_answered_as_if_nothing_were_shaped(server: Server) -> None:
+async def test_a_lone_request_is_answered_like_an_unshaped_one(server: Server) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
         seeded = body("9a-1b*3c+8d-5e*2f+7g-1>") | {"seed": 5}
         answer = await client.post(f"{server.url}/v1/completions", json=seeded, headers=GROUP)
@@ -131,7 +131,7 @@ async def test_a_lone_request_is_answered_as_if_nothing_were_shaped(server: Serv
         assert len(group["candidates"]) == 1
 
 
-async def test_a_group_without_a_size_is_refused(server: Server) -> None:
+async def test_a_group_without_a_size_is_rejected(server: Server) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
         answer = await client.post(
             f"{server.url}/v1/completions", json=body("7a-5b*4>"), headers={"X-Darts-Group": "id=x"}

@@ -1,4 +1,4 @@
-"""What is learned and how groups are shaped, read and changed while the server runs."""
+"""Read and change learned state and policy while the server runs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ BODY = {"model": "tiny", "prompt": "2a+3b-1c>", "n": 2, "max_tokens": 100}
 
 @pytest.fixture
 def api(server: Server) -> Iterator[httpx.Client]:
-    """The server's API; afterwards it shapes and knows what it did before."""
+    """A client of the server, whose policy and state are restored afterwards."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
         state, policy = client.get("/darts/v1/state").content, client.get("/darts/v1/policy").json()
         del policy["policies"]
@@ -26,7 +26,7 @@ def api(server: Server) -> Iterator[httpx.Client]:
 
 
 def groups(api: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """The groups that one request was served as; none if it was not shaped."""
+    """Return the groups of one request; none if it was not shaped."""
     answer = api.post("/v1/completions", json=BODY | body)
     assert len(answer.json()["choices"]) == (BODY | body)["n"]
     name = answer.headers.get("X-Darts-Group-Id")
@@ -34,15 +34,15 @@ def groups(api: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_restored_state_knows_what_the_saved_one_did(api: httpx.Client) -> None:
+def test_a_restored_state_equals_the_saved_one(api: httpx.Client) -> None:
     [group] = groups(api, n=8)
     url = f"/darts/v1/prompts/{group['prompt_key']}"
-    known = api.get(url).json()
+    learned = api.get(url).json()
     saved = api.get("/darts/v1/state").content
 
     groups(api, n=8)
     more = api.get(url).json()
-    assert more["groups"] == known["groups"] + 1
+    assert more["groups"] == learned["groups"] + 1
     refused = api.put("/darts/v1/state", content=saved[:-1])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "body")
     assert api.get(url).json() == more
@@ -50,11 +50,11 @@ def test_a_restored_state_knows_what_the_saved_one_did(api: httpx.Client) -> Non
     restored = api.put("/darts/v1/state", content=saved)
     assert restored.status_code == 200
     assert restored.json()["prompts"] >= 1
-    assert api.get(url).json() == known
+    assert api.get(url).json() == learned
     assert api.get("/darts/v1/state").content == saved
 
 
-def test_groups_are_shaped_as_the_policy_route_last_said(api: httpx.Client) -> None:
+def test_groups_follow_changes_of_the_policy_route(api: httpx.Client) -> None:
     assert len(groups(api)[0]["candidates"]) == 3
     assert api.patch("/darts/v1/policy", json={"policy": "off"}).json()["policy"] == "off"
     assert groups(api) == []
@@ -63,7 +63,7 @@ def test_groups_are_shaped_as_the_policy_route_last_said(api: httpx.Client) -> N
     assert (group["policy"], len(group["candidates"])) == ("uniform", 5)
 
 
-def test_a_refused_change_names_its_key_and_changes_nothing(api: httpx.Client) -> None:
+def test_a_rejected_change_names_its_key_and_changes_nothing(api: httpx.Client) -> None:
     before = api.get("/darts/v1/policy").json()
     refused = api.patch("/darts/v1/policy", json={"policy": "off", "redundancy": "2"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "redundancy")
@@ -79,7 +79,7 @@ def test_a_refused_change_names_its_key_and_changes_nothing(api: httpx.Client) -
         ({"X-Darts-Prompt-Key": "a"}, {"darts_prompt_key": "b"}, "vllm_xargs.darts_prompt_key"),
     ],
 )
-def test_options_that_cannot_be_are_the_callers_mistake(
+def test_invalid_options_get_a_400_that_names_them(
     api: httpx.Client, headers: dict[str, str], xargs: dict[str, Any], param: str
 ) -> None:
     answer = api.post("/v1/completions", json=BODY | {"vllm_xargs": xargs}, headers=headers)

@@ -1,4 +1,4 @@
-"""Batches told token by token, taken up again and cancelled, on real vLLM."""
+"""Batches streamed token by token, resumed and cancelled, on real vLLM."""
 
 from typing import Any
 from uuid import uuid4
@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from darts_server.demo.server import Server
-from tests.integration.events import Told, put_together, told_by
+from tests.integration.events import Events, assemble_groups, read_events
 from tests.integration.test_rollouts import LONG, SIZE, prompts
 from tests.integration.waiting import wait_idle
 
@@ -24,29 +24,29 @@ def key() -> dict[str, str]:
     return {"Idempotency-Key": str(uuid4())}
 
 
-def tell(server: Server, body: dict[str, Any], headers: dict[str, str] | None = None) -> Told:
+def stream(server: Server, body: dict[str, Any], headers: dict[str, str] | None = None) -> Events:
     with httpx.stream("POST", url(server), json=body, headers=headers, timeout=120) as answer:
         assert answer.status_code == 200, answer.read()
-        return list(told_by(answer))
+        return list(read_events(answer))
 
 
-def attach(server: Server, batch: str, after: int) -> Told:
+def attach(server: Server, batch: str, after: int) -> Events:
     headers = {"Last-Event-ID": str(after)}
     with httpx.stream("GET", url(server, batch), headers=headers, timeout=120) as answer:
         assert answer.status_code == 200, answer.read()
-        return list(told_by(answer))
+        return list(read_events(answer))
 
 
-def check(told: Told) -> list[dict[str, Any]]:
-    assert [number for number, _, _ in told] == list(range(1, len(told) + 1))
-    assert (told[0][1], told[-1][1]) == ("batch", "done")
-    return put_together(told)
+def check(events: Events) -> list[dict[str, Any]]:
+    assert [number for number, _, _ in events] == list(range(1, len(events) + 1))
+    assert (events[0][1], events[-1][1]) == ("batch", "done")
+    return assemble_groups(events)
 
 
 @pytest.mark.parametrize("policy", ["uniform", "darts", "darts_cut", "shadow:uniform"])
-def test_what_is_told_comes_to_whole_groups(server: Server, policy: str) -> None:
+def test_events_add_up_to_whole_groups(server: Server, policy: str) -> None:
     sampling = {"max_tokens": 200, "logprobs": True}
-    groups = check(tell(server, BODY | {"sampling": sampling, "policy": {"name": policy}}, key()))
+    groups = check(stream(server, BODY | {"sampling": sampling, "policy": {"name": policy}}, key()))
     assert [group["metadata"]["place"] for group in groups] == list(range(8))
     for group in groups:
         assert len(group["trajectories"]) == SIZE
@@ -54,9 +54,9 @@ def test_what_is_told_comes_to_whole_groups(server: Server, policy: str) -> None
             assert trajectory["length"] == len(trajectory["token_ids"]) == len(trajectory["logprobs"])
 
 
-def test_it_is_what_the_same_request_gives_as_one_answer(server: Server) -> None:
+def test_streamed_groups_equal_those_of_one_answer(server: Server) -> None:
     body = BODY | {"sampling": {"max_tokens": 200, "seed": 3, "logprobs": True}, "policy": {"name": "off"}}
-    groups = check(tell(server, body))
+    groups = check(stream(server, body))
     whole = httpx.post(url(server), json=_plain(body), timeout=120).json()["groups"]
     for ours, theirs in zip(groups, whole, strict=True):
         assert [_content(t) for t in ours["trajectories"]] == [_content(t) for t in theirs["trajectories"]]
@@ -72,9 +72,9 @@ def _content(trajectory: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("included", [False, True])
-def test_a_stop_string_takes_back_none_of_the_tokens_that_were_told(server: Server, included: bool) -> None:
+def test_a_stop_string_retracts_no_streamed_token(server: Server, included: bool) -> None:
     sampling = {"max_tokens": 200, "stop": ["#", "=0c"], "include_stop_str_in_output": included, "logprobs": True}
-    groups = check(tell(server, BODY | {"sampling": sampling, "chunk_tokens": 1}))
+    groups = check(stream(server, BODY | {"sampling": sampling, "chunk_tokens": 1}))
     stopped = [t for group in groups for t in group["trajectories"] if t["finish_reason"] == "stop"]
     assert stopped
     assert any(t["text"].endswith(("#", "=0c")) for t in stopped) == included
@@ -82,12 +82,12 @@ def test_a_stop_string_takes_back_none_of_the_tokens_that_were_told(server: Serv
         assert trajectory["length"] == len(trajectory["token_ids"]) == len(trajectory["logprobs"])
 
 
-def test_without_logprobs_none_are_told(server: Server) -> None:
-    told = tell(server, BODY | {"sampling": {"max_tokens": 40}})
-    assert {data["logprobs"] for _, name, data in told if name == "delta"} == {None}
+def test_no_log_probs_are_streamed_unless_requested(server: Server) -> None:
+    events = stream(server, BODY | {"sampling": {"max_tokens": 40}})
+    assert {data["logprobs"] for _, name, data in events if name == "delta"} == {None}
 
 
-def test_the_same_key_gives_the_same_answer_and_another_body_is_refused(server: Server) -> None:
+def test_an_idempotency_key_returns_the_same_answer_and_rejects_another_body(server: Server) -> None:
     headers, body = key(), _plain(BODY) | {"sampling": {"max_tokens": 100}}
     first = httpx.post(url(server), json=body, headers=headers, timeout=120)
     started = server.metric("darts_candidates_started_total")
@@ -99,56 +99,56 @@ def test_the_same_key_gives_the_same_answer_and_another_body_is_refused(server: 
     assert httpx.delete(url(server, first.json()["id"])).json() == {"id": first.json()["id"], "cancelled": False}
 
 
-def test_a_stream_that_broke_off_is_taken_up_where_it_was(server: Server) -> None:
+def test_a_broken_stream_is_resumed_where_it_broke(server: Server) -> None:
     headers, body = key(), BODY | {"sampling": {"max_tokens": 200, "logprobs": True}, "chunk_tokens": 2}
-    told: Told = []
+    events: Events = []
     with httpx.stream("POST", url(server), json=body, headers=headers, timeout=60) as answer:
-        for one in told_by(answer):
-            told.append(one)
-            if len(told) == 100:
+        for one in read_events(answer):
+            events.append(one)
+            if len(events) == 100:
                 break
-    batch = told[0][2]["id"]
+    batch = events[0][2]["id"]
     rest = attach(server, batch, 100)
-    assert len(put_together(told + rest)) == 8
-    gone = {data["trajectory_id"] for _, name, data in told + rest if name == "discard"}
-    lasting = [one for one in told + rest if one[1] != "delta" or one[2]["trajectory_id"] not in gone]
+    assert len(assemble_groups(events + rest)) == 8
+    gone = {data["trajectory_id"] for _, name, data in events + rest if name == "discard"}
+    lasting = [one for one in events + rest if one[1] != "delta" or one[2]["trajectory_id"] not in gone]
     assert attach(server, batch, 0) == lasting
-    assert tell(server, body, headers) == lasting
+    assert stream(server, body, headers) == lasting
     assert attach(server, batch, rest[-1][0]) == []
     late = httpx.get(url(server, batch), headers={"Last-Event-ID": str(rest[-1][0] + 1)})
     assert (late.status_code, late.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
-def test_a_caller_that_leaves_in_the_middle_leaves_nothing_running(server: Server) -> None:
+def test_nothing_runs_on_after_a_client_closes_its_stream(server: Server) -> None:
     with httpx.stream("POST", url(server), json=LONG | {"stream": "tokens"}, timeout=60) as answer:
-        told = told_by(answer)
-        assert next(told)[1] == "batch"
-        assert next(told)[1] == "delta"
+        events = read_events(answer)
+        assert next(events)[1] == "batch"
+        assert next(events)[1] == "delta"
     wait_idle(server, 10.0)
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
 
 
-def test_a_reader_that_stalls_holds_up_nobody_and_then_hears_all(server: Server) -> None:
+def test_a_stalled_reader_delays_no_other_client_and_then_gets_all_events(server: Server) -> None:
     body = BODY | {"sampling": {"max_tokens": 250, "ignore_eos": True, "logprobs": True}, "chunk_tokens": 1}
     with httpx.stream("POST", url(server), json=body, timeout=120) as answer:
-        told = told_by(answer)
-        first = next(told)
+        events = read_events(answer)
+        first = next(events)
         other = httpx.post(url(server), json=_plain(BODY) | {"sampling": {"max_tokens": 20}}, timeout=60)
         assert len(other.json()["groups"]) == 8
         wait_idle(server, 60.0)
-        assert len(check([first, *told])) == 8
+        assert len(check([first, *events])) == 8
 
 
 @pytest.mark.parametrize("headers", [{}, key()])
-def test_a_cancelled_batch_is_an_error_for_who_listens(server: Server, headers: dict[str, str]) -> None:
+def test_a_reader_of_a_cancelled_batch_gets_an_error_event(server: Server, headers: dict[str, str]) -> None:
     body = LONG | {"stream": "tokens", "chunk_tokens": 8}
     with httpx.stream("POST", url(server), json=body, headers=headers, timeout=60) as answer:
-        events = told_by(answer)
+        events = read_events(answer)
         batch = next(events)[2]["id"]
         assert httpx.delete(url(server, batch)).json() == {"id": batch, "cancelled": True}
-        told = list(events)
-    assert told[-1][1] == "error"
-    assert told[-1][2]["error"]["code"] == 503
+        rest = list(events)
+    assert rest[-1][1] == "error"
+    assert rest[-1][2]["error"]["code"] == 503
     wait_idle(server, 10.0)
     again = httpx.delete(url(server, batch))
     assert again.status_code == (200 if headers else 404)
@@ -156,7 +156,7 @@ def test_a_cancelled_batch_is_an_error_for_who_listens(server: Server, headers: 
         assert again.json()["cancelled"] is False
 
 
-def test_a_batch_with_a_key_goes_on_without_its_caller(server: Server) -> None:
+def test_a_batch_with_a_key_continues_without_its_client(server: Server) -> None:
     headers, cancelled = key(), server.metric("darts_groups_total", outcome="cancelled")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(url(server), json=LONG, headers=headers, timeout=httpx.Timeout(30, read=0.3))
@@ -165,18 +165,18 @@ def test_a_batch_with_a_key_goes_on_without_its_caller(server: Server) -> None:
     assert server.metric("darts_groups_total", outcome="cancelled") == cancelled
 
 
-def test_the_first_groups_to_be_decided_are_enough(server: Server) -> None:
+def test_num_groups_returns_the_first_complete_groups(server: Server) -> None:
     body = _plain(BODY) | {"num_groups": 3, "sampling": {"max_tokens": 250, "ignore_eos": False}}
     whole = httpx.post(url(server), json=body, timeout=60).json()
-    told = tell(server, body | {"stream": "tokens"})
-    groups = check(told)
-    for decided, left in ((whole["groups"], whole["unfinished"]), (groups, told[-1][2]["unfinished"])):
+    events = stream(server, body | {"stream": "tokens"})
+    groups = check(events)
+    for decided, left in ((whole["groups"], whole["unfinished"]), (groups, events[-1][2]["unfinished"])):
         assert len(decided) == 3
         assert sorted([group["number"] for group in decided] + [one["number"] for one in left]) == list(range(8))
         assert [one["metadata"]["place"] for one in left] == [one["number"] for one in left]
         assert all(one["prompt_key"] for one in left)
-    ended = {data["trajectory_id"] for _, name, data in told if name in ("trajectory", "discard")}
-    assert {data["trajectory_id"] for _, name, data in told if name == "delta"} <= ended
+    ended = {data["trajectory_id"] for _, name, data in events if name in ("trajectory", "discard")}
+    assert {data["trajectory_id"] for _, name, data in events if name == "delta"} <= ended
     wait_idle(server, 10.0)
 
 
@@ -192,7 +192,7 @@ def test_the_first_groups_to_be_decided_are_enough(server: Server) -> None:
         ({}, {"Idempotency-Key": "k" * 201}, 400, "Idempotency-Key"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_invalid_input_is_named_and_starts_nothing(
     server: Server, change: dict[str, object], headers: dict[str, str], status: int, param: str
 ) -> None:
     started = server.metric("darts_candidates_started_total")
@@ -202,7 +202,7 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize(("method", "headers"), [("GET", {}), ("DELETE", {}), ("GET", {"Last-Event-ID": "3"})])
-def test_a_batch_that_is_not_there_is_not_found(server: Server, method: str, headers: dict[str, str]) -> None:
+def test_an_unknown_batch_is_not_found(server: Server, method: str, headers: dict[str, str]) -> None:
     answer = httpx.request(method, url(server, "batch-none"), headers=headers)
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "batch_id")
     wrong = httpx.get(url(server, "batch-none"), headers={"Last-Event-ID": "x"})

@@ -1,4 +1,4 @@
-"""The training example, end to end: its weights arrive, its groups are shaped, its evaluation is not."""
+"""The training example, end to end: weights are updated, training is shaped, evaluation is not."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ STEPS = 3
 
 def test_each_step_samples_with_the_weights_of_the_step_before(serve: Serve, tmp_path: Path) -> None:
     recipe = train.Recipe()
-    with serve(DARTS, tmp_path / "server.log") as server:  # its own: the others' must keep the committed weights
+    with serve(DARTS, tmp_path / "server.log") as server:  # its own: the shared one keeps its weights
         out = ["--url", server.url, "--out", str(tmp_path)]
         train.main(["--policy", "darts_cut", "--steps", str(STEPS), *out])
         started = server.metric("darts_candidates_started_total")
@@ -32,7 +32,7 @@ def test_each_step_samples_with_the_weights_of_the_step_before(serve: Serve, tmp
     assert all(min(step.seconds.rollout, step.seconds.train, step.seconds.push) > 0 for step in steps)
     assert sum(step.truncated for step in steps) * recipe.prompts * recipe.group_size >= cut
 
-    # Candidates are counted where groups are shaped: all of training's are, none of the evaluations'.
+    # Only shaped candidates are counted: all of training, none of the evaluations.
     assert started == STEPS * recipe.prompts * recipe.group_size * 1.5
     last = entries[-1].held_out
     assert before.held_out is not None

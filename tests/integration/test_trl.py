@@ -1,4 +1,4 @@
-"""TRL's own client, unchanged."""
+"""TRL's own client, unmodified."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from darts_server.demo.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>"]
-# TRL asks for a distribution named "vllm"; the CPU build's is named otherwise. This one is metadata alone.
+# TRL looks for a distribution named "vllm"; the CPU build has another name. The shim has nothing but metadata.
 SHIM = Path(__file__).parent / "shim"
 
 

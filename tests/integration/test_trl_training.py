@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer trains against the server, on a CPU and without NCCL."""
+"""TRL's GRPOTrainer trains against the server on a CPU, without NCCL."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -32,21 +32,21 @@ UPDATES = "darts_weight_updates_total"
 
 @pytest.fixture(scope="module")
 def own(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of this module's: the others' must keep the committed weights."""
+    """A server of its own: the shared one keeps its weights."""
     with serve(DARTS, tmp_path_factory.mktemp("trl") / "log", "--logprobs-mode", "processed_logprobs") as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The server needs the other core."""
+    """Leave the other core to the server."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def counted(server: Server) -> dict[str, float]:
+def counters(server: Server) -> dict[str, float]:
     return {
         STARTED: server.metric(STARTED),
         GROUPS: server.metric(GROUPS, outcome="completed"),
@@ -60,11 +60,11 @@ def counted(server: Server) -> dict[str, float]:
 def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rewards(
     own: Server, tmp_path: Path
 ) -> None:
-    before = counted(own)
+    before = counters(own)
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": RECIPE.steps}
     trainer = make_trainer(own.url, "darts_cut", RECIPE, seed=0, out=tmp_path, **saving)
     trainer.train()
-    grew = {name: value - before[name] for name, value in counted(own).items()}
+    grew = {name: value - before[name] for name, value in counters(own).items()}
 
     history: list[dict[str, Any]] = trainer.state.log_history
     steps = [line for line in history if "loss" in line]
@@ -79,13 +79,12 @@ def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rew
     # Once before each step, and once for the evaluation after the last.
     assert grew[UPDATES] == RECIPE.steps + EVALUATIONS
 
-    # Groups and candidates are counted where there is shaping: all of training's are, none of the evaluation's, which
-    # came after the last log.
+    # Only shaped groups and candidates are counted: all of training, none of the evaluation after the last log.
     groups, completions = RECIPE.steps * RECIPE.prompts, RECIPE.steps * RECIPE.prompts * RECIPE.group_size
     assert grew[GROUPS] == groups
     assert grew[STARTED] == sum(step["darts/candidates_started"] for step in steps) > completions
 
-    # A reward is for all trajectories with the same tokens, so those of equal completions come as repeated ones.
+    # A reward counts for all trajectories with the same tokens, so equal completions are reported as repeated.
     (report,) = trainer.reward_reports
     assert report.matched + report.repeated == completions
     assert (report.unknown, report.unreported, grew[UNKNOWN]) == (0, 0, 0)
@@ -98,7 +97,7 @@ def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rew
         assert client.state.load(tmp_path / f"checkpoint-{RECIPE.steps}" / "darts-state") >= RECIPE.pool
 
 
-def test_an_adapter_is_served_merged_and_alone_is_trained(own: Server, tmp_path: Path) -> None:
+def test_an_adapter_is_trained_alone_and_served_merged(own: Server, tmp_path: Path) -> None:
     trainer = make_trainer(own.url, "uniform", replace(RECIPE, steps=3), seed=1, out=tmp_path, lora=8)
     model: Any = trainer.model
     base = {name: tensor.clone() for name, tensor in model.named_parameters() if "lora" not in name}
@@ -108,9 +107,9 @@ def test_an_adapter_is_served_merged_and_alone_is_trained(own: Server, tmp_path:
     assert len(gaps) == 3
     assert max(gaps) < 1e-3
 
-    for name, tensor in model.named_parameters():  # merged for each push, and taken out again: that rounds
+    for name, tensor in model.named_parameters():  # merging for each push and unmerging rounds
         assert "lora" in name or torch.allclose(tensor, base[name], rtol=0, atol=1e-6), name
-    # The server has the trained adapter's policy, and not the base's alone.
+    # The server has the policy of the trained adapter, not that of the base model.
     with Client(own.url) as client:
         trainer.vllm_generation.sync_weights()  # type: ignore[no-untyped-call, unused-ignore]
         (group,) = client.rollouts([PROMPT], group_size=2, max_tokens=40, policy="off")
@@ -118,12 +117,12 @@ def test_an_adapter_is_served_merged_and_alone_is_trained(own: Server, tmp_path:
     with_adapter = scored(model, trajectory.token_ids)
     with model.disable_adapter():
         without = scored(model, trajectory.token_ids)
-    told = torch.tensor(trajectory.logprobs)
-    assert (told - with_adapter).abs().max() < 1e-4 < (told - without).abs().max()
+    served = torch.tensor(trajectory.logprobs)
+    assert (served - with_adapter).abs().max() < 1e-4 < (served - without).abs().max()
 
 
 def scored(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probs of these tokens after `PROMPT`."""
+    """Return the log-probs of these tokens after `PROMPT`."""
     prompt = build_tokenizer()(PROMPT)["input_ids"]
     with torch.no_grad():
         logits = model(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1]
@@ -133,8 +132,8 @@ def scored(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def test_the_pages_snippets_run(
     own: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = counted(own)
-    (tmp_path / "darts_server").symlink_to(ROOT / "darts_server")  # they read and write where they are run
+    before = counters(own)
+    (tmp_path / "darts_server").symlink_to(ROOT / "darts_server")  # the snippets use relative paths
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trl.md").read_text(), re.DOTALL)
     names: dict[str, object] = {}
@@ -142,4 +141,4 @@ def test_the_pages_snippets_run(
         exec(snippet.replace("http://localhost:8000", own.url), names)
     assert "RewardReport(" in capsys.readouterr().out
     assert (tmp_path / "out" / "trl" / "checkpoint-2" / "darts-state").is_file()
-    assert counted(own)[GROUPS] - before[GROUPS] == 2 * 2  # steps and prompts; the evaluation's are not shaped
+    assert counters(own)[GROUPS] - before[GROUPS] == 2 * 2  # steps and prompts; the evaluation is not shaped

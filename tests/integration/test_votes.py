@@ -1,4 +1,4 @@
-"""Votes on real vLLM."""
+"""The vote route on real vLLM."""
 
 import httpx
 import pytest
@@ -13,7 +13,7 @@ EASY = "7a-5b*4>"
 ANSWER = "#([0-9])$"
 
 
-def test_a_vote_stops_what_cannot_change_it_and_leaves_nothing_behind(server: Server) -> None:
+def test_a_vote_stops_candidates_that_cannot_change_it_and_nothing_runs_on(server: Server) -> None:
     with Client(server.url) as client:
         votes = [
             client.vote(EASY, n=16, max_tokens=MAX_RESPONSE_TOKENS, pattern=ANSWER, seed=seed, key="votes/easy")
@@ -30,8 +30,8 @@ def test_a_vote_stops_what_cannot_change_it_and_leaves_nothing_behind(server: Se
     wait_idle(server, 10.0)
 
 
-def test_a_vote_that_ends_early_has_the_answer_of_the_whole_one(server: Server) -> None:
-    """The same seeds give the same trajectories, of which an unshaped batch returns all."""
+def test_the_trajectories_of_a_vote_are_those_of_an_unshaped_batch(server: Server) -> None:
+    """An unshaped batch with the same seeds returns all trajectories that the vote may see."""
     whole = {
         "prompts": [{"text": EASY}],
         "group_size": 8,
@@ -66,7 +66,7 @@ def test_a_vote_that_ends_early_has_the_answer_of_the_whole_one(server: Server) 
         ({"weights": "rank"}, "score"),
     ],
 )
-def test_bad_input_is_named_and_starts_nothing(server: Server, change: dict[str, object], param: str) -> None:
+def test_invalid_input_is_named_and_starts_nothing(server: Server, change: dict[str, object], param: str) -> None:
     started = server.metric("darts_candidates_started_total")
     body = {"prompt": EASY, "n": 4, "pattern": ANSWER} | change
     answer = httpx.post(f"{server.url}/darts/v1/vote", json=body, timeout=60)

@@ -1,4 +1,4 @@
-"""vLLM's own routes of pauses and weights, as trainers use them, while groups run."""
+"""vLLM's own routes for pauses and weights, as trainers use them, while groups run."""
 
 import asyncio
 import json
@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 
 from darts_server.demo.server import DARTS, Server
 from tests.integration import backend, waiting
-from tests.integration.events import Told, put_together, told_by
+from tests.integration.events import Events, assemble_groups, read_events
 from tests.integration.fork_server import Serve
-from tests.integration.weights import ORIGINAL, PROMPT, difference, other, put, sampled, served, told
+from tests.integration.weights import ORIGINAL, PROMPT, check_served, max_difference, perturbed, put, sample, status
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 PATIENCE = 12.0
-"""Seconds after which a trainer that does not call counts as dead: many times what a step takes."""
+"""Seconds without a call after which the trainer counts as dead: many times what a step takes."""
 GROUP: dict[str, Any] = {
     "prompts": [{"text": PROMPT}],
     "group_size": 4,
@@ -46,7 +46,7 @@ def server(serve: Serve, folder: Path) -> Iterator[Server]:
 
 
 class Trainer:
-    """Calls the routes in the order of SkyRL's and TRL's clients, and expects what vLLM answers."""
+    """Calls the routes in the order of SkyRL's and TRL's clients, and checks for vLLM's answers."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self._url = server.url
@@ -69,7 +69,7 @@ class Trainer:
 
     def write(self, seed: int, *names: str) -> None:
         path = self._folder / f"{seed}.safetensors"
-        save_file(other(seed), path)
+        save_file(perturbed(seed), path)
         info = {"path": str(path), "names": list(names) or sorted(ORIGINAL)}
         answer = self.post("/update_weights", {"update_info": info})
         assert (answer.status_code, answer.json()) == (200, {"message": "Weights updated"})
@@ -91,23 +91,23 @@ def trainer(server: Server, folder: Path) -> Trainer:
     return Trainer(server, folder)
 
 
-def ended(server: Server, seconds: float = 30.0) -> dict[str, Any]:
-    """What is told once the update under way has ended."""
+def wait_serving(server: Server, seconds: float = 30.0) -> dict[str, Any]:
+    """Wait for the end of the update in progress; return the status."""
     deadline = time.monotonic() + seconds
-    while (now := told(server))["state"] != "serving":
+    while (now := status(server))["state"] != "serving":
         assert time.monotonic() < deadline, now
         time.sleep(0.05)
     return now
 
 
-async def while_one_runs(server: Server, do: Any) -> httpx.Response:
-    """The answer to a request for a group that ran when ``do`` was done."""
+async def run_during_group(server: Server, do: Any) -> httpx.Response:
+    """Call ``do`` while a group runs; return the answer to the request for the group."""
     async with httpx.AsyncClient(timeout=60) as client:
         before = server.metric("darts_candidates_started_total")
-        asking = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP))
+        request = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP))
         await asyncio.to_thread(waiting.wait_started, server, before + 1)
         await asyncio.to_thread(do)
-        return await asking
+        return await request
 
 
 def versions(answer: httpx.Response) -> set[int]:
@@ -116,46 +116,46 @@ def versions(answer: httpx.Response) -> set[int]:
     return {t[f"weight_version_{end}"] for t in group["trajectories"] for end in ("start", "end")}
 
 
-def test_a_trainer_that_dies_leaves_the_old_weights(server: Server, trainer: Trainer) -> None:
-    """First of all: as long as the old ones are in files."""
-    before = sampled(server)
+def test_the_old_weights_are_restored_when_a_trainer_dies(server: Server, trainer: Trainer) -> None:
+    """Must be the first test: the old weights can be restored as long as they are in files."""
+    before = sample(server)
     trainer.start()
     trainer.write(1, *sorted(ORIGINAL)[:9])
-    now = ended(server)
+    now = wait_serving(server)
     assert (now["version"], now["intact"], now["last"]["outcome"]) == (0, True, "failed")
     assert "did not call for 12 s" in now["last_error"]
     assert "the old weights were restored" in now["last_error"]
     assert now["last_error"] in server.log.read_text()
-    assert sampled(server) == before
-    assert difference(server, ORIGINAL) < 1e-5
+    assert sample(server) == before
+    assert max_difference(server, ORIGINAL) < 1e-5
 
 
-def test_what_fails_gets_vllms_answer_and_ends_the_update(server: Server, trainer: Trainer, folder: Path) -> None:
+def test_a_failed_call_gets_vllms_answer_and_ends_the_update(server: Server, trainer: Trainer, folder: Path) -> None:
     trainer.start()
     info = {"path": str(folder / "nothing.safetensors"), "names": sorted(ORIGINAL)}
     assert trainer.post("/update_weights", {"update_info": info}).status_code == 500
-    assert "the old weights were restored" in told(server)["last_error"]
-    assert difference(server, ORIGINAL) < 1e-5
+    assert "the old weights were restored" in status(server)["last_error"]
+    assert max_difference(server, ORIGINAL) < 1e-5
     assert trainer.post("/finish_weight_update").status_code == 500
-    assert len(sampled(server)) == 4
+    assert len(sample(server)) == 4
 
 
-async def test_an_update_waits_for_groups_and_says_how_it_went(server: Server, trainer: Trainer) -> None:
-    version = told(server)["version"]
-    answer = await while_one_runs(server, lambda: trainer.update(2))
+async def test_an_update_waits_for_groups_and_is_recorded(server: Server, trainer: Trainer) -> None:
+    version = status(server)["version"]
+    answer = await run_during_group(server, lambda: trainer.update(2))
     assert versions(answer) == {version}
-    now = told(server)
+    now = status(server)
     assert (now["version"], now["intact"], now["last_error"] is None) == (version + 1, True, False)
     last = now["last"]
     assert (last["source"], last["rule"], last["outcome"]) == ("vllm", "finish", "completed")
     assert last["seconds"].keys() == {"wait", "pause", "load", "transfer", "resume"}
     assert server.metric("darts_weight_version") == version + 1
-    assert difference(server, other(2)) < 1e-5
+    assert max_difference(server, perturbed(2)) < 1e-5
     assert trainer.post("/reset_prefix_cache").json() == {"success": True}
 
 
-async def test_a_trainers_pause_with_keep_marks_what_it_mixes(server: Server, trainer: Trainer) -> None:
-    version = told(server)["version"]
+async def test_groups_across_a_pause_with_keep_record_both_versions(server: Server, trainer: Trainer) -> None:
+    version = status(server)["version"]
 
     def update() -> None:
         trainer.pause("keep")
@@ -163,13 +163,13 @@ async def test_a_trainers_pause_with_keep_marks_what_it_mixes(server: Server, tr
         assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": True}
         trainer.resume()
 
-    assert versions(await while_one_runs(server, update)) == {version, version + 1}
-    assert told(server)["last"]["rule"] is None
-    assert difference(server, other(3)) < 1e-5
+    assert versions(await run_during_group(server, update)) == {version, version + 1}
+    assert status(server)["last"]["rule"] is None
+    assert max_difference(server, perturbed(3)) < 1e-5
 
 
-async def test_a_trainers_pause_with_wait_waits_for_groups(server: Server, trainer: Trainer) -> None:
-    version = told(server)["version"]
+async def test_a_pause_with_wait_waits_for_groups(server: Server, trainer: Trainer) -> None:
+    version = status(server)["version"]
 
     def update() -> None:
         trainer.pause("wait")
@@ -177,14 +177,15 @@ async def test_a_trainers_pause_with_wait_waits_for_groups(server: Server, train
         trainer.update(4)
         trainer.resume()
 
-    assert versions(await while_one_runs(server, update)) == {version}
-    assert difference(server, other(4)) < 1e-5
+    assert versions(await run_during_group(server, update)) == {version}
+    assert max_difference(server, perturbed(4)) < 1e-5
 
 
-async def test_a_trainers_pause_with_abort_ends_groups_with_an_error(server: Server, trainer: Trainer) -> None:
-    """And unshaped requests as vLLM ends them. What is sent again runs under the new weights."""
-    version = told(server)["version"]
-    body = {"model": "tiny:raw", "prompt": PROMPT, "max_tokens": 250, "ignore_eos": True}
+async def test_a_pause_with_abort_fails_groups(server: Server, trainer: Trainer) -> None:
+    """Unshaped requests end as in vLLM. A group that is sent again runs with the new weights."""
+    version = status(server)["version"]
+    # So many that they still run when the server has been seen busy, also on a busy machine.
+    body = {"model": "tiny:raw", "prompt": PROMPT, "n": 64, "max_tokens": 300, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=60) as client:
         answers: list[httpx.Response] = []
         again: list[asyncio.Task[httpx.Response]] = []
@@ -194,6 +195,7 @@ async def test_a_trainers_pause_with_abort_ends_groups_with_an_error(server: Ser
 
         unshaped = asyncio.create_task(raw())
         while server.busy() == 0:
+            assert not answers, "the requests were finished before they were seen to run"
             await asyncio.sleep(0.02)
         loop = asyncio.get_running_loop()
 
@@ -206,7 +208,7 @@ async def test_a_trainers_pause_with_abort_ends_groups_with_an_error(server: Ser
             trainer.update(5)
             trainer.resume()
 
-        answer = await while_one_runs(server, update)
+        answer = await run_during_group(server, update)
         assert answer.status_code == 503
         assert "mode=abort" in answer.json()["error"]["message"]
         await unshaped
@@ -214,47 +216,47 @@ async def test_a_trainers_pause_with_abort_ends_groups_with_an_error(server: Ser
         assert versions(await again[0]) == {version + 1}
 
 
-def test_a_trainer_that_dies_when_no_file_has_the_old_weights(server: Server, trainer: Trainer) -> None:
-    version = told(server)["version"]
+def test_broken_weights_are_reported_when_no_file_has_the_old_ones(server: Server, trainer: Trainer) -> None:
+    version = status(server)["version"]
     trainer.start()
     trainer.write(6, *sorted(ORIGINAL)[:9])
-    now = ended(server)
+    now = wait_serving(server)
     assert (now["version"], now["intact"], now["last"]["outcome"]) == (version, False, "failed")
     assert "the model may hold a part of the new weights" in now["last_error"]
     assert f"1 call of /update_weights, with {', '.join(sorted(ORIGINAL)[:3])} and 6 more" in now["last_error"]
-    assert len(sampled(server)) == 4
-    served(server, put(server, ORIGINAL), ORIGINAL)
-    assert told(server)["intact"] is True
+    assert len(sample(server)) == 4
+    check_served(server, put(server, ORIGINAL), ORIGINAL)
+    assert status(server)["intact"] is True
     trainer.update(7)
-    assert difference(server, other(7)) < 1e-5
+    assert max_difference(server, perturbed(7)) < 1e-5
 
 
-def stream(server: Server, began: threading.Event) -> Told:
-    """All that a stream of tokens tells; ``began``: when it has told some."""
+def read_stream(server: Server, began: threading.Event) -> Events:
+    """Return all events of a token stream; set ``began`` when it has brought tokens."""
     body = {**GROUP, "stream": "tokens", "chunk_tokens": 10}
-    told: Told = []
+    events: Events = []
     with httpx.stream("POST", f"{server.url}/darts/v1/rollouts", json=body, timeout=60) as answer:
-        for event in told_by(answer):
-            told.append(event)
+        for event in read_events(answer):
+            events.append(event)
             if event[1] == "delta":
                 began.set()
-    return told
+    return events
 
 
-async def test_under_restart_each_group_is_whole_and_of_the_new_version(server: Server) -> None:
-    """Groups of a batch, one put together from single requests, and a stream of tokens, which tells what is void."""
-    version = told(server)["version"]
+async def test_with_restart_each_group_is_whole_and_of_the_new_version(server: Server) -> None:
+    """Covers a batch, a group joined from single requests, and a token stream, which discards what it restarts."""
+    version = status(server)["version"]
     options = {"darts_group_id": "one by one", "darts_group_size": 4}
     single = {"model": "tiny", "prompt": PROMPT, "max_tokens": 250, "ignore_eos": True, "vllm_xargs": options}
     began = threading.Event()
     async with httpx.AsyncClient(timeout=60) as client:
         before = server.metric("darts_candidates_started_total")
-        telling = asyncio.create_task(asyncio.to_thread(stream, server, began))
+        reading = asyncio.create_task(asyncio.to_thread(read_stream, server, began))
         batch = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP))
         singles = [asyncio.create_task(client.post(f"{server.url}/v1/completions", json=single)) for _ in range(4)]
         await asyncio.to_thread(waiting.wait_started, server, before + 18)
         await asyncio.to_thread(began.wait, 30)
-        answer = await asyncio.to_thread(put, server, other(8), rule="restart")
+        answer = await asyncio.to_thread(put, server, perturbed(8), rule="restart")
         assert answer.status_code == 200, answer.text
         assert answer.json()["last"]["rule"] == "restart"
         assert versions(await batch) == {version + 1}
@@ -263,10 +265,10 @@ async def test_under_restart_each_group_is_whole_and_of_the_new_version(server: 
     kept = httpx.get(f"{server.url}/darts/v1/groups/{answers[0].headers['x-darts-group-id']}").json()["groups"][0]
     assert {c["weight_version_start"] for c in kept["candidates"] if c["reason"] is None} == {version + 1}
     assert any(c["reason"] == "restarted" for c in kept["candidates"])
-    events = await telling
-    (group,) = put_together(events)
+    events = await reading
+    (group,) = assemble_groups(events)
     assert {t["weight_version_start"] for t in group["trajectories"]} == {version + 1}
     void = {data["trajectory_id"] for _, name, data in events if name == "discard" and data["reason"] == "restarted"}
     assert void & {data["trajectory_id"] for _, name, data in events if name == "delta"}
     assert not void & {t["trajectory_id"] for t in group["trajectories"]}
-    assert difference(server, other(8)) < 1e-5
+    assert max_difference(server, perturbed(8)) < 1e-5

@@ -1,4 +1,4 @@
-"""New weights for a real engine, by each way, against the same weights in transformers."""
+"""Weight updates of a real engine by each transport, against the same weights in transformers."""
 
 import asyncio
 import os
@@ -22,13 +22,13 @@ from tests.integration.weights import (
     HEAD,
     ORIGINAL,
     PROMPT,
-    difference,
-    other,
+    check_served,
+    max_difference,
+    perturbed,
     post,
     put,
-    sampled,
-    served,
-    told,
+    sample,
+    status,
 )
 
 pytestmark = pytest.mark.engine
@@ -43,107 +43,107 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainers_port() -> int:
-    """Where a trainer may serve weights. Free when it was asked for."""
+    """A free port, from which a trainer may serve weights."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
 def server(serve: Serve, root: Path, trainers_port: int) -> Iterator[Server]:
-    """A server of its own: the others' model stays what it is."""
+    """A server of its own: the shared one keeps its weights."""
     flags = (
         "--weights-root",
         str(root),
         "--weights-hosts",
         f"127.0.0.1:{trainers_port}",
         "--worker-extension-cls",
-        "tests.integration.extension.Users",
+        "tests.integration.extension.UserExtension",
         "--allow-dangerous-routes",
     )
     with serve(DARTS, root.parent / "weights.log", *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
 
 
-def test_pushed_weights_are_served_and_restored_ones_give_the_same_as_before(server: Server) -> None:
-    before = sampled(server)
-    assert difference(server, ORIGINAL) < 1e-5
-    version = told(server)["version"]
-    last = served(server, put(server, other(1)), other(1))
-    assert sampled(server) != before
+def test_pushed_weights_are_served_and_the_original_ones_sample_as_before(server: Server) -> None:
+    before = sample(server)
+    assert max_difference(server, ORIGINAL) < 1e-5
+    version = status(server)["version"]
+    last = check_served(server, put(server, perturbed(1)), perturbed(1))
+    assert sample(server) != before
     assert last["outcome"] == "completed"
     assert last["seconds"].keys() == {"transfer", "check", "wait", "pause", "load", "resume"}
     assert last["version"] == version + 1
     assert server.metric("darts_weight_version") == version + 1
     assert httpx.get(f"{server.url}/weight_info").json()["weight_version"] == str(version + 1)
     assert put(server, ORIGINAL, version=1000, rule="keep").json()["version"] == 1000
-    assert sampled(server) == before
+    assert sample(server) == before
 
 
-def test_weights_are_taken_from_files_and_folders(server: Server, root: Path) -> None:
-    save_file(other(2), root / "two.safetensors")
-    assert served(server, post(server, "two.safetensors"), other(2))["source"] == "disk"
+def test_weights_are_loaded_from_files_and_folders(server: Server, root: Path) -> None:
+    save_file(perturbed(2), root / "two.safetensors")
+    assert check_served(server, post(server, "two.safetensors"), perturbed(2))["source"] == "disk"
     names = sorted(ORIGINAL)
     (root / "folder").mkdir()
     for part in (0, 1):
-        save_file({n: other(3)[n] for n in names[part::2]}, root / "folder" / f"{part}.safetensors")
-    served(server, post(server, "folder"), other(3))
+        save_file({n: perturbed(3)[n] for n in names[part::2]}, root / "folder" / f"{part}.safetensors")
+    check_served(server, post(server, "folder"), perturbed(3))
 
 
-def test_what_a_partial_set_leaves_out_stays(server: Server, root: Path) -> None:
-    served(server, put(server, other(4)), other(4))
-    mixed = other(4) | {QUERY: other(5)[QUERY]}
-    served(server, put(server, {QUERY: other(5)[QUERY]}, partial=True), mixed)
-    mixed |= {EMBEDDING: other(6)[EMBEDDING]}
-    save_file({EMBEDDING: other(6)[EMBEDDING]}, root / "part.safetensors")
-    served(server, post(server, "part.safetensors", partial=True), mixed)
+def test_tensors_missing_from_a_partial_set_stay(server: Server, root: Path) -> None:
+    check_served(server, put(server, perturbed(4)), perturbed(4))
+    mixed = perturbed(4) | {QUERY: perturbed(5)[QUERY]}
+    check_served(server, put(server, {QUERY: perturbed(5)[QUERY]}, partial=True), mixed)
+    mixed |= {EMBEDDING: perturbed(6)[EMBEDDING]}
+    save_file({EMBEDDING: perturbed(6)[EMBEDDING]}, root / "part.safetensors")
+    check_served(server, post(server, "part.safetensors", partial=True), mixed)
     (root / "part.safetensors").unlink()
-    answer = put(server, {QUERY: other(5)[QUERY]}, partial=True)
+    answer = put(server, {QUERY: perturbed(5)[QUERY]}, partial=True)
     assert answer.status_code == 400
     assert "has changed since; send a full set" in answer.json()["error"]["message"]
-    assert difference(server, mixed) < 1e-5
+    assert max_difference(server, mixed) < 1e-5
 
 
-def test_a_tied_head_and_another_precision_are_taken(server: Server) -> None:
-    weights = {name: tensor.bfloat16() for name, tensor in other(7).items()}
+def test_a_tied_head_and_another_precision_are_accepted(server: Server) -> None:
+    weights = {name: tensor.bfloat16() for name, tensor in perturbed(7).items()}
     answer = put(server, weights | {HEAD: weights[EMBEDDING].clone()})
-    served(server, answer, {name: tensor.float() for name, tensor in weights.items()})
+    check_served(server, answer, {name: tensor.float() for name, tensor in weights.items()})
 
 
-def test_weights_that_make_no_numbers_are_said_to_be_broken(server: Server) -> None:
-    """Nothing of the set's names and shapes is wrong, so it is served; a trainer must not train on what comes of it."""
+def test_weights_that_produce_nan_are_reported_as_broken(server: Server) -> None:
+    """Names and shapes are right, so the weights are served; a trainer must not train on what they generate."""
     broken = ORIGINAL | {NORM: torch.full_like(ORIGINAL[NORM], torch.nan)}
     assert put(server, broken).status_code == 200
-    asked: dict[str, Any] = {
+    body: dict[str, Any] = {
         "prompts": [{"text": PROMPT}],
         "group_size": 2,
         "sampling": {"max_tokens": 8, "logprobs": 0},
     }
-    answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=asked, timeout=60)
+    answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=60)
     assert "are no numbers: the model's weights are broken" in answer.text
     body = {"model": "tiny", "prompt": PROMPT, "n": 2, "max_tokens": 8, "logprobs": 0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 500
     assert "are no numbers: the model's weights are broken" in answer.text
     assert put(server, ORIGINAL).status_code == 200
-    assert difference(server, ORIGINAL) < 1e-5
+    assert max_difference(server, ORIGINAL) < 1e-5
 
 
-def test_bad_sets_change_nothing_and_are_told_of(server: Server, root: Path) -> None:
-    served(server, put(server, other(8)), other(8))
-    before, version = sampled(server), told(server)["version"]
-    whole = save(other(9))
+def test_invalid_sets_are_rejected_and_change_nothing(server: Server, root: Path) -> None:
+    check_served(server, put(server, perturbed(8)), perturbed(8))
+    before, version = sample(server), status(server)["version"]
+    whole = save(perturbed(9))
     (root / "cut.safetensors").write_bytes(whole[:-1])
     (root / "link.safetensors").symlink_to(MODEL / "model.safetensors")
-    without = other(9)
+    without = perturbed(9)
     del without[QUERY]
     for answer, words in (
         (put(server, whole[:-100]), "not a whole safetensors file"),
         (put(server, b""), "not a whole safetensors file"),
-        (put(server, other(9) | {QUERY: torch.zeros(128, 127)}), f"tensor {QUERY} is F32 of shape [128, 127]"),
+        (put(server, perturbed(9) | {QUERY: torch.zeros(128, 127)}), f"tensor {QUERY} is F32 of shape [128, 127]"),
         (put(server, without), f"tensor {QUERY} is missing"),
-        (put(server, other(9) | {"model.extra": torch.zeros(1)}), "tensor model.extra is not one of the model's"),
-        (put(server, other(9) | {HEAD: torch.zeros(64, 128)}), f"tensor {HEAD} differs from {EMBEDDING}"),
-        (put(server, other(9), version=version), "version: is"),
+        (put(server, perturbed(9) | {"model.extra": torch.zeros(1)}), "tensor model.extra is not one of the model's"),
+        (put(server, perturbed(9) | {HEAD: torch.zeros(64, 128)}), f"tensor {HEAD} differs from {EMBEDDING}"),
+        (put(server, perturbed(9), version=version), "version: is"),
         (post(server, "cut.safetensors"), "not a whole safetensors file"),
         (post(server, "link.safetensors"), "is a symbolic link"),
         (post(server, str(MODEL / "model.safetensors")), "is outside"),
@@ -153,30 +153,30 @@ def test_bad_sets_change_nothing_and_are_told_of(server: Server, root: Path) -> 
         assert answer.status_code == 400, answer.text
         assert words in answer.json()["error"]["message"]
     assert httpx.put(f"{server.url}/darts/v1/weights?rule=no", content=whole).status_code in (400, 422)
-    assert sampled(server) == before
-    assert told(server)["version"] == version
-    assert told(server)["state"] == "serving"
+    assert sample(server) == before
+    assert status(server)["version"] == version
+    assert status(server)["state"] == "serving"
     assert server.metric("darts_weight_updates_total", outcome="refused") >= 9
 
 
 @pytest.mark.anyio
-async def test_a_caller_that_dies_while_it_sends_leaves_everything_as_it_was(server: Server) -> None:
-    version, whole = told(server)["version"], save(other(9))
+async def test_a_client_that_dies_while_it_sends_changes_nothing(server: Server) -> None:
+    version, whole = status(server)["version"], save(perturbed(9))
     _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
     head = f"PUT /darts/v1/weights HTTP/1.1\r\nHost: x\r\nContent-Length: {len(whole)}\r\n\r\n"
     writer.write(head.encode() + whole[:100_000])
     await writer.drain()
-    while told(server)["state"] != "staging":
+    while status(server)["state"] != "staging":
         await asyncio.sleep(0.02)
     busy = put(server, whole)
     assert busy.status_code == 409
     assert "an update by push is in progress" in busy.json()["error"]["message"]
     writer.close()
-    while (now := told(server))["state"] != "serving":
+    while (now := status(server))["state"] != "serving":
         await asyncio.sleep(0.02)
     assert now["version"] == version
     assert now["last"]["outcome"] == "refused"
-    served(server, put(server, other(1)), other(1))
+    check_served(server, put(server, perturbed(1)), perturbed(1))
 
 
 UPDATES = 30
@@ -186,28 +186,28 @@ GROUPS = 16
 @pytest.mark.anyio
 @pytest.mark.parametrize("rule", ["finish", "keep"])
 async def test_no_group_is_lost_while_weights_change(server: Server, rule: str) -> None:
-    """Under ``finish`` none mixes versions; under ``keep`` those that do say so."""
-    first = told(server)["version"]
+    """With ``finish`` no group mixes versions; with ``keep`` those that do are marked."""
+    first = status(server)["version"]
     sets = [save(ORIGINAL), save({name: tensor * 1.001 for name, tensor in ORIGINAL.items()})]
     done = asyncio.Event()
     groups: list[dict[str, Any]] = []
     body = {"prompts": [{"text": PROMPT}], "group_size": 4, "sampling": {"max_tokens": 40, "ignore_eos": True}}
 
-    async def ask(client: httpx.AsyncClient) -> None:
+    async def request_groups(client: httpx.AsyncClient) -> None:
         while not done.is_set():
             answer = await client.post(f"{server.url}/darts/v1/rollouts", json=body)
             assert answer.status_code == 200, answer.text
             groups.extend(answer.json()["groups"])
 
     async with httpx.AsyncClient(timeout=60) as client:
-        asking = [asyncio.create_task(ask(client)) for _ in range(GROUPS)]
+        requests = [asyncio.create_task(request_groups(client)) for _ in range(GROUPS)]
         for number in range(UPDATES if rule == "finish" else 5):
             url = f"{server.url}/darts/v1/weights?rule={rule}"
             answer = await client.put(url, content=sets[number % 2])
             assert answer.status_code == 200, answer.text
         done.set()
-        await asyncio.gather(*asking)
-    assert told(server)["version"] == first + (UPDATES if rule == "finish" else 5)
+        await asyncio.gather(*requests)
+    assert status(server)["version"] == first + (UPDATES if rule == "finish" else 5)
     assert len(groups) >= GROUPS
     for group in groups:
         assert len(group["trajectories"]) == 4
@@ -218,44 +218,44 @@ async def test_no_group_is_lost_while_weights_change(server: Server, rule: str) 
         assert any(group["mixed_versions"] for group in groups)
 
 
-def test_vllms_own_routes_stay_and_exclude_ours(server: Server) -> None:
-    """Of an update without a backend: vLLM refuses it, and what it had begun is over."""
+def test_vllms_own_routes_work_and_exclude_ours(server: Server) -> None:
+    """vLLM rejects an update without a backend, and the update that it had begun ends."""
     assert httpx.post(f"{server.url}/start_weight_update", json={}, timeout=30).status_code >= 400
     assert httpx.post(f"{server.url}/pause?mode=keep", timeout=30).status_code == 200
     assert put(server, ORIGINAL).status_code == 200
     assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": True}
     assert httpx.post(f"{server.url}/resume", timeout=30).status_code == 200
-    assert difference(server, ORIGINAL) < 1e-5
+    assert max_difference(server, ORIGINAL) < 1e-5
 
 
-def test_an_engine_survives_a_load_that_fails_half_way_and_a_full_one_puts_it_right(server: Server, root: Path) -> None:
-    """What the server does by itself when the files that it has checked can no longer be read."""
+def test_an_engine_survives_a_load_that_fails_half_way_and_a_full_load_repairs_it(server: Server, root: Path) -> None:
+    """The server does the same when files that it has checked can no longer be read."""
     names = sorted(ORIGINAL)
-    save_file(other(1), root / "whole.safetensors")
+    save_file(perturbed(1), root / "whole.safetensors")
     plans = [[str(root / "whole.safetensors"), names[:9]], [str(root / "nothing.safetensors"), names[9:]]]
     call = {"method": "darts_load_weights", "args": [plans]}
     (error,) = httpx.post(f"{server.url}/collective_rpc", json=call, timeout=60).json()["results"]
     assert "nothing.safetensors" in error
-    assert len(sampled(server)) == 4
-    served(server, put(server, ORIGINAL), ORIGINAL)
+    assert len(sample(server)) == 4
+    check_served(server, put(server, ORIGINAL), ORIGINAL)
 
 
-def test_single_requests_of_a_group_that_has_begun_are_let_in_while_groups_are_waited_for(server: Server) -> None:
-    """Or the group would wait for them, and the update for the group."""
+def test_single_requests_of_a_running_group_are_admitted_while_an_update_waits(server: Server) -> None:
+    """Otherwise the group would wait for them, and the update for the group."""
     options = {"darts_group_id": "one by one", "darts_group_size": 4}
     body = {"model": "tiny", "prompt": PROMPT, "n": 1, "max_tokens": 20, "vllm_xargs": options}
 
-    async def ask(client: httpx.AsyncClient) -> httpx.Response:
+    async def complete(client: httpx.AsyncClient) -> httpx.Response:
         return await client.post(f"{server.url}/v1/completions", json=body)
 
     async def run() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=60) as client:
-            first = asyncio.create_task(ask(client))
+            first = asyncio.create_task(complete(client))
             await asyncio.to_thread(waiting.wait_started, server, int(before) + 1)
             update = asyncio.create_task(client.put(f"{server.url}/darts/v1/weights", content=save(ORIGINAL)))
-            while told(server)["state"] != "announced":
+            while status(server)["state"] != "announced":
                 await asyncio.sleep(0.02)
-            answers = await asyncio.gather(first, *(ask(client) for _ in range(3)))
+            answers = await asyncio.gather(first, *(complete(client) for _ in range(3)))
             assert (await update).status_code == 200
             return answers
 
@@ -266,40 +266,40 @@ def test_single_requests_of_a_group_that_has_begun_are_let_in_while_groups_are_w
 
 
 def test_the_users_own_worker_extension_works_beside_ours(server: Server) -> None:
-    answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "users_own"}, timeout=30)
+    answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "user_method"}, timeout=30)
     assert answer.json() == {"results": ["here"]}
 
 
-def test_versions_only_rise_by_the_updates_that_were_made(server: Server) -> None:
+def test_each_update_raises_the_version_by_one(server: Server) -> None:
     versions = []
     for seed in (1, 2, 3):
-        versions.append(put(server, other(seed)).json()["version"])
+        versions.append(put(server, perturbed(seed)).json()["version"])
     assert all(later == earlier + 1 for earlier, later in pairwise(versions))
 
 
-def test_a_disk_without_room_changes_nothing(server: Server) -> None:
-    """The server may write no file of more than a megabyte, as on a disk that is full by then."""
-    before, version = sampled(server), told(server)["version"]
+def test_a_full_disk_changes_nothing(server: Server) -> None:
+    """Simulated by a limit on the size of the server's files."""
+    before, version = sample(server), status(server)["version"]
     process = psutil.Process(server.process.pid)
     limits = process.rlimit(psutil.RLIMIT_FSIZE)
     process.rlimit(psutil.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        answer = put(server, other(10))
+        answer = put(server, perturbed(10))
     finally:
         process.rlimit(psutil.RLIMIT_FSIZE, limits)
     assert answer.status_code == 507, answer.text
     assert "--weights-staging" in answer.json()["error"]["message"]
-    assert told(server)["last_error"] == answer.json()["error"]["message"]
-    assert told(server)["version"] == version
-    assert sampled(server) == before
-    served(server, put(server, other(10)), other(10))
+    assert status(server)["last_error"] == answer.json()["error"]["message"]
+    assert status(server)["version"] == version
+    assert sample(server) == before
+    check_served(server, put(server, perturbed(10)), perturbed(10))
 
 
 @pytest.mark.anyio
-async def test_a_file_that_is_cut_off_before_it_is_loaded_changes_nothing(server: Server, root: Path) -> None:
-    before, version = sampled(server), told(server)["version"]
+async def test_a_file_truncated_before_it_is_loaded_changes_nothing(server: Server, root: Path) -> None:
+    before, version = sample(server), status(server)["version"]
     path = root / "short.safetensors"
-    save_file(other(11), path)
+    save_file(perturbed(11), path)
     body = {"prompts": [{"text": PROMPT}], "group_size": 4, "sampling": {"max_tokens": 250, "ignore_eos": True}}
     async with httpx.AsyncClient(timeout=60) as client:
         started = server.metric("darts_candidates_started_total")
@@ -307,21 +307,21 @@ async def test_a_file_that_is_cut_off_before_it_is_loaded_changes_nothing(server
         group = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=body))
         await asyncio.to_thread(waiting.wait_started, server, started + 1)
         update = asyncio.create_task(client.post(f"{server.url}/darts/v1/weights", json={"path": path.name}))
-        while told(server)["state"] != "announced":
+        while status(server)["state"] != "announced":
             assert not group.done(), "the update was to wait for it"
             await asyncio.sleep(0.01)
         os.truncate(path, path.stat().st_size - 100)
         answer = await update
         assert (await group).status_code == 200
     assert answer.status_code == 503, answer.text
-    assert told(server)["last_error"] == answer.json()["error"]["message"]
-    assert (told(server)["version"], told(server)["intact"], told(server)["state"]) == (version, True, "serving")
-    assert sampled(server) == before
+    assert status(server)["last_error"] == answer.json()["error"]["message"]
+    assert (status(server)["version"], status(server)["intact"], status(server)["state"]) == (version, True, "serving")
+    assert sample(server) == before
 
 
 @pytest.mark.anyio
-async def test_weights_are_pulled_from_hosts_that_are_allowed(server: Server, trainers_port: int) -> None:
-    weights = save(other(12))
+async def test_weights_are_pulled_from_allowed_hosts_only(server: Server, trainers_port: int) -> None:
+    weights = save(perturbed(12))
 
     async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -333,6 +333,6 @@ async def test_weights_are_pulled_from_hosts_that_are_allowed(server: Server, tr
         url = f"http://127.0.0.1:{trainers_port}/weights"
         answer = await client.post(f"{server.url}/darts/v1/weights", json={"url": url})
         other_host = await client.post(f"{server.url}/darts/v1/weights", json={"url": "http://127.0.0.1:1/weights"})
-    assert served(server, answer, other(12))["source"] == "http"
+    assert check_served(server, answer, perturbed(12))["source"] == "http"
     assert other_host.status_code == 400
     assert f"127.0.0.1:{trainers_port} alone" in other_host.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""What tests do with a running server beside talking to it."""
+"""Wait for a running server, and find its processes."""
 
 import time
 
@@ -8,7 +8,7 @@ from darts_server.demo.server import Server
 
 
 def wait_idle(server: Server, seconds: float) -> float:
-    """Wait until the engine has nothing to do; the seconds it took."""
+    """Wait until the engine has nothing to do; return the seconds it took."""
     began = time.monotonic()
     while (left := server.busy()) > 0:
         assert time.monotonic() - began < seconds, f"{left} requests still on the engine after {seconds} s"
@@ -17,9 +17,9 @@ def wait_idle(server: Server, seconds: float) -> float:
 
 
 def wait_started(server: Server, candidates: float, seconds: float = 60.0) -> None:
-    """Wait until the server has started that many candidates in all.
+    """Wait until the server has started this many candidates in all.
 
-    A counter, unlike a gauge, cannot be missed by who looks too late.
+    A counter is polled because a gauge may rise and fall between two polls.
     """
     began = time.monotonic()
     while (started := server.metric("darts_candidates_started_total")) < candidates:
@@ -28,6 +28,6 @@ def wait_started(server: Server, candidates: float, seconds: float = 60.0) -> No
 
 
 def engine_processes(server: Server) -> list[int]:
-    """Process ids of the engine, without Python's own helpers."""
+    """Return the process ids of the engine, without that of Python's resource tracker."""
     children = psutil.Process(server.process.pid).children()
     return [child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())]

@@ -1,4 +1,4 @@
-"""Weights for a running server, and what it makes of them."""
+"""Push weights to a running server and compare its log-probs with those of transformers."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ ORIGINAL: dict[str, torch.Tensor] = load_file(MODEL / "model.safetensors")
 Weights = dict[str, torch.Tensor]
 
 
-def other(seed: int) -> Weights:
-    """Weights that differ in every tensor."""
+def perturbed(seed: int) -> Weights:
+    """Return the original weights with noise on every tensor."""
     random = torch.Generator().manual_seed(seed)
     return {name: t + 0.005 * torch.randn(t.shape, generator=random) for name, t in ORIGINAL.items()}
 
@@ -30,13 +30,13 @@ def post(server: Server, path: str, **more: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/darts/v1/weights", json={"path": path, **more}, timeout=60)
 
 
-def told(server: Server) -> dict[str, Any]:
+def status(server: Server) -> dict[str, Any]:
     answer: dict[str, Any] = httpx.get(f"{server.url}/darts/v1/weights").json()
     return answer
 
 
-def sampled(server: Server, model: str = "tiny:raw") -> list[tuple[list[int], list[int], list[float]]]:
-    """Prompt, completion and its log-probs, of some completions."""
+def sample(server: Server, model: str = "tiny:raw") -> list[tuple[list[int], list[int], list[float]]]:
+    """Return prompt tokens, completion tokens and log-probs of four seeded completions."""
     body = {"model": model, "prompt": [PROMPT, "3b+4a*2>"], "n": 2, "max_tokens": 60, "seed": 1}
     more = {"logprobs": 0, "return_token_ids": True, "temperature": 1.0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=60)
@@ -47,21 +47,24 @@ def sampled(server: Server, model: str = "tiny:raw") -> list[tuple[list[int], li
     ]
 
 
-def difference(server: Server, weights: Weights, model: str = "tiny:raw", dtype: torch.dtype = torch.float32) -> float:
-    """The largest difference between the server's log-probs and those of transformers, computed in that precision."""
-    right_model = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=dtype)
-    right_model.load_state_dict({HEAD: weights[EMBEDDING], **weights})
+def max_difference(
+    server: Server, weights: Weights, model: str = "tiny:raw", dtype: torch.dtype = torch.float32
+) -> float:
+    """Return the largest difference between the server's log-probs and those of transformers in this precision."""
+    reference = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=dtype)
+    reference.load_state_dict({HEAD: weights[EMBEDDING], **weights})
     largest = 0.0
-    for prompt, completion, logprobs in sampled(server, model):
+    for prompt, completion, logprobs in sample(server, model):
         with torch.no_grad():
-            logits = right_model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        right = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
-        largest = max(largest, (right - torch.tensor(logprobs)).abs().max().item())
+            logits = reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        largest = max(largest, (expected - torch.tensor(logprobs)).abs().max().item())
     return largest
 
 
-def served(server: Server, answer: httpx.Response, weights: Weights) -> dict[str, Any]:
+def check_served(server: Server, answer: httpx.Response, weights: Weights) -> dict[str, Any]:
+    """Check that an update succeeded and its weights are served; return the update's record."""
     assert answer.status_code == 200, answer.text
-    assert difference(server, weights) < 1e-5
+    assert max_difference(server, weights) < 1e-5
     last: dict[str, Any] = answer.json()["last"]
     return last
