@@ -13,7 +13,7 @@ from darts_server import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-OF_TARGETS = frozenset({"job", "instance"})
+TARGET_LABELS = frozenset({"job", "instance"})
 """Labels that Prometheus adds."""
 
 
@@ -28,20 +28,20 @@ class Metric:
 
     @property
     def samples(self) -> tuple[str, ...]:
-        """What a query may name."""
+        """Names that a query may use."""
         if self.kind == "histogram":
             return tuple(f"{self.name}{suffix}" for suffix in ("_bucket", "_sum", "_count"))
         return (self.name,)
 
 
 def ours() -> list[Metric]:
-    """All metrics that our collectors make."""
+    """Return all metrics of our collectors."""
     registry = _Registry()
     for maker in _makers():
         given: dict[str, Any] = {"model_name": "m", "registry": registry}
         if (sources := inspect.signature(maker).parameters.get("sources")) is not None:
             kind = get_args(sources.annotation)[0]
-            given["sources"] = kind(**dict.fromkeys((field.name for field in fields(kind)), _nothing))
+            given["sources"] = kind(**dict.fromkeys((field.name for field in fields(kind)), _zero))
         maker(**given)
     return [metric for collector in registry.made for metric in _described(collector)]
 
@@ -56,7 +56,7 @@ class _Registry(CollectorRegistry):
         self.made.append(collector)
 
 
-def _nothing(*_: object) -> Any:
+def _zero(*_: object) -> Any:
     return 0.0
 
 

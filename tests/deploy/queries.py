@@ -1,4 +1,4 @@
-"""What a PromQL expression names."""
+"""Names of metrics and labels in PromQL expressions."""
 
 import re
 from collections.abc import Iterator
@@ -6,33 +6,33 @@ from dataclasses import dataclass, field
 
 import promql_parser
 
-from tests.deploy.names import OF_TARGETS
+from tests.deploy.names import TARGET_LABELS
 
 VARIABLES = {"$__rate_interval": "5m", "$__interval": "1m", "$model_name": "m", "$instance": ".*"}
-"""Grafana's, and ours of the dashboard, with a value each."""
+"""Variables of Grafana and of our dashboard, with an example value each."""
 
 
 @dataclass(slots=True)
-class Named:
-    """Names of time series with the labels that they are asked for, and the labels that sums are made by."""
+class Names:
+    """Names of time series with the labels that select them, and the labels that aggregations group by."""
 
     selectors: list[tuple[str, frozenset[str]]] = field(default_factory=list)
     groupings: set[str] = field(default_factory=set)
 
 
-def named(expression: str) -> Named:
-    """What an expression names.
+def parse_names(expression: str) -> Names:
+    """Parse an expression and collect its names.
 
     Raises:
-        ValueError: it is no PromQL.
+        ValueError: it is not PromQL.
     """
-    found = Named()
+    found = Names()
 
     def visit(node: promql_parser.Expr) -> None:
         match node:
             case promql_parser.VectorSelector():
-                asked = (matcher.name for matcher in node.matchers.matchers)
-                found.selectors.append((node.name or "", frozenset(asked) - OF_TARGETS - {"model_name"}))
+                labels = (matcher.name for matcher in node.matchers.matchers)
+                found.selectors.append((node.name or "", frozenset(labels) - TARGET_LABELS - {"model_name"}))
             case promql_parser.AggregateExpr() if node.modifier is not None:
                 found.groupings |= set(node.modifier.labels)
 
@@ -40,8 +40,8 @@ def named(expression: str) -> Named:
     return found
 
 
-def filled_in(expression: str) -> str:
-    """A dashboard's expression, as Grafana would send it."""
+def substitute_variables(expression: str) -> str:
+    """Return a dashboard's expression as Grafana would send it."""
     for variable, value in VARIABLES.items():
         expression = expression.replace(variable, value)
     assert not re.search(r"\$", expression), f"unknown variable in {expression}"
@@ -49,7 +49,7 @@ def filled_in(expression: str) -> str:
 
 
 def texts(tree: object, key: str) -> Iterator[str]:
-    """All strings under ``key`` in nested JSON."""
+    """Yield all strings under ``key`` in nested JSON."""
     if isinstance(tree, dict):
         if isinstance(tree.get(key), str):
             yield tree[key]

@@ -1,4 +1,4 @@
-"""vLLM's metrics, recorded from a real server. They are recorded anew with
+"""vLLM's metrics, recorded from a real server. Record them again with
 
 ::
 
@@ -15,27 +15,27 @@ from tests.deploy.names import Metric
 
 FILE = Path(__file__).with_name("vllm_metrics.txt")
 HEAD = "# vLLM's metrics on its version 0.31.0: name, type, labels beside model_name"
-OF_HISTOGRAMS = "le"
-OF_VERSIONS = "vllm:cache_config_info"
-"""Its labels are settings of the engine, others in each version."""
+HISTOGRAM_LABEL = "le"
+CACHE_CONFIG = "vllm:cache_config_info"
+"""Not recorded: its labels are the engine's settings, which differ between versions."""
 
 
 def recorded() -> list[Metric]:
-    """What stands in the file."""
+    """Read the recorded metrics."""
     rows = (line.split() for line in FILE.read_text().splitlines() if not line.startswith("#"))
     return [Metric(name, kind, tuple(labels), "") for name, kind, *labels in rows]
 
 
 def exposed(text: str) -> Iterator[Metric]:
-    """What a server's ``/metrics`` has, as far as it has samples."""
+    """Yield the metrics of a server's ``/metrics`` that have samples."""
     for family in text_string_to_metric_families(text):
-        labels = {label for sample in family.samples for label in sample.labels} - {"model_name", OF_HISTOGRAMS}
+        labels = {label for sample in family.samples for label in sample.labels} - {"model_name", HISTOGRAM_LABEL}
         suffix = "_total" if family.type == "counter" else ""
         yield Metric(f"{family.name}{suffix}", family.type, tuple(sorted(labels)), "")
 
 
 def _is_worth_recording(metric: Metric) -> bool:
-    return metric.name.startswith("vllm:") and metric.name != OF_VERSIONS and not metric.name.endswith("_created")
+    return metric.name.startswith("vllm:") and metric.name != CACHE_CONFIG and not metric.name.endswith("_created")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The dashboard, as Grafana reads it from a file."""
+"""The dashboard file of Grafana."""
 
 import json
 from itertools import combinations
@@ -20,7 +20,7 @@ def shown() -> list[dict[str, Any]]:
     return [panel for panel in PANELS if panel["type"] != "row"]
 
 
-def test_source_model_and_server_are_chosen_as_in_vllms_dashboards() -> None:
+def test_data_source_model_and_server_are_selected_as_in_vllms_dashboards() -> None:
     variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
     assert list(variables) == ["DS_PROMETHEUS", "model_name", "instance"]
     assert variables["DS_PROMETHEUS"]["type"] == "datasource"
@@ -32,7 +32,7 @@ def test_source_model_and_server_are_chosen_as_in_vllms_dashboards() -> None:
             assert target["expr"].count("{") == target["expr"].count('model_name="$model_name", instance=~"$instance"')
 
 
-def test_panels_have_an_id_a_place_and_a_sentence_of_their_own() -> None:
+def test_panels_have_unique_ids_places_and_descriptions() -> None:
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     titles = [panel["title"] for panel in PANELS if panel["type"] == "row"]
     assert len(set(titles)) == len(titles)
@@ -44,7 +44,7 @@ def test_panels_have_an_id_a_place_and_a_sentence_of_their_own() -> None:
 
 
 def test_counters_are_shown_as_rates() -> None:
-    """A counter's own value says when the server was started, and little else."""
+    """The value of a counter itself depends on when the server was started."""
     for text in texts(DASHBOARD, "expr"):
         for piece in text.split("_total{")[:-1]:
             assert "rate(" in piece or "increase(" in piece or "darts_candidates" in text, text

@@ -1,4 +1,4 @@
-"""The image's recipes. No image is built here: what stands in them is checked against the tree."""
+"""The Dockerfiles, checked against the tree; no image is built."""
 
 import json
 import os
@@ -26,7 +26,7 @@ every_file = pytest.mark.parametrize("file", FILES)
 
 
 def steps(file: str) -> list[Step]:
-    """(instruction, value), in order."""
+    """Return instructions and their values in order."""
     parsed = DockerfileParser(fileobj=BytesIO((ROOT / file).read_bytes())).structure
     return [(step["instruction"], step["value"]) for step in parsed if step["instruction"] != "COMMENT"]
 
@@ -52,7 +52,7 @@ def environment(file: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("file", "build"), [("Dockerfile", "gpu"), ("Dockerfile.cpu", "cpu")])
-def test_the_version_of_vllm_is_the_one_that_the_project_is_tested_with(file: str, build: str) -> None:
+def test_the_image_has_the_tested_version_of_vllm(file: str, build: str) -> None:
     version = arguments(file)["VLLM_VERSION"]
     [needed] = [Requirement(text) for text in PROJECT["optional-dependencies"][build]]
     assert needed.specifier.contains(version)
@@ -95,7 +95,7 @@ def test_it_runs_as_any_user_of_group_0(file: str) -> None:
 
 
 @every_file
-def test_it_serves_with_the_arguments_and_what_it_writes_the_group_may_write(file: str, tmp_path: Path) -> None:
+def test_it_passes_arguments_to_serve_and_its_folders_are_writable_by_the_group(file: str, tmp_path: Path) -> None:
     server = tmp_path / "darts-server"
     server.write_text('#!/bin/sh\numask\necho "$@"\n')
     server.chmod(0o755)
@@ -106,7 +106,7 @@ def test_it_serves_with_the_arguments_and_what_it_writes_the_group_may_write(fil
 
 
 @every_file
-def test_it_tells_its_health_and_ends_in_order(file: str) -> None:
+def test_it_has_a_health_check_and_stops_on_sigterm(file: str) -> None:
     found = last_stage(file)
     assert only(found, "STOPSIGNAL") == "SIGTERM"
     health = only(found, "HEALTHCHECK")
@@ -118,7 +118,7 @@ def test_it_tells_its_health_and_ends_in_order(file: str) -> None:
 
 
 @every_file
-def test_what_it_copies_is_there_and_reaches_the_builder(file: str) -> None:
+def test_copied_files_exist_and_are_not_ignored(file: str) -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     allowed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
     assert "*" in ignored
@@ -130,7 +130,7 @@ def test_what_it_copies_is_there_and_reaches_the_builder(file: str) -> None:
 
 
 @every_file
-def test_labels_are_the_projects_and_no_secret_is_in_it(file: str) -> None:
+def test_labels_are_those_of_the_project_and_no_secret_is_in_it(file: str) -> None:
     assert arguments(file)["VERSION"] == PROJECT["version"]
     labels = only(last_stage(file), "LABEL")
     assert f'org.opencontainers.image.licenses="{PROJECT["license"]}"' in labels
@@ -139,7 +139,7 @@ def test_labels_are_the_projects_and_no_secret_is_in_it(file: str) -> None:
     assert not re.search("KEY|TOKEN|SECRET|PASSWORD", names)
 
 
-def test_compose_builds_these_images_and_publishes_on_this_machine_alone() -> None:
+def test_compose_builds_these_images_and_publishes_on_loopback_only() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     services = compose["services"]
     built = {name: service["build"] for name, service in services.items() if "build" in service}

@@ -22,7 +22,7 @@ ALL: dict[str, Any] = {
     "keda": {"enabled": True},
     "auth": {"adminApiKey": "other"},
 }
-"""Everything that is off by default."""
+"""All options that are off by default."""
 MODEL = {
     "storageClass": "fast",
     "runtimeClassName": "nvidia",
@@ -39,7 +39,7 @@ def helm(*arguments: str, given: str = "") -> "subprocess.CompletedProcess[str]"
 
 
 def values(model: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The chart's own values, changed: those of its first model, and those of other sections."""
+    """Return the chart's values with changes to its first model and to other sections."""
     found: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
     found["auth"]["apiKey"] = "secret"
     found["servingEngineSpec"]["modelSpec"][0] |= model or {}
@@ -68,14 +68,14 @@ def container(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return dict(found)
 
 
-def test_helm_finds_nothing_wrong() -> None:
+def test_helm_lint_finds_no_error() -> None:
     done = helm("lint", "--strict", str(CHART), "--set", "auth.apiKey=secret")
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("everything", [False, True])
-def test_objects_are_what_kubernetes_takes(version: str, everything: bool) -> None:
+def test_objects_are_valid_for_kubernetes(version: str, everything: bool) -> None:
     objects = rendered(MODEL, **ALL) if everything else rendered()
     operators = (*OF_OPERATORS, "keda.sh/")
     checked = [each for each in objects if not each["apiVersion"].startswith(operators)]
@@ -85,7 +85,7 @@ def test_objects_are_what_kubernetes_takes(version: str, everything: bool) -> No
         kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_pods_are_those_of_the_plain_manifests() -> None:
+def test_pods_equal_those_of_the_plain_manifests() -> None:
     [servers] = of_kind(rendered(), "StatefulSet")
     charts, plain = servers["spec"]["template"]["spec"], pod()
     of_chart, of_plain = container(rendered()), server()
@@ -119,7 +119,7 @@ def test_each_server_has_its_own_address_and_volumes() -> None:
         assert selector.items() <= labels.items()
 
 
-def test_two_models_are_kept_apart() -> None:
+def test_two_models_share_no_objects() -> None:
     both = values()
     [first] = both["servingEngineSpec"]["modelSpec"]
     both["servingEngineSpec"]["modelSpec"].append(first | {"name": "small", "modelURL": "a/b"})
@@ -141,7 +141,7 @@ def test_metrics_are_scraped_from_each_server_once() -> None:
     assert matching[0]["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "darts-server"
 
 
-def test_rules_and_dashboard_are_those_of_the_other_folders() -> None:
+def test_rules_and_dashboard_equal_those_of_the_other_folders() -> None:
     objects = rendered(**ALL)
     [rules] = of_kind(objects, "PrometheusRule")
     assert rules["spec"] == yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())
@@ -164,7 +164,7 @@ def test_flags_reach_the_server_and_a_given_secret_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "told"),
+    ("chosen", "message"),
     [
         (values(keda={"enbled": True}), "enbled"),
         (values({"dartsConfig": {"redundancy": 0.5}}), "redundancy"),
@@ -173,7 +173,7 @@ def test_flags_reach_the_server_and_a_given_secret_is_used() -> None:
         (values(auth={"apiKey": ""}), "auth.apiKey"),
     ],
 )
-def test_values_that_make_no_sense_are_refused_by_name(chosen: Mapping[str, Any], told: str) -> None:
+def test_invalid_values_are_rejected_by_name(chosen: Mapping[str, Any], message: str) -> None:
     done = template(chosen)
     assert done.returncode != 0
-    assert told in done.stderr
+    assert message in done.stderr

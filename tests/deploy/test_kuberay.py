@@ -1,4 +1,4 @@
-"""The job for a model over several nodes: its pods against the schemas of Kubernetes, its names against the others'."""
+"""The job for a model on several nodes, against the schemas of Kubernetes and the plain manifests."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ GROUPS = [CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"]]
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_pods_and_service_are_what_kubernetes_takes(version: str) -> None:
+def test_pods_and_service_are_valid_for_kubernetes(version: str) -> None:
     for group in GROUPS:
         made = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": group["template"]["spec"]}
         kubernetes_validate.validate(made, version, strict=True)
@@ -31,7 +31,7 @@ def test_the_model_takes_all_gpus_of_all_pods() -> None:
     assert flags["distributed-executor-backend"] == "ray"
 
 
-def test_callers_reach_the_pod_that_the_job_runs_in() -> None:
+def test_the_service_selects_the_pod_that_the_job_runs_in() -> None:
     [selected] = [
         g for g in GROUPS if SERVICE["spec"]["selector"].items() <= g["template"]["metadata"]["labels"].items()
     ]
@@ -40,7 +40,7 @@ def test_callers_reach_the_pod_that_the_job_runs_in() -> None:
     assert container["ports"][0]["name"] == SERVICE["spec"]["ports"][0]["targetPort"]
 
 
-def test_secrets_volumes_and_users_are_those_of_the_plain_manifests() -> None:
+def test_secrets_volumes_and_users_equal_those_of_the_plain_manifests() -> None:
     claims = {claim["metadata"]["name"] for claim in documents("storage.yaml")}
     for group in GROUPS:
         spec = group["template"]["spec"]

@@ -13,7 +13,7 @@ from tests.deploy.names import DEPLOY
 FOLDER = DEPLOY / "kubernetes"
 OLDEST, NEWEST = "1.29", "1.37"
 OF_OPERATORS = ("monitoring.coreos.com/", "kustomize.config.k8s.io/")
-"""No part of Kubernetes, so it has no schema of theirs."""
+"""A custom resource, for which Kubernetes has no schema."""
 
 
 def objects() -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def server() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_manifests_are_what_kubernetes_takes(version: str) -> None:
+def test_manifests_are_valid_for_kubernetes(version: str) -> None:
     checked = [each for each in objects() if not each["apiVersion"].startswith(OF_OPERATORS)]
     assert len(checked) == 6
     for each in checked:
@@ -52,12 +52,12 @@ def test_the_check_finds_a_misspelt_field() -> None:
         kubernetes_validate.validate(wrong, NEWEST, strict=True)
 
 
-def test_kustomize_takes_all_but_the_secret() -> None:
+def test_kustomize_includes_all_but_the_secret() -> None:
     listed = set(one("Kustomization")["resources"])
     assert listed == {file.name for file in FOLDER.glob("*.yaml")} - {"kustomization.yaml", "secret.yaml"}
 
 
-def test_everything_finds_the_server_by_its_label() -> None:
+def test_all_selectors_match_the_labels_of_the_server() -> None:
     [label] = one("Deployment")["spec"]["template"]["metadata"]["labels"].items()
     assert one("Deployment")["spec"]["selector"]["matchLabels"] == dict([label])
     assert one("Service")["spec"]["selector"] == dict([label])
@@ -90,7 +90,7 @@ def test_two_servers_never_run_on_one_state() -> None:
     assert spec["strategy"] == {"type": "Recreate"}
 
 
-def test_volumes_are_there_and_mounted_where_the_image_writes() -> None:
+def test_volumes_exist_and_are_mounted_where_the_image_writes() -> None:
     mounted = {mount["name"]: mount["mountPath"] for mount in server()["volumeMounts"]}
     assert mounted == {"cache": "/cache", "state": "/state", "shm": "/dev/shm", "tmp": "/tmp"}
     assert {volume["name"] for volume in pod()["volumes"]} == set(mounted)
@@ -98,7 +98,7 @@ def test_volumes_are_there_and_mounted_where_the_image_writes() -> None:
     assert claimed == {each["metadata"]["name"] for each in objects() if each["kind"] == "PersistentVolumeClaim"}
 
 
-def test_the_server_has_no_rights_that_it_does_not_need() -> None:
+def test_the_server_has_minimal_rights() -> None:
     assert pod()["automountServiceAccountToken"] is False
     assert pod()["securityContext"]["runAsNonRoot"] is True
     assert pod()["securityContext"]["runAsGroup"] == 0
@@ -109,8 +109,8 @@ def test_the_server_has_no_rights_that_it_does_not_need() -> None:
     }
 
 
-def test_a_server_that_others_reach_has_a_key() -> None:
-    """It would not start otherwise."""
+def test_a_server_that_other_hosts_reach_has_a_key() -> None:
+    """Otherwise it would not start."""
     [host] = [flag.partition("=")[2] for flag in server()["args"] if flag.startswith("--host=")]
     assert host == "0.0.0.0"
     [key] = [variable for variable in server()["env"] if variable["name"] == "VLLM_API_KEY"]
@@ -126,7 +126,7 @@ def test_keys_come_from_the_secret() -> None:
     assert not [flag for flag in server()["args"] if "key" in flag]
 
 
-def test_the_flags_of_the_server_are_ours_or_vllms() -> None:
+def test_all_flags_of_the_server_exist() -> None:
     ours = {flag_of(name) for name in settings.Settings.model_fields}
     asked = {flag.partition("=")[0] for flag in server()["args"] if flag.startswith("--")}
     assert asked - ours == {"--host", "--port", "--max-model-len", "--shutdown-timeout"}

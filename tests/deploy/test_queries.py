@@ -1,17 +1,17 @@
-"""Whatever the dashboard and the alert rules ask for is there to be asked for."""
+"""The dashboard and the alert rules use only metrics and labels that exist."""
 
 import json
 
 import pytest
 import yaml
 
-from tests.deploy.names import DEPLOY, OF_TARGETS, ours
-from tests.deploy.queries import filled_in, named, texts
+from tests.deploy.names import DEPLOY, TARGET_LABELS, ours
+from tests.deploy.queries import parse_names, substitute_variables, texts
 from tests.deploy.recorded import recorded
 
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "darts.json"
 RULES = DEPLOY / "prometheus" / "rules.yaml"
-OF_PROMETHEUS = {"up": {"job"}}
+PROMETHEUS_METRICS = {"up": {"job"}}
 
 
 def dashboard() -> object:
@@ -23,39 +23,41 @@ def rules() -> list[dict[str, str]]:
 
 
 def labels_by_sample() -> dict[str, set[str]]:
-    """All names that a query may use, with the labels that each has."""
-    known = {sample: {*metric.labels} for metric in [*ours(), *recorded()] for sample in metric.samples}
-    for sample in [name for name in known if name.endswith("_bucket")]:
-        known[sample].add("le")
-    known |= {name: set[str]() for name in (rule.get("record", "") for rule in rules()) if name}
-    return known | OF_PROMETHEUS
+    """Return all names that a query may use, with the labels of each."""
+    existing = {sample: {*metric.labels} for metric in [*ours(), *recorded()] for sample in metric.samples}
+    for sample in [name for name in existing if name.endswith("_bucket")]:
+        existing[sample].add("le")
+    existing |= {name: set[str]() for name in (rule.get("record", "") for rule in rules()) if name}
+    return existing | PROMETHEUS_METRICS
 
 
 def expressions() -> list[str]:
-    return [rule["expr"] for rule in rules()] + [filled_in(text) for text in texts(dashboard(), "expr")]
+    return [rule["expr"] for rule in rules()] + [substitute_variables(text) for text in texts(dashboard(), "expr")]
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_an_expression_is_promql_and_names_only_what_there_is(expression: str) -> None:
-    known, found = labels_by_sample(), named(expression)
+def test_an_expression_is_promql_and_names_only_existing_metrics(expression: str) -> None:
+    existing, found = labels_by_sample(), parse_names(expression)
     assert found.selectors
-    had = {"model_name", *OF_TARGETS}
+    had = {"model_name", *TARGET_LABELS}
     for name, labels in found.selectors:
-        assert name in known, f"no metric is called {name}"
-        assert labels <= known[name], f"{name} has no labels {labels - known[name]}"
-        had |= known[name]
+        assert name in existing, f"no metric is called {name}"
+        assert labels <= existing[name], f"{name} has no labels {labels - existing[name]}"
+        had |= existing[name]
     assert found.groupings <= had
 
 
-def test_no_name_is_taken_for_known_that_is_not() -> None:
-    known = labels_by_sample()
-    assert "darts_groups_total" in known
-    assert "darts_groups" not in known
-    assert known["darts_trajectory_length_tokens_bucket"] == {"kind", "le"}
-    assert known["vllm:request_success_total"] == {"engine", "finished_reason"}
-    assert [name for name, _ in named("sum(rate(no_such_total[5m])) / on () group_left max(other)").selectors] == [
+def test_the_check_finds_names_that_do_not_exist() -> None:
+    existing = labels_by_sample()
+    assert "darts_groups_total" in existing
+    assert "darts_groups" not in existing
+    assert existing["darts_trajectory_length_tokens_bucket"] == {"kind", "le"}
+    assert existing["vllm:request_success_total"] == {"engine", "finished_reason"}
+    assert [
+        name for name, _ in parse_names("sum(rate(no_such_total[5m])) / on () group_left max(other)").selectors
+    ] == [
         "no_such_total",
         "other",
     ]
     with pytest.raises(ValueError, match="unclosed"):
-        named("sum(rate(x[5m])")
+        parse_names("sum(rate(x[5m])")

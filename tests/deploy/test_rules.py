@@ -1,4 +1,4 @@
-"""The alert rules. What they do with time series is tested by ``rules.test.yaml``, with Prometheus' own tool."""
+"""The alert rules. ``rules.test.yaml`` tests them on time series, with Prometheus' own tool."""
 
 import re
 import shutil
@@ -14,16 +14,16 @@ PROMETHEUS = DEPLOY / "prometheus"
 OPERATIONS = ROOT / "docs" / "operations.md"
 
 
-def of(file: str) -> dict[str, Any]:
+def load(file: str) -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load((PROMETHEUS / file).read_text())
     return loaded
 
 
 def alerts() -> list[dict[str, Any]]:
-    return [rule for group in of("rules.yaml")["groups"] for rule in group["rules"] if "alert" in rule]
+    return [rule for group in load("rules.yaml")["groups"] for rule in group["rules"] if "alert" in rule]
 
 
-def test_an_alert_has_a_severity_and_says_what_it_means_and_what_to_do() -> None:
+def test_an_alert_has_a_severity_and_a_documented_meaning_and_remedy() -> None:
     headings = {
         re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
         for line in OPERATIONS.read_text().splitlines()
@@ -41,12 +41,12 @@ def test_an_alert_has_a_severity_and_says_what_it_means_and_what_to_do() -> None
 def test_every_rule_has_a_test() -> None:
     tested = (PROMETHEUS / "rules.test.yaml").read_text()
     assert [alert["alert"] for alert in alerts() if alert["alert"] not in tested] == []
-    recorded = [rule["record"] for group in of("rules.yaml")["groups"] for rule in group["rules"] if "record" in rule]
+    recorded = [rule["record"] for group in load("rules.yaml")["groups"] for rule in group["rules"] if "record" in rule]
     assert [name for name in recorded if f"expr: {name}" not in tested] == []
 
 
-def test_prometheus_reads_the_rules_and_asks_the_server_that_compose_starts() -> None:
-    config = of("prometheus.yaml")
+def test_prometheus_reads_the_rules_and_scrapes_the_server_that_compose_starts() -> None:
+    config = load("prometheus.yaml")
     assert config["rule_files"] == ["rules.yaml"]
     [job] = config["scrape_configs"]
     assert [alert["expr"] for alert in alerts() if alert["alert"] == "DartsServerDown"] == [
@@ -65,6 +65,6 @@ def test_prometheus_reads_the_rules_and_asks_the_server_that_compose_starts() ->
     "command",
     [("check", "config", "prometheus.yaml"), ("check", "rules", "rules.yaml"), ("test", "rules", "rules.test.yaml")],
 )
-def test_promtool_is_content(command: tuple[str, ...]) -> None:
-    said = subprocess.run(["promtool", *command], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 0, said.stdout + said.stderr
+def test_promtool_finds_no_error(command: tuple[str, ...]) -> None:
+    result = subprocess.run(["promtool", *command], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr

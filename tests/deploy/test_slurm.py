@@ -1,4 +1,4 @@
-"""The Slurm script, run without Slurm: its commands are played by scripts of ours on this machine."""
+"""The Slurm script, with stand-ins for Slurm's commands on this machine."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from tests.deploy.names import DEPLOY
 
 SCRIPT = DEPLOY / "slurm" / "rollouts.sbatch"
 NODES = ("trainer", "localhost", "127.0.0.2")
-"""The last two are this machine."""
+"""The last two are names of this machine."""
 
 # srun runs its command here, and passes signals on, as the real one does.
 SRUN = """\
@@ -40,11 +40,11 @@ class Health(BaseHTTPRequestHandler):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
 
-def leave(*_):
+def stop(*_):
     (notes / ("stopped-" + os.environ["NODE"])).touch()
     os._exit(0)
 
-signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGTERM, stop)
 (notes / ("flags-" + os.environ["NODE"])).write_text(" ".join(sys.argv[1:]))
 HTTPServer((os.environ["NODE"], int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
 """
@@ -102,7 +102,7 @@ def test_the_trainer_starts_when_all_servers_are_healthy_and_they_stop_when_it_e
     assert set(cluster.notes("stopped-")) == {"localhost", "127.0.0.2"}
 
 
-def test_the_job_ends_as_its_trainer_does(cluster: Cluster) -> None:
+def test_the_job_exits_with_the_code_of_its_trainer(cluster: Cluster) -> None:
     assert cluster.run(TRAIN="exit 5").returncode == 5
     assert len(cluster.notes("stopped-")) == 2
 
@@ -115,14 +115,14 @@ def test_a_server_that_does_not_start_ends_the_job_and_the_other_servers(cluster
     assert set(cluster.notes("stopped-")) == {"localhost"}
 
 
-def test_keys_that_are_given_are_kept(cluster: Cluster) -> None:
+def test_given_keys_are_kept(cluster: Cluster) -> None:
     keys = {"VLLM_API_KEY": "sesame", "DARTS_ADMIN_API_KEY": "simsalabim"}
     ended = cluster.run(TRAIN='echo "$VLLM_API_KEY $DARTS_ADMIN_API_KEY" >"$NOTES/trained"', **keys)
     assert ended.returncode == 0
     assert cluster.notes("trained")[""].strip() == "sesame simsalabim"
 
 
-def test_what_is_missing_is_named(cluster: Cluster) -> None:
+def test_a_missing_variable_is_named(cluster: Cluster) -> None:
     ended = cluster.run()
     assert ended.returncode != 0
     assert "TRAIN" in ended.stderr

@@ -1,4 +1,4 @@
-"""What an installation gets."""
+"""The content of the wheel."""
 
 import subprocess
 import sys
@@ -21,14 +21,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
     return ZipFile(file)
 
 
-def test_it_holds_the_package_all_of_it_and_nothing_else(wheel: ZipFile) -> None:
-    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+def test_it_holds_exactly_the_package(wheel: ZipFile) -> None:
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     files = {file for file in (ROOT / "darts_server").rglob("*") if file.is_file() and "__pycache__" not in file.parts}
-    assert held == {str(file.relative_to(ROOT)) for file in files}
-    assert "darts_server/http/page/page.html" in held
+    assert packed == {str(file.relative_to(ROOT)) for file in files}
+    assert "darts_server/http/page/page.html" in packed
 
 
-def test_it_has_the_command_and_what_vllm_loads_in_its_processes(wheel: ZipFile) -> None:
+def test_it_declares_the_command_and_the_plugin_of_vllm(wheel: ZipFile) -> None:
     [name] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     points = ConfigParser()
     points.read_string(wheel.read(name).decode())
@@ -37,11 +37,11 @@ def test_it_has_the_command_and_what_vllm_loads_in_its_processes(wheel: ZipFile)
     assert function in (ROOT / Path(*module.split(".")).with_suffix(".py")).read_text()
 
 
-def test_it_says_its_licence_and_asks_for_no_engine_by_itself(wheel: ZipFile) -> None:
+def test_it_names_its_licence_and_requires_no_engine_without_an_extra(wheel: ZipFile) -> None:
     [name] = [name for name in wheel.namelist() if name.endswith("METADATA")]
-    said = message_from_bytes(wheel.read(name))
-    assert said["License-Expression"] == "Apache-2.0"
+    metadata = message_from_bytes(wheel.read(name))
+    assert metadata["License-Expression"] == "Apache-2.0"
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
-    needed = said.get_all("Requires-Dist") or []
-    assert needed
-    assert not [text for text in needed if text.startswith(("vllm", "torch")) and "extra ==" not in text]
+    required = metadata.get_all("Requires-Dist") or []
+    assert required
+    assert not [text for text in required if text.startswith(("vllm", "torch")) and "extra ==" not in text]
