@@ -1,4 +1,4 @@
-"""Every route of the app, with all that vLLM's flags can add, is in the guard's table."""
+"""Every route of the app, with all that vLLM's flags can add, is in the route table."""
 
 import re
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def routes(application: FastAPI) -> set[tuple[str, str]]:
     found = set()
     for route in application.routes:
         path = getattr(route, "path", None)
-        assert path is not None, f"{route!r} has no path: the guard's table cannot name it"
+        assert path is not None, f"{route!r} has no path: the route table cannot name it"
         if isinstance(route, Mount):
             found.add(("GET", path + "{rest:path}"))
         else:
