@@ -153,7 +153,7 @@ def make_rooms(
         Intervals(settings.poll_interval, settings.cohort_window, settings.group_wait),
         gate=gate,
         admission=Admission(lambda: port.unfinished, port.capacity, bounds),
-        brownout=Brownout.before(bounds.most_waiting or 0, port.capacity or 0, settings.brownout),
+        brownout=Brownout.for_queue(bounds.most_waiting or 0, port.capacity or 0, settings.brownout),
         scorer=pruner,
     )
     control.apply_to(rollouts)

@@ -1,4 +1,4 @@
-"""One candidate of a group: its state and the moves that are legal."""
+"""One candidate of a group: its state, and the events that are legal in each state."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -10,18 +10,18 @@ from darts_server.types import DiscardReason, FinishReason, SelectedAs
 
 class State(Enum):
     REQUESTED = auto()
-    """Asked for; the engine has not confirmed it."""
+    """Sent to the engine, which has not confirmed it yet."""
     RUNNING = auto()
     FINISHED = auto()
-    """Ended by itself or cut; its fate is open."""
+    """Finished or cut; neither selected nor discarded yet."""
     SELECTED = auto()
     DISCARDED = auto()
 
 
 CandidateEvent = Started | Progress | Scored | Finished | Failed | Lost
 
-# What a candidate may hear in each state, and the state it is in afterwards. One that was discarded was stopped from
-# here, so the engine's last words about it may still arrive: they change nothing.
+# The events that are legal in each state, and the state after each. Stopping a candidate is asynchronous: events that
+# were on their way when it was discarded still arrive, and change nothing. So do scores and progress of a finished one.
 MOVES: dict[tuple[State, type], State] = {
     (State.REQUESTED, Started): State.RUNNING,
     (State.REQUESTED, Failed): State.DISCARDED,
@@ -40,12 +40,11 @@ MOVES: dict[tuple[State, type], State] = {
 class Candidate:
     """State of one candidate.
 
-    ``tokens``: a lower bound of its length while it runs, its length once it has finished. ``tail_draw``: random
-    number in [0, 1) that is drawn before it starts; the lowest ones of the group win the places in a sampled tail.
-    ``finish_position``: 1 for the first candidate of the group that finished; 0 for one that has not. ``quality``:
-    probability to end correct by its latest score; ``None`` without a score. ``survival_draw``: random number in
-    [0, 1); the candidate is pruned as soon as ``survival`` is not above it. ``survival``: product of the probabilities
-    with which it was to be kept, over all its scores.
+    ``tail_draw``: random number in [0, 1), drawn before the candidate starts; the lowest ones of a group win the places
+    of a sampled tail. ``tokens``: its length once it has finished, a lower bound of it before. ``finish_position``: 1
+    for the first candidate of the group that finished; 0 before it finishes. ``quality``: probability to end correct
+    by the latest score; ``None`` without one. ``survival_draw``: random number in [0, 1); the candidate is pruned as
+    soon as ``survival`` is not above it. ``survival``: product of the probabilities of all its scores.
     """
 
     index: int
@@ -63,44 +62,46 @@ class Candidate:
 
     @property
     def running(self) -> bool:
+        """Whether it may still generate tokens."""
         return self.state in (State.REQUESTED, State.RUNNING)
 
     @property
     def alive(self) -> bool:
-        """Whether it may still be, or is, in the group."""
+        """Whether it is in the group or may still be."""
         return self.state is not State.DISCARDED
 
     @property
     def valid(self) -> bool:
-        """Whether it ended by itself, before any length limit."""
+        """Whether it finished at a stop token rather than at a length limit."""
         return self.finish_reason is FinishReason.STOP
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Place in the length order, earliest possible one while it runs: ties go to the earlier index.
+        """Return its place in the order of lengths, where ties go to the earlier index.
 
-        A candidate seen running with t tokens will have at least t + 1.
+        For a running candidate it is the earliest place possible: one that was seen running with t tokens will have
+        at least t + 1.
         """
         return (self.tokens + 1 if self.running else self.tokens, self.index)
 
-    def hear(self, event: CandidateEvent) -> None:
-        """Take one event in.
+    def apply(self, event: CandidateEvent) -> None:
+        """Update the state after an event.
 
         Raises:
             IllegalMove: the event cannot happen in this state.
         """
         if self.cut:
-            return  # stopped from here as well: what it was cut to stands, whatever the engine still says
+            return  # stopped by the group: the tokens it was cut to stand, whatever the engine still reports
         following = MOVES.get((self.state, type(event)))
         if following is None:
-            raise IllegalMove(f"candidate {self.index} is {self.state.name} and cannot hear {event}")
+            raise IllegalMove(f"candidate {self.index} is {self.state.name}, where {event} cannot happen")
         if self.state is State.RUNNING or (self.state is State.FINISHED and isinstance(event, Scored)):
-            self._note(event)
+            self._record(event)
         self.state = following
         if isinstance(event, Failed | Lost) and self.reason is None:
             self.reason = DiscardReason.FAILED
 
-    def _note(self, event: CandidateEvent) -> None:
+    def _record(self, event: CandidateEvent) -> None:
         match event:
             case Progress(tokens=tokens):
                 self.tokens = max(self.tokens, tokens)
@@ -110,10 +111,11 @@ class Candidate:
             case Scored(quality=quality):
                 self.quality = quality
 
-    def draw_for(self, survival: float) -> bool:
-        """Whether it is kept, with this probability given that it was before.
+    def sample_survival(self, survival: float) -> bool:
+        """Decide with probability ``survival`` whether to keep the candidate, given that it was kept so far.
 
-        One lot does for several draws: below what it was kept with before, it is as uniform as it was at first.
+        One random number serves all scores of a candidate: given that it is below the product so far, it is uniform
+        below that, so it falls below the product with ``survival`` with exactly this probability.
         """
         self.survival *= survival
         return self.survival_draw < self.survival
@@ -127,7 +129,7 @@ class Candidate:
         self.reason = reason
 
     def cut_at(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens, as if they had been the length limit."""
+        """Keep the first ``tokens`` tokens, as if that had been the length limit."""
         self.tokens = tokens
         self.finish_reason = FinishReason.LENGTH
         self.cut = True

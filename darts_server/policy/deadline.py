@@ -1,8 +1,8 @@
-"""The deadline of a batch: how long the tails of its groups are waited for. An extension of ours.
+"""The deadline of a cohort: up to which length its groups wait for their tails. An extension of ours.
 
-It is a quantile, over the groups of a batch, of what they need, as a rule their M-th shortest length: by then most
-could be complete, so nothing that is needed is lost by waiting no longer. Groups that come one at a time take it over
-the groups before them.
+It is a quantile, over the groups of the cohort, of their completion lengths: as a rule the length of a group's M-th
+shortest trajectory, when it could be complete without its tail. So most groups lose nothing they need by waiting no
+longer. Groups that come one at a time use the completion lengths of the groups before them.
 """
 
 from collections import deque
@@ -14,26 +14,28 @@ QUANTILE = 0.9
 EXPLORATION = 0.05
 MAX_LOST_SHARE = 0.02
 WINDOW = 256
-"""Groups that stand in for the batch when they come one at a time."""
+"""Groups that stand in for the cohort when they come one at a time: a usual number of prompts a step."""
 ROUNDING = 1e-9
-"""0.55 * 100 is 55 and a little."""
+"""Taken off a rank before rounding up: in floating point 0.55 * 100 is 55 and a little."""
 MEMORY = 500
-"""Right answers after which older ones are forgotten: those of some hundred explored groups."""
+"""Right answers after which older ones have faded: those of some hundred explored groups."""
 MIN_RIGHT = 50
+"""Right answers below which the share of lost ones is noise: at 2 %, one of fifty."""
 STRETCH_UP, STRETCH_DOWN = 1.05, 1.01
+"""Factors per explored group. Up is faster: a lost right answer costs more than a longer wait."""
 MAX_STRETCH = 16.0
 MIN_GROUPS = 8
-"""Groups that must be known before a quantile over them means anything."""
+"""Groups below which a quantile over them means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How a batch's deadline is made.
+    """How a cohort's deadline is computed.
 
-    ``quantile``: of what the groups of the batch need, in (0, 1]. ``floor``, ``ceiling``: tokens that the
-    batch's deadline is held between; a group whose own M-th shortest is longer than that still waits for it.
-    ``exploration``: share of batches that are let run past it, to see what it takes away. ``max_lost_share``: share of
-    right answers that it may take away. ``stretch``: factor by which it is held back, at least 1.
+    ``quantile``: of the groups' completion lengths, in (0, 1]. ``floor``, ``ceiling``: bounds on the cohort's deadline
+    in tokens; a group whose own M-th shortest is longer still waits for that. ``exploration``: share of cohorts whose
+    tails run past the deadline, to see what it takes away. ``max_lost_share``: share of right answers that it may take
+    away. ``stretch``: factor on the deadline, at least 1.
     """
 
     quantile: float = QUANTILE
@@ -43,13 +45,14 @@ class Deadline:
     max_lost_share: float = MAX_LOST_SHARE
     stretch: float = 1.0
 
-    def from_lengths(self, needed: Iterable[int], groups: int) -> int | None:
-        """The deadline in tokens from the lengths known so far of a batch of ``groups``; ``None`` if they are too few.
+    def from_lengths(self, completion_lengths: Iterable[int], groups: int) -> int | None:
+        """Compute the deadline in tokens from the lengths known so far of a cohort of ``groups``.
 
-        Lengths that are not known yet count as longer than all known ones.
+        Lengths that are not known yet count as longer than all known ones, so more of them cannot change the result.
+        ``None`` while too few are known.
         """
         rank = ceil(self.quantile * groups - ROUNDING)
-        known = sorted(needed)
+        known = sorted(completion_lengths)
         return self.clip(ceil(self.stretch * known[rank - 1])) if 0 < rank <= len(known) else None
 
     def clip(self, tokens: int) -> int:
@@ -58,11 +61,11 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class DeadlineLosses:
-    """What deadlines would have taken away from groups that were let run past them, by their reported rewards.
+    """Right answers that deadlines would have taken from explored groups, by their reported rewards.
 
-    Plain fields: ``Losses(**json)`` restores it. ``right``: right answers among the returned ones, older ones faded.
-    ``lost``: those of them that were longer than the deadline, and right perhaps only for that. ``stretch``: what the
-    deadline must be multiplied with to keep the share of the lost below its bound.
+    Plain fields: ``DeadlineLosses(**json)`` restores it. ``right``: right answers among the returned ones, older ones
+    faded. ``lost``: those of them that are longer than the deadline. ``stretch``: factor on the deadline that keeps
+    their share below its bound.
     """
 
     right: float = 0.0
@@ -75,36 +78,36 @@ class DeadlineLosses:
 
     @property
     def share(self) -> float | None:
-        """Share of right answers that the deadline takes away; ``None`` before `ENOUGH_RIGHT` are known."""
+        """Share of right answers that the deadline takes away; ``None`` before there are `MIN_RIGHT` of them."""
         return self.lost / self.right if self.right >= MIN_RIGHT else None
 
-    def with_group(self, right: int, lost: int, most: float) -> "DeadlineLosses":
-        """After one more group with ``right`` right answers, of which the deadline takes ``lost``.
+    def with_group(self, right: int, lost: int, max_share: float) -> "DeadlineLosses":
+        """Return the losses after one more group with ``right`` right answers, of which the deadline takes ``lost``.
 
-        Above the bound ``most`` the deadline moves away fast, below it comes back slowly.
+        While the share is above ``max_share`` the stretch grows fast; below it, it shrinks slowly.
         """
         keep = max(0.0, 1 - right / MEMORY)
-        heard = DeadlineLosses(keep * self.right + right, keep * self.lost + lost, self.stretch)
-        if heard.share is None:
-            return heard
-        stretch = self.stretch * STRETCH_UP if heard.share > most else self.stretch / STRETCH_DOWN
-        return replace(heard, stretch=min(max(stretch, 1.0), MAX_STRETCH))
+        counted = DeadlineLosses(keep * self.right + right, keep * self.lost + lost, self.stretch)
+        if counted.share is None:
+            return counted
+        stretch = self.stretch * STRETCH_UP if counted.share > max_share else self.stretch / STRETCH_DOWN
+        return replace(counted, stretch=min(max(stretch, 1.0), MAX_STRETCH))
 
 
 class RecentCompletionLengths:
-    """What the last groups needed, in tokens."""
+    """Completion lengths of the last `WINDOW` groups, in tokens, for groups that come one at a time."""
 
     def __init__(self, lengths: Iterable[int] = ()) -> None:
         self._lengths: deque[int] = deque(lengths, maxlen=WINDOW)
 
     @property
     def state(self) -> list[int]:
-        """What the constructor takes, oldest first."""
+        """Argument of the constructor that restores it, oldest first."""
         return list(self._lengths)
 
     def add(self, tokens: int) -> None:
         self._lengths.append(tokens)
 
     def deadline(self, rule: Deadline) -> int | None:
-        """The deadline of a group that comes now; ``None`` while too few are known."""
+        """Return the deadline of the next group; ``None`` while fewer than `MIN_GROUPS` are known."""
         return rule.from_lengths(self._lengths, len(self._lengths)) if len(self._lengths) >= MIN_GROUPS else None

@@ -1,4 +1,8 @@
-"""What a group hears (events) and what it wants done (decisions). Values only."""
+"""Input of a group (events) and its output (decisions). Values only.
+
+A candidate is named by its index within the group, from 0 in the order of starting. Token counts include the stop
+token.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +14,14 @@ from darts_server.types import DiscardReason, FinishReason, SelectedAs
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The engine took candidate ``index``."""
+    """The engine has accepted a candidate."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Candidate ``index`` has generated ``tokens`` tokens and has not finished with them."""
+    """A running candidate has generated ``tokens`` tokens so far, and will generate more."""
 
     index: int
     tokens: int
@@ -25,9 +29,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Candidate ``index`` was given a chance in [0, 1] to end correct.
+    """A candidate was scored.
 
-    ``survival``: the probability with which it is to be kept; 1 if it is not to be pruned.
+    ``quality``: its probability to end correct, in [0, 1]. ``survival``: the probability with which to keep it; 1 for a
+    score that prunes nothing.
     """
 
     index: int
@@ -37,7 +42,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Candidate ``index`` ended by itself after ``tokens`` tokens (the stop token counts)."""
+    """A candidate finished with ``tokens`` tokens, at a stop token or at its length limit."""
 
     index: int
     tokens: int
@@ -46,7 +51,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Candidate ``index`` failed. ``retryable`` says whether another candidate could fare better."""
+    """A candidate failed. ``retryable``: whether another candidate may succeed."""
 
     index: int
     error: Exception
@@ -55,14 +60,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The engine aborted candidate ``index``, and not because the group asked for it."""
+    """The engine aborted a candidate that the group had not stopped."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeadlineSet:
-    """The group's cut limit is ``tokens`` from now on; tail candidates are cut there if the rule cuts."""
+    """The deadline of the group's cohort is ``tokens``. Only rules with a deadline use it."""
 
     tokens: int
 
@@ -89,9 +94,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Of a candidate that was scored: it goes on. ``survival``: the probability with which it was kept.
+    """Let a scored candidate run on.
 
-    That is 1 where the group could not have spared it, whatever probability was asked for.
+    ``survival``: the probability with which it was kept: that of the score, or 1 if the group needs the candidate.
     """
 
     index: int
@@ -100,7 +105,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Stop a candidate if it runs, and keep exactly its first ``tokens`` tokens: they belong to the group."""
+    """Stop a candidate if it still runs, and return exactly its first ``tokens`` tokens: it belongs to the group."""
 
     index: int
     tokens: int
@@ -108,21 +113,21 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """This trajectory is known to belong to the group, before the group is complete."""
+    """Return a trajectory before the group is complete: it is certain to belong to the group."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """The group is decided. ``selection`` maps candidate index to the end it was taken from, in index order."""
+    """Return the group. ``selection``: how each selected candidate was selected, in the order of indices."""
 
     selection: Mapping[int, SelectedAs]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Too few candidates can finish; nothing runs any more."""
+    """Report ``error`` to the caller: too few candidates can finish, and all have been stopped."""
 
     error: Exception
 

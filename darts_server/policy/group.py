@@ -6,10 +6,11 @@ Usage::
     act_on(group.open(Shortest(8), candidates=12))
     act_on(group.handle(Finished(3, tokens=17, reason=FinishReason.STOP)))
 
-A group whose size is not known yet may `add_candidate` candidates one by one before it is opened.
+A group that is assembled from single requests starts with `Group.add_candidate`, before its size is known.
 
-Every candidate that was started ends exactly once, selected or discarded with one reason. What is decided is never
-taken back: a stopped candidate does not return and a delivered one stays in the group.
+Two invariants hold under every rule. Every started candidate ends exactly once: selected, or discarded with one reason.
+And decisions are final: a stopped candidate never returns, a delivered one stays in the group. So a rule may only
+settle what no future event can change.
 """
 
 from collections.abc import Iterator
@@ -38,8 +39,8 @@ from darts_server.policy.selection.rules import SelectionRule, Verdict
 from darts_server.types import DiscardReason, Outcome, SelectedAs
 
 
-class Lots(Protocol):
-    """A numpy ``Generator``, or what stands for one."""
+class UniformGenerator(Protocol):
+    """A numpy ``Generator``, or a stand-in."""
 
     def random(self) -> float: ...
 
@@ -48,50 +49,61 @@ class Group:
     """One prompt's group.
 
     Args:
-        rng: the group's own generator; it numbers the lots of the tail.
-        spare: how many more candidates may be started, in all, to replace ones that failed; ``None`` means one for each
-            seat: an engine that fails more often is not worth waiting for.
-        early: decide ``Deliver`` as soon as a trajectory is known to belong, for callers that stream.
-        chances: the generator of the lots of survival, apart from ``rng`` so that the tail's are the same without it;
-            ``None`` prunes nobody, whatever is scored.
+        rng: the group's own generator, for the random numbers that decide who gets a sampled tail.
+        max_replacements: how many candidates may be started, in all, to replace ones that failed; ``None`` means as
+            many as the group returns: an engine that fails more often is not worth waiting for.
+        deliver_early: deliver each trajectory as soon as it is certain to belong to the group, for callers that stream.
+        survival_rng: generator for pruning, separate from ``rng`` so that pruning does not change which candidates get
+            a sampled tail; ``None`` prunes nothing, whatever is scored.
     """
 
     def __init__(
-        self, *, rng: Lots, spare: int | None = None, early: bool = False, chances: Lots | None = None
+        self,
+        *,
+        rng: UniformGenerator,
+        max_replacements: int | None = None,
+        deliver_early: bool = False,
+        survival_rng: UniformGenerator | None = None,
     ) -> None:
         self.candidates: list[Candidate] = []
         self.outcome: Outcome | None = None
         self.deadline: int | None = None
+        """The cohort's deadline in tokens, once it is set."""
         self.check_at: dict[int, int] = {}
-        """Running candidate -> token count at which its progress should be reported. Nobody need look before."""
+        """Running candidate -> token count at which its progress must be reported. Before that it changes nothing."""
+        self.restarted_from = 0
+        """Index of the first candidate since the last restart."""
         self._rule: SelectionRule | None = None
         self._rng = rng
-        self._chances = chances
-        self._wanted_spare = spare
-        self._spare = 0
-        self._beyond_help = False
-        self._early = early
+        self._survival_rng = survival_rng
+        self._max_replacements = max_replacements
+        self._replacements_left = 0
+        self._failed_for_good = False
+        self._deliver_early = deliver_early
         self._finish_count = 0
-        self._most = 0
-        self._scored: list[Scored] = []
-        self._freed = 0  # places of pruned candidates that may be given to new ones
-        self._granted = 0
-        self._owed: int | None = None  # candidates to start once the group goes on; None while it does
-        self.restarted_from = 0
-        """Index of the first candidate since the group was started anew, or at all."""
+        self._max_candidates = 0
+        self._pending_scores: list[Scored] = []
+        self._free_places = 0  # of pruned candidates, for new ones
+        self._allocated = 0
+        self._owed: int | None = None  # candidates to start on `resume`; None while the group is not paused
         self._last_error: Exception | None = None
         self._delivered: set[int] = set()
-        self._undecided = True  # something was heard that may change what is certain
+        self._needs_assessment = True  # an event came that may change what is certain
 
     @property
     def rule(self) -> SelectionRule:
-        """How the group is chosen; its ``size`` is the number of trajectories returned. Known once it is open."""
+        """The rule that selects the group.
+
+        Raises:
+            IllegalMove: the group is not open yet.
+        """
         if self._rule is None:
             raise IllegalMove("the group is not open yet")
         return self._rule
 
     @property
     def size(self) -> int:
+        """M, the number of trajectories that are returned."""
         return self.rule.size
 
     @property
@@ -100,21 +112,21 @@ class Group:
 
     @property
     def all_delivered(self) -> bool:
-        """Whether all its trajectories were delivered, though it may still watch others."""
+        """Whether all M trajectories were delivered. Other candidates may still run, to be observed (shadow)."""
         return self.is_open and len(self._delivered) == self.size
 
     @property
     def completion_length(self) -> int | None:
-        """Length of the M-th shortest valid candidate so far; ``None`` before so many have finished by themselves."""
+        """Length of the M-th shortest valid candidate so far; ``None`` while fewer than M valid ones have finished."""
         return self.nth_shortest(self.size)
 
-    def nth_shortest(self, place: int) -> int | None:
-        """Length of the valid candidate at that ``place``, from 1, among those that have finished so far."""
+    def nth_shortest(self, n: int) -> int | None:
+        """Return the length of the ``n``-th shortest valid candidate, from 1; ``None`` if there are fewer."""
         lengths = sorted(c.tokens for c in self.candidates[self.restarted_from :] if c.valid)
-        return lengths[place - 1] if len(lengths) >= place else None
+        return lengths[n - 1] if len(lengths) >= n else None
 
     def add_candidate(self) -> list[Decision]:
-        """Start one candidate of a group that is not open yet. Nothing is decided about it before that."""
+        """Start one candidate before the group is open. Nothing is decided about it until then."""
         if self._rule is not None:
             raise IllegalMove("the group is open already")
         if self._owed is not None:
@@ -122,10 +134,10 @@ class Group:
             return []
         return [self._start(1)] if self.outcome is None else []
 
-    def open(self, rule: SelectionRule, candidates: int, most: int = 0) -> list[Decision]:
-        """Start what is missing of ``candidates``, at least ``rule.size``, and begin to decide.
+    def open(self, rule: SelectionRule, candidates: int, max_candidates: int = 0) -> list[Decision]:
+        """Start the missing ones of ``candidates``, at least ``rule.size``, and begin to decide.
 
-        ``most``: while fewer candidates than that were started in all, a new one is for each that is pruned.
+        ``max_candidates``: each pruned candidate is replaced by a new one until this many were started in all.
         """
         if candidates < rule.size:
             raise ValueError(f"candidates must be at least the group size {rule.size}, got {candidates}")
@@ -134,9 +146,9 @@ class Group:
         if self.outcome is not None:
             return []
         self._rule = rule
-        self._most = most
-        self._granted = candidates
-        self._spare = rule.size if self._wanted_spare is None else self._wanted_spare
+        self._max_candidates = max_candidates
+        self._allocated = candidates
+        self._replacements_left = rule.size if self._max_replacements is None else self._max_replacements
         if self._owed is not None:
             self._owed = max(self._owed, candidates)
             return []
@@ -144,54 +156,54 @@ class Group:
         return [*([self._start(missing)] if missing > 0 else []), *self.handle()]
 
     def handle(self, *events: Event) -> list[Decision]:
-        """Take events in, in their order, and say what to do about them.
+        """Apply events in their order, and return what to do now.
 
         Raises:
             IllegalMove: an event that cannot happen; nothing is decided.
         """
         for event in events:
-            self._hear(event)
+            self._apply(event)
         if self.outcome is not None or not self.candidates or self.is_paused:
             return []
         if self._rule is None:
-            return list(self._give_up()) if self._beyond_help else []
+            return list(self._give_up()) if self._failed_for_good else []
         return [*self._prune(), *self._decide()]
 
     def cancel(self) -> list[Decision]:
-        """The caller went away: stop everything."""
+        """Stop everything: the caller has disconnected."""
         return list(self._close(Outcome.CANCELLED)) if self.outcome is None else []
 
     def end_decided(self) -> list[Decision]:
-        """The caller needs no more than what was delivered: stop the rest."""
+        """Stop the rest: the caller's vote is decided by what was delivered."""
         return list(self._close(Outcome.DECIDED, DiscardReason.DECIDED)) if self.outcome is None else []
 
     @property
     def is_paused(self) -> bool:
-        """Whether it waits for `resume`."""
+        """Whether it waits for `resume` after a `restart`."""
         return self._owed is not None
 
     @property
     def can_restart(self) -> bool:
-        """Whether it may be started anew: nothing of it has gone out."""
+        """Whether it may be restarted: it is not finished, and nothing was delivered."""
         return self.outcome is None and not self._delivered and not self.is_paused
 
     def restart(self) -> list[Decision]:
-        """Stop everything and decide nothing, until `resume` starts as many candidates anew.
+        """Stop all candidates and pause, until `resume` starts as many new ones.
 
         Raises:
-            IllegalMove: it cannot be.
+            IllegalMove: the group cannot be restarted.
         """
         if not self.can_restart:
-            raise IllegalMove("the group cannot be started anew")
+            raise IllegalMove("the group cannot be restarted")
         alive = [c for c in self.candidates if c.alive]
         stops: list[Decision] = [Stop(c.index, DiscardReason.RESTARTED) for c in alive if c.running]
         for candidate in alive:
             candidate.discard(DiscardReason.RESTARTED)
-        self._owed = self._granted if self.is_open else len(alive)
-        self._most += len(self.candidates) - self.restarted_from
+        self._owed = self._allocated if self.is_open else len(alive)
+        self._max_candidates += len(self.candidates) - self.restarted_from
         self.restarted_from = len(self.candidates)
-        self._finish_count = self._freed = 0
-        self._scored, self.check_at = [], {}
+        self._finish_count = self._free_places = 0
+        self._pending_scores, self.check_at = [], {}
         return stops
 
     def resume(self) -> list[Decision]:
@@ -199,71 +211,75 @@ class Group:
         owed, self._owed = self._owed, None
         if self.outcome is not None or not owed:
             return []
-        self._undecided = True
+        self._needs_assessment = True
         return [self._start(owed), *self.handle()]
 
-    # --- hearing ------------------------------------------------------------
+    # --- events -------------------------------------------------------------
 
-    def _hear(self, event: Event) -> None:
-        if not isinstance(event, Started | Scored):  # these make nobody certain or hopeless
-            self._undecided = True
+    def _apply(self, event: Event) -> None:
+        if not isinstance(event, Started | Scored):  # these two settle nobody and make nobody hopeless
+            self._needs_assessment = True
         if isinstance(event, DeadlineSet):
-            # What was decided under one limit cannot be taken back under another.
+            # Candidates may have been stopped or cut by the first deadline, so another one comes too late.
             self.deadline = event.tokens if self.deadline is None else self.deadline
             return
         if not 0 <= event.index < len(self.candidates):
             raise IllegalMove(f"no candidate {event.index} was started: {event}")
         candidate = self.candidates[event.index]
-        news = candidate.running  # or else it was stopped from here
-        candidate.hear(event)
+        was_running = candidate.running  # otherwise the group has stopped it, and the event came too late
+        candidate.apply(event)
         match event:
-            case Scored() if news:
-                self._scored.append(event)
-            case Finished() if news:
+            case Scored() if was_running:
+                self._pending_scores.append(event)
+            case Finished() if was_running:
                 self._finish_count += 1
                 candidate.finish_position = self._finish_count
             case Failed(error=error, retryable=retryable):
                 self._last_error = error
                 if not retryable:
-                    self._beyond_help = True
-                    self._spare = 0
-            case Lost(index=index) if news:
+                    self._failed_for_good = True
+                    self._replacements_left = 0
+            case Lost(index=index) if was_running:
                 self._last_error = GroupFailed(f"the engine aborted candidate {index}")
 
-    # --- deciding -----------------------------------------------------------
+    # --- decisions ----------------------------------------------------------
 
     def _prune(self) -> Iterator[Decision]:
-        """Draw for those that were scored, in that order. One that the group cannot spare is kept for sure."""
-        scored, self._scored = self._scored, []
-        for score in scored:
+        """Keep or prune each scored candidate, in the order of the scores.
+
+        A candidate that the group needs is kept with probability 1, and this is the probability that is recorded: given
+        all earlier decisions it is the true one, so inverse propensity weights stay unbiased.
+        """
+        scores, self._pending_scores = self._pending_scores, []
+        for score in scores:
             candidate = self.candidates[score.index]
             if not candidate.running:
                 continue
-            survival = score.survival if self._can_spare_one() else 1.0
-            if candidate.draw_for(survival):
+            survival = score.survival if self._can_prune_one() else 1.0
+            if candidate.sample_survival(survival):
                 yield Keep(score.index, survival)
             else:
                 candidate.discard(DiscardReason.PRUNED)
-                self._freed += 1
-                self._undecided = True
+                self._free_places += 1
+                self._needs_assessment = True
                 yield Stop(score.index, DiscardReason.PRUNED)
 
-    def _can_spare_one(self) -> bool:
-        """Whether M are left without it. Truncated ones do not count: nothing is pruned to make room for these."""
+    def _can_prune_one(self) -> bool:
+        """Whether M others remain. Truncated ones do not count: a valid one is worth more than any of them."""
         returnable = sum(c.running or c.valid for c in self.candidates if c.alive)
-        return self._chances is not None and returnable > self.size
+        return self._survival_rng is not None and returnable > self.size
 
     def _decide(self) -> Iterator[Decision]:
-        if not self._undecided:
+        if not self._needs_assessment:
             return
-        self._undecided = False
+        self._needs_assessment = False
         missing = self.size - sum(c.alive for c in self.candidates)
-        if missing > self._spare:
+        if missing > self._replacements_left:
             yield from self._give_up()
             return
-        if missing > 0:  # from now on all that are left are needed, so what was delivered or cut stays in the group
+        if missing > 0:  # all remaining candidates are in the group now, so whoever was delivered or cut stays in it
             yield self._start(missing)
-            self._spare -= missing
+            self._replacements_left -= missing
         verdict = self._assess()
         if refill := self._refill(verdict):
             yield refill
@@ -276,32 +292,30 @@ class Group:
             yield from self._complete()
             return
         self.check_at = dict(verdict.check_at)
-        if self._early:
+        if self._deliver_early:
             yield from self._deliver(verdict)
 
     def _assess(self) -> Verdict:
         running = [c for c in self.candidates if c.running]
-        return self.rule.assess(running, self._finished(), self._early, self.deadline)
+        return self.rule.assess(running, self._finished(), self._deliver_early, self.deadline)
 
     def _finished(self) -> list[Candidate]:
         return [c for c in self.candidates if c.alive and not c.running]
 
     def _start(self, count: int) -> Start:
-        first = len(self.candidates)
-        self.candidates += [
-            Candidate(index, tail_draw=float(self._rng.random()), survival_draw=self._lot())
-            for index in range(first, first + count)
-        ]
-        return Start(tuple(range(first, first + count)))
-
-    def _lot(self) -> float:
-        return 0.0 if self._chances is None else float(self._chances.random())
+        # All random numbers of a candidate are drawn before it runs: results then depend on seeds and lengths alone,
+        # not on timing.
+        indices = range(len(self.candidates), len(self.candidates) + count)
+        for index in indices:
+            survival_draw = 0.0 if self._survival_rng is None else float(self._survival_rng.random())
+            self.candidates.append(Candidate(index, tail_draw=float(self._rng.random()), survival_draw=survival_draw))
+        return Start(tuple(indices))
 
     def _refill(self, verdict: Verdict) -> Start | None:
-        """Give the places of pruned candidates to new ones, while that can take nothing back of what was decided."""
-        count, self._freed = min(self._freed, self._most - len(self.candidates)), 0
-        binding = self._delivered or any(c.cut for c in self.candidates) or len(verdict.settled) >= self.size
-        return None if count <= 0 or binding else self._start(count)
+        """Start new candidates in place of pruned ones, while that cannot contradict an earlier decision."""
+        count, self._free_places = min(self._free_places, self._max_candidates - len(self.candidates)), 0
+        is_bound = self._delivered or any(c.cut for c in self.candidates) or len(verdict.settled) >= self.size
+        return None if count <= 0 or is_bound else self._start(count)
 
     def _stop_hopeless(self, verdict: Verdict) -> Iterator[Decision]:
         for index, reason in verdict.hopeless.items():
@@ -309,7 +323,7 @@ class Group:
             yield Stop(index, reason)
 
     def _cut(self, verdict: Verdict) -> Iterator[Cut]:
-        """Cut what is to be cut, whether it still runs or ended beyond that before anyone looked."""
+        """Cut candidates at their deadline, also those that finished beyond it before it was known."""
         for index, tokens in verdict.cuts.items():
             if index not in self._delivered:
                 self.candidates[index].cut_at(tokens)
@@ -320,7 +334,7 @@ class Group:
             self._delivered.add(index)
             yield Deliver(index)
 
-    # --- ending -------------------------------------------------------------
+    # --- outcomes -----------------------------------------------------------
 
     def _complete(self) -> Iterator[Decision]:
         selection = self.rule.select(self._finished(), self.deadline)
@@ -339,13 +353,13 @@ class Group:
         yield GiveUp(error)
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
-        """End without a group. What was delivered has gone out, and stays selected."""
-        ends = self.rule.select(self._finished(), self.deadline) if self._delivered else {}
+        """End without a complete group. Trajectories that were delivered stay selected: the caller has them."""
+        selection = self.rule.select(self._finished(), self.deadline) if self._delivered else {}
         for candidate in self.candidates:
             if candidate.running:
                 yield Stop(candidate.index, reason)
             if candidate.index in self._delivered:
-                candidate.select(ends.get(candidate.index, SelectedAs.SHORT))
+                candidate.select(selection.get(candidate.index, SelectedAs.SHORT))
             elif candidate.alive:
                 candidate.discard(reason)
         self.outcome = outcome

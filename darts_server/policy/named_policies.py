@@ -1,4 +1,4 @@
-"""The named policies: which combination of rules each one is."""
+"""The named policies, and which combination of rules each one is."""
 
 from dataclasses import replace
 
@@ -8,16 +8,16 @@ from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 
 SHAPED_POLICIES = ("uniform", "darts", "darts_deadline", "darts_cut", "first_finish", "arrol", "darts+arrol")
 SHADOW_PREFIX = "shadow:"
-"""Before the name of a policy: nothing is shaped, but what that policy would have done is recorded."""
+"""Before the name of a policy: nothing is shaped, and what the policy would have done is recorded."""
 
 
 def build_policies(
     base: Shaping, deadline: Deadline, pruning: Pruning | None = None, refill: bool = False
 ) -> dict[str, Shaping]:
-    """All policies but ``off``, by name; ``base`` is ``uniform``, which the others differ from.
+    """Build all policies except ``off``, by name. ``base`` is ``uniform``, from which the others are derived.
 
-    Without ``pruning`` those that prune are left out. They have no shadows: nobody can replay the choice of candidates
-    that were not scored.
+    Without ``pruning`` the policies that prune are left out. They have no shadows: a shadow's candidates are not
+    scored, so a replay cannot prune them.
     """
     darts = replace(base, adaptive=True)
     shaped = {
@@ -28,12 +28,12 @@ def build_policies(
         "first_finish": replace(darts, tail=Tail.LONGEST, finish_order=True),
     }
     shadows = {SHADOW_PREFIX + name: replace(shaping, shadow=True) for name, shaping in shaped.items()}
-    pruned = {} if pruning is None else _pruned(base, darts, pruning, refill)
+    pruned = {} if pruning is None else _pruning_policies(base, darts, pruning, refill)
     return shaped | shadows | pruned
 
 
-def _pruned(base: Shaping, darts: Shaping, pruning: Pruning, refill: bool) -> dict[str, Shaping]:
-    started = 1 / pruning.keep_ratio
+def _pruning_policies(base: Shaping, darts: Shaping, pruning: Pruning, refill: bool) -> dict[str, Shaping]:
+    started = 1 / pruning.keep_ratio  # of which the keep ratio survives: M on average
     return {
         "arrol": replace(
             base,
@@ -42,7 +42,7 @@ def _pruned(base: Shaping, darts: Shaping, pruning: Pruning, refill: bool) -> di
             budget=BudgetKind.FIXED,
             pruning=pruning,
             refill=refill,
-            target=pruning.target_positive_ratio,
+            target_positive_ratio=pruning.target_positive_ratio,
         ),
         "darts+arrol": replace(darts, pruning=pruning, refill=refill),
     }

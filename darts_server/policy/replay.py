@@ -1,4 +1,7 @@
-"""What a rule would have done with candidates whose lengths are known, had they run side by side."""
+"""Replay a selection rule on candidates whose lengths are known, as if they had run side by side.
+
+Shadow policies and pictures use it: the answer is exact, since the same state machine decides as on a real engine.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +15,10 @@ from darts_server.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """``lengths``: tokens of each candidate when it ended or was stopped or cut. ``selection``: indices of the group.
-    ``steps``: decode steps until it was complete.
+    """Outcome of a replay.
+
+    ``lengths``: tokens of each candidate when it finished or was stopped or cut. ``selection``: indices of the returned
+    ones. ``steps``: decode steps until the group was complete.
     """
 
     lengths: tuple[int, ...]
@@ -22,25 +27,29 @@ class Replay:
 
     @property
     def generated(self) -> int:
+        """Tokens of all candidates."""
         return sum(self.lengths)
 
     @property
     def returned(self) -> int:
+        """Tokens of the returned trajectories."""
         return sum(self.lengths[i] for i in self.selection)
 
 
 def replay(rule: SelectionRule, candidates: Sequence[Candidate], deadline: int | None = None) -> Replay:
-    """Run ``candidates``, all finished and at least ``rule.size``, at one token a step from one start.
+    """Run finished ``candidates``, at least ``rule.size``, again: all start together and get one token a step.
 
-    Their lots are kept. ``deadline``: the group's deadline in tokens, known from the start.
+    Their tail draws are reused. ``deadline``: the cohort's deadline in tokens, known from the start.
     """
-    group = Group(rng=_Lots(c.tail_draw for c in candidates), spare=0)
+    group = Group(rng=_Recorded(c.tail_draw for c in candidates), max_replacements=0)
     group.open(rule, len(candidates))
     step, lengths = 0, [c.tokens for c in candidates]
-    group.handle(*([] if deadline is None else [DeadlineSet(deadline)]), *(Started(i) for i in range(len(candidates))))
+    known = [] if deadline is None else [DeadlineSet(deadline)]
+    group.handle(*known, *(Started(i) for i in range(len(candidates))))
     while group.outcome is None:
         running = [c.index for c in group.candidates if c.running]
-        # An alarm may be at a count that has been passed already: it is answered in the same step.
+        # Go on to the next step at which anything can happen. A check may be due at a count that was passed already: it
+        # is made in the same step.
         step = max(step, min([*(lengths[i] for i in running), *group.check_at.values()]))
         for decision in group.handle(*_events(running, candidates, group.check_at, step)):
             match decision:
@@ -54,6 +63,7 @@ def replay(rule: SelectionRule, candidates: Sequence[Candidate], deadline: int |
 def _events(
     running: Iterable[int], candidates: Sequence[Candidate], check_at: Mapping[int, int], step: int
 ) -> list[Event]:
+    """Return what the engine would report after ``step`` steps."""
     events: list[Event] = []
     for i in running:
         if candidates[i].tokens <= step:
@@ -63,8 +73,8 @@ def _events(
     return events
 
 
-class _Lots:
-    """Numbers that were drawn before."""
+class _Recorded:
+    """A generator of random numbers that were drawn before."""
 
     def __init__(self, draws: Iterable[float]) -> None:
         self._draws = iter(draws)

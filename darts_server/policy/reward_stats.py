@@ -1,22 +1,21 @@
-"""Which of two kinds of long tails a prompt has, from the lengths of its right and of its wrong trajectories.
+"""Reward statistics of a prompt: pass rate, and whether its right trajectories are longer than its wrong ones.
 
-DARTS (arXiv 2605.30859) tells them apart by what long trajectories are good for:
+DARTS (arXiv 2605.30859) distinguishes two patterns of long-tailed prompts by what long trajectories are good for:
 
 * Pattern I, ineffective verbosity: E[l | right] <= E[l | wrong]. Running on earns nothing.
 * Pattern II, necessary depth: E[l | right] > E[l | wrong]. Some right answers need their length.
 
-The paper compares the two means. Here the comparison comes with its error (`Pattern.UNCLEAR`), for a handful of
-trajectories would tell one pattern or the other by chance.
+The paper compares the two means. Here the comparison comes with its standard error, since a handful of trajectories
+would show either pattern by chance (`TailPattern.UNCLEAR`).
 
-Only trajectories with a reward can be told right or wrong, and only those that were returned get one. Under a shaped
-policy these are not a plain sample of what the model generates: of the long ones, right or wrong, most were stopped.
-So both means come out too low, as a rule the longer one more, which draws their difference towards zero; the pass rate
-comes out too high in Pattern I and too low in Pattern II; and a rule that cuts turns right answers beyond the deadline
-into wrong ones of just that length. Under ``off`` and shadow policies the sample is plain. Neither policies nor weight
-versions are kept apart.
+How to read the figures: only trajectories that were returned have a reward. Under a shaped policy they are not a plain
+sample of what the model generates, since most of the long ones were stopped. So both means come out too low, as a rule
+the longer one more, which draws their difference towards zero; the pass rate comes out too high in Pattern I and too
+low in Pattern II; and a rule that cuts turns right answers beyond the deadline into wrong ones of exactly that length.
+Under ``off`` and shadow policies the sample is plain. Policies and weight versions are not kept apart.
 
-Over a whole data set the difference also has a part between prompts: where harder prompts have longer trajectories,
-right ones come out shorter even if within each prompt they do not.
+Over a whole data set the difference also has a part between prompts: if harder prompts have longer trajectories, right
+ones come out shorter even if within each prompt they do not.
 """
 
 import math
@@ -26,23 +25,25 @@ from enum import StrEnum
 from typing import Any
 
 MIN_STANDARD_ERRORS = 2.0
-"""Standard errors that a difference must reach: by chance about one in twenty does."""
+"""Standard errors that a difference must reach: without any true difference about one in twenty does."""
 MIN_TRAJECTORIES = 10
-"""Trajectories on each side below which the error is itself too uncertain: with ten, six in a hundred do."""
+"""Trajectories on each side below which the standard error is itself too uncertain. With ten, six in a hundred prompts
+without a true difference show one."""
 LARGEST = 2**52
-"""Count or mean that is taken for one: twice as large, it is still exact."""
+"""Largest count or mean that is accepted: the sum of two is still an exact float."""
 LARGEST_SQUARES = 1e300
-"""The same for M2: twice as large, it is still finite."""
+"""Largest M2 that is accepted: the sum of two is still finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
     """Count, mean and M2 (the sum of squared deviations from the mean) of lengths in tokens.
 
-    Two of them merge into those of both samples (Chan, Golub and LeVeque 1979), in any order but for rounding.
+    ``a + b`` are those of both samples together (Chan, Golub and LeVeque 1979). The order of adding matters for
+    rounding only, so statistics can be merged as rewards arrive, without keeping the lengths.
 
     Raises:
-        ValueError: no sample has these.
+        ValueError: no sample has these moments.
     """
 
     count: int = 0
@@ -77,24 +78,24 @@ class Moments:
 
 
 def single_length(tokens: int) -> Moments:
-    """The moments of a single length."""
+    """Return the moments of one trajectory of so many tokens."""
     return Moments(1, float(tokens))
 
 
 class TailPattern(StrEnum):
-    """What long trajectories of a prompt are good for, in the paper's words."""
+    """What long trajectories of a prompt are good for: the paper's two patterns."""
 
     VERBOSITY = "I"
     DEPTH = "II"
     UNCLEAR = "unclear"
-    """Too few trajectories, or the two means are too close to tell."""
+    """Too few trajectories, or the two means are too close."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeanDifference:
-    """E[l | right] - E[l | wrong] in tokens, its standard error, and what these say.
+    """E[l | right] - E[l | wrong] in tokens, its standard error, and the pattern that follows.
 
-    All are ``None`` without lengths on both sides. ``error`` also is while one side has a single one.
+    All are ``None`` without lengths on both sides; ``error`` is also ``None`` while one side has a single length.
     """
 
     tokens: float | None = None
@@ -103,10 +104,10 @@ class MeanDifference:
 
 
 def compare_means(right: Moments, wrong: Moments) -> MeanDifference:
-    """Right against wrong, with Welch's standard error: the two may differ in their spread.
+    """Compare the mean lengths of right and wrong trajectories.
 
-    A pattern is told from `FEWEST` lengths on each side, if the means are `ERRORS` standard errors apart. Equal means
-    without any spread say nothing.
+    The standard error is Welch's, since the two may differ in their spread. A pattern needs `MIN_TRAJECTORIES` lengths
+    on each side, and means that are `MIN_STANDARD_ERRORS` apart. Equal means without any spread are unclear.
     """
     if not right.count or not wrong.count:
         return MeanDifference()
@@ -121,10 +122,11 @@ def compare_means(right: Moments, wrong: Moments) -> MeanDifference:
 
 @dataclass(frozen=True, slots=True)
 class RewardStats:
-    """What rewards said of a prompt's trajectories, or of all prompts'.
+    """Reward statistics of one prompt, or of all prompts.
 
-    ``groups``: those of which every returned trajectory has a reward. ``zero_variance``: those of them whose rewards
-    are all equal, so that they teach nothing.
+    ``right``, ``wrong``: lengths of right and of wrong trajectories. ``groups``: groups of which every returned
+    trajectory has a reward. ``zero_variance``: groups among them whose rewards are all equal, so that GRPO learns
+    nothing from them.
     """
 
     right: Moments = Moments()
@@ -152,7 +154,7 @@ class RewardStats:
 
     @property
     def pass_rate(self) -> float | None:
-        """Share of right ones among them; ``None`` without any."""
+        """Share of right ones among the rewarded trajectories; ``None`` without any."""
         return self.right.count / self.rewarded if self.rewarded else None
 
     @property
@@ -161,16 +163,16 @@ class RewardStats:
 
     @property
     def state(self) -> list[list[float]]:
-        """What `restored` takes."""
+        """Argument of `restore_stats` that restores these."""
         right, wrong = ([m.count, m.mean, m.m2] for m in (self.right, self.wrong))
         return [right, wrong, [self.groups, self.zero_variance]]
 
 
 def restore_stats(state: Sequence[Sequence[Any]]) -> RewardStats:
-    """The statistics of that state.
+    """Restore statistics from their ``state``.
 
     Raises:
-        ValueError, TypeError: it is no such state.
+        ValueError, TypeError: it is no such state, or its numbers are out of range.
     """
     (right, mean_right, m2_right), (wrong, mean_wrong, m2_wrong), (groups, zero_variance) = state
     stats = RewardStats(
@@ -178,5 +180,5 @@ def restore_stats(state: Sequence[Sequence[Any]]) -> RewardStats:
     )
     counts = (stats.groups, stats.right.count, stats.wrong.count, stats.right.mean, stats.wrong.mean)
     if max(counts) > LARGEST or max(stats.right.m2, stats.wrong.m2) > LARGEST_SQUARES:
-        raise ValueError(f"statistics of rewards must have counts and lengths that can be, got {stats}")
+        raise ValueError(f"statistics of rewards have counts or lengths out of range: {stats}")
     return stats

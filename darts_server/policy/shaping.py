@@ -1,4 +1,4 @@
-"""What a named policy does to a prompt: how many candidates, and which rule chooses among them."""
+"""Options of a policy: how many candidates a prompt gets, and which rule selects among them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,14 +13,14 @@ from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, Long
 
 
 class Tail(StrEnum):
-    """Who gets the L places that are not for the shortest."""
+    """Which candidates get the L places that are not for the shortest."""
 
     LONGEST = "longest"
     SAMPLED = "sampled"
 
 
 class BudgetKind(StrEnum):
-    """What decides the mean number of candidates."""
+    """How the mean number of candidates per prompt is chosen."""
 
     FIXED = "fixed"
     CV_LOG = "cv_log"
@@ -29,18 +29,30 @@ class BudgetKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """How one policy shapes.
+    """Options of one policy.
 
-    ``redundancy``: M'/M, at least 1; of a policy that gives prompts different numbers, the mean under a fixed budget.
-    ``budget``, ``budget_aversion``: what decides that mean, and lambda of the utility. ``num_longest``: L.
-    ``num_shortest``: K; ``None`` means M - L. ``adaptive``: prompts get candidates by the spread of their lengths,
-    between M and ``max_redundancy`` * M (M_low and M_up). ``deadline``: of the tail, ``None`` to wait for all of it; a
-    sampled tail is cut there, and of the longest only those in time count. ``finish_order``: saturated prompts take
-    finish order for length order, as the paper's public code does. ``pruning``: how candidates are pruned by quality;
-    ``None`` for not at all. ``refill``: a new one is started for each that is pruned, as far as M_up goes. ``target``:
-    the M are returned whose expected share of right ones is nearest it (rho), and length is nothing; ``None`` for ends
-    of the length order. ``survivors``: all that are not pruned are returned, M at least. ``shadow``: nothing is
-    shaped, only recorded.
+    How many candidates:
+
+    * ``redundancy``: M'/M, at least 1; of an adaptive policy the mean over prompts, under a fixed budget.
+    * ``max_redundancy``: M_up/M, the bound for a single prompt of an adaptive policy.
+    * ``adaptive``: allocate by the spread of each prompt's lengths, between M and M_up.
+    * ``budget``, ``budget_aversion``: how the mean is chosen, and lambda of the utility.
+
+    Which ones are returned:
+
+    * ``num_longest``: L; ``num_shortest``: K, where ``None`` means M - L; ``tail``: who gets the L places.
+    * ``deadline``: of the tail; ``None`` waits for all of it. A sampled tail is cut there; of a longest tail only
+      candidates that are no longer count.
+    * ``finish_order``: saturated prompts take the order of finishing for that of lengths, like the paper's public code.
+    * ``target_positive_ratio``: rho; returns the M whose expected share of right ones is nearest it, whatever their
+      lengths. ``None`` selects by length.
+    * ``return_survivors``: returns all candidates that are not pruned, at least M.
+    * ``shadow``: shapes nothing, and records what would have been done.
+
+    Pruning by quality:
+
+    * ``pruning``: how candidates are pruned; ``None`` prunes nothing.
+    * ``refill``: starts a new candidate for each pruned one, up to M_up in all.
     """
 
     redundancy: float = 1.5
@@ -55,61 +67,63 @@ class Shaping:
     finish_order: bool = False
     pruning: Pruning | None = None
     refill: bool = False
-    target: float | None = None
-    survivors: bool = False
+    target_positive_ratio: float | None = None
+    return_survivors: bool = False
     shadow: bool = False
 
     @property
     def uses_cohort(self) -> bool:
-        """Whether groups that come together are looked at together."""
+        """Whether groups that come together are allocated together."""
         return self.adaptive or self.deadline is not None or self.budget is not BudgetKind.FIXED
 
     @property
     def prunes(self) -> bool:
-        """Whether candidates are scored, and some of them pruned."""
+        """Whether candidates are scored and pruned."""
         return self.pruning is not None and not self.shadow
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """M_low and M_up for a group of ``size``."""
+        """Return M_low and M_up for a group of ``size``."""
         return size, max(size, floor(self.max_redundancy * size + 0.5))
 
     def candidates(self, size: int) -> int:
-        """M' = redundancy * M, rounded half up."""
+        """Return M' = redundancy * M, rounded half up."""
         return max(size, floor(self.redundancy * size + 0.5))
 
     def max_candidates(self, size: int) -> int:
-        """Candidates up to which pruned ones are replaced by new ones; 0 for never."""
+        """Return how many candidates may be started in all to replace pruned ones; 0 if none are replaced."""
         return self.bounds(size)[1] if self.prunes and self.refill else 0
 
     def selection_rule(self, size: int, candidates: int | None = None) -> SelectionRule:
-        """The selection rule for a group of ``size`` with that many candidates.
+        """Build the selection rule for a group of ``size`` with that many candidates.
 
         Raises:
-            InvalidRequest: K + L is not the group size, or pruning has nobody to spare.
+            InvalidRequest: K + L is not the group size, or pruning has no candidate to spare.
         """
-        self._check_room(size)
-        rule = self._rule(size, candidates)
+        self._check_room_to_prune(size)
+        rule = self._unshadowed_rule(size, candidates)
         return Shadow(rule) if self.shadow else rule
 
-    def _rule(self, size: int, candidates: int | None) -> SelectionRule:
-        if self.survivors:
+    def _unshadowed_rule(self, size: int, candidates: int | None) -> SelectionRule:
+        if self.return_survivors:
             return AllSurvivors(size)
-        return self._by_length(size, candidates) if self.target is None else Balanced(size, self.target)
+        if self.target_positive_ratio is not None:
+            return Balanced(size, self.target_positive_ratio)
+        return self._length_rule(size, candidates)
 
-    def _by_length(self, size: int, candidates: int | None) -> SelectionRule:
-        shortest = self._shortest(size)
+    def _length_rule(self, size: int, candidates: int | None) -> SelectionRule:
+        shortest = self._num_shortest(size)
         if self.num_longest == 0:
             return Shortest(size)
         if self.deadline is not None:
             return (CutTail if self.tail is Tail.SAMPLED else DeadlineTail)(shortest, self.num_longest)
         if self.adaptive and candidates is not None and candidates >= self.bounds(size)[1] > size:
-            # Saturated: its tail is so long that only the shortest are kept (DARTS, variance-guided tail pruning).
-            # With a deadline there is no need to: nobody waits for the tail beyond it.
+            # Saturated: its tail is so long that only the shortest are returned (DARTS, variance-guided tail pruning).
+            # With a deadline this is not needed, since the wait for any tail is bounded.
             return FirstFinish(size) if self.finish_order else Shortest(size)
         return (SampledTail if self.tail is Tail.SAMPLED else LongestTail)(shortest, self.num_longest)
 
-    def _check_room(self, size: int) -> None:
-        """Pruning needs more candidates than the group returns. A keep ratio of 1 scores without pruning."""
+    def _check_room_to_prune(self, size: int) -> None:
+        """Check that a group gets more candidates than it returns. A keep ratio of 1 scores without pruning."""
         if self.pruning is None or self.pruning.keep_ratio == 1:
             return
         if self.adaptive and self.bounds(size)[1] == size:
@@ -125,12 +139,12 @@ class Shaping:
                 f"that are returned, so none can be pruned; raise n, or lower --keep-ratio",
             )
 
-    def _shortest(self, size: int) -> int:
+    def _num_shortest(self, size: int) -> int:
         shortest = size - self.num_longest if self.num_shortest is None else self.num_shortest
         if shortest + self.num_longest != size:
             raise InvalidRequest(
                 "n",
-                f"the server keeps the {shortest} shortest and {self.num_longest} from the tail, which needs "
+                f"the server returns the {shortest} shortest and {self.num_longest} from the tail, which needs "
                 f"n = {shortest + self.num_longest}, got {size}; change n, or start the server without --num-shortest",
             )
         if shortest < 1:

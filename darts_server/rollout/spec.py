@@ -59,7 +59,7 @@ class GroupSpec(Generic[RequestT]):
         survival = None
         if self.pruning is not None:
             survival = np.random.default_rng(np.random.SeedSequence(self.tail_seed, spawn_key=SURVIVAL_STREAM))
-        return Group(rng=np.random.default_rng(self.tail_seed), early=self.early, chances=survival)
+        return Group(rng=np.random.default_rng(self.tail_seed), deliver_early=self.early, survival_rng=survival)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class Stack:
             Intervals(join=0.5),
             gate=self.gate,
             admission=admission,
-            brownout=Brownout.before(MAX_WAITING, CAPACITY, 0.5),
+            brownout=Brownout.for_queue(MAX_WAITING, CAPACITY, 0.5),
             scorer=self.pruner,
             clock=loop.time,
         )

@@ -38,7 +38,7 @@ class Case:
 
     def world(self) -> World:
         return World(
-            group=Group(rng=np.random.default_rng(self.seed), spare=self.spare, early=self.early),
+            group=Group(rng=np.random.default_rng(self.seed), max_replacements=self.spare, deliver_early=self.early),
             rule=self.rule,
             candidates=self.candidates,
             truths=self.truths,

@@ -92,7 +92,12 @@ class ScoredCase:
         case = self.case
         chances = None if self.chances is None else np.random.default_rng(self.chances)
         return ScoredWorld(
-            group=Group(rng=np.random.default_rng(case.seed), spare=case.spare, early=case.early, chances=chances),
+            group=Group(
+                rng=np.random.default_rng(case.seed),
+                max_replacements=case.spare,
+                deliver_early=case.early,
+                survival_rng=chances,
+            ),
             rule=case.rule,
             candidates=case.candidates,
             truths=case.truths,

@@ -50,10 +50,10 @@ def test_a_move_leads_where_the_table_says_or_is_refused(state: State, event: Ca
     if following is None:
         before = repr(c)
         with pytest.raises(IllegalMove, match=f"candidate 0 is {state.name}"):
-            c.hear(event)
+            c.apply(event)
         assert repr(c) == before
     else:
-        c.hear(event)
+        c.apply(event)
         assert c.state is following
 
 
@@ -63,7 +63,7 @@ def test_late_words_change_nothing(state: State, event: CandidateEvent) -> None:
     c = candidate(state)
     before = repr(c)
     if type(event) in LEGAL[state] and not (state is State.FINISHED and isinstance(event, Scored)):
-        c.hear(event)
+        c.apply(event)
     assert repr(c) == before
 
 
@@ -75,20 +75,20 @@ def test_late_words_about_one_that_was_cut_change_nothing(selected: bool, event:
     if selected:
         c.select(SelectedAs.LONG)
     before = repr(c)
-    c.hear(event)
+    c.apply(event)
     assert repr(c) == before
 
 
 def test_progress_never_goes_back() -> None:
     c = candidate(tokens=3)
-    c.hear(Progress(0, 7))
-    c.hear(Progress(0, 5))
+    c.apply(Progress(0, 7))
+    c.apply(Progress(0, 5))
     assert c.tokens == 7
 
 
 def test_a_finish_sets_length_and_reason() -> None:
     c = candidate()
-    c.hear(Finished(0, 9, FinishReason.LENGTH))
+    c.apply(Finished(0, 9, FinishReason.LENGTH))
     assert (c.tokens, c.finish_reason, c.valid) == (9, FinishReason.LENGTH, False)
     assert c.alive
     assert not c.running
@@ -96,30 +96,30 @@ def test_a_finish_sets_length_and_reason() -> None:
 
 def test_a_score_is_kept() -> None:
     c = candidate()
-    c.hear(Scored(0, 0.25))
+    c.apply(Scored(0, 0.25))
     assert c.quality == 0.25
 
 
 def test_a_score_that_comes_after_the_end_is_kept_while_the_fate_is_open() -> None:
     c = candidate(State.FINISHED)
-    c.hear(Scored(0, 0.25, survival=0.1))
+    c.apply(Scored(0, 0.25, survival=0.1))
     assert (c.state, c.quality, c.survival) == (State.FINISHED, 0.25, 1.0)
 
 
 def test_survival_multiplies_and_one_lot_does_for_all_draws() -> None:
     c = candidate()
     c.survival_draw = 0.3
-    assert c.draw_for(0.8)
-    assert c.draw_for(0.5)
+    assert c.sample_survival(0.8)
+    assert c.sample_survival(0.5)
     assert c.survival == 0.4
-    assert not c.draw_for(0.7)
+    assert not c.sample_survival(0.7)
 
 
 @pytest.mark.parametrize("state", [State.REQUESTED, State.RUNNING])
 @pytest.mark.parametrize("event", [Failed(0, RuntimeError()), Lost(0)])
 def test_one_that_fails_is_discarded_as_failed(state: State, event: CandidateEvent) -> None:
     c = candidate(state)
-    c.hear(event)
+    c.apply(event)
     assert (c.state, c.reason) == (State.DISCARDED, DiscardReason.FAILED)
     assert not c.alive
     assert not c.running

@@ -37,7 +37,7 @@ class Lots:
 
 
 def unopened(*, lots: tuple[float, ...] = (), spare: int | None = 0, early: bool = False) -> Group:
-    return Group(rng=Lots(*lots) if lots else np.random.default_rng(0), spare=spare, early=early)
+    return Group(rng=Lots(*lots) if lots else np.random.default_rng(0), max_replacements=spare, deliver_early=early)
 
 
 def opened(

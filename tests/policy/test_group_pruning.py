@@ -21,7 +21,6 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.group import Group
-from darts_server.policy.pruning.survival import draw
 from darts_server.policy.selection.quality_rules import Balanced
 from darts_server.policy.selection.rules import SelectionRule, Shortest
 from darts_server.policy.selection.tail_rules import SampledTail
@@ -138,11 +137,30 @@ def test_scored_in_order_the_fates_are_those_of_the_survival_rule(
     group = opened(Shortest(size), len(survivals), np.random.default_rng(seed))
     scores = [Scored(i, 0.5, p) for i, p in enumerate(survivals)]
     decisions = group.handle(*scores) if at_once else [d for score in scores for d in group.handle(score)]
-    fates = draw(survivals, len(survivals) - size, np.random.default_rng(seed))
-    told = [d for d in decisions if not isinstance(d, Deliver)]
-    assert told == [
-        Keep(i, fate.survival) if fate.kept else Stop(i, DiscardReason.PRUNED) for i, fate in enumerate(fates)
-    ]
+    assert [d for d in decisions if not isinstance(d, Deliver)] == kept_or_pruned(survivals, size, seed)
+
+
+def kept_or_pruned(survivals: list[float], size: int, seed: int) -> list[Decision]:
+    """Decide about each candidate in turn: no more are pruned than leave ``size``, and the rest is kept for certain."""
+    spare, decisions = len(survivals) - size, list[Decision]()
+    for i, (survival, draw) in enumerate(
+        zip(survivals, np.random.default_rng(seed).random(len(survivals)), strict=True)
+    ):
+        probability = survival if spare else 1.0
+        is_kept = draw < probability
+        decisions.append(Keep(i, probability) if is_kept else Stop(i, DiscardReason.PRUNED))
+        spare -= not is_kept
+    return decisions
+
+
+def test_inverse_propensity_weights_stay_unbiased_when_the_group_can_spare_no_more() -> None:
+    """Of four with the values 1, 2, 3, 4 at most one is pruned; the weighted sum of the others is 10 on average."""
+    rng = np.random.default_rng(11)
+    sums = []
+    for _ in range(10_000):
+        decisions = opened(Shortest(3), 4, rng).handle(*(Scored(i, 0.5, 0.5) for i in range(4)))
+        sums.append(sum((d.index + 1) / d.survival for d in decisions if isinstance(d, Keep)))
+    assert np.mean(sums) == pytest.approx(10, abs=0.15)  # more than four standard errors
 
 
 def test_survival_over_two_points_is_the_product_of_both() -> None:
@@ -167,7 +185,7 @@ class Lots:
 
 
 def opened(rule: SelectionRule, candidates: int, chances: object, early: bool = False, most: int = 0) -> Group:
-    group = Group(rng=np.random.default_rng(0), early=early, chances=chances)  # type: ignore[arg-type]
+    group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)  # type: ignore[arg-type]
     group.open(rule, candidates, most)
     group.handle(*(Started(i) for i in range(candidates)))
     return group
@@ -202,7 +220,7 @@ def test_one_that_finished_with_its_score_is_not_pruned() -> None:
 
 
 def test_scores_of_a_group_that_gathers_are_drawn_for_when_it_is_open() -> None:
-    group = Group(rng=np.random.default_rng(0), chances=Lots(0.9, 0.9, 0.9))
+    group = Group(rng=np.random.default_rng(0), survival_rng=Lots(0.9, 0.9, 0.9))
     group.add_candidate()
     assert group.handle(Started(0), Scored(0, 0.2, 0.5)) == []
     assert group.open(Shortest(1), 2) == [Start((1,)), Stop(0, DiscardReason.PRUNED)]

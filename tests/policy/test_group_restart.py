@@ -14,7 +14,7 @@ STOP = FinishReason.STOP
 
 def running(rule: Shortest, candidates: int, *, early: bool = False, most: int = 0, prunes: bool = False) -> Group:
     chances = np.random.default_rng(0) if prunes else None
-    group = Group(rng=np.random.default_rng(0), early=early, chances=chances)
+    group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)
     group.open(rule, candidates, most)
     group.handle(*(Started(i) for i in range(candidates)))
     return group

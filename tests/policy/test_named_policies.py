@@ -96,7 +96,7 @@ def test_a_group_that_has_nobody_to_prune_is_refused() -> None:
 
 def test_survivors_are_all_returned_under_either_policy() -> None:
     for name in ("arrol", "darts+arrol"):
-        assert replace(POLICIES[name], survivors=True).selection_rule(8, 16) == AllSurvivors(8)
+        assert replace(POLICIES[name], return_survivors=True).selection_rule(8, 16) == AllSurvivors(8)
     assert AllSurvivors(8).num_shortest == 8
 
 

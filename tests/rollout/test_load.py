@@ -34,7 +34,7 @@ class Full(House):
             Statistics(Documents(), CAPACITY),
             Intervals(poll=0),
             admission=admission,
-            brownout=Brownout.before(most_waiting, CAPACITY, 0.0),
+            brownout=Brownout.for_queue(most_waiting, CAPACITY, 0.0),
         )
         self.rollouts.observe(self.recorder)
 

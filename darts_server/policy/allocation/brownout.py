@@ -1,20 +1,20 @@
-"""Redundancy falls while more waits than the engine can soon begin: what is not owed is given up before a request is.
+"""Reduce redundancy under load: extra candidates are given up before a request has to be refused.
 
-An extension of ours. Extra candidates shorten a group only where there is room for them to run.
+An extension of ours. Extra candidates shorten a group only if the engine has room for them to run.
 """
 
 from math import floor
 
 RELIEF = 0.5
-"""Of what was waiting when redundancy began to fall: where all of it is back. The way up runs that much below the way
-down, so that it does not flicker with every group that comes and goes."""
+"""Share of ``start`` by which the queue must be shorter on the way up than on the way down. Without this gap the scale
+would flicker with every group that comes and goes."""
 
 
 class Brownout:
-    """How much of the redundancy is left, 1 for all of it and 0 for none, as a function of what waits.
+    """The share of redundancy that is left, from 1 (all of it) to 0 (none), by the number of waiting candidates.
 
-    It falls in a straight line from ``start`` waiting candidates to ``end``, where it is 0. ``end`` at or below
-    ``start`` switches it off.
+    It falls linearly from ``start`` waiting candidates to ``end``, where it is 0. If ``end`` is not above ``start``, it
+    stays 1.
     """
 
     def __init__(self, start: float, end: float) -> None:
@@ -23,15 +23,15 @@ class Brownout:
         self.scale = 1.0
 
     @classmethod
-    def before(cls, most_waiting: int, capacity: int, share: float) -> "Brownout":
-        """It begins at that share of ``most_waiting``, but not while no more wait than the engine runs at once."""
-        return cls(max(share * most_waiting, capacity), most_waiting)
+    def for_queue(cls, max_waiting: int, capacity: int, share: float) -> "Brownout":
+        """Start at ``share`` of ``max_waiting``, but not while fewer wait than the engine runs at once."""
+        return cls(max(share * max_waiting, capacity), max_waiting)
 
     def update(self, waiting: int) -> float:
-        """The scale, now that so many wait."""
+        """Return the scale for so many waiting candidates."""
         if self._end > self._start:
-            least, most = self._line(waiting + RELIEF * self._start), self._line(waiting)
-            self.scale = min(max(self.scale, least), most)
+            least, greatest = self._line(waiting + RELIEF * self._start), self._line(waiting)
+            self.scale = min(max(self.scale, least), greatest)
         return self.scale
 
     def _line(self, waiting: float) -> float:
@@ -39,5 +39,5 @@ class Brownout:
 
 
 def reduce_candidates(candidates: int, size: int, scale: float) -> int:
-    """What is left of a group's candidates, never fewer than its ``size``; rounded half up."""
+    """Return a group's candidates at this ``scale``, never fewer than its ``size``; rounded half up."""
     return size + floor((candidates - size) * scale + 0.5)

@@ -1,14 +1,14 @@
-"""Who gets how many candidates (DARTS, adaptive redundancy allocation, part b).
+"""Allocate candidates to the prompts of a cohort (DARTS, adaptive redundancy allocation, part b).
 
-For a batch, `allocate` finds the exact integer optimum of
+`allocate` finds the exact integer optimum of
 
     min sum_i w_i / m_i   subject to   sum_i m_i = budget,   low <= m_i <= high.
 
 The terms are convex in m_i, so giving one candidate at a time to the prompt with the largest gain w/m - w/(m + 1) is
-optimal. That greedy order is not walked unit by unit: all units with a gain above some price are given out at once, the
-price is bisected over all prompts together, and only the last units, between two prices, are put in order.
+optimal. That would take a step for each candidate. Instead, all candidates with a gain above some price are given out
+at once, the price is bisected for all prompts together, and only the last candidates, between two prices, are sorted.
 
-`ShadowPrice` does the same for requests that come one at a time.
+`shadow_price` does the same for requests that come one at a time.
 """
 
 import math
@@ -22,13 +22,13 @@ Counts = NDArray[np.int64]
 
 FEW_PER_PROMPT = 1 / 16
 FEW = 1024
-"""So many units are put in order rather than halved once more: it costs less than one more pass over the prompts."""
+"""So many candidates are sorted instead of bisecting once more: it costs less than one more pass over the prompts."""
 NEGLIGIBLE = 1e-280
 """Weights below this share of the largest count as zero: their gains would leave the range of floats."""
 
 
 def weights_from_stds(stds: Sequence[float]) -> list[float]:
-    """The weights of a batch: (x - min + 1) / (max - min), all ones if all are equal (the paper's public code).
+    """Compute the weights of a cohort: (x - min + 1) / (max - min), all ones if all are equal (paper's public code).
 
     Raises:
         ValueError: a std is negative, infinite or not a number.
@@ -37,17 +37,17 @@ def weights_from_stds(stds: Sequence[float]) -> list[float]:
     if not x.size:
         return []
     spread = float(x.max() - x.min())
-    # A spread too small to divide by is no spread: only the ratios of weights matter, and these are one then.
+    # A spread too small to divide by is none. Only ratios of weights matter, and these tend to 1 as it vanishes.
     return [float(w) for w in (x - x.min() + 1) / spread] if spread > np.finfo(float).tiny else [1.0] * x.size
 
 
 def allocate(weights: Sequence[float], budget: int, low: int, high: int) -> list[int]:
-    """Candidates for each prompt of a batch: the exact integer optimum, in O(N log M).
+    """Compute the candidates of each prompt: the exact integer optimum, in O(N log M).
 
-    ``budget`` is the number of candidates of the whole batch; one that the bounds cannot meet is clipped to
-    [N * low, N * high]. Of two equal gains the prompt that has fewer candidates comes first, then the one with the
-    larger weight, then the earlier one. So a larger weight never gets fewer, and equal ones share evenly, the earlier
-    first. Weights of zero, or `NEGLIGIBLE` ones, get more than ``low`` only when all others have ``high``.
+    ``budget``: candidates of all prompts together, clipped to [N * low, N * high]. Of two equal gains the prompt with
+    fewer candidates comes first, then the one with the larger weight, then the earlier one. So a larger weight never
+    gets fewer candidates, and equal weights share evenly. Weights of zero, or `NEGLIGIBLE` ones, get more than ``low``
+    only when all others have ``high``.
 
     Raises:
         ValueError: ``low`` is below 1 or above ``high``, or a weight is negative, infinite or not a number.
@@ -55,23 +55,23 @@ def allocate(weights: Sequence[float], budget: int, low: int, high: int) -> list
     check_bounds(low, high)
     w = checked("weights", weights)
     extra = min(max(budget - low * w.size, 0), (high - low) * w.size)
-    # Only ratios matter, and a power of two leaves them as they are.
+    # Only ratios matter. Scaling by a power of two is exact, and keeps gains within the range of floats.
     scaled = np.ldexp(w, -np.frexp(w.max(initial=0.0))[1])
     weighty = scaled > NEGLIGIBLE
     room = (high - low) * int(weighty.sum())
     counts = np.full(w.size, low, dtype=np.int64)
     if extra < room:
-        counts[weighty] = _greedy(scaled[weighty], extra, low, high)
+        counts[weighty] = _allocate_extra(scaled[weighty], extra, low, high)
     else:
         counts[weighty] = high
-        counts[~weighty] += _even(w[~weighty], extra - room)
+        counts[~weighty] += _share_evenly(w[~weighty], extra - room)
     return [int(m) for m in counts]
 
 
 def allocate_by_std(stds: Sequence[float | None], *, budget: int, low: int, high: int) -> list[int]:
-    """Candidates for each prompt of a batch, from its length std (its EMA).
+    """Compute the candidates of each prompt from its length std in tokens (its EMA).
 
-    A prompt that was never seen (``None``) takes the mean of the known ones; if none was, all share evenly.
+    A prompt without a known std (``None``) takes the mean of the known ones; without any, all share evenly.
 
     Raises:
         ValueError: ``low`` is below 1 or above ``high``, or a std is negative, infinite or not a number.
@@ -81,29 +81,33 @@ def allocate_by_std(stds: Sequence[float | None], *, budget: int, low: int, high
     return allocate(weights_from_stds([mean if x is None else x for x in stds]), budget, low, high)
 
 
-# --- the batch optimum ------------------------------------------------------
+# --- the greedy optimum, without its steps -----------------------------------
 
 
-def _greedy(w: Floats, extra: int, low: int, high: int) -> Counts:
-    """Counts after the ``extra`` units with the largest gains; fewer than there are, and all weights positive."""
+def _allocate_extra(w: Floats, extra: int, low: int, high: int) -> Counts:
+    """Compute the counts after the ``extra`` candidates with the largest gains. All weights are positive.
+
+    ``few`` and ``many`` are the counts at a price that is too high and at one that is too low.
+    """
     few, many = np.full(w.size, low, dtype=np.int64), np.full(w.size, high, dtype=np.int64)
-    # Logarithms of prices: no gain lies outside.
+    # Logarithms of prices below and above all gains.
     floor, ceiling = math.log(w.min()) - 2 * math.log(high + 1), math.log(w.max())
     precision = 4 * float(np.finfo(float).eps) * (1 + abs(floor))  # prices closer than this are equal
     while (many - few).sum() > FEW + FEW_PER_PROMPT * w.size and ceiling - floor > precision:
         price = (floor + ceiling) / 2
-        counts = _counts(w, math.exp(price), low, high)
+        counts = _counts_at_price(w, math.exp(price), low, high)
         if counts.sum() - low * w.size > extra:
             many, floor = counts, price
         else:
             few, ceiling = counts, price
-    return few + _best(w, few, many, extra - int((few - low).sum()))
+    return few + _largest_gains(w, few, many, extra - int((few - low).sum()))
 
 
-def _counts(w: Floats, price: float, low: int, high: int) -> Counts:
-    """How many candidates each prompt has when every unit with a gain above ``price`` is given out.
+def _counts_at_price(w: Floats, price: float, low: int, high: int) -> Counts:
+    """Compute the counts when every candidate with a gain above ``price`` is given out.
 
-    The gain of the unit after m is w / (m (m + 1)), which solves to a square root; the last step is exact.
+    The gain of the candidate after the m-th is w / (m (m + 1)). Solving that for m takes a square root, whose rounding
+    may be off by one: the last two lines compare with the exact gain.
     """
     m = np.clip(np.ceil((np.sqrt(1 + 4 * w / price) - 1) / 2), low, high).astype(np.int64)
     m -= (m > low) & (_gain(w, np.maximum(m - 1, 1)) <= price)
@@ -115,18 +119,18 @@ def _gain(w: Floats, m: Counts) -> Floats:
     return np.asarray(w / (m * (m + 1)), dtype=np.float64)
 
 
-def _best(w: Floats, few: Counts, many: Counts, units: int) -> Counts:
-    """The ``units`` with the largest gains among those from ``few`` to ``many``, as counts to add to ``few``."""
+def _largest_gains(w: Floats, few: Counts, many: Counts, count: int) -> Counts:
+    """Choose the ``count`` candidates with the largest gains between ``few`` and ``many``; as counts per prompt."""
     spare = many - few
     prompt = np.repeat(np.arange(w.size), spare)
     m = few[prompt] + np.arange(prompt.size) - np.repeat(np.cumsum(spare) - spare, spare)
     order = np.lexsort((prompt, -w[prompt], m, -_gain(w[prompt], m)))
-    return np.bincount(prompt[order[:units]], minlength=w.size)
+    return np.bincount(prompt[order[:count]], minlength=w.size)
 
 
-def _even(w: Floats, units: int) -> Counts:
-    """``units`` shared evenly; the rest of the division goes to the larger, then to the earlier."""
-    each, rest = divmod(units, max(w.size, 1))
+def _share_evenly(w: Floats, count: int) -> Counts:
+    """Share ``count`` candidates evenly; the remainder goes to larger weights, then to earlier prompts."""
+    each, rest = divmod(count, max(w.size, 1))
     shares = np.full(w.size, each, dtype=np.int64)
     shares[np.lexsort((np.arange(w.size), -w))[:rest]] += 1
     return shares
@@ -136,6 +140,11 @@ def _even(w: Floats, units: int) -> Counts:
 
 
 def checked(name: str, values: Sequence[float]) -> Floats:
+    """Return ``values`` as an array.
+
+    Raises:
+        ValueError: one is negative, infinite or not a number.
+    """
     x = np.asarray(values, dtype=np.float64)
     wrong = x[~(np.isfinite(x) & (x >= 0))]
     if wrong.size:
@@ -144,5 +153,10 @@ def checked(name: str, values: Sequence[float]) -> Floats:
 
 
 def check_bounds(low: int, high: int) -> None:
+    """Check bounds on the candidates of a prompt.
+
+    Raises:
+        ValueError: they do not hold 1 <= ``low`` <= ``high``.
+    """
     if not 1 <= low <= high:
         raise ValueError(f"low and high must hold 1 <= low <= high, got low = {low} and high = {high}")

@@ -1,4 +1,9 @@
-"""Model of a shaped rollout."""
+"""Simulate a shaped rollout: lengths that are returned, tokens that are generated, and seconds that it takes.
+
+Lengths are sampled from the recorded distribution (`lengths.profile`), candidates are stopped as the selection rules
+stop them, and the time follows from the latency curve. Left out: prefill, pruning, and that prompts get different
+numbers of candidates; every prompt gets the mean.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,20 +20,20 @@ Floats = NDArray[np.float64]
 
 SIMULATED = 8192
 """Candidates that are simulated: smaller batches several times over, larger ones by some of their prompts. With M = 8
-and M_up = 16 the m found is then worse than the best by 0.006 of utility on the average, and is found in 10 ms."""
+and M_up = 16 the m that `budget` chooses is then worse than the best by 0.006 of utility on average, in 10 ms."""
 QUEUED = 4096
-"""The same where the engine cannot run all at once: a queue takes that much longer to simulate."""
+"""The same if the engine cannot run all at once: a queue takes about twice as long to simulate."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """A batch to come.
+    """A batch that is about to start.
 
     ``means``: mean length of each prompt in tokens, in order of arrival. ``ratios``: equally likely values of length
     over the prompt's mean, as from `LengthProfile.quantiles`. ``size``: M. ``num_longest``: L, the places of the
-    ``tail``, which without them does not matter. ``max_tokens``: the length limit. ``cut``: the tail ends at a
-    deadline, the `deadline.QUANTILE` over prompts of the M-th shortest length, but not before the prompt's own M-th
-    shortest. ``capacity``: most sequences that the engine runs at once; the others queue.
+    ``tail``. ``max_tokens``: the length limit. ``cut``: the tail ends at a deadline, the `deadline.QUANTILE` over
+    prompts of the M-th shortest length, but not before the prompt's own M-th shortest. ``capacity``: how many sequences
+    the engine runs at once; the others queue.
 
     Raises:
         ValueError: there are no means or no ratios, one of these is not finite and above 0, or another is out of range.
@@ -57,10 +62,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class RolloutEstimate:
-    """What a rollout of the whole batch comes to.
+    """Estimate for a rollout of the whole batch.
 
     ``returned_mean``: mean length of the returned trajectories, in tokens. ``generated_tokens``: of all candidates.
-    ``seconds``: until the last candidate has ended, prefill left aside.
+    ``seconds``: until the last candidate has ended, without prefill.
     """
 
     returned_mean: float
@@ -70,125 +75,128 @@ class RolloutEstimate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRollouts:
-    """Lengths and lots of all candidates that may be started.
+    """Sampled lengths of all candidates that may be started.
 
-    ``lengths`` (tokens, not above the limit) and ``lots`` (the lowest win a place in the tail) have the shape (rounds,
-    prompts, candidates): the batch is simulated ``rounds`` times. ``ranks``: place of each prompt in the order of
-    means. ``weight``: prompts that each of them stands for.
+    ``lengths`` (tokens, at most the limit) and ``tail_draws`` (random numbers; the lowest win a place in a sampled
+    tail) have the shape (rounds, prompts, candidates): the batch is simulated ``rounds`` times. ``ranks``: place of
+    each prompt in the order of means. ``weight``: how many prompts of the batch each simulated one stands for.
     """
 
     lengths: Floats
-    lots: Floats
+    tail_draws: Floats
     ranks: NDArray[np.int64]
     weight: float
 
     @staticmethod
-    def of(workload: Workload, most: int, rng: np.random.Generator) -> "SampledRollouts":
-        """Draws for up to ``most`` candidates per prompt."""
+    def of(workload: Workload, max_candidates: int, rng: np.random.Generator) -> "SampledRollouts":
+        """Sample lengths of up to ``max_candidates`` per prompt."""
         means = np.asarray(workload.means, dtype=np.float64)
-        queues = workload.capacity is not None and means.size * most > workload.capacity
-        simulated = max(1, (QUEUED if queues else SIMULATED) // most)
+        queues = workload.capacity is not None and means.size * max_candidates > workload.capacity
+        simulated = max(1, (QUEUED if queues else SIMULATED) // max_candidates)
         prompts = min(means.size, simulated)
         rounds = simulated // prompts
-        # Of a large batch, prompts at even distances in the order of means.
+        # Of a large batch, simulate prompts at even distances in the order of means.
         chosen = np.argsort(means, kind="stable")[((np.arange(prompts) + 0.5) * means.size / prompts).astype(np.int64)]
-        known = means[np.sort(chosen)]
+        chosen_means = means[np.sort(chosen)]
         ratios = np.sort(np.asarray(workload.ratios, dtype=np.float64))
-        # Stratified: each candidate's ratios, over prompts and rounds, are spread evenly over the distribution.
+        # Stratified sampling: over prompts and rounds, each candidate's ratios cover the distribution evenly. That is
+        # much less noise than independent ones have, for the same number.
         rows = rounds * prompts
-        strata = rng.permuted(np.tile(np.arange(rows, dtype=np.float64), (most, 1)), axis=1)
-        uniforms = (strata + rng.random((most, rows))) / rows
-        drawn = ratios[(uniforms * ratios.size).astype(np.int64).clip(max=ratios.size - 1)]
-        lengths = known[:, None] * drawn.T.reshape(rounds, prompts, most)
+        strata = rng.permuted(np.tile(np.arange(rows, dtype=np.float64), (max_candidates, 1)), axis=1)
+        uniforms = (strata + rng.random((max_candidates, rows))) / rows
+        sampled = ratios[(uniforms * ratios.size).astype(np.int64).clip(max=ratios.size - 1)]
+        lengths = chosen_means[:, None] * sampled.T.reshape(rounds, prompts, max_candidates)
         return SampledRollouts(
             lengths=lengths if workload.max_tokens is None else np.minimum(lengths, workload.max_tokens),
-            lots=rng.random((rounds, prompts, most)),
-            ranks=np.argsort(np.argsort(known, kind="stable")),
+            tail_draws=rng.random((rounds, prompts, max_candidates)),
+            ranks=np.argsort(np.argsort(chosen_means, kind="stable")),
             weight=means.size / prompts,
         )
 
 
 def estimate_shaped(
-    workload: Workload, mean_candidates: float, curve: LatencyCurve, draws: SampledRollouts
+    workload: Workload, mean_candidates: float, curve: LatencyCurve, sample: SampledRollouts
 ) -> RolloutEstimate:
-    """What the batch comes to with so many candidates per prompt; a fraction is the share of prompts with one more.
+    """Estimate the rollout of a shaped batch with so many candidates per prompt.
 
-    These are spread evenly over the prompts in the order of their means.
+    A fraction is the share of prompts with one candidate more, which are spread evenly over the order of means.
 
     Raises:
-        ValueError: ``mean_candidates`` is below the workload's ``size`` or above what ``draws`` were made for.
+        ValueError: ``mean_candidates`` is below the workload's ``size`` or above the candidates in ``sample``.
     """
-    most = draws.lengths.shape[-1]
+    most = sample.lengths.shape[-1]
     if not workload.size <= mean_candidates <= most:
         raise ValueError(f"mean_candidates must be in [{workload.size}, {most}], got {mean_candidates}")
     few = math.floor(mean_candidates)
     share = mean_candidates - few
-    more = np.floor((draws.ranks + 1) * share) > np.floor(draws.ranks * share)
+    more = np.floor((sample.ranks + 1) * share) > np.floor(sample.ranks * share)
     width = few + (1 if share else 0)
-    # A candidate that is not started has no end, so it is the last in every order, and no time of its own.
+    # A candidate that is not started gets an infinite length, which makes it the last in every order; its time is 0.
     absent = (np.arange(width) >= (few + more)[:, None])[None]
-    lengths = np.where(absent, np.inf, draws.lengths[..., :width])
-    order = np.argsort(lengths, axis=-1, kind="stable")  # ties go to the earlier one, as in selection
+    lengths = np.where(absent, np.inf, sample.lengths[..., :width])
+    order = np.argsort(lengths, axis=-1, kind="stable")  # ties go to the earlier index, as in selection
     ordered = np.take_along_axis(lengths, order, axis=-1)
-    lots = np.take_along_axis(draws.lots[..., :width], order, axis=-1)
-    returned, run = _shaped(workload, ordered, lots)
-    return _expectation(workload, returned, _unsorted(np.where(np.isinf(ordered), 0.0, run), order), curve, draws)
+    tail_draws = np.take_along_axis(sample.tail_draws[..., :width], order, axis=-1)
+    returned, run = _stop_early(workload, ordered, tail_draws)
+    return _estimate(workload, returned, _unsorted(np.where(np.isinf(ordered), 0.0, run), order), curve, sample)
 
 
-def estimate_unshaped(workload: Workload, curve: LatencyCurve, draws: SampledRollouts) -> RolloutEstimate:
-    """What the batch comes to with ``size`` candidates per prompt that all run to their end and are all returned."""
-    run = draws.lengths[..., : workload.size]
-    return _expectation(workload, run.mean(axis=-1), run, curve, draws)
+def estimate_unshaped(workload: Workload, curve: LatencyCurve, sample: SampledRollouts) -> RolloutEstimate:
+    """Estimate the rollout of an unshaped batch: ``size`` candidates per prompt, which all finish and are returned."""
+    run = sample.lengths[..., : workload.size]
+    return _estimate(workload, run.mean(axis=-1), run, curve, sample)
 
 
 # --- one simulated batch ----------------------------------------------------
 
 
-def _shaped(workload: Workload, ordered: Floats, lots: Floats) -> tuple[Floats, Floats]:
-    """Mean returned length per prompt, and for each candidate how many tokens it runs, shortest first.
+def _stop_early(workload: Workload, ordered: Floats, tail_draws: Floats) -> tuple[Floats, Floats]:
+    """Return each prompt's mean returned length, and how many tokens each candidate runs, shortest first.
 
-    A drawn tail counts in the former with the mean of all that it may be, which is the same but for the noise.
+    A sampled tail counts in the mean with the average of all candidates it may be: the same expectation, without noise.
     """
     size, longest = workload.size, workload.num_longest
     shortest = size - longest
-    whole = ordered[..., size - 1 : size]
+    mth_shortest = ordered[..., size - 1 : size]
     if not longest:
-        return ordered[..., :size].mean(axis=-1), np.minimum(ordered, whole)
-    deadline = np.full_like(whole, np.inf)
+        return ordered[..., :size].mean(axis=-1), np.minimum(ordered, mth_shortest)
+    deadline = np.full_like(mth_shortest, np.inf)
     if workload.cut:
-        deadline = np.maximum(np.quantile(whole, QUANTILE, axis=1, keepdims=True, method="inverted_cdf"), whole)
+        deadline = np.maximum(
+            np.quantile(mth_shortest, QUANTILE, axis=1, keepdims=True, method="inverted_cdf"), mth_shortest
+        )
     ends = np.minimum(ordered, deadline)
     short = ordered[..., :shortest].sum(axis=-1)
     place = np.arange(ordered.shape[-1])
     rest = (place >= shortest) & np.isfinite(ordered)
     if workload.tail is Tail.LONGEST:
-        # Candidates that are late or hit the limit do not count, unless the group would not be full without them.
+        # Candidates that are late or hit the limit count only if the group would not be full without them.
         limit = workload.max_tokens or np.inf
         last = ((ordered < limit) & (ordered <= deadline)).sum(axis=-1, keepdims=True).clip(min=size)
         tail = np.where((place >= last - longest) & (place < last), ordered, 0.0).sum(axis=-1)
         return (short + tail) / size, ends
     tail = longest * np.where(rest, ends, 0.0).sum(axis=-1) / rest.sum(axis=-1)
-    lots = np.where(rest, lots, np.inf)
-    drawn = lots <= np.partition(lots, longest - 1, axis=-1)[..., longest - 1 : longest]
-    # Losers are stopped behind the K-th shortest, or where the deadline hangs on the M-th shortest, behind that.
-    bar = whole if workload.cut else ordered[..., shortest - 1 : shortest]
-    return (short + tail) / size, np.where(drawn, ends, np.minimum(ordered, bar))
+    tail_draws = np.where(rest, tail_draws, np.inf)
+    sampled = tail_draws <= np.partition(tail_draws, longest - 1, axis=-1)[..., longest - 1 : longest]
+    # The others are stopped behind the K-th shortest or, since the deadline needs the M-th shortest, behind that.
+    threshold = mth_shortest if workload.cut else ordered[..., shortest - 1 : shortest]
+    return (short + tail) / size, np.where(sampled, ends, np.minimum(ordered, threshold))
 
 
 def _unsorted(values: Floats, order: NDArray[np.int64]) -> Floats:
-    """``values`` back in the order in which the candidates started."""
+    """Return ``values`` in the order in which the candidates started, which is that of the engine's queue."""
     back = np.empty_like(values)
     np.put_along_axis(back, order, values, axis=-1)
     return back
 
 
-def _expectation(
-    workload: Workload, returned: Floats, run: Floats, curve: LatencyCurve, draws: SampledRollouts
+def _estimate(
+    workload: Workload, returned: Floats, run: Floats, curve: LatencyCurve, sample: SampledRollouts
 ) -> RolloutEstimate:
     rounds = run.shape[0]
-    seconds = curve.rollout_seconds_batch(run.reshape(rounds, -1), workload.capacity, draws.weight)
+    seconds = curve.rollout_seconds_batch(run.reshape(rounds, -1), workload.capacity, sample.weight)
     return RolloutEstimate(
         returned_mean=float(returned.mean()),
-        generated_tokens=float(run.sum()) * draws.weight / rounds,
+        generated_tokens=float(run.sum()) * sample.weight / rounds,
         seconds=float(seconds.mean()),
     )

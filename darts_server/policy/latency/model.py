@@ -1,13 +1,13 @@
-"""How long a rollout takes: the time of a decode step by batch size, learned while the engine runs.
+"""Learn the time of a decode step by batch size while the engine runs.
 
 PTL(b), the paper's per-token latency, is a property of model, engine and machine: flat and then linear on a GPU, nearly
-linear from the start on a CPU, bent where a batch wakes more experts, in stairs where batches are padded. So no formula
-is fitted. `LatencyModel` keeps recent steps by batch size, takes a typical one for each, and makes these monotone (pool
-adjacent violators, on logarithms, so that errors are relative). `LatencyCurve` draws straight lines between them.
+linear from the start on a CPU, bent where a larger batch activates more experts, in stairs where batches are padded. So
+no formula is fitted. `LatencyModel` keeps recent steps by batch size, takes a typical one for each, and makes these
+monotone (isotonic regression of logarithms, so that errors are relative). `LatencyCurve` interpolates between them.
 
-With 5 % noise, a fifth of the steps delayed up to a hundredfold and all batch sizes seen, it is off by 1 % on the
-average and 7 % at worst (means over nine kinds of engine; only stairs as wide as an octave do worse than 7 %). A line
-with one bend, fitted to the same points, is off by 5 % and 17 %, since engines exist whose curve bends the other way.
+With 5 % noise, a fifth of the steps delayed up to a hundredfold and all batch sizes seen, it is off by 1 % on average
+and 7 % at worst (means over nine kinds of engine; only stairs as wide as an octave do worse than 7 %). A line with one
+bend, fitted to the same points, is off by 5 % and 17 %, since some engines' curves bend the other way.
 """
 
 import math
@@ -17,31 +17,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import linear_regression, median
 
+from darts_server.policy.isotonic import fit_isotonic
 from darts_server.policy.latency.curve import LatencyCurve
 
 BINS_PER_OCTAVE = 4
-"""Batch sizes within a fifth of each other are one: a bend between two such bins is cut by 4 % at most."""
+"""Batch sizes within a fifth of each other share a bin. A bend between two bins is cut off by 4 % at most."""
 STEPS_PER_BIN = 64
-"""Steps that a bin remembers: enough to average the noise, and a new regime wins after 40 of them."""
+"""Enough to average the noise; and when the engine becomes faster or slower, 40 new steps outvote the old ones."""
 TYPICAL = 0.4
-"""The typical step is this quantile. Other work in a step only ever lengthens it: if one in five is hit, this is the
-median of the others, and if none is, it is low by a quarter of the noise's std."""
+"""The typical step is this quantile. Other work in a step only ever makes it longer: if one step in five is hit, this
+is the median of the others, and if none is, it is low by a quarter of the noise's std."""
 MIN_STEPS = 12
-"""Steps that a bin needs to count: if one in five is hit, the typical one of so many is one time in two thousand."""
+"""Steps that a bin needs to count: if one in five is hit, so many have a hit typical step one time in two thousand."""
 SPREAD = 2.0
-"""Known batch sizes must differ by this factor, or else there is no telling what a sequence more costs."""
+"""Factor between the smallest and the largest known batch size below which the slope is mostly noise."""
 HALF_LIFE = 256
-"""Steps after which a bin that was not seen again counts for half where it contradicts the others."""
-NO_WEIGHT = 1e-12
+"""Steps after which a bin that was not seen again counts for half where it contradicts others."""
+MIN_WEIGHT = 1e-12
 DIGITS = 5
-"""Seconds are kept with so many digits: noise is larger by far, and the state is a third of the size."""
+"""Of seconds that are kept: the noise is far larger, and the state is a third of the size."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyState:
-    """What a `LatencyModel` has learned. Plain fields: ``LatencyState(**json)`` restores it.
+    """State of a `LatencyModel`. Plain fields: ``LatencyState(**json)`` restores it.
 
-    One entry for each bin of batch sizes: ``batches`` and ``seconds`` of its last steps, oldest first, and ``ages``,
+    One entry for each bin of batch sizes: ``batches`` and ``seconds`` of its last steps, oldest first, and ``ages``:
     how many steps of all sizes ago it was last seen.
     """
 
@@ -50,31 +51,31 @@ class LatencyState:
     ages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batches", tuple(tuple(x) for x in self.batches))  # JSON knows lists only
+        object.__setattr__(self, "batches", tuple(tuple(x) for x in self.batches))  # JSON has lists only
         object.__setattr__(self, "seconds", tuple(tuple(x) for x in self.seconds))
         object.__setattr__(self, "ages", tuple(self.ages))
         if [len(x) for x in self.batches] != [len(x) for x in self.seconds] or len(self.ages) != len(self.seconds):
-            raise ValueError("batches, seconds and ages must be as many")
+            raise ValueError("batches, seconds and ages must be equally many")
         for batches, seconds, age in zip(self.batches, self.seconds, self.ages, strict=True):
-            if len({_place(_checked_batch(b)) for b in batches}) != 1:
-                raise ValueError(f"batches must be some, and of one bin, got {batches}")
+            if len({_bin_index(_checked_batch(b)) for b in batches}) != 1:
+                raise ValueError(f"batches must be at least one, and of one bin, got {batches}")
             for value in seconds:
                 _checked_seconds(value)
             if age < 0:
                 raise ValueError(f"ages must be at least 0, got {age}")
-        places = [_place(batches[0]) for batches in self.batches]
-        if len(set(places)) != len(places):
+        bins = [_bin_index(batches[0]) for batches in self.batches]
+        if len(set(bins)) != len(bins):
             raise ValueError("batches must have one entry for each bin")
 
 
 class LatencyModel:
-    """PTL(b) from the steps of the engine, whatever their order.
+    """PTL(b) from the engine's decode steps, in any order.
 
-    A stall hardly moves it, and an engine that became slower or faster is believed after some forty steps of a batch
-    size. Batch sizes that have not come up since are overruled where they would make the curve fall.
+    A stall hardly moves it, and an engine that has become slower or faster is believed after some forty steps of a
+    batch size. Batch sizes that were not seen since are overruled where they would make the curve fall.
 
     Args:
-        state: where to go on.
+        state: state to continue from.
     """
 
     def __init__(self, state: LatencyState | None = None) -> None:
@@ -84,44 +85,41 @@ class LatencyModel:
         self._curve: LatencyCurve | None = None
         self._is_fitted = True
         for batches, seconds, age in zip(state.batches, state.seconds, state.ages, strict=True):
-            self._bins[_place(batches[0])] = _Bin(deque(batches, STEPS_PER_BIN), deque(seconds, STEPS_PER_BIN), -age)
+            steps = (deque(batches, STEPS_PER_BIN), deque(seconds, STEPS_PER_BIN))
+            self._bins[_bin_index(batches[0])] = _Bin(*steps, last_step=-age)
             self._is_fitted = False
-
-    @classmethod
-    def from_state(cls, state: LatencyState) -> "LatencyModel":
-        return cls(state)
 
     @property
     def state(self) -> LatencyState:
-        bins = [self._bins[place] for place in sorted(self._bins)]
+        bins = [self._bins[index] for index in sorted(self._bins)]
         return LatencyState(
             batches=tuple(tuple(b.batches) for b in bins),
             seconds=tuple(tuple(b.seconds) for b in bins),
-            ages=tuple(self._steps - b.seen for b in bins),
+            ages=tuple(self._steps - b.last_step for b in bins),
         )
 
     def observe(self, batch: int, seconds: float) -> None:
-        """One decode step took that long while ``batch`` sequences ran.
+        """Record one decode step, which took ``seconds`` while ``batch`` sequences ran.
 
         Raises:
             ValueError: ``batch`` is below 1 or ``seconds`` not above 0, or one of them is not finite.
         """
-        place = _place(_checked_batch(batch))
+        index = _bin_index(_checked_batch(batch))
         _checked_seconds(seconds)
-        known = self._bins.get(place)
+        known = self._bins.get(index)
         if known is None:
-            known = self._bins[place] = _Bin(deque(maxlen=STEPS_PER_BIN), deque(maxlen=STEPS_PER_BIN), 0)
+            known = self._bins[index] = _Bin(deque(maxlen=STEPS_PER_BIN), deque(maxlen=STEPS_PER_BIN), 0)
         self._steps += 1
         known.batches.append(batch)
         known.seconds.append(float(f"{seconds:.{DIGITS}g}"))
-        known.seen = self._steps
+        known.last_step = self._steps
         self._is_fitted = False
 
     @property
     def curve(self) -> LatencyCurve | None:
-        """The curve as known now.
+        """The curve as learned so far.
 
-        ``None`` until there have been `ENOUGH` steps each of two batch sizes that differ by a factor of `SPREAD`.
+        ``None`` until there have been `MIN_STEPS` steps each of two batch sizes that differ by a factor of `SPREAD`.
         """
         if not self._is_fitted:
             self._curve = self._fit()
@@ -134,13 +132,13 @@ class LatencyModel:
         if not points or points[-1][0] < SPREAD * points[0][0]:
             return None
         batches, raw, weights = (list(column) for column in zip(*points, strict=True))
-        seconds = _monotone(raw, weights)
-        # Beyond what is known the slope goes on that the octave next to it has. A sequence more never costs more than
-        # the mean of those that run: no engine is that bad, but a short noisy line may be.
+        seconds = [math.exp(x) for x in fit_isotonic([math.log(x) for x in raw], weights)]
+        # Extrapolate with the slope of the adjacent octave. The bound: one more sequence never costs more than the mean
+        # of those that run. No engine is that bad, but the slope of a few noisy points may be.
         first = max(2, bisect_right(batches, SPREAD * batches[0]))
         last = min(len(batches) - 2, bisect_left(batches, batches[-1] / SPREAD))
-        below = _slope(batches[:first], seconds[:first], most=seconds[0] / batches[0])
-        above = _slope(batches[last:], seconds[last:], most=seconds[-1] / batches[-1])
+        below = _slope(batches[:first], seconds[:first], bound=seconds[0] / batches[0])
+        above = _slope(batches[last:], seconds[last:], bound=seconds[-1] / batches[-1])
         if batches[0] > 1:
             seconds.insert(0, seconds[0] - below * (batches[0] - 1))
             batches.insert(0, 1)
@@ -149,44 +147,31 @@ class LatencyModel:
 
 @dataclass(slots=True)
 class _Bin:
-    """Last steps with about the same batch size; ``seen``: the number of the last one."""
+    """The last steps with about the same batch size. ``last_step``: number of the latest one."""
 
     batches: deque[int]
     seconds: deque[float]
-    seen: int
+    last_step: int
 
     def typical(self) -> float:
-        """Seconds of a step with the median batch; within a bin a step is taken to last as long as the root of b says.
+        """Return the seconds of a typical step with the bin's median batch.
 
-        That is half-way between flat and proportional.
+        Within a bin, a step is taken to last as long as the root of its batch: half-way between flat and proportional.
         """
         ordered = sorted(s / math.sqrt(b) for s, b in zip(self.seconds, self.batches, strict=True))
         return ordered[round(TYPICAL * (len(ordered) - 1))] * math.sqrt(median(self.batches))
 
     def weight(self, now: int) -> float:
-        return max(len(self.seconds) * math.exp2((self.seen - now) / HALF_LIFE), NO_WEIGHT)
+        return max(len(self.seconds) * math.exp2((self.last_step - now) / HALF_LIFE), MIN_WEIGHT)
 
 
-def _place(batch: int) -> int:
+def _bin_index(batch: int) -> int:
     return int(BINS_PER_OCTAVE * math.log2(batch))
 
 
-def _monotone(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The non-decreasing values nearest to ``values`` in weighted squares of logarithms (pool adjacent violators)."""
-    pools: list[tuple[float, float, int]] = []  # mean logarithm, weight, how many
-    for value, weight in zip(values, weights, strict=True):
-        mean, count = math.log(value), 1
-        while pools and pools[-1][0] > mean:
-            other, more, others = pools.pop()
-            mean = (mean * weight + other * more) / (weight + more)
-            weight, count = weight + more, count + others
-        pools.append((mean, weight, count))
-    return [math.exp(mean) for mean, _, count in pools for _ in range(count)]
-
-
-def _slope(batches: Sequence[float], seconds: Sequence[float], most: float) -> float:
-    """Seconds a sequence, by least squares, in [0, ``most``]."""
-    return min(max(float(linear_regression(batches, seconds).slope), 0.0), most)
+def _slope(batches: Sequence[float], seconds: Sequence[float], bound: float) -> float:
+    """Return the seconds a sequence adds, by least squares, in [0, ``bound``]."""
+    return min(max(float(linear_regression(batches, seconds).slope), 0.0), bound)
 
 
 def _checked_batch(batch: int) -> int:

@@ -1,29 +1,22 @@
-"""What is known about the lengths of a prompt's trajectories, and of the whole data set's.
+"""Estimate mean and spread of a prompt's lengths, although early stopping hides the long ones.
 
-Early stopping hides lengths: the K shortest candidates finish and the others are stopped about where the K-th shortest
-ended. A spread computed from the finished ones alone is therefore far too small, and smallest for the prompts that were
-given most candidates. A stopped candidate still says that it would have been longer (it is *right-censored*), and
-`estimate` uses that.
+Early stopping hides lengths: the K shortest candidates finish, and the others are stopped about where the K-th shortest
+ended. A std of the finished ones alone is therefore far too small, and smallest for the prompts that were given most
+candidates. But a stopped candidate still says that it would have been longer: it is *right-censored*.
 
-The estimator completes the sample: each censored length is replaced by the mean, and its square by the mean square, of
-what it may have become; then mean and sample std are taken as usual. What it may have become has two sources:
+The estimator completes the sample. Each censored length is replaced by the mean, and its square by the mean square, of
+the lengths that it may have reached; then mean and sample std are taken as usual. These lengths have two sources:
 
 * the other candidates of the prompt that are known to be longer, one vote each: the product-limit (Kaplan-Meier) rule,
-  which trusts no shape. A selection rule that lets a drawn candidate run to its end feeds this;
-* a fitted shape, with `SHAPE_VOTES`: the fourth root of the length is normal. Its parameters are the maximum likelihood
-  of the censored sample (Tobit; concave in Olsen's parameters, so Newton's method needs a few steps) with a weak prior
-  on the spread. Beyond the known lengths its tail is taken to be no heavier than that of a constant chance to end, the
-  chance seen so far: one ending in as many tokens as all candidates have per ending. If nobody is known to be longer,
-  the shape decides alone.
+  which assumes no shape. A rule that lets a sampled candidate run to its end provides such candidates;
+* an assumed shape, with `SHAPE_VOTES`, which is fitted to the sample: see `fitted_shape`. It decides alone if no
+  candidate is known to be longer.
 
-Why this shape: 8 of 16 lengths do not tell a shape, so one must be assumed, and it must do for all prompts. With the
-logarithm, log-normal lengths come out within 15 %, but lengths with two modes or a lighter tail up to three times too
-wide (without the bound on the tail: ten times and more). With the cube root, which is nearly the gamma and Weibull
-families, log-normal lengths come out a few per cent shorter still. The fourth root is the compromise. Nothing is
-assumed where nothing was censored: then these are the plain mean and the sample std (n - 1).
+Nothing is assumed where nothing was censored: then these are the plain mean and the sample std (n - 1).
 
-Bias of the std with M = 8, against the std of the same sample had nobody been stopped; in brackets that of the finished
-ones alone. Modes and log-normals as in `tests/policy/lengths/test_estimate.py`, which checks these figures:
+Bias of the std with M = 8, against the std of the same sample if nothing had been stopped; in brackets that of the
+finished ones alone. "Drawn": one candidate outside the 7 shortest runs to its end. Modes and log-normals as in
+`tests/policy/lengths/test_estimate.py`, which checks these figures:
 
 ========================  =====================  =====================  ======================  ======================
 lengths                   8 shortest of 12       8 shortest of 16       7 and a drawn one, 12   7 and a drawn one, 16
@@ -37,9 +30,9 @@ two modes, 30 : 70        +51 % (-33 %)          +77 % (-48 %)          +19 % (-
 two modes, 70 : 30        -32 % (-69 %)          -55 % (-82 %)          -17 % (-40 %)           -26 % (-50 %)
 ========================  =====================  =====================  ======================  ======================
 
-So it is good for one mode, low for very heavy tails, and for two modes it depends: too wide if only the short end of
-the upper one shows, and low if that lies beyond the K-th shortest, where it leaves no trace that any estimator could
-find. Only a drawn candidate can; it makes all of this milder.
+So it is good for one mode and low for very heavy tails. With two modes it is too wide if only the short end of the
+upper one shows, and low if that mode lies beyond the K-th shortest, where it leaves no trace that any estimator could
+find. Only a sampled candidate can find it; it makes all of this milder.
 """
 
 import math
@@ -49,15 +42,14 @@ from dataclasses import dataclass
 from darts_server.policy.lengths.fitted_shape import FittedShape, Moments
 
 SHAPE_VOTES = 0.5
-"""Votes of the fitted shape against one for each longer candidate: enough to temper a single drawn one."""
+"""Votes of the fitted shape, against one for each longer candidate: enough to temper a single sampled one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """How long one candidate became.
+    """Length of one candidate.
 
-    ``censored``: it was stopped, or truncated by a length limit, after ``tokens`` tokens and would have gone on.
-    Otherwise it ended by itself.
+    ``censored``: it was stopped or truncated after ``tokens`` tokens, and would have been longer.
     """
 
     tokens: int
@@ -70,17 +62,17 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
-    """Mean and sample std (n - 1) of one prompt's lengths, in tokens; the std of a single candidate is unknown."""
+    """Mean and sample std (n - 1) of one prompt's lengths, in tokens. ``std`` is ``None`` for a single candidate."""
 
     mean: float
     std: float | None
 
 
 def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
-    """Mean and std of a prompt's lengths, with those that were stopped early counted as the longer ones they are.
+    """Estimate mean and std of a prompt's lengths from finished and censored candidates.
 
-    If none ended by itself, the longest is taken to have ended where it was stopped. Candidates that were stopped
-    before their first token say nothing and are left out.
+    If none finished, the longest is taken to have finished where it was stopped. Candidates without a token are
+    ignored.
 
     Raises:
         ValueError: no candidate generated anything.
@@ -95,10 +87,10 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
 
 
 def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, float]]:
-    """The sample as (weight, length) pairs, with each candidate that was stopped at the length it was likely to reach.
+    """Return the sample as (weight, length) pairs, with each censored candidate at the length it is expected to reach.
 
-    The weights add up to the number of candidates that generated anything. For distributions over many prompts; mean
-    and std of one prompt are `estimate`'s.
+    The weights add up to the number of candidates that generated anything. For distributions over many prompts; for the
+    mean and std of one prompt use `estimate_lengths`, which also counts how much the expected lengths vary.
     """
     finished = [o.tokens for o in observations if not o.censored]
     censored = sorted(o.tokens for o in observations if o.censored and o.tokens > 0)
@@ -108,16 +100,19 @@ def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, fl
 
 
 Weighted = tuple[float, float, float]
-"""The same, after the weight that it has in the sample."""
+"""Weight of one candidate in the sample, E[x] and E[x²] of its length."""
 
 
 def _summary(lengths: Sequence[Weighted]) -> LengthEstimate:
-    """Mean and std of a weighted sample: with equal weights it divides by n - 1, and else by what stands for that."""
+    """Return mean and std of a weighted sample.
+
+    Equal weights divide by n - 1; others by n - sum of squared weights / n, its generalisation.
+    """
     n = len(lengths)
     mean = math.fsum(weight * first for weight, first, _ in lengths) / n
     if n == 1:
         return LengthEstimate(mean, None)
-    # (first - mean)² keeps its digits where the spread is small against the mean.
+    # E[x²] - mean² would lose its digits where the spread is small against the mean; (first - mean)² keeps them.
     squares = math.fsum(weight * ((first - mean) ** 2 + (second - first * first)) for weight, first, second in lengths)
     return LengthEstimate(
         mean, math.sqrt(max(squares, 0.0) / (n - math.fsum(weight**2 for weight, _, _ in lengths) / n))
@@ -125,21 +120,21 @@ def _summary(lengths: Sequence[Weighted]) -> LengthEstimate:
 
 
 def _completed(finished: Sequence[int], censored: Sequence[int]) -> list[Weighted]:
-    """The sample with the censored ones (shortest first) completed.
+    """Return the sample with the censored candidates (shortest first) completed.
 
-    Each hands its weight on in equal votes to those that are known to be longer, and keeps the shape's share for
-    itself. A longer one that was censored too hands on what it was given.
+    Each passes its weight on in equal votes to the candidates that are known to be longer, and keeps the shape's share
+    for itself. A longer one that is censored too passes on the weight it received.
     """
     shape = FittedShape.fit(finished, censored)
     tokens = [*censored, *finished]
     weights = [1.0] * len(tokens)
-    for place, c in enumerate(censored):
+    for i, c in enumerate(censored):
         # One token longer is no evidence: a candidate is stopped one token short of the finished one that beat it.
-        longer = [i for i, x in enumerate(tokens) if x > c + 1]
-        vote = weights[place] / (len(longer) + SHAPE_VOTES)
-        for i in longer:
-            weights[i] += vote
-        weights[place] -= vote * len(longer)
-    fitted = {c: shape.beyond(c) for c in set(censored)}
+        longer = [j for j, x in enumerate(tokens) if x > c + 1]
+        vote = weights[i] / (len(longer) + SHAPE_VOTES)
+        for j in longer:
+            weights[j] += vote
+        weights[i] -= vote * len(longer)
+    fitted = {c: shape.moments_beyond(c) for c in set(censored)}
     moments: list[Moments] = [*(fitted[c] for c in censored), *((x, x * x) for x in finished)]
     return [(weight, *both) for weight, both in zip(weights, moments, strict=True)]

@@ -1,4 +1,16 @@
-"""Fit the assumed shape of a prompt's lengths to a censored sample."""
+"""Fit the assumed shape of a prompt's lengths, a normal fourth root, to a right-censored sample.
+
+The parameters are the maximum likelihood of the censored sample (Tobit; concave in Olsen's parameters, so Newton's
+method needs a few steps) with a weak prior on the spread. Beyond the known lengths the tail is taken to be no heavier
+than that of a constant chance to end per token, the one seen so far: one ending in as many tokens as all candidates
+have per ending.
+
+Why this shape: 8 of 16 lengths do not reveal a shape, so one must be assumed that does for all prompts. With the
+logarithm in place of the fourth root, log-normal lengths come out within 15 %, but lengths with two modes or a lighter
+tail up to three times too wide (without the bound on the tail: ten times and more). With the cube root, which is nearly
+the gamma and Weibull families, log-normal lengths come out a few per cent shorter still. The fourth root is the
+compromise.
+"""
 
 import math
 from collections import Counter
@@ -6,27 +18,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SHAPE_ROOT = 4
-"""The shape: this root of the length is normal. See above."""
+"""This root of the length is normal."""
 PRIOR_VOTES = 0.5
 PRIOR_VARIATION = 0.5
-"""Prior on the spread: half an observation that is off by half the mean. It matters if all known lengths are equal."""
+"""Prior on the spread: half an observation that is off by half the mean. Matters if all known lengths are equal."""
 
 NEWTON_STEPS = 50
-"""Never reached: about five are taken on the average, and 14 at most in 3,000 samples of all sorts."""
+"""A bound that is never reached: five steps are taken on average, and 14 at most in 3,000 samples of all kinds."""
 NEWTON_TOLERANCE = 1e-6
-"""Relative, on the shape's parameters."""
+"""Relative, of the shape's parameters."""
 ROUNDING = 1e-9
-"""A step that loses less log-likelihood than this does not overshoot."""
+"""A step that loses less log-likelihood than this does not count as overshooting."""
 ERFC_RANGE = 30.0
 """Beyond it erfc underflows, and the asymptotic form is exact to a part in a million."""
 
 Moments = tuple[float, float]
-"""E[x] and E[x²] of one candidate's length."""
+"""E[x] and E[x²] of a length in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedShape:
-    """Lengths whose root is normal with ``mean`` and ``std``; mean time to an ending so far: ``wait`` tokens."""
+    """Lengths whose root is normal with ``mean`` and ``std``.
+
+    ``wait``: mean number of tokens to an ending so far, which bounds the tail.
+    """
 
     mean: float
     std: float
@@ -34,6 +49,7 @@ class FittedShape:
 
     @staticmethod
     def fit(finished: Sequence[int], censored: Sequence[int]) -> "FittedShape":
+        """Fit the shape to finished lengths, at least one, and to censored ones."""
         roots = [_root(x) for x in finished]
         limits = Counter(_root(c + 0.5) for c in censored)  # longer than c means at least c + 1, rounded
         scale = (math.fsum(roots) + math.fsum(limits.elements())) / (len(finished) + len(censored))
@@ -42,8 +58,13 @@ class FittedShape:
         wait = (sum(finished) + sum(censored)) / len(finished)
         return FittedShape(scale * location / precision, scale / precision, wait)
 
-    def beyond(self, tokens: int) -> Moments:
-        """E[x | x > tokens] and E[x² | x > tokens]."""
+    def moments_beyond(self, tokens: int) -> Moments:
+        """Return E[x | x > tokens] and E[x² | x > tokens].
+
+        From the moments of a truncated standard normal Z, which follow the recursion
+        E[Z^j | Z > z] = (j - 1) E[Z^(j-2) | Z > z] + z^(j-1) hazard(z). Both are bounded by those of a constant chance
+        to end from here on, one in ``wait`` tokens.
+        """
         z = (_root(tokens + 0.5) - self.mean) / self.std
         powers = [1.0, _hazard(z)]  # E[Z^j | Z > z]
         for j in range(2, 2 * SHAPE_ROOT + 1):
@@ -55,7 +76,7 @@ class FittedShape:
         )
 
     def _moment(self, order: int, powers: Sequence[float]) -> float:
-        """E[(mean + std Z)^order]."""
+        """Return E[(mean + std Z)^order], given E[Z^j] for j up to ``order``."""
         return math.fsum(
             math.comb(order, j) * self.mean ** (order - j) * self.std**j * powers[j] for j in range(order + 1)
         )
@@ -63,11 +84,10 @@ class FittedShape:
 
 @dataclass(frozen=True, slots=True)
 class _Likelihood:
-    """Penalised log-likelihood of a right-censored normal sample, a concave function of Olsen's parameters.
+    """Penalised log-likelihood of a right-censored normal sample, in Olsen's parameters, in which it is concave.
 
-    These are ``location`` = mean / std and ``precision`` = 1 / std. The prior counts as `PRIOR_VOTES` deviations, and
-    the mean takes one degree of freedom, so that without censoring the fitted variance would be the sample's (n - 1)
-    but for the prior.
+    These are ``location`` = mean / std and ``precision`` = 1 / std. The prior counts as `PRIOR_VOTES` deviations. The
+    mean takes one degree of freedom: without censoring and prior the fitted variance is the sample's (n - 1).
     """
 
     count: int
@@ -78,7 +98,7 @@ class _Likelihood:
 
     @staticmethod
     def of(known: Sequence[float], limits: Mapping[float, int]) -> "_Likelihood":
-        """``known`` and ``limits`` (value -> how many were censored there) on a scale where all average to one."""
+        """Build it from values and from ``limits`` (value -> how many were censored there), scaled to average one."""
         prior = PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
         return _Likelihood(
             count=len(known),
@@ -89,7 +109,7 @@ class _Likelihood:
         )
 
     def maximum(self) -> tuple[float, float]:
-        """Location and precision, by Newton's method with halved steps where a whole one overshoots."""
+        """Return location and precision at the maximum, by Newton's method; steps that overshoot are halved."""
         precision = math.sqrt(self.freedom / (self.squares - self.total**2 / self.count))
         location = precision * self.total / self.count
         value = self.value(location, precision)
@@ -103,6 +123,7 @@ class _Likelihood:
         return location, precision
 
     def value(self, location: float, precision: float) -> float:
+        """Return the log-likelihood, up to a constant."""
         if precision <= 0:
             return -math.inf
         deviations = precision**2 * self.squares - 2 * precision * location * self.total + self.count * location**2
@@ -110,7 +131,7 @@ class _Likelihood:
         return self.freedom * math.log(precision) - deviations / 2 + survived
 
     def step(self, location: float, precision: float) -> tuple[float, float]:
-        """Newton's step: minus the inverse of the second derivatives, times the first."""
+        """Return Newton's step: minus the inverse of the second derivatives, times the first."""
         to_location = precision * self.total - self.count * location
         to_precision = self.freedom / precision - precision * self.squares + location * self.total
         twice_location, mixed = -float(self.count), self.total
@@ -136,14 +157,14 @@ def _root(tokens: float) -> float:
 
 
 def _hazard(z: float) -> float:
-    """Density over survival of the standard normal."""
+    """Return density over survival of the standard normal."""
     if z > ERFC_RANGE:
         return z + 1 / z
     return math.sqrt(2 / math.pi) * math.exp(-z * z / 2) / math.erfc(z / math.sqrt(2))
 
 
 def _log_survival(z: float) -> float:
-    """log P(Z > z) of the standard normal."""
+    """Return log P(Z > z) of the standard normal."""
     if z > ERFC_RANGE:
         return -z * z / 2 - math.log(z * math.sqrt(2 * math.pi))
     return math.log(math.erfc(z / math.sqrt(2)) / 2)

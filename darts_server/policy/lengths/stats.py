@@ -1,4 +1,4 @@
-"""Length statistics of prompts and of the data set."""
+"""Length statistics of a prompt and of the data set, updated group by group; and the keys of prompts."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,19 @@ from darts_server.policy.lengths.estimate import LengthEstimate, Observation, es
 EMA_ALPHA = 0.3
 """Weight of the newest group in a prompt's averages: the value of the paper's public code."""
 WINDOW_STEPS = 10
-"""Steps that the data set's spread is averaged over: the value of the paper's public code."""
+"""Steps over which the data set's spread is averaged: the value of the paper's public code."""
 
 KEY_BYTES = 12
-"""96 bits: no two of a million prompts share a key by chance."""
+"""96 bits: the chance that any two of a million prompts share a key is below 1e-16."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptStats:
-    """One prompt's length statistics over the groups so far. Plain fields: ``PromptStats(**json)`` restores it.
+    """One prompt's length statistics. Plain fields: ``PromptStats(**json)`` restores it.
 
-    ``std_ema``, ``mean_ema``: exponential moving averages in tokens; no spread is known while no group had two
-    candidates. ``groups``, ``candidates``: how many went into them. ``weight_version``: the last group's.
+    ``std_ema``, ``mean_ema``: exponential moving averages over the prompt's groups, in tokens; ``std_ema`` is ``None``
+    until a group had two candidates. ``groups``, ``candidates``: how many they come from. ``weight_version``: of the
+    last group.
     """
 
     std_ema: float | None
@@ -44,19 +45,19 @@ def update_stats(
     weight_version: int | None,
     alpha: float = EMA_ALPHA,
 ) -> PromptStats:
-    """The statistics after one more group. The first value is taken as it is, later ones with weight ``alpha``.
+    """Return the statistics after one more group. The first group counts fully, later ones with weight ``alpha``.
 
     Raises:
         ValueError: ``alpha`` is out of range, or no candidate generated anything.
     """
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha must be in (0, 1], got {alpha}")
-    now = estimate_lengths(observations)
+    latest = estimate_lengths(observations)
     if stats is None:
-        return PromptStats(now.std, now.mean, 1, len(observations), weight_version)
+        return PromptStats(latest.std, latest.mean, 1, len(observations), weight_version)
     return PromptStats(
-        std_ema=_average(stats.std_ema, now.std, alpha),
-        mean_ema=alpha * now.mean + (1 - alpha) * stats.mean_ema,
+        std_ema=_average(stats.std_ema, latest.std, alpha),
+        mean_ema=alpha * latest.mean + (1 - alpha) * stats.mean_ema,
         groups=stats.groups + 1,
         candidates=stats.candidates + len(observations),
         weight_version=weight_version,
@@ -71,10 +72,10 @@ def _average(old: float | None, new: float | None, alpha: float) -> float | None
 
 @dataclass(frozen=True, slots=True)
 class DatasetStats:
-    """The whole data set's lengths. Plain fields: ``DatasetStats(**json)`` restores it.
+    """Length statistics of the data set. Plain fields: ``DatasetStats(**json)`` restores it.
 
-    ``recent_stds``: for each of the last `WINDOW_STEPS` steps that had any, the mean of its prompts' length stds.
-    ``mean``: l-bar, the last step's mean length. ``steps``: how many there were.
+    ``recent_stds``: mean length std within a prompt, for each of the last `WINDOW_STEPS` steps that had any. ``mean``:
+    mean length of the last step (l-bar). Both in tokens. ``steps``: number of steps so far.
     """
 
     recent_stds: tuple[float, ...] = ()
@@ -82,17 +83,17 @@ class DatasetStats:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recent_stds", tuple(self.recent_stds))  # JSON knows lists only
+        object.__setattr__(self, "recent_stds", tuple(self.recent_stds))  # JSON has lists only
 
     @property
     def std(self) -> float | None:
-        """Sigma-bar: the mean over the window; ``None`` before any spread is known."""
+        """Mean of ``recent_stds`` (sigma-bar); ``None`` before there is any."""
         return math.fsum(self.recent_stds) / len(self.recent_stds) if self.recent_stds else None
 
-    def step(self, prompts: Iterable[LengthEstimate]) -> "DatasetStats":
-        """After a step with these ``prompts``; each counts once, however many candidates it had.
+    def with_step(self, prompts: Iterable[LengthEstimate]) -> "DatasetStats":
+        """Return the statistics after one more step with these ``prompts``. A step without any changes nothing.
 
-        Weighting by candidates would tie the mean to the allocation that it steers. An empty step changes nothing.
+        Each prompt counts once. Weighting by candidates would let the allocation change the mean that steers it.
         """
         estimates = list(prompts)
         if not estimates:
@@ -107,5 +108,5 @@ class DatasetStats:
 
 
 def make_prompt_key(token_ids: Sequence[int]) -> str:
-    """The name of a prompt whose caller gave none: a hash of its tokens, the same in every process and host."""
+    """Make the key of a prompt from a hash of its tokens. It is the same in every process and on every host."""
     return blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=KEY_BYTES).hexdigest()

@@ -1,23 +1,23 @@
-"""From a quality score to the chance to end correct (ARRoL, calibration).
+"""Calibrate quality scores: from a score to the probability to end correct (ARRoL, calibration).
 
-Scores s' in [0, 1] of recent labelled trajectories are counted in B equal bins, right and wrong apart. With Laplace
-smoothing alpha and the prior pi, the share of right ones,
+Scores s' in [0, 1] of recent labelled trajectories are counted in B equal bins, right and wrong ones separately. With
+Laplace smoothing alpha and the prior pi, the share of right ones,
 
     P(b | right) = (right_b + alpha) / (sum right + alpha B),        the same for wrong,
     q = pi P(b | right) / (pi P(b | right) + (1 - pi) P(b | wrong)).
 
-Of a few hundred labels a bin holds two or three. So this q jumps from bin to bin, and tells less than the score that it
-is made from. A score rises with the chance to end correct, or it is none; so q is made monotone (an addition of ours):
-where it falls from one bin to the next these are pooled, each by what was counted in it, until it falls nowhere
-(isotonic regression, by pooling adjacent violators). That alone tells noise from what was seen, so less smoothing is
-needed; and a score that tells nothing, or the wrong way round, ends close to the prior everywhere.
+We add two things to the paper's form.
 
-A pruned trajectory never gets a reward. So labels are missing, and not at random: pruning spares wrong ones where most
-are right. The prior of the survivors is off, and so is q wherever survival was decided by more than the score at hand:
-by an earlier detection point, or by the head as it was then. Each label knows the probability with which its trajectory
-survived; counted with the weight 1 / probability the survivors stand for the pruned ones as well (inverse propensity
-weighting, an addition of ours; the paper counts each as one). Weights are scaled to mean one, so that smoothing weighs
-as much against them as it would against as many plain labels.
+Monotone q: of a few hundred labels a bin holds two or three, so this q jumps from bin to bin and is a worse predictor
+than the score it is made from. A useful score rises with the probability to end correct, so q is made non-decreasing by
+isotonic regression, each bin weighted by what was counted in it. That alone separates noise from evidence, so less
+smoothing is needed; and the q of a score that says nothing, or is reversed, ends close to the prior everywhere.
+
+Inverse propensity weights: a pruned trajectory never gets a reward, so labels are missing, and not at random. The prior
+of the survivors is biased, and so is q wherever survival was decided by more than the score at hand: by an earlier
+detection point, or by the head as it was then. Each label records the probability with which its trajectory survived.
+Weighted by 1 / probability the survivors represent the pruned ones as well. Weights are scaled to mean one, so that
+smoothing counts as much against them as against as many plain labels.
 """
 
 import math
@@ -38,26 +38,26 @@ BINS = 128
 COLD_STEPS = 20
 """The paper's values."""
 SMOOTHING = 0.25
-"""The paper's is 1. Monotone q bears less: the stronger the score, the less is best. Over synthetic scores of four
-kinds and 300 to 4096 labels, the error with this was at most half as much again as with the best of 1/64 to 1."""
+"""The paper's is 1. Monotone q needs less; the better the score, the less is best. Over synthetic scores of four kinds
+and 300 to 4096 labels, the error with this was at most half as much again as with the best of 1/64 to 1."""
 COLD_LABELS = 256
-"""With fewer, the paper's 2 alpha B imagined labels outweigh the real ones, and its q says little but the prior."""
+"""With fewer, the 2 alpha B labels that the paper's smoothing adds outweigh the real ones: q is close to the prior."""
 BUFFER = 4096
-"""Labels: some steps of a usual batch, so that an old policy's are soon forgotten."""
+"""Labels of a few steps of a usual size, so that labels of old weights are soon forgotten."""
 MAX_WEIGHT = 10.0
-"""One over the paper's least survival probability: nothing is clipped unless that is set lower."""
-UNKNOWN = 0.5
-"""The prior while there are no labels."""
+"""1 / p_min of the paper: no weight is clipped unless p_min is set lower."""
+DEFAULT_PRIOR = 0.5
+"""Prior without labels."""
 
 
 class CalibrationStatus(StrEnum):
-    """Whether scores are calibrated and, where not, why: then every q is the prior."""
+    """Whether scores are calibrated and, if not, why. Then every q is the prior."""
 
     READY = "ready"
     NO_LABELS = "no_labels"
-    """No reward was ever reported."""
+    """No reward was reported."""
     COLD = "cold"
-    """The first steps, which learn only."""
+    """The first steps, which only collect labels."""
     FEW_LABELS = "few_labels"
     ONE_CLASS = "one_class"
     """All labels are right, or all are wrong."""
@@ -65,9 +65,9 @@ class CalibrationStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A scored trajectory whose reward is known.
+    """A scored trajectory with a reward.
 
-    ``score``: s' in [0, 1]. ``target``: 1 right, 0 wrong, or in between. ``survival``: the probability, in (0, 1], with
+    ``score``: s' in [0, 1]. ``target``: 1 right, 0 wrong, or in between. ``survival``: the probability in (0, 1] with
     which it was kept; 1 if it could not be pruned.
     """
 
@@ -85,9 +85,11 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """``bins``: B. ``smoothing``: alpha. ``buffer``: labels that are remembered. ``monotone``: q never falls as the
-    score rises. ``corrected``: inverse propensity weights of at most ``max_weight``. ``cold_steps``, ``cold_labels``:
-    scores are not calibrated before so many steps were made and so many labels are known.
+    """Options of a calibration.
+
+    ``bins``: B. ``smoothing``: alpha. ``buffer``: how many labels are kept. ``monotone``: make q non-decreasing in the
+    score. ``corrected``: use inverse propensity weights, at most ``max_weight`` each. ``cold_steps``, ``cold_labels``:
+    steps and labels before which scores are not calibrated.
     """
 
     bins: int = BINS
@@ -113,22 +115,22 @@ class Calibration:
 
     @property
     def as_published(self) -> Self:
-        """The same without what was added here."""
+        """The same options in the paper's form, without our additions."""
         return replace(self, smoothing=1.0, monotone=False, corrected=False)
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationState:
-    """What a `Calibrator` has learned. Plain fields: ``CalibrationState(**json)`` restores it.
+    """State of a `Calibrator`. Plain fields: ``CalibrationState(**json)`` restores it.
 
-    ``labels``: (score, target, survival) of the remembered ones, oldest first. ``steps``: how many were made.
+    ``labels``: (score, target, survival) of each kept label, oldest first. ``steps``: trainer steps so far.
     """
 
     labels: tuple[tuple[float, float, float], ...] = ()
     steps: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", tuple((s, y, p) for s, y, p in self.labels))  # JSON knows lists only
+        object.__setattr__(self, "labels", tuple((s, y, p) for s, y, p in self.labels))  # JSON has lists only
         for label in self.labels:
             Label(*label)
         if self.steps < 0:
@@ -137,7 +139,7 @@ class CalibrationState:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """What the buffer says at present. ``chances``: q of each bin, by the formulas above."""
+    """Calibration of the labels in the buffer. ``chances``: q of each bin."""
 
     prior: float
     one_class: bool
@@ -145,26 +147,26 @@ class _Table:
 
 
 class Calibrator:
-    """Learns from labels what a score is worth. One for each kind of score and each position it is taken at."""
+    """Learn from labels what a score is worth. Use one for each kind of score and each detection point."""
 
     def __init__(self, calibration: Calibration | None = None, state: CalibrationState | None = None) -> None:
         state = state or CalibrationState()
         self.calibration = calibration or Calibration()
         self._labels: deque[Label] = deque((Label(*x) for x in state.labels), maxlen=self.calibration.buffer)
         self._steps = state.steps
-        self._known: _Table | None = None
+        self._cached: _Table | None = None
 
     @property
     def state(self) -> CalibrationState:
         return CalibrationState(tuple((x.score, x.target, x.survival) for x in self._labels), self._steps)
 
-    def step(self) -> None:
-        """One more step of the trainer was made."""
+    def count_step(self) -> None:
+        """Count one more step of the trainer."""
         self._steps += 1
 
     def add(self, label: Label) -> None:
         self._labels.append(label)
-        self._known = None
+        self._cached = None
 
     @property
     def status(self) -> CalibrationStatus:
@@ -178,11 +180,13 @@ class Calibrator:
 
     @property
     def prior(self) -> float:
-        """Pi: the share of right ones among the labels; a half while there are none."""
-        return self._table().prior if self._labels else UNKNOWN
+        """Share of right ones among the labels (pi); a half without any."""
+        return self._table().prior if self._labels else DEFAULT_PRIOR
 
     def probability(self, score: float) -> float:
-        """The chance q that a trajectory with this score ends correct; the prior unless the status is ``READY``.
+        """Return the probability q that a trajectory with this score ends correct.
+
+        It is the prior unless the status is ``READY``.
 
         Raises:
             ValueError: ``score`` is outside [0, 1].
@@ -194,13 +198,13 @@ class Calibrator:
         return float(self._table().chances[bin_index(score, self.calibration.bins)])
 
     def _table(self) -> _Table:
-        if self._known is None:
-            self._known = _table(self._labels, self.calibration)
-        return self._known
+        if self._cached is None:
+            self._cached = _calibrate(self._labels, self.calibration)
+        return self._cached
 
 
 def label_from_reward(reward: float, threshold: float | None = None) -> float:
-    """What a reward says as a label: 1 from ``threshold`` on and 0 below it; without one the reward, held to [0, 1].
+    """Return the target of a reward: 1 from ``threshold`` on and 0 below; without one the reward, clipped to [0, 1].
 
     Raises:
         ValueError: ``reward`` is not finite.
@@ -211,14 +215,14 @@ def label_from_reward(reward: float, threshold: float | None = None) -> float:
 
 
 def bin_index(score: float, bins: int) -> int:
-    """The bin of a score: min(B - 1, floor(B s'))."""
+    """Return the bin of a score: min(B - 1, floor(B s'))."""
     return min(bins - 1, math.floor(bins * score))
 
 
-def inverse_propensity_weights(survivals: Sequence[float] | Floats, most: float = MAX_WEIGHT) -> Floats:
-    """Weights min(1 / survival, ``most``), scaled to mean one.
+def inverse_propensity_weights(survivals: Sequence[float] | Floats, max_weight: float = MAX_WEIGHT) -> Floats:
+    """Compute the weights min(1 / survival, ``max_weight``), scaled to mean one.
 
-    What is clipped no longer stands for all of those it should: less noise, at the price of some bias.
+    Clipping trades noise for bias: a clipped label no longer represents all the pruned trajectories like it.
 
     Raises:
         ValueError: a survival probability is outside (0, 1].
@@ -226,19 +230,19 @@ def inverse_propensity_weights(survivals: Sequence[float] | Floats, most: float 
     p = np.asarray(survivals, dtype=np.float64)
     if not ((p > 0) & (p <= 1)).all():
         raise ValueError("survival probabilities must be in (0, 1]")
-    weights = np.minimum(1 / p, most)
+    weights = np.minimum(1 / p, max_weight)
     return weights / weights.mean() if p.size else weights
 
 
-def _table(labels: Sequence[Label] | deque[Label], calibration: Calibration) -> _Table:
+def _calibrate(labels: Sequence[Label] | deque[Label], calibration: Calibration) -> _Table:
     bins, alpha = calibration.bins, calibration.smoothing
-    places = np.asarray([bin_index(x.score, bins) for x in labels])
+    bin_of = np.asarray([bin_index(x.score, bins) for x in labels])
     targets = np.asarray([x.target for x in labels])
     weights = np.ones(targets.size)
     if calibration.corrected:
         weights = inverse_propensity_weights([x.survival for x in labels], calibration.max_weight)
-    right = np.bincount(places, weights=weights * targets, minlength=bins)
-    wrong = np.bincount(places, weights=weights * (1 - targets), minlength=bins)
+    right = np.bincount(bin_of, weights=weights * targets, minlength=bins)
+    wrong = np.bincount(bin_of, weights=weights * (1 - targets), minlength=bins)
     prior = float(right.sum() / (right.sum() + wrong.sum()))
     if_right = prior * (right + alpha) / (right.sum() + alpha * bins)
     if_wrong = (1 - prior) * (wrong + alpha) / (wrong.sum() + alpha * bins)

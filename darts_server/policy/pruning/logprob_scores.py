@@ -1,7 +1,7 @@
-"""Scores without training: how sure the model was of its own tokens (the idea of DeepConf).
+"""Scores from log-probs, without training: how certain the model was of its own tokens (as DeepConf does).
 
-They need no reward, and tell right from wrong less well than a trained head does. `as_score` puts them in [0, 1], where
-`calibration` takes them.
+They need no reward, and separate right from wrong less well than a trained head. `logprob_to_score` maps them to [0,
+1], as `calibration` expects.
 """
 
 import math
@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW = 64
-"""Tokens: some sentences. A detection point of some hundred tokens has several of them."""
+"""In tokens: a few sentences. A detection point at some hundred tokens sees several windows."""
 
 
 def mean_logprob(logprobs: Sequence[float]) -> float:
-    """Mean log-prob of the tokens generated so far, in nats.
+    """Compute the mean log-prob of the tokens generated so far, in nats.
 
     Raises:
         ValueError: there is no token, or a log-prob is above 0 or not a number.
@@ -24,9 +24,9 @@ def mean_logprob(logprobs: Sequence[float]) -> float:
 
 
 def lowest_window_logprob(logprobs: Sequence[float], window: int = WINDOW) -> float:
-    """Mean log-prob, in nats, of the ``window`` tokens in a row that the model was least sure of.
+    """Compute the mean log-prob, in nats, of the ``window`` consecutive tokens with the lowest one.
 
-    Of fewer tokens it is their mean.
+    Of fewer tokens it is the mean of all.
 
     Raises:
         ValueError: as `mean_logprob`, or ``window`` is below 1.
@@ -38,7 +38,7 @@ def lowest_window_logprob(logprobs: Sequence[float], window: int = WINDOW) -> fl
 
 
 def logprob_to_score(logprob: float) -> float:
-    """A mean log-prob as a score in [0, 1]: its exponential, the geometric mean of the tokens' probabilities."""
+    """Map a mean log-prob to a score in [0, 1]: its exponential, the geometric mean of the tokens' probabilities."""
     return math.exp(logprob)
 
 

@@ -1,7 +1,7 @@
-"""How good probabilities are: calibration error, Brier score and AUC, in plain numpy.
+"""Measure how good scores are: calibration error, Brier score and AUC, in plain numpy.
 
-All take ``targets`` in [0, 1] (1 right, 0 wrong; one in between counts as that much of each) and ``weights``, one each
-by default. With the weights of `calibration.inverse_propensity` a figure over trajectories that survived pruning
+All take ``targets`` in [0, 1] (1 right, 0 wrong; one in between counts as that much of each) and ``weights``, 1 each by
+default. With the weights of `calibration.inverse_propensity_weights` a figure over trajectories that survived pruning
 estimates the figure over all of them.
 """
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 RELIABILITY_BINS = 15
-"""Usual for a calibration error: wide enough to hold some dozens of a few hundred labels each."""
+"""Usual for a calibration error: of a few hundred labels, each bin holds some dozens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReliabilityBin:
-    """One bar of a reliability diagram: what was predicted and what came, over ``weight`` labels."""
+    """One bin of a reliability diagram: mean predicted probability and observed share, over ``weight`` labels."""
 
     predicted: float
     observed: float
@@ -32,16 +32,16 @@ def reliability(
     weights: Sequence[float] | Floats | None = None,
     bins: int = RELIABILITY_BINS,
 ) -> list[ReliabilityBin]:
-    """Mean probability and share of right ones for each of ``bins`` equal intervals of [0, 1] that holds any.
+    """Compute a reliability diagram over ``bins`` equal intervals of [0, 1]; empty ones are left out.
 
     Raises:
         ValueError: lengths differ, a probability or target is outside [0, 1], or a weight is negative or not finite.
     """
     q, y, w = _checked(probabilities, targets, weights)
-    place = np.minimum((q * bins).astype(np.int64), bins - 1)
-    mass = np.bincount(place, weights=w, minlength=bins)
-    predicted = np.bincount(place, weights=w * q, minlength=bins)
-    observed = np.bincount(place, weights=w * y, minlength=bins)
+    bin_of = np.minimum((q * bins).astype(np.int64), bins - 1)
+    mass = np.bincount(bin_of, weights=w, minlength=bins)
+    predicted = np.bincount(bin_of, weights=w * q, minlength=bins)
+    observed = np.bincount(bin_of, weights=w * y, minlength=bins)
     return [
         ReliabilityBin(float(predicted[b] / mass[b]), float(observed[b] / mass[b]), float(mass[b]))
         for b in np.flatnonzero(mass)
@@ -54,20 +54,24 @@ def calibration_error(
     weights: Sequence[float] | Floats | None = None,
     bins: int = RELIABILITY_BINS,
 ) -> float | None:
-    """Expected calibration error: mean of |predicted - observed| over the bins, each by its weight; ``None`` of none.
+    """Compute the expected calibration error: the weighted mean of |predicted - observed| over the bins.
+
+    ``None`` without labels.
 
     Raises:
         ValueError: as `reliability`.
     """
-    bars = reliability(probabilities, targets, weights, bins)
-    mass = sum(bar.weight for bar in bars)
-    return sum(bar.weight * abs(bar.predicted - bar.observed) for bar in bars) / mass if bars else None
+    diagram = reliability(probabilities, targets, weights, bins)
+    mass = sum(bar.weight for bar in diagram)
+    return sum(bar.weight * abs(bar.predicted - bar.observed) for bar in diagram) / mass if diagram else None
 
 
 def brier_score(
     probabilities: Sequence[float] | Floats, targets: Sequence[float], weights: Sequence[float] | None = None
 ) -> float | None:
-    """Mean of (probability - target)², ``None`` of no labels: 0 is perfect, 1/4 what a constant half gets.
+    """Compute the mean of (probability - target)²: 0 is perfect, 1/4 is that of a constant half.
+
+    ``None`` without labels.
 
     Raises:
         ValueError: as `reliability`.
@@ -82,10 +86,10 @@ def auc(
     targets: Sequence[float] | Floats,
     weights: Sequence[float] | Floats | None = None,
 ) -> float | None:
-    """Chance that a right one scores above a wrong one, ties counting half; ``None`` where one of them is missing.
+    """Compute the probability that a right trajectory scores above a wrong one; ties count half.
 
-    It is exact: all pairs are counted, by one sort. Only the order of ``scores`` matters, which may be any finite
-    numbers.
+    ``None`` without right ones or without wrong ones. It is exact: all pairs are counted, by one sort. Only the order
+    of ``scores`` matters, which may be any finite numbers.
 
     Raises:
         ValueError: a score is not finite; else as `reliability`.
@@ -110,7 +114,7 @@ def _checked(
     q, y = np.asarray(probabilities, dtype=np.float64), np.asarray(targets, dtype=np.float64)
     w = np.ones(q.size) if weights is None else np.asarray(weights, dtype=np.float64)
     if not q.size == y.size == w.size:
-        raise ValueError(f"there must be as many of each, got {q.size} values, {y.size} targets and {w.size} weights")
+        raise ValueError(f"there must be equally many, got {q.size} values, {y.size} targets and {w.size} weights")
     for name, x in (("probabilities", q), ("targets", y)):
         if not ((x >= 0) & (x <= 1)).all():
             raise ValueError(f"{name} must be in [0, 1]")

@@ -1,30 +1,31 @@
-"""Who survives pruning (ARRoL, survival).
+"""Survival: with which probability a scored trajectory is kept (ARRoL).
 
-A trajectory that is scored at the detection point with the calibrated chance q is kept with probability
+A trajectory that is scored at the detection point with the calibrated probability q to end correct is kept with
 
     p = clip(kappa + delta + lambda (rho - q), p_min, p_max),
 
-where delta is such that the mean of p over recent q is kappa. A trajectory that ends before the detection point is
+where delta is chosen such that the mean of p over recent q is kappa. One that finishes before the detection point is
 never pruned.
 
-Delta and rho stand in it as a sum, and delta is solved for: whatever rho is, delta takes it back. So the paper's form
-always prunes those more that are likely right, which pulls towards rho only while more than rho are right, and away
-from it else. `Pruning.aimed` is a form of ours that heeds rho: the slope -lambda becomes one from -lambda to lambda,
+A derivation that the paper does not make: delta and rho appear only as a sum, delta + lambda rho, and delta is solved
+for. So rho cancels out. The paper's form always prunes likely right trajectories more, which pulls the share of right
+ones towards rho only while more than rho are right, and away from it otherwise. `Pruning.aimed` is our form that
+depends on rho: the slope -lambda is replaced by one in [-lambda, lambda],
 
     p = clip(kappa + delta + slope (q - rho), p_min, p_max),    slope = clip(kappa (rho - m) / v, -lambda, lambda),
 
-with m and v the mean and variance of the recent q. Without clipping the survivors' mean q is m + slope v / kappa, so
-this slope brings it to rho, or as near as lambda allows; far above rho it is the paper's form. Taken over the q of one
-group rather than of all prompts, it keeps the right ones of a hard prompt and the wrong ones of an easy one.
+with m and v the mean and variance of the recent q. Without clipping the survivors' mean q is E[p q] / E[p] =
+m + slope v / kappa, so this slope brings it to rho, or as near as lambda allows; for m far above rho it is the paper's
+form. Fitted to the q of one group instead of all prompts, it keeps the right trajectories of a hard prompt and the
+wrong ones of an easy one.
 
-The paper takes the mean of p over labelled trajectories. These are survivors, whose q differ from those of all that are
-scored, so the keep ratio comes out off. Give the q of all scored ones, or the labelled ones with the weights of
-`calibration.inverse_propensity`.
+The paper takes the mean of p over labelled trajectories. These are survivors, whose q differ from those of all scored
+ones, so the keep ratio comes out wrong. Fit to the q of all scored ones, or to labelled ones with the weights of
+`calibration.inverse_propensity_weights`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,24 +33,18 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 BISECTIONS = 64
-"""Halvings of an interval of a few units: what is left is below what a float can tell apart."""
+"""Halvings of an interval of a few units: the rest is below the precision of a float."""
 LEAST_VARIANCE = 1e-12
-"""Of q that are all alike: then no slope moves their mean."""
-
-
-class Chances(Protocol):
-    """A numpy ``Generator``, or what stands for one."""
-
-    def random(self) -> float: ...
+"""Below it all q are equal, and no slope moves their mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """The paper's values by default.
+    """Parameters of pruning; by default the paper's.
 
     ``keep_ratio``: kappa. ``target_positive_ratio``: rho. ``balance_strength``: lambda. ``min_survival``,
-    ``max_survival``: p_min and p_max; p_min is above 0, so that every trajectory may still be labelled. ``aimed``: the
-    form that heeds rho; the paper's is without.
+    ``max_survival``: p_min and p_max; p_min is above 0, so that any kind of trajectory may still be labelled.
+    ``aimed``: use the form that depends on rho.
     """
 
     keep_ratio: float = 0.5
@@ -73,10 +68,10 @@ class Pruning:
     def fit(
         self, qualities: Sequence[float] | Floats, weights: Sequence[float] | Floats | None = None
     ) -> "SurvivalCurve":
-        """How to prune after these recent q: their mean survival is the keep ratio. Without any, delta is 0.
+        """Fit survival to recent q, such that its mean over them is the keep ratio. Without any, delta is 0.
 
-        The mean never falls as delta rises, from p_min to p_max, and the keep ratio is between these: bisection finds
-        delta. Where a whole range of delta meets it, all of them give the same p.
+        The mean rises with delta from p_min to p_max, and the keep ratio lies between these, so bisection finds delta.
+        Where a whole range of delta gives the keep ratio, all of them give the same p.
 
         Raises:
             ValueError: a q is outside [0, 1], or the weights are not one for each, at least 0 and not all 0.
@@ -113,41 +108,14 @@ class Pruning:
 
 @dataclass(frozen=True, slots=True)
 class SurvivalCurve:
-    """Survival as it is at present. ``slope``: of p in q, -lambda in the paper's form. ``shift``: delta."""
+    """Survival as a function of quality. ``slope``: of p in q, -lambda in the paper's form. ``shift``: delta."""
 
     pruning: Pruning
     slope: float
     shift: float
 
     def survival(self, quality: float) -> float:
-        """p of a trajectory with the chance ``quality`` (q)."""
+        """Return the probability p with which to keep a trajectory of this ``quality`` (q)."""
         rule = self.pruning
         pull = rule.keep_ratio + self.shift + self.slope * (quality - rule.target_positive_ratio)
         return min(max(pull, rule.min_survival), rule.max_survival)
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """``survival``: the probability with which it was kept, as its label must know it. ``kept``: how the draw fell."""
-
-    survival: float
-    kept: bool
-
-
-def draw(survivals: Sequence[float], spare: int, rng: Chances) -> list[Draw]:
-    """Keep or prune the trajectories of one group, in the order in which they reach the detection point.
-
-    ``survivals``: p of each. ``spare``: how many may be pruned, that is, those that can still be returned less M. Once
-    so many were pruned the others are kept for sure, with probability 1, which is then what their labels know: given
-    all that was drawn before, each probability told is the true one, and inverse propensity weights stay unbiased.
-
-    One number is taken from ``rng`` for each, whatever comes of it: the same numbers give the same decisions, also if
-    the group is drawn in several calls.
-    """
-    drawn = []
-    for p in survivals:
-        lot = rng.random()
-        told = p if spare > 0 else 1.0
-        drawn.append(Draw(told, lot < told))
-        spare -= not drawn[-1].kept
-    return drawn

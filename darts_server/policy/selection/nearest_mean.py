@@ -1,30 +1,32 @@
-"""Which M of the finished trajectories are nearest to a wanted share of correct ones.
+"""Choose M of N trajectories whose mean quality is nearest a target share of correct ones.
 
-Of the calibrated chances q, M are chosen so that |sum q - rho M| is least: their expected share of correct ones is
-nearest rho, where the group's reward variance is largest for rho = 1/2. This is a subset-sum problem. It is solved by
-dynamic programming over sums of q rounded to multiples of 1/R, for each number of trajectories, with sets of sums as
-the bits of integers.
+From calibrated probabilities q to end correct, choose M so that |sum q - rho M| is least: their expected share of
+correct ones is then nearest rho. For rho = 1/2 that is where the variance of a group's rewards is largest (ARRoL).
 
-What is exact: for q that are multiples of 1/R the choice is the best of all subsets. Rounding moves any subset's sum by
-at most M/(2R), so for any other q the chosen share is off the best by at most 1/R. R is as fine as `TABLE_BITS` allow:
-2^14 for 8 of 16, 2^13 for 16 of 64 and 2^9 for 64 of 128; the noise of q itself is far above that.
+This is a subset-sum problem, solved by dynamic programming over sums of q rounded to multiples of 1/R, one set of
+reachable sums for each number of trajectories. A set is one big integer whose bit s is set if the sum s can be reached,
+so that adding a trajectory to all subsets is a shift and an "or".
+
+For q that are multiples of 1/R the choice is the best of all subsets. Rounding moves a subset's sum by at most M/(2R),
+so for any other q the mean of the choice is off the best by at most 1/R. R is as fine as `TABLE_BITS` allow: 2^14 for 8
+of 16, 2^13 for 16 of 64 and 2^9 for 64 of 128; the noise of q itself is far above that.
 """
 
 from collections.abc import Sequence
 from fractions import Fraction
 
 TABLE_BITS = 2**26
-"""8 MiB, and some ten milliseconds, where it takes most."""
+"""8 MiB, and some ten milliseconds in the worst case."""
 FINEST = 2**14
 
 
 def select_nearest_mean(qualities: Sequence[float], size: int, target: float) -> tuple[int, ...]:
-    """Indices, ascending, of the ``size`` whose mean q is nearest ``target``; of all if there are no more.
+    """Return the indices, ascending, of the ``size`` qualities whose mean is nearest ``target``.
 
-    Of equally near choices it is the one with the earliest indices: the first in lexicographic order.
+    If there are no more than ``size``, all are returned. Of equally near choices the first in lexicographic order.
 
     Raises:
-        ValueError: ``size`` is below 1, or a q or the target is outside [0, 1].
+        ValueError: ``size`` is below 1, or a quality or the target is outside [0, 1].
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
@@ -34,18 +36,21 @@ def select_nearest_mean(qualities: Sequence[float], size: int, target: float) ->
         return tuple(range(len(qualities)))
     grid = grid_resolution(size, len(qualities))
     units = [round(q * grid) for q in qualities]
-    sums = _reachable(units, size)
-    return _earliest(units, size, sums, _nearest(sums[0][size], Fraction(target) * size * grid))
+    sums = _reachable_sums(units, size)
+    return _first_choice(units, size, sums, _nearest_sums(sums[0][size], Fraction(target) * size * grid))
 
 
 def grid_resolution(size: int, candidates: int) -> int:
-    """R for ``size`` of so many ``candidates``, a power of two."""
+    """Return R for ``size`` of so many ``candidates``: a power of two, as large as the tables' memory allows."""
     fits = 2 * TABLE_BITS // (size * size * max(candidates - size, 1))
     return max(1, min(FINEST, 1 << max(fits.bit_length() - 1, 0)))
 
 
-def _reachable(units: Sequence[int], size: int) -> list[dict[int, int]]:
-    """For each i and k, the sums of k of ``units[i:]`` as set bits, where ``size`` in all can come of it."""
+def _reachable_sums(units: Sequence[int], size: int) -> list[dict[int, int]]:
+    """Return for each i and k the sums of k of ``units[i:]`` as set bits.
+
+    Only for k from which ``size`` in all can still be reached.
+    """
     tables: list[dict[int, int]] = [{0: 1}]
     for left, unit in enumerate(reversed(units), start=1):
         before = tables[-1]
@@ -54,8 +59,8 @@ def _reachable(units: Sequence[int], size: int) -> list[dict[int, int]]:
     return tables[::-1]
 
 
-def _nearest(sums: int, wanted: Fraction) -> list[int]:
-    """The one or two sums nearest to what is wanted."""
+def _nearest_sums(sums: int, wanted: Fraction) -> list[int]:
+    """Return the one or two reachable sums nearest ``wanted``."""
     whole = int(wanted)
     below = (sums & ((2 << whole) - 1)).bit_length() - 1
     higher = sums >> (whole + 1)
@@ -65,12 +70,16 @@ def _nearest(sums: int, wanted: Fraction) -> list[int]:
     return [s for s in found if abs(s - wanted) == least]
 
 
-def _earliest(units: Sequence[int], size: int, sums: list[dict[int, int]], wanted: list[int]) -> tuple[int, ...]:
+def _first_choice(units: Sequence[int], size: int, sums: list[dict[int, int]], wanted: list[int]) -> tuple[int, ...]:
+    """Return the lexicographically first choice with one of the ``wanted`` sums.
+
+    Each index in turn is taken if the rest of a wanted sum can be reached with later ones.
+    """
     chosen: list[int] = []
     for i, unit in enumerate(units):
         rest = sums[i + 1].get(size - len(chosen) - 1, 0)
-        able = [s - unit for s in wanted if s >= unit and rest >> (s - unit) & 1]
-        if able:
+        reachable = [s - unit for s in wanted if s >= unit and rest >> (s - unit) & 1]
+        if reachable:
             chosen.append(i)
-            wanted = able
+            wanted = reachable
     return tuple(chosen)

@@ -1,4 +1,4 @@
-"""Selection rules that do not go by length: the M with the wanted share of right ones, and all survivors (ARRoL)."""
+"""Selection rules that ignore length: a target share of correct trajectories, and all survivors of pruning (ARRoL)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from darts_server.policy.selection.rules import Verdict
 from darts_server.policy.selection.shortest_places import split_by_validity
 from darts_server.types import DiscardReason, SelectedAs
 
-UNKNOWN = 0.5
-"""Quality of candidates of a group in which none was scored: they are alike, so any number would do."""
+DEFAULT_QUALITY = 0.5
+"""Of all candidates where none was scored. They are equal then, so any number would do."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """M, as it was asked for."""
+class _QualityRule:
+    """``size``: M, the trajectories to return."""
 
     size: int
 
@@ -28,12 +28,12 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Balanced(_Places):
-    """The ``size`` valid candidates whose expected share of right ones is nearest ``target`` (rho).
+class Balanced(_QualityRule):
+    """Select the ``size`` valid candidates whose expected share of correct ones is nearest ``target`` (rho).
 
-    All that are not pruned run to their end, since any of them may be wanted. One that was never scored, because it
-    ended before, counts as the mean of those that were. Of equally good choices it is the one with the earliest
-    candidates. If valid ones are fewer than ``size``, all of them are taken and invalid ones fill up, shortest first.
+    All candidates that are not pruned run to their end, since any of them may be selected. One that finished before it
+    could be scored counts as the mean of the others. Of equally good choices the earliest indices are taken. If fewer
+    than ``size`` are valid, all valid ones are selected, and invalid ones fill up, shortest first.
     """
 
     target: float
@@ -48,31 +48,41 @@ class Balanced(_Places):
         }
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
         if not running:
             return Verdict(frozenset(self.select(finished)))
-        # While there are no more of them than seats, nobody of them can be left out; neither can valid ones alone.
+        # Nothing can be left out while there are no more candidates than places: neither of all candidates nor, since
+        # invalid ones only fill up, of those that are or may become valid.
         needed = finished if len(running) + len(finished) <= self.size else [c for c in finished if c.valid]
-        room = len(running) + len(needed) <= self.size
-        return Verdict(frozenset(c.index for c in needed) if room else frozenset())
+        all_needed = len(running) + len(needed) <= self.size
+        return Verdict(frozenset(c.index for c in needed) if all_needed else frozenset())
 
 
 @dataclass(frozen=True, slots=True)
-class AllSurvivors(_Places):
-    """All that were not pruned, ``size`` at least, however they ended: for trainers that take groups of any size."""
+class AllSurvivors(_QualityRule):
+    """Select all candidates that were not pruned, at least ``size``, for trainers that take groups of any size."""
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         return {c.index: SelectedAs.BALANCED if c.valid else SelectedAs.FILL for c in finished}
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
-        # Nothing is settled before the end: how many are returned is not known.
+        # Nothing is settled while any candidate runs: until then the number of survivors is open.
         return Verdict(frozenset() if running else frozenset(c.index for c in finished))
 
 
 def _qualities(candidates: Sequence[Candidate]) -> list[float]:
-    known = [c.quality for c in candidates if c.quality is not None]
-    mean = sum(known) / len(known) if known else UNKNOWN
+    """Return the candidates' qualities, with the mean of the scored ones for the others."""
+    scored = [c.quality for c in candidates if c.quality is not None]
+    mean = sum(scored) / len(scored) if scored else DEFAULT_QUALITY
     return [mean if c.quality is None else c.quality for c in candidates]

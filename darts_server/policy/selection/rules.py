@@ -1,11 +1,11 @@
-"""Selection rules: which candidates of a prompt make the group, and what is already certain while some still run.
+"""Selection rules: which candidates of a prompt make the group, and what is certain while some of them still run.
 
-A rule knows only lengths, validity (ended by itself rather than at the length limit), candidate indices, the lottery
-numbers of the tail and the group's token limit. It never reads a reward, and but for the baseline `FirstFinish` never
-depends on the order in which candidates finished.
+A rule reads only lengths, validity (finished at a stop token rather than at the length limit), indices, qualities, tail
+draws and the deadline. It never reads a reward and, except for the baseline `FirstFinish`, does not depend on the order
+in which candidates finish.
 
 All rules share one total order, (length, candidate index): the shortest come first, ties go to the earlier index. Rules
-with a tail are in `tails`.
+with a tail are in `tail_rules`, those that select by quality in `quality_rules`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from darts_server.types import DiscardReason, SelectedAs
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is certain now, whatever the running candidates do (short of failing).
+    """What is certain now, whatever the running candidates do, as long as they do not fail.
 
-    ``settled``: finished candidates that belong to the group. ``hopeless``: running candidates that can no longer
-    belong to it. ``cuts``: candidates, running or finished, that belong to it with their first tokens only, and how
-    many these are. ``check_at``: for a running candidate, the number of generated tokens at which this verdict may
-    change, so that nobody needs to look before. ``observing``: the group goes on when all its seats are settled.
+    ``settled``: finished candidates that belong to the group. ``hopeless``: running candidates that cannot belong to it
+    any more, and why. ``cuts``: candidates, running or finished, of which only the first tokens belong to it, and how
+    many. ``check_at``: running candidate -> token count at which this verdict may change; progress before that changes
+    nothing. ``observing``: the group goes on although all its places are settled.
     """
 
     settled: frozenset[int]
@@ -35,37 +35,43 @@ class Verdict:
 
 
 class SelectionRule(Protocol):
-    """How the group is chosen. ``size`` trajectories are returned.
-
-    ``limit``: the group's token limit, ``None`` while there is none; only rules with a deadline heed it.
-    """
+    """How the group is selected. ``deadline``: the cohort's, in tokens; ``None`` while there is none."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """M: how many trajectories are returned."""
+        ...
 
     @property
     def num_shortest(self) -> int:
-        """K: when that many have finished, what is left is the tail."""
+        """K: once that many have finished, the group waits for its tail only."""
         ...
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        """Choose from candidates that have all finished; fewer than ``size`` only when there are fewer."""
+        """Select from candidates that have all finished; fewer than ``size`` only if there are fewer."""
         ...
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
-        """Say what is certain. ``early``: settle the finished as soon as possible, at the cost of more check_at."""
+        """Say what is certain.
+
+        ``deliver_early``: settle finished candidates as soon as possible, which takes more checks.
+        """
         ...
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        """Why a finished candidate was not chosen."""
+        """Say why a finished candidate was not selected."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """The first ``size`` candidates by index, however they ended: no shaping."""
+    """Select the first ``size`` candidates by index, however they finished: no shaping."""
 
     size: int
 
@@ -78,14 +84,19 @@ class InOrder:
         return {c.index: SelectedAs.SHORT if c.valid else SelectedAs.FILL for c in chosen}
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
         indices = sorted(c.index for c in (*running, *finished))
         done = sorted(c.index for c in finished)
-        seats = set(indices[: self.size])
+        # A running candidate may still fail, and then a later one takes its place. So later ones are stopped only when
+        # as many as are needed have finished before them.
         last = done[self.size - 1] if len(done) >= self.size else None
         return Verdict(
-            settled=frozenset(seats.intersection(done)),
+            settled=frozenset(indices[: self.size]).intersection(done),
             hopeless={
                 r.index: DiscardReason.LONGER_THAN_NEEDED for r in running if last is not None and r.index > last
             },
@@ -97,7 +108,7 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True)
 class Shortest:
-    """The ``size`` shortest valid candidates; invalid ones, shortest first, only where valid ones are too few.
+    """Select the ``size`` shortest valid candidates, and fill up with the shortest invalid ones.
 
     DARTS, variance-guided tail pruning: the rule for saturated prompts.
     """
@@ -116,15 +127,19 @@ class Shortest:
         }
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
         if not running:
             return Verdict(settled=frozenset(self.select(finished)))
-        race = ShortestPlaces(self.size, running, finished)
+        places = ShortestPlaces(self.size, running, finished)
         return Verdict(
-            settled=frozenset(race.surely_short()),
-            hopeless={r.index: DiscardReason.LONGER_THAN_NEEDED for r in race.past},
-            check_at=race.check_at(early),
+            settled=frozenset(places.certain()),
+            hopeless={r.index: DiscardReason.LONGER_THAN_NEEDED for r in places.passed},
+            check_at=places.check_at(at_every_place=deliver_early),
         )
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
@@ -133,10 +148,11 @@ class Shortest:
 
 @dataclass(frozen=True, slots=True)
 class FirstFinish:
-    """The first ``size`` valid candidates to finish; invalid ones, in the same order, only where these are too few.
+    """Select the first ``size`` valid candidates to finish, and fill up with the first invalid ones.
 
-    A baseline: what the paper's public code does for saturated prompts, taking finish order for length order. Where
-    candidates start at different times, a short one that began late is lost to a long one that began early.
+    A baseline: the paper's public code treats saturated prompts so, taking the order of finishing for the order of
+    lengths. Where candidates start at different times, a short one that started late loses to a long one that started
+    early.
     """
 
     size: int
@@ -150,13 +166,17 @@ class FirstFinish:
         return {c.index: SelectedAs.SHORT if c.valid else SelectedAs.FILL for c in order[: self.size]}
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
         valid, _ = split_by_validity(finished)
-        enough = len(valid) >= self.size
+        is_full = len(valid) >= self.size
         return Verdict(
-            settled=frozenset(self.select(finished) if enough or not running else (c.index for c in valid)),
-            hopeless={r.index: DiscardReason.LONGER_THAN_NEEDED for r in running if enough},
+            settled=frozenset(self.select(finished) if is_full or not running else (c.index for c in valid)),
+            hopeless={r.index: DiscardReason.LONGER_THAN_NEEDED for r in running if is_full},
         )
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
@@ -165,9 +185,9 @@ class FirstFinish:
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """The unshaped group of the first candidates by index, while all candidates run to their end to be watched.
+    """Select the unshaped group, the first candidates by index, while all candidates run to their end.
 
-    ``shadowed`` is the rule whose choice among them is recorded, and not returned.
+    ``shadowed``: the rule whose selection among them is recorded and not returned.
     """
 
     shadowed: SelectionRule
@@ -184,9 +204,14 @@ class Shadow:
         return InOrder(self.size).select(finished)
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
-        return Verdict(InOrder(self.size).assess(running, finished, early).settled, observing=bool(running))
+        settled = InOrder(self.size).assess(running, finished, deliver_early).settled
+        return Verdict(settled, observing=bool(running))
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         return DiscardReason.WATCHED

@@ -1,7 +1,7 @@
-"""Selection rules that give some places to others than the shortest: two kinds of tail, each also with a deadline.
+"""Selection rules that give some places to longer candidates: two kinds of tail, each also with a deadline.
 
-The deadline D of a group is its token limit, but never less than the length of its own M-th shortest valid candidate:
-a prompt that needs long answers has the time for them. While the cohort has no deadline the group has none.
+The deadline D of a group is that of its cohort, but at least the length of its own M-th shortest valid candidate: a
+prompt that needs long answers has the time for them. While the cohort has no deadline the group has none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from darts_server.types import DiscardReason, SelectedAs
 
 
 @dataclass(frozen=True, slots=True)
-class _Seats:
-    """K places for the shortest, L for the tail."""
+class _TailRule:
+    """``num_shortest`` (K) places for the shortest and ``num_longest`` (L) for the tail."""
 
     num_shortest: int
     num_longest: int
@@ -29,11 +29,11 @@ class _Seats:
 
 
 @dataclass(frozen=True, slots=True)
-class LongestTail(_Seats):
-    """K shortest and L longest of the valid candidates (DARTS, distribution-aware trajectory sampling).
+class LongestTail(_TailRule):
+    """Select the K shortest and the L longest valid candidates (DARTS, distribution-aware trajectory sampling).
 
-    Any running candidate may still turn out the longest, so with L >= 1 all of them run to their end. If valid ones are
-    fewer than K + L, all of them are taken and invalid ones fill up, shortest first.
+    Any running candidate may turn out the longest, so with L >= 1 all of them run to their end. If fewer than K + L are
+    valid, all of these are selected, and invalid ones fill up, shortest first.
     """
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
@@ -47,35 +47,44 @@ class LongestTail(_Seats):
         }
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
         if not running:
             return Verdict(settled=frozenset(self.select(finished)))
         if not self.num_longest:
-            return Shortest(self.size).assess(running, finished, early)
-        race = ShortestPlaces(self.num_shortest, running, finished)
-        settled = (c.index for place, c in enumerate(race.valid) if self._is_in(place, c, race))
-        return Verdict(settled=frozenset(settled), check_at=race.check_at(early) if early else {})
+            return Shortest(self.size).assess(running, finished, deliver_early)
+        places = ShortestPlaces(self.num_shortest, running, finished)
+        settled = (c.index for rank, c in enumerate(places.valid) if self._is_settled(rank, c, places))
+        check_at = places.check_at(at_every_place=True) if deliver_early else {}
+        return Verdict(settled=frozenset(settled), check_at=check_at)
 
-    def _is_in(self, place: int, candidate: Candidate, race: ShortestPlaces) -> bool:
-        """Whether no future leaves it out, i.e. with K before it and L after it.
+    def _is_settled(self, rank: int, candidate: Candidate, places: ShortestPlaces) -> bool:
+        """Whether no outcome of the running candidates leaves out the finished one at this ``rank`` (from 0).
 
-        ``place`` finished ones are before it. Each running one can end up after it, some also before.
+        It is left out only with at least K valid ones before it and at least L after it. Any running candidate can end
+        after it; only those shorter so far can end before it.
         """
-        before = max(0, self.num_shortest - place)
-        after = max(0, self.num_longest - (len(race.valid) - place - 1))
-        can_precede = sum(r.sort_key < candidate.sort_key for r in race.running)
-        return before > can_precede or before + after > len(race.running)
+        missing_before = max(0, self.num_shortest - rank)
+        missing_after = max(0, self.num_longest - (len(places.valid) - rank - 1))
+        can_precede = sum(r.sort_key < candidate.sort_key for r in places.running)
+        return missing_before > can_precede or missing_before + missing_after > len(places.running)
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTail(_Seats):
-    """K shortest valid candidates, and L drawn by lot from all the rest.
+class SampledTail(_TailRule):
+    """Select the K shortest valid candidates and L sampled from all others, whatever their length or validity.
 
-    The rest is everything that is not among the K shortest, running or finished. A drawn candidate stays in the group
-    however it ends: one that hits the length limit is returned, marked as a fill, because dropping it would hide from
-    the trainer that running on earns nothing. The lots are drawn before anything has run, so the group is a function of
-    lengths and seed alone, not of timing. Only if fewer than K are valid do invalid ones fill up, shortest first.
+    The random numbers are drawn before anything runs: once the K shortest are certain, so is who wins among the rest,
+    and the others can be stopped. Drawn later, they would favour candidates that finish early. It also makes the group
+    a function of lengths and seed alone.
+
+    A sampled candidate stays in the group however it ends. One that hits the length limit is returned and marked as a
+    fill: replacing it would hide from the trainer that running on earns nothing. Only if fewer than K are valid do
+    invalid ones fill up, shortest first.
     """
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
@@ -89,115 +98,131 @@ class SampledTail(_Seats):
         }
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
         if not running:
             return Verdict(settled=frozenset(self.select(finished)))
-        race = ShortestPlaces(self.num_shortest, running, finished)
-        short = race.surely_short()
-        winners = self._winners(race, short)
-        losers = [r for r in race.past if race.fewest_beaten_by(r.tail_draw) >= self.num_longest]
+        places = ShortestPlaces(self.num_shortest, running, finished)
+        short = places.certain()
+        winners = self._certain_winners(places, short)
+        losers = [r for r in places.passed if places.fewest_ahead(r.tail_draw) >= self.num_longest]
         return Verdict(
             settled=frozenset(short | winners.intersection(c.index for c in finished)),
             hopeless={r.index: DiscardReason.TAIL_PRUNED for r in losers},
-            # Whoever falls behind any of the K shortest can decide the lottery, not only whoever falls behind the bar.
-            check_at=race.check_at(early=True),
+            # Falling behind any of the K shortest, not only behind the last one, can decide who wins a tail place.
+            check_at=places.check_at(at_every_place=True),
         )
 
-    def _winners(self, race: ShortestPlaces, short: set[int]) -> set[int]:
-        """Candidates, running or finished, that are in the group whatever happens, and not surely ``short``."""
-        rest = [c for c in (*race.running, *race.valid, *race.invalid) if c.index not in short]
+    def _certain_winners(self, places: ShortestPlaces, short: set[int]) -> set[int]:
+        """Return the candidates, running or finished, that are in the group for certain and not surely ``short``.
+
+        Either as one of the K shortest after all or, by their tail draw, as one of the tail.
+        """
+        rest = [c for c in (*places.running, *places.valid, *places.invalid) if c.index not in short]
         return {
             c.index
             for c in rest
-            if sum(other.tail_draw < c.tail_draw for other in rest) < self.num_longest and (race.enough or c.valid)
+            if sum(other.tail_draw < c.tail_draw for other in rest) < self.num_longest and (places.is_full or c.valid)
         }
 
-    def drawn(self, running: Sequence[Candidate], finished: Sequence[Candidate]) -> list[Candidate]:
-        """Candidates, running or finished, that are in the group for their lot and can no longer be for being short."""
-        race = ShortestPlaces(self.num_shortest, running, finished)
-        winners = self._winners(race, race.surely_short())
-        return [c for c in race.surely_rest() if c.index in winners]
+    def sampled(self, running: Sequence[Candidate], finished: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates that are in the group by their tail draw and can no longer be among the K shortest."""
+        places = ShortestPlaces(self.num_shortest, running, finished)
+        winners = self._certain_winners(places, places.certain())
+        return [c for c in places.excluded() if c.index in winners]
 
 
 @dataclass(frozen=True, slots=True)
-class DeadlineTail(_Seats):
-    """K shortest, and the L longest of those that are no longer than the deadline. An extension of ours.
+class DeadlineTail(_TailRule):
+    """Select the K shortest, and the L longest that are no longer than the deadline. An extension of ours.
 
-    Whoever reaches the deadline is stopped.
+    Candidates that reach the deadline are stopped.
     """
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        needed = ShortestPlaces(self.size, [], finished)
-        if deadline is not None and needed.bar is not None:
-            own_deadline = max(deadline, needed.bar)
-            finished = [c for c in finished if c.tokens <= own_deadline]
-        return LongestTail(self.num_shortest, self.num_longest).select(finished)
+        own = _own_deadline(deadline, ShortestPlaces(self.size, [], finished))
+        in_time = finished if own is None else [c for c in finished if c.tokens <= own]
+        return LongestTail(self.num_shortest, self.num_longest).select(in_time)
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
         if not self.num_longest:
-            return Shortest(self.size).assess(running, finished, early)
-        race, needed = (
-            ShortestPlaces(self.num_shortest, running, finished),
-            ShortestPlaces(self.size, running, finished),
-        )
-        own_deadline = None if deadline is None or needed.bar is None else max(deadline, needed.bar)
-        # The M-th shortest can only turn out shorter, and the deadline with it: who is past it stays past it.
-        late = [r for r in running if own_deadline is not None and r.tokens >= own_deadline]
+            return Shortest(self.size).assess(running, finished, deliver_early)
+        places = ShortestPlaces(self.num_shortest, running, finished)
+        own = _own_deadline(deadline, ShortestPlaces(self.size, running, finished))
+        # The M-th shortest can only come down, and the deadline with it: whoever has passed it has passed it for good.
+        late = [r for r in running if own is not None and r.tokens >= own]
         hopeless = {r.index: DiscardReason.TAIL_PRUNED for r in late}
         if len(late) == len(running):
             return Verdict(frozenset(self.select(finished, deadline)), hopeless)
-        check_at = race.check_at(early=True) if early else {}
-        if own_deadline is not None:
-            check_at = {r.index: min(own_deadline, check_at.get(r.index, own_deadline)) for r in running}
-        return Verdict(frozenset(race.surely_short()), hopeless, check_at=_without(hopeless, check_at))
+        check_at = places.check_at(at_every_place=True) if deliver_early else {}
+        if own is not None:
+            check_at = {r.index: min(own, check_at.get(r.index, own)) for r in running}
+        return Verdict(frozenset(places.certain()), hopeless, check_at=_without(hopeless, check_at))
 
 
 @dataclass(frozen=True, slots=True)
-class CutTail(_Seats):
-    """K shortest and L drawn by lot from the rest, each drawn one with its first D tokens only. An extension of ours.
+class CutTail(_TailRule):
+    """Select the K shortest and L sampled from the rest, of these only the first D tokens. An extension of ours.
 
-    It hides nothing from the trainer: that a trajectory ran on beyond the deadline is shown, as a truncated one. Losers
-    of the lottery run until they fall behind the M-th shortest rather than the K-th, since that length is the least
-    that the deadline may be.
+    It hides nothing from the trainer: a trajectory that ran on beyond the deadline is returned as a truncated one.
+    Candidates that lost the tail run until they pass the M-th shortest rather than the K-th, since the deadline is at
+    least the M-th shortest length, which must be known.
     """
 
     @property
-    def _whole(self) -> SampledTail:
+    def _uncut(self) -> SampledTail:
         return SampledTail(self.num_shortest, self.num_longest)
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        return self._whole.select(finished)
+        return self._uncut.select(finished)
 
     def assess(
-        self, running: Sequence[Candidate], finished: Sequence[Candidate], early: bool, deadline: int | None = None
+        self,
+        running: Sequence[Candidate],
+        finished: Sequence[Candidate],
+        deliver_early: bool,
+        deadline: int | None = None,
     ) -> Verdict:
-        whole = self._whole.assess(running, finished, early)
-        needed = ShortestPlaces(self.size, running, finished)
-        settled = whole.settled
+        uncut = self._uncut.assess(running, finished, deliver_early)
+        all_places = ShortestPlaces(self.size, running, finished)
+        own = _own_deadline(deadline, all_places)
+        settled = uncut.settled
         cuts: dict[int, int] = {}
-        ends: dict[int, int] = {}
-        if deadline is not None and needed.contenders:
-            # The M-th shortest, and the deadline with it, can still come down.
-            short = ShortestPlaces(self.num_shortest, running, finished).surely_short()
+        cut_later: dict[int, int] = {}
+        if deadline is not None and all_places.contenders:
+            # The M-th shortest can still come down, and the deadline with it: whoever may be cut is not settled yet.
+            short = ShortestPlaces(self.num_shortest, running, finished).certain()
             settled -= {c.index for c in finished if c.tokens > deadline and c.index not in short}
-        elif deadline is not None and needed.bar is not None:
-            own_deadline = max(deadline, needed.bar)
-            drawn = self._whole.drawn(running, finished)
-            ends = {c.index: own_deadline for c in drawn if c.running and c.tokens < own_deadline}
-            cuts = {
-                c.index: own_deadline for c in drawn if c.index not in ends and (c.running or c.tokens > own_deadline)
-            }
+        elif own is not None:
+            sampled = self._uncut.sampled(running, finished)
+            cut_later = {c.index: own for c in sampled if c.running and c.tokens < own}
+            cuts = {c.index: own for c in sampled if c.index not in cut_later and (c.running or c.tokens > own)}
         if len(settled) == self.size:
-            return Verdict(settled, whole.hopeless, cuts)
-        past = {r.index for r in needed.past}
-        hopeless = {i: reason for i, reason in whole.hopeless.items() if i in past}
-        # Of two check_at of one candidate that of the K shortest is the earlier.
-        check_at = {**needed.check_at(early=False), **whole.check_at, **ends}
+            return Verdict(settled, uncut.hopeless, cuts)
+        passed = {r.index for r in all_places.passed}
+        hopeless = {i: reason for i, reason in uncut.hopeless.items() if i in passed}
+        # Where a candidate has a check for both the M and the K shortest, that for the K shortest comes first.
+        check_at = {**all_places.check_at(at_every_place=False), **uncut.check_at, **cut_later}
         return Verdict(settled, hopeless, cuts, _without(hopeless, check_at))
 
 
-def _without(gone: Mapping[int, DiscardReason], check_at: Mapping[int, int]) -> dict[int, int]:
-    return {i: mark for i, mark in check_at.items() if i not in gone}
+def _own_deadline(deadline: int | None, all_places: ShortestPlaces) -> int | None:
+    """Return the group's deadline: the cohort's, but at least its own M-th shortest length, once both are known."""
+    if deadline is None or all_places.threshold is None:
+        return None
+    return max(deadline, all_places.threshold)
+
+
+def _without(hopeless: Mapping[int, DiscardReason], check_at: Mapping[int, int]) -> dict[int, int]:
+    """Return the checks of candidates that are not stopped."""
+    return {i: tokens for i, tokens in check_at.items() if i not in hopeless}

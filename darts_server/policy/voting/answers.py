@@ -1,13 +1,14 @@
-r"""Finding the answer in a trajectory's text, so that votes can be counted.
+r"""Extract answers from the texts of trajectories, so that votes can be counted.
 
-Three ways: a regular expression with one group, LaTeX's ``\boxed{}``, or a list of the answers there may be. Each takes
-the last place in the text that fits, since a trajectory ends with its answer, and gives ``None`` where none does. White
-space around an answer is dropped, and within it counts as one blank; beyond that two answers are the same only if they
-are written alike (1/2 is not 0.5).
+Three ways: a regular expression with one group, LaTeX's ``\boxed{}``, or a list of possible answers. Each takes the
+last match in the text, since a trajectory ends with its answer, and gives ``None`` without one. White space around an
+answer is dropped, and within it counts as one blank; otherwise two answers are equal only if they are written alike
+(1/2 is not 0.5).
 
-Patterns come from callers, so none may cost much. They are run by RE2, whose time is linear in the text whatever the
-pattern; therefore it knows no look-around and no back-references. Patterns and what they compile to are bounded, and
-only the last `TEXT_CHARS` of a text are read: finding all matches can take the square of that, some 0.2 seconds.
+Regular expressions come from callers, so they must not be expensive. They are run by RE2, whose time for a match is
+linear in the text for any expression; in return it has no look-around and no back-references. Their length and their
+compiled size are bounded, and only the last `TEXT_CHARS` of a text are read: finding all matches can take time
+quadratic in that, some 0.2 seconds.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ import re2
 from darts_server.exceptions import InvalidRequest
 
 TEXT_CHARS = 16_384
-"""Read from the end of a text. An answer further up is not found."""
+"""Characters that are read, from the end of a text. An answer before them is not found."""
 PATTERN_CHARS = 1_000
 PATTERN_BYTES = 1 << 20
-"""Memory that a compiled pattern may take."""
+"""Memory that a compiled expression may take."""
 CHOICES = 100
 CHOICE_CHARS = 200
 BOX = r"\boxed"
@@ -30,16 +31,16 @@ BOX = r"\boxed"
 
 class Extractor(Protocol):
     def extract(self, text: str) -> str | None:
-        """The answer in ``text``, if there is one."""
+        """Return the answer in ``text``, or ``None``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RegexExtractor:
-    """What the group of ``pattern`` matched last.
+    """Extract what the group of ``pattern`` matches last.
 
     Raises:
-        InvalidRequest: it is too long, RE2 does not take it, or it has not exactly one group.
+        InvalidRequest: the pattern is too long, RE2 does not accept it, or it does not have exactly one group.
     """
 
     pattern: str
@@ -50,28 +51,28 @@ class RegexExtractor:
 
     def extract(self, text: str) -> str | None:
         found = None
-        for match in self._compiled.finditer(_read(text).encode(errors="replace")):
+        for match in self._compiled.finditer(_tail(text).encode(errors="replace")):
             found = match.group(1)
-        return None if found is None else _tidy(found.decode(errors="replace"))
+        return None if found is None else _normalise(found.decode(errors="replace"))
 
 
 @dataclass(frozen=True, slots=True)
 class BoxedExtractor:
-    r"""What the last complete ``\boxed{}`` holds, with its inner braces; of boxes within boxes the innermost."""
+    r"""Extract the content of the last complete ``\boxed{}``, with inner braces; of nested boxes the innermost."""
 
     def extract(self, text: str) -> str | None:
-        text = _read(text)
+        text = _tail(text)
         boxes = [(start, end) for start, end in _braces(text) if text[: start - 1].rstrip().endswith(BOX)]
         start, end = max(boxes, default=(0, 0))
-        return _tidy(text[start:end])
+        return _normalise(text[start:end])
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceExtractor:
-    """The one of ``choices`` that stands last in the text, and not within a longer word; of two the longer.
+    """Extract the one of ``choices`` that ends last in the text, outside of longer words; of two the longer.
 
     Raises:
-        InvalidRequest: there are none or too many, or one is empty or too long.
+        InvalidRequest: there are no choices or too many, or one is empty or too long.
     """
 
     choices: Sequence[str]
@@ -84,15 +85,17 @@ class ChoiceExtractor:
                 raise InvalidRequest("choices", f"must have 1 to {CHOICE_CHARS} characters each, got {choice[:50]!r}")
 
     def extract(self, text: str) -> str | None:
-        text = _read(text)
-        places = [(_last(choice, text), len(choice), choice) for choice in self.choices]
-        end, _, choice = max(places)
-        return _tidy(choice) if end else None
+        text = _tail(text)
+        ends = [(_last_end(choice, text), len(choice), choice) for choice in self.choices]
+        end, _, choice = max(ends)
+        return _normalise(choice) if end else None
 
 
 def _compiled(pattern: str) -> Any:
     if len(pattern) > PATTERN_CHARS:
-        raise InvalidRequest("pattern", f"has {len(pattern)} characters, at most {PATTERN_CHARS} are taken; shorten it")
+        raise InvalidRequest(
+            "pattern", f"has {len(pattern)} characters, at most {PATTERN_CHARS} are allowed; shorten it"
+        )
     options = re2.Options()
     options.max_mem = PATTERN_BYTES
     options.log_errors = False
@@ -100,7 +103,7 @@ def _compiled(pattern: str) -> Any:
         compiled = re2.compile(pattern.encode(), options)
     except (re2.error, UnicodeEncodeError) as error:
         raise InvalidRequest(
-            "pattern", f"is not taken by RE2 ({error}); it knows no look-around and no back-references"
+            "pattern", f"is not accepted by RE2 ({error}), which has no look-around and no back-references"
         ) from error
     if compiled.groups != 1:
         raise InvalidRequest(
@@ -109,16 +112,16 @@ def _compiled(pattern: str) -> Any:
     return compiled
 
 
-def _read(text: str) -> str:
+def _tail(text: str) -> str:
     return text[-TEXT_CHARS:]
 
 
-def _tidy(answer: str) -> str | None:
+def _normalise(answer: str) -> str | None:
     return " ".join(answer.split()) or None
 
 
 def _braces(text: str) -> list[tuple[int, int]]:
-    """Start and end of what is between each pair of braces; a backslash takes the next character's meaning."""
+    """Return start and end of the text between each pair of braces. A backslash escapes the next character."""
     pairs, opened, escaped = [], [], False
     for at, char in enumerate(text):
         if escaped:
@@ -132,8 +135,8 @@ def _braces(text: str) -> list[tuple[int, int]]:
     return pairs
 
 
-def _last(choice: str, text: str) -> int:
-    """Where the last occurrence that is no part of a longer word ends; 0 if there is none."""
+def _last_end(choice: str, text: str) -> int:
+    """Return where the last occurrence outside of longer words ends; 0 if there is none."""
     start = text.rfind(choice)
     while start >= 0:
         end = start + len(choice)

@@ -1,14 +1,25 @@
-"""Count votes and tell whether the rest can change the winner."""
+"""Count votes, and decide whether the remaining trajectories can still change the winner.
+
+The heaviest answer wins; of equally heavy ones that of the earliest candidate.
+
+A vote is decided when the leader wins whatever the remaining trajectories answer, which is tested with the answers that
+would hurt it most. The test is exact: a decided vote cannot turn, and for an undecided one there are answers that turn
+it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from darts_server.policy.voting.weighting import NOBODY, Standing, Vote, Weighting
+from darts_server.policy.voting.weighting import NO_VOTES, AnswerScore, Vote, Weighting
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """``winner``: ``None`` without votes. ``weights``: of each answer, heaviest first. ``votes``: of each answer."""
+    """Result of a vote.
+
+    ``winner``: ``None`` without votes. ``weights``: of each answer, heaviest first. ``votes``: how many each answer
+    has.
+    """
 
     winner: str | None
     weights: Mapping[str, float]
@@ -16,22 +27,24 @@ class Tally:
 
 
 def count_votes(votes: Sequence[Vote], weighting: Weighting) -> Tally:
-    """Count the votes; the order in which they are given does not matter.
+    """Count the votes, in any order.
 
     Raises:
         ValueError: a candidate votes twice.
     """
-    standings = _standings(votes, weighting)
-    ordered = _ordered(standings)
+    scores = _score_answers(votes, weighting)
+    ordered = _order(scores)
     return Tally(
         winner=ordered[0] if ordered else None,
-        weights={a: float(standings[a].weight) for a in ordered},
+        weights={a: float(scores[a].weight) for a in ordered},
         votes={a: sum(v.answer == a for v in votes) for a in ordered},
     )
 
 
 def is_decided(votes: Sequence[Vote], remaining: Sequence[int], weighting: Weighting) -> bool:
-    """Whether the winner among ``votes`` wins whatever the candidates ``remaining`` (their indices) answer, if they do.
+    """Return whether the winner among ``votes`` wins whatever else is answered.
+
+    ``remaining``: indices of the candidates that may still vote.
 
     Raises:
         ValueError: a candidate votes twice, or remains though it has voted.
@@ -40,27 +53,27 @@ def is_decided(votes: Sequence[Vote], remaining: Sequence[int], weighting: Weigh
         raise ValueError("a candidate votes once: indices of votes and of remaining candidates must all differ")
     if not remaining:
         return True
-    standings = _standings(votes, weighting)
-    if not standings:
+    scores = _score_answers(votes, weighting)
+    if not scores:
         return False
-    first, *others = _ordered(standings)
-    rivals = [NOBODY, *(standings[a] for a in others)]
+    first, *others = _order(scores)
+    rivals = [NO_VOTES, *(scores[a] for a in others)]
     return not any(
-        threat.beats(leader)
+        rival_after.beats(leader_after)
         for rival in rivals
-        for leader, threat in weighting.threats(standings[first], rival, len(votes), sorted(remaining))
+        for leader_after, rival_after in weighting.worst_cases(scores[first], rival, len(votes), sorted(remaining))
     )
 
 
-def _standings(votes: Sequence[Vote], weighting: Weighting) -> dict[str, Standing]:
+def _score_answers(votes: Sequence[Vote], weighting: Weighting) -> dict[str, AnswerScore]:
     if len({v.index for v in votes}) < len(votes):
         raise ValueError("a candidate votes once: indices of votes must all differ")
-    standings: dict[str, Standing] = {}
+    scores: dict[str, AnswerScore] = {}
     for vote, weight in zip(votes, weighting.weights(votes), strict=True):
-        known = standings.get(vote.answer, NOBODY)
-        standings[vote.answer] = Standing(known.weight + weight, min(known.first, vote.index))
-    return standings
+        before = scores.get(vote.answer, NO_VOTES)
+        scores[vote.answer] = AnswerScore(before.weight + weight, min(before.first, vote.index))
+    return scores
 
 
-def _ordered(standings: Mapping[str, Standing]) -> list[str]:
-    return sorted(standings, key=lambda answer: (-standings[answer].weight, standings[answer].first))
+def _order(scores: Mapping[str, AnswerScore]) -> list[str]:
+    return sorted(scores, key=lambda answer: (-scores[answer].weight, scores[answer].first))

@@ -1,19 +1,15 @@
-"""Votes of several trajectories for one answer, and when the rest of them need not be waited for.
+"""Weights of votes: how much each trajectory's answer counts.
 
-Each trajectory votes for the answer that was found in it; one without an answer has no vote. What a vote weighs:
+Each trajectory votes for the answer that was extracted from it; one without an answer has no vote. A vote weighs:
 
-* `Majority`: 1.
-* `Ranked` (ARRoL, test-time use): the votes are sorted by score and their ranks mapped linearly to [0, 1], best 1,
+* `MajorityWeighting`: 1.
+* `RankWeighting` (ARRoL, test-time use): votes are sorted by score and their ranks mapped linearly to [0, 1], best 1,
   worst 0; equal scores share their mean rank; a single vote weighs 1.
-* `LogOdds`: log(W q / (1 - q)) of the calibrated chance q to be right. If each vote is right with its own chance q, and
-  a wrong one falls on any of W wrong answers alike, the heaviest answer is the most probable one (naive Bayes). A vote
-  of which less than 1 in W + 1 is expected weighs against its own answer.
+* `LogOddsWeighting`: log(W q / (1 - q)) of the calibrated probability q to be right. If each vote is right with its own
+  probability q, and a wrong one is equally likely any of W wrong answers, the heaviest answer is the most probable one
+  (naive Bayes). A vote with q below 1 / (W + 1) counts against its own answer.
 
-The heaviest answer wins; of equally heavy ones that of the earliest candidate. Sums are exact fractions: no order of
-adding, and no rounding, decides a vote.
-
-A vote is decided when the leader stays ahead whatever the remaining trajectories say, which is tried with what would
-hurt it most. That is exact: a decided vote cannot turn, and for an undecided one there is a way in which it would.
+Weights and their sums are exact fractions, so neither rounding nor the order of adding can decide a vote.
 """
 
 import math
@@ -29,7 +25,10 @@ ZERO = Fraction(0)
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The answer of candidate ``index``. ``score``: any finite number for `Ranked`, the chance q for `LogOdds`."""
+    """The answer of candidate ``index``.
+
+    ``score``: any finite number for `RankWeighting`, the probability q for `LogOddsWeighting`.
+    """
 
     index: int
     answer: str
@@ -41,54 +40,55 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How an answer stands: what its votes weigh, and the earliest candidate that gave it."""
+class AnswerScore:
+    """The score of one answer: the weight of its votes, and the earliest candidate that gave it."""
 
     weight: Fraction
     first: float
 
-    def beats(self, other: "Standing") -> bool:
+    def beats(self, other: "AnswerScore") -> bool:
+        """Whether it wins against another answer: more weight or, of equal weights, an earlier candidate."""
         return (self.weight, -self.first) > (other.weight, -other.first)
 
 
-NOBODY = Standing(ZERO, math.inf)
-"""An answer that nobody has given yet."""
+NO_VOTES = AnswerScore(ZERO, math.inf)
+"""The score of an answer without a vote."""
 
 
 class Weighting(Protocol):
-    """What votes weigh."""
+    """How votes are weighted."""
 
     def weights(self, votes: Sequence[Vote]) -> list[Fraction]:
-        """The weight of each vote, given all of them."""
+        """Compute the weight of each vote, given all of them."""
         ...
 
-    def threats(
-        self, leader: Standing, rival: Standing, cast: int, remaining: Sequence[int]
-    ) -> Iterator[tuple[Standing, Standing]]:
-        """Leader and rival as they would stand after those votes of all ``remaining`` that hurt the leader most.
+    def worst_cases(
+        self, leader: AnswerScore, rival: AnswerScore, cast: int, remaining: Sequence[int]
+    ) -> Iterator[tuple[AnswerScore, AnswerScore]]:
+        """Yield leader and rival after the remaining votes that hurt the leader most.
 
-        ``cast``: how many votes there are, by which ``leader`` and ``rival`` stand as they do. ``remaining``: candidate
-        indices, ascending, at least one. More than one way is told where it depends which is the worst.
+        ``cast``: number of votes so far, which gave ``leader`` and ``rival`` their scores. ``remaining``: indices of
+        the candidates that have not voted, ascending, at least one. More than one pair where either may be the worst.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MajorityWeighting:
-    """Every vote weighs 1."""
+    """Count each vote as 1."""
 
     def weights(self, votes: Sequence[Vote]) -> list[Fraction]:
         return [ONE] * len(votes)
 
-    def threats(
-        self, leader: Standing, rival: Standing, cast: int, remaining: Sequence[int]
-    ) -> Iterator[tuple[Standing, Standing]]:
-        yield leader, Standing(rival.weight + len(remaining), min(rival.first, remaining[0]))
+    def worst_cases(
+        self, leader: AnswerScore, rival: AnswerScore, cast: int, remaining: Sequence[int]
+    ) -> Iterator[tuple[AnswerScore, AnswerScore]]:
+        yield leader, AnswerScore(rival.weight + len(remaining), min(rival.first, remaining[0]))
 
 
 @dataclass(frozen=True, slots=True)
 class RankWeighting:
-    """Votes weigh by the rank of their scores among all votes (ARRoL)."""
+    """Weight votes by the rank of their scores among all votes (ARRoL)."""
 
     def weights(self, votes: Sequence[Vote]) -> list[Fraction]:
         if len(votes) == 1:
@@ -99,56 +99,66 @@ class RankWeighting:
             for v in votes
         ]
 
-    def threats(
-        self, leader: Standing, rival: Standing, cast: int, remaining: Sequence[int]
-    ) -> Iterator[tuple[Standing, Standing]]:
-        """All for the rival, with the best scores: so the rival wins each pair that a remaining vote is part of.
+    def worst_cases(
+        self, leader: AnswerScore, rival: AnswerScore, cast: int, remaining: Sequence[int]
+    ) -> Iterator[tuple[AnswerScore, AnswerScore]]:
+        """Give all remaining votes to the rival, with the best scores.
 
-        A rank counts the pairs won. Up to the scale, which all answers share, weights of the ``cast`` votes stay.
+        A rank is the number of other votes beaten. With the best scores, a remaining vote beats every vote it is
+        compared with, so together they add the number of pairs that contain one. The ranks of the ``cast`` votes do not
+        change; their weights do, by a scale that all answers share and that therefore does not matter.
         """
         r = len(remaining)
         pairs = Fraction(r * cast) + Fraction(r * (r - 1), 2)
         scale = max(cast - 1, 0)
         yield (
-            Standing(leader.weight * scale, leader.first),
-            Standing(rival.weight * scale + pairs, min(rival.first, remaining[0])),
+            AnswerScore(leader.weight * scale, leader.first),
+            AnswerScore(rival.weight * scale + pairs, min(rival.first, remaining[0])),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LogOddsWeighting:
-    """Votes weigh by the log-odds of being right.
+    """Weight votes by the log-odds of being right.
 
-    ``wrong_answers``: W; 1 for questions of two answers, and then the weight is the plain log-odds. ``least``,
-    ``most``: q is held between these, so that no single vote is beyond appeal.
+    ``wrong_answers``: W; 1 for questions with two answers, where the weight is the plain log-odds. ``min_chance``,
+    ``max_chance``: q is clipped to these, so that no single vote decides alone.
     """
 
     wrong_answers: int = 10
-    least: float = 0.01
-    most: float = 0.99
+    min_chance: float = 0.01
+    max_chance: float = 0.99
 
     def __post_init__(self) -> None:
         if self.wrong_answers < 1:
             raise ValueError(f"wrong_answers must be at least 1, got {self.wrong_answers}")
-        if not 0 < self.least <= 0.5 <= self.most < 1:
-            raise ValueError(f"chances must hold 0 < least <= 1/2 <= most < 1, got {self.least} and {self.most}")
+        if not 0 < self.min_chance <= 0.5 <= self.max_chance < 1:
+            raise ValueError(
+                "chances must hold 0 < min_chance <= 1/2 <= max_chance < 1, "
+                f"got {self.min_chance} and {self.max_chance}"
+            )
 
     def weights(self, votes: Sequence[Vote]) -> list[Fraction]:
         return [self.weight(v.score) for v in votes]
 
     def weight(self, chance: float) -> Fraction:
-        q = min(max(chance, self.least), self.most)
+        """Compute the weight of a vote that is right with this probability."""
+        q = min(max(chance, self.min_chance), self.max_chance)
         return Fraction(math.log(self.wrong_answers * q / (1 - q)))
 
-    def threats(
-        self, leader: Standing, rival: Standing, cast: int, remaining: Sequence[int]
-    ) -> Iterator[tuple[Standing, Standing]]:
-        """All for the rival, as sure as can be; or as many as can be against the leader, as doubtful as can be."""
-        r, gain, loss = len(remaining), self.weight(self.most), min(self.weight(self.least), ZERO)
-        yield leader, Standing(rival.weight + r * gain, min(rival.first, remaining[0]))
-        fewest = 1 if rival is NOBODY else 0  # an answer wins only if somebody gives it
-        hurt = Standing(leader.weight + (r - fewest) * loss, leader.first)
-        if rival is NOBODY:
-            yield hurt, Standing(gain, remaining[0])
+    def worst_cases(
+        self, leader: AnswerScore, rival: AnswerScore, cast: int, remaining: Sequence[int]
+    ) -> Iterator[tuple[AnswerScore, AnswerScore]]:
+        """Give all remaining votes to the rival, with the highest q; or to the leader, with the lowest.
+
+        Votes with the lowest q count against the answer they are for, so the leader can be hurt by votes for it. If no
+        other answer has a vote yet, one of them must still be for a rival.
+        """
+        r, gain, loss = len(remaining), self.weight(self.max_chance), min(self.weight(self.min_chance), ZERO)
+        yield leader, AnswerScore(rival.weight + r * gain, min(rival.first, remaining[0]))
+        fewest = 1 if rival is NO_VOTES else 0  # an answer can win only with a vote
+        hurt = AnswerScore(leader.weight + (r - fewest) * loss, leader.first)
+        if rival is NO_VOTES:
+            yield hurt, AnswerScore(gain, remaining[0])
         else:
-            yield Standing(hurt.weight, min(leader.first, remaining[0])), rival
+            yield AnswerScore(hurt.weight, min(leader.first, remaining[0])), rival

@@ -70,7 +70,7 @@ class Budgets:
         if given is None and shaping.budget is BudgetKind.UTILITY:
             found = choose_mean_candidates(workload, low, high, curve, shaping.budget_aversion, rng)
             best = max(found.trials, key=lambda trial: trial.utility)
-            return Budget(best.mean_candidates, best.expectation.seconds)
+            return Budget(best.mean_candidates, best.estimate.seconds)
         return Budget(mean, estimate_shaped(workload, mean, curve, SampledRollouts.of(workload, high, rng)).seconds)
 
     def _mean(self, shaping: Shaping, size: int, high: int) -> float:

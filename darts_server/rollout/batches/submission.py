@@ -260,4 +260,4 @@ def _with_survivors(plan: Plan) -> Plan:
             "survivors",
             f"policy {plan.policy!r} does not prune; leave it out, or use a policy that prunes, such as 'arrol'",
         )
-    return replace(plan, shaping=replace(plan.shaping, survivors=True))
+    return replace(plan, shaping=replace(plan.shaping, return_survivors=True))

@@ -71,7 +71,7 @@ class Dataset:
         step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
         for version, now in self._groups:
             if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
-                self._stats.save(KEY, asdict(self._known().step(known for _, known in step)))
+                self._stats.save(KEY, asdict(self._known().with_step(known for _, known in step)))
                 step = []
             step.append((version, now))
         self._steps.save(KEY, [(version, now.mean, now.std) for version, now in step])

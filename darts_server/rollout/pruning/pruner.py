@@ -228,7 +228,7 @@ class Pruner(GroupObserver):
             return
         self._groups = 0
         for point in self._all_points():
-            point.calibrator.step()
+            point.calibrator.count_step()
             point.changed = True
         self._keep.request()
 

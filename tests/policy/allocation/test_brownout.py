@@ -62,7 +62,7 @@ def test_all_of_the_redundancy_half_of_it_and_none() -> None:
 
 
 def test_it_begins_at_its_share_of_the_queue_but_not_before_more_wait_than_run() -> None:
-    assert [Brownout.before(400, 50, 0.5).update(waiting) for waiting in (200, 300)] == [1, 0.5]
-    assert [Brownout.before(400, 200, 0.25).update(waiting) for waiting in (200, 300)] == [1, 0.5]
-    assert Brownout.before(400, 50, 1).update(10_000) == 1
-    assert Brownout.before(400, 500, 0).update(10_000) == 1
+    assert [Brownout.for_queue(400, 50, 0.5).update(waiting) for waiting in (200, 300)] == [1, 0.5]
+    assert [Brownout.for_queue(400, 200, 0.25).update(waiting) for waiting in (200, 300)] == [1, 0.5]
+    assert Brownout.for_queue(400, 50, 1).update(10_000) == 1
+    assert Brownout.for_queue(400, 500, 0).update(10_000) == 1

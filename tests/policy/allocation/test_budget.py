@@ -166,7 +166,7 @@ def counted(workload: Workload, mean_candidates: float, curve: LatencyCurve, dra
     few = math.floor(mean_candidates)
     odd = [math.floor((r + 1) * (mean_candidates - few)) > math.floor(r * (mean_candidates - few)) for r in draws.ranks]
     returned, tokens, seconds = 0.0, 0.0, 0.0
-    for lengths, lots in zip(draws.lengths.tolist(), draws.lots.tolist(), strict=True):
+    for lengths, lots in zip(draws.lengths.tolist(), draws.tail_draws.tolist(), strict=True):
         groups = [lengths[i][: few + odd[i]] for i in range(count)]
         needs = [sorted(group)[workload.size - 1] for group in groups]
         deadline = sorted(needs)[math.ceil(0.9 * count) - 1] if workload.cut else math.inf
@@ -216,7 +216,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 @given(workloads(), st.integers(0, 8), st.sampled_from([FLAT, GPU]))
 def test_it_is_what_counting_one_after_the_other_gives(workload: Workload, halves: int, curve: LatencyCurve) -> None:
     whole = SampledRollouts.of(workload, workload.size + 4, rng())
-    few = replace(whole, lengths=whole.lengths[:2], lots=whole.lots[:2])  # rounds
+    few = replace(whole, lengths=whole.lengths[:2], tail_draws=whole.tail_draws[:2])  # rounds
     found = estimate_shaped(workload, workload.size + halves / 2, curve, few)
     by_hand = counted(workload, workload.size + halves / 2, curve, few)
     assert found.returned_mean == pytest.approx(by_hand.returned_mean)
@@ -253,7 +253,7 @@ def test_whole_and_half_numbers_are_tried_and_the_best_is_taken() -> None:
     assert decision.utility == max(trial.utility for trial in decision.trials)
     assert decision.mean_candidates in [t.mean_candidates for t in decision.trials if t.utility == decision.utility]
     for trial in decision.trials:
-        found, plain = trial.expectation, decision.unshaped
+        found, plain = trial.estimate, decision.unshaped
         shorter = 1 - found.returned_mean / plain.returned_mean
         assert trial.utility == pytest.approx(shorter - 0.5 * found.seconds / plain.seconds)
 
@@ -302,7 +302,7 @@ def test_the_dearer_time_is_the_less_is_spent(
 
 def chosen_seconds(workload: Workload, curve: LatencyCurve, aversion: float) -> float:
     decision = choose_mean_candidates(workload, SIZE, SIZE + 2, curve, aversion, rng())
-    return next(t.expectation.seconds for t in decision.trials if t.mean_candidates == decision.mean_candidates)
+    return next(t.estimate.seconds for t in decision.trials if t.mean_candidates == decision.mean_candidates)
 
 
 def test_the_same_draws_give_the_same_answer() -> None:

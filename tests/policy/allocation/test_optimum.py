@@ -256,7 +256,7 @@ def test_what_was_learned_survives_json_and_goes_on_as_if_nothing_had_happened()
         price.candidates(std)
     restored = ShadowPriceState(**json.loads(json.dumps(asdict(price.state))))
     assert restored == price.state
-    twin = ShadowPrice.from_state(restored, TARGET, LOW, HIGH)
+    twin = ShadowPrice(TARGET, LOW, HIGH, restored)
     assert [twin.candidates(s) for s in STATIONARY[300:500]] == [price.candidates(s) for s in STATIONARY[300:500]]
 
 
@@ -264,7 +264,7 @@ def test_the_target_can_change_on_the_way() -> None:
     price = ShadowPrice(10, LOW, HIGH)
     for std in STATIONARY[:2000]:
         price.candidates(std)
-    price = ShadowPrice.from_state(price.state, 14, LOW, HIGH)
+    price = ShadowPrice(14, LOW, HIGH, price.state)
     assert statistics.fmean(price.candidates(std) for std in STATIONARY[2000:]) == pytest.approx(14, rel=0.02)
 
 

@@ -56,8 +56,8 @@ def test_a_curve_survives_json() -> None:
 @pytest.mark.parametrize(
     ("batches", "seconds", "per_sequence", "message"),
     [
-        ((), (), 0.0, "as many, and at least one"),
-        ((1.0, 2.0), (0.1,), 0.0, "as many, and at least one"),
+        ((), (), 0.0, "equally many, and at least one"),
+        ((1.0, 2.0), (0.1,), 0.0, "equally many, and at least one"),
         ((0.0,), (0.1,), 0.0, "batches must be finite and above 0"),
         ((1.0,), (0.0,), 0.0, "seconds must be finite and above 0"),
         ((1.0,), (math.nan,), 0.0, "seconds must be finite and above 0"),
@@ -256,7 +256,7 @@ def test_what_was_learned_survives_json_and_goes_on_as_if_nothing_had_happened()
     model = taught(taught(LatencyModel(), gpu, 40), cpu, 20, sizes=[1, 5, 16, 17, 300])
     restored = LatencyState(**json.loads(json.dumps(asdict(model.state))))
     assert restored == model.state
-    twin = LatencyModel.from_state(restored)
+    twin = LatencyModel(restored)
     assert twin.curve == model.curve
     assert taught(twin, gpu, 5).curve == taught(model, gpu, 5).curve
 
@@ -268,17 +268,17 @@ def test_the_state_stays_small() -> None:
 
 
 def test_an_empty_state_is_a_new_model() -> None:
-    assert LatencyModel.from_state(LatencyState()).curve is None
+    assert LatencyModel(LatencyState()).curve is None
     assert LatencyModel().state == LatencyState()
 
 
 @pytest.mark.parametrize(
     ("batches", "seconds", "ages", "message"),
     [
-        (((1,),), ((0.1, 0.2),), (0,), "as many"),
-        (((1,),), ((0.1,),), (), "as many"),
-        (((),), ((),), (0,), "batches must be some, and of one bin"),
-        (((1, 9),), ((0.1, 0.2),), (0,), "batches must be some, and of one bin"),
+        (((1,),), ((0.1, 0.2),), (0,), "equally many"),
+        (((1,),), ((0.1,),), (), "equally many"),
+        (((),), ((),), (0,), "batches must be at least one, and of one bin"),
+        (((1, 9),), ((0.1, 0.2),), (0,), "batches must be at least one, and of one bin"),
         (((0,),), ((0.1,),), (0,), "batch must be finite and at least 1"),
         (((1,),), ((-0.1,),), (0,), "seconds must be finite and above 0"),
         (((1,),), ((0.1,),), (-1,), "ages must be at least 0"),

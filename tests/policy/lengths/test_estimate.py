@@ -276,7 +276,7 @@ def test_the_data_set_averages_the_spread_over_ten_steps_and_takes_the_last_mean
     stats = DatasetStats()
     assert (stats.std, stats.mean) == (None, None)
     for number in range(15):
-        stats = stats.step(
+        stats = stats.with_step(
             [LengthEstimate(number, number), LengthEstimate(number + 2, number + 4), LengthEstimate(number + 1, None)]
         )
     assert WINDOW_STEPS == 10
@@ -286,14 +286,14 @@ def test_the_data_set_averages_the_spread_over_ten_steps_and_takes_the_last_mean
 
 
 def test_a_step_without_spread_keeps_the_window_and_an_empty_one_changes_nothing() -> None:
-    stats = DatasetStats().step([LengthEstimate(10, 3)])
-    assert stats.step([]) is stats
-    assert stats.step([LengthEstimate(20, None)]) == DatasetStats((3,), 20, 2)
+    stats = DatasetStats().with_step([LengthEstimate(10, 3)])
+    assert stats.with_step([]) is stats
+    assert stats.with_step([LengthEstimate(20, None)]) == DatasetStats((3,), 20, 2)
 
 
 def test_statistics_survive_json() -> None:
     prompt = update_stats(None, ended(10, 20) + stopped(20), 3)
-    dataset = DatasetStats().step([LengthEstimate(10, 3)]).step([LengthEstimate(11, 4.5)])
+    dataset = DatasetStats().with_step([LengthEstimate(10, 3)]).with_step([LengthEstimate(11, 4.5)])
     assert PromptStats(**json.loads(json.dumps(asdict(prompt)))) == prompt
     assert DatasetStats(**json.loads(json.dumps(asdict(dataset)))) == dataset
 

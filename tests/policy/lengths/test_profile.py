@@ -123,18 +123,6 @@ def test_a_single_ending_says_where_the_others_are_at_least() -> None:
 # --- what comes out ---------------------------------------------------------
 
 
-def test_samples_follow_the_quantiles() -> None:
-    profile = recorded(geometric, drawn_tail, 12)
-    sample = profile.sample(np.random.default_rng(0), (100, 300))
-    assert sample is not None
-    assert sample.shape == (100, 300)
-    levels = [0.1, 0.5, 0.9, 0.99]
-    assert np.quantile(sample, levels) == pytest.approx(np.quantile(quantiles(profile), levels), rel=0.05)
-    again = profile.sample(np.random.default_rng(0), (100, 300))
-    assert again is not None
-    assert (again == sample).all()
-
-
 @given(RATIOS, st.integers(1, 50))
 def test_quantiles_ascend_and_are_positive_once_one_has_ended(ratios: Ratios, n: int) -> None:
     profile = LengthProfile()
@@ -152,7 +140,6 @@ def test_nothing_is_known_before_one_has_ended() -> None:
     profile = LengthProfile()
     profile.observe([(1.0, True)] * 5)
     assert profile.quantiles(10) is None
-    assert profile.sample(np.random.default_rng(0), (3,)) is None
 
 
 def test_ratios_off_the_scale_count_as_the_outermost() -> None:
@@ -201,7 +188,7 @@ def test_what_was_learned_survives_json_and_goes_on_as_if_nothing_had_happened()
     assert len(text) < 20_000
     restored = ProfileState(**json.loads(text))
     assert restored == profile.state
-    twin = LengthProfile.from_state(restored)
+    twin = LengthProfile(restored)
     for one in (profile, twin):
         one.observe([(0.7, False), (1.1, True)])
     assert twin.state == profile.state
@@ -209,7 +196,7 @@ def test_what_was_learned_survives_json_and_goes_on_as_if_nothing_had_happened()
 
 
 def test_an_empty_state_is_a_new_profile() -> None:
-    assert LengthProfile.from_state(ProfileState()).state == LengthProfile().state == ProfileState()
+    assert LengthProfile(ProfileState()).state == LengthProfile().state == ProfileState()
     assert LengthProfile().quantiles(4) is None
 
 
@@ -217,7 +204,7 @@ def test_a_state_is_not_changed_by_what_comes_later() -> None:
     profile = recorded(geometric, shortest, 12, groups=2)
     state = profile.state
     before = asdict(state)
-    LengthProfile.from_state(state).observe([(1.0, False)])
+    LengthProfile(state).observe([(1.0, False)])
     profile.observe([(1.0, False)])
     assert asdict(state) == before
 

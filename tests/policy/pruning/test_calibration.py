@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from darts_server.policy.isotonic import fit_isotonic
 from darts_server.policy.pruning.calibration import (
+    DEFAULT_PRIOR,
     MAX_WEIGHT,
-    UNKNOWN,
     Calibration,
     CalibrationState,
     CalibrationStatus,
@@ -98,7 +98,7 @@ def test_only_the_last_labels_count() -> None:
 
 def test_weights_have_mean_one_and_are_clipped() -> None:
     assert inverse_propensity_weights([1.0, 0.5]).tolist() == pytest.approx([2 / 3, 4 / 3])
-    assert inverse_propensity_weights([1.0, 0.001], most=3).tolist() == pytest.approx([0.5, 1.5])
+    assert inverse_propensity_weights([1.0, 0.001], max_weight=3).tolist() == pytest.approx([0.5, 1.5])
     assert inverse_propensity_weights([]).tolist() == []
 
 
@@ -152,13 +152,13 @@ def test_a_score_the_wrong_way_round_tells_nothing() -> None:
 
 def test_it_starts_neutral_and_says_why() -> None:
     calibrator = Calibrator(Calibration(cold_steps=2, cold_labels=3))
-    assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.NO_LABELS, UNKNOWN)
+    assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.NO_LABELS, DEFAULT_PRIOR)
     calibrator.add(Label(0.9, 1.0))
     calibrator.add(Label(0.9, 1.0))
     assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.COLD, 1.0)
     statuses = []
     for _ in range(2):
-        calibrator.step()
+        calibrator.count_step()
         statuses.append(calibrator.status)
     assert statuses == [CalibrationStatus.COLD, CalibrationStatus.FEW_LABELS]
     calibrator.add(Label(0.8, 1.0))
@@ -177,7 +177,7 @@ def test_what_was_learned_survives_json() -> None:
     calibrator = Calibrator(CORRECTED)
     for i in range(9):
         calibrator.add(Label(i / 9, float(i % 2), 1 / (i + 1)))
-        calibrator.step()
+        calibrator.count_step()
     restored = Calibrator(CORRECTED, CalibrationState(**json.loads(json.dumps(asdict(calibrator.state)))))
     assert restored.state == calibrator.state
     assert [restored.probability(i / 20) for i in range(21)] == [calibrator.probability(i / 20) for i in range(21)]

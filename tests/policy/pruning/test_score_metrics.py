@@ -62,8 +62,8 @@ def test_a_diagram_has_a_bar_for_each_bin_that_holds_any() -> None:
 @pytest.mark.parametrize(
     ("scores", "targets", "weights", "complaint"),
     [
-        ([0.5], [1, 0], None, "as many of each"),
-        ([0.5], [1], [1, 1], "as many of each"),
+        ([0.5], [1, 0], None, "equally many"),
+        ([0.5], [1], [1, 1], "equally many"),
         ([1.5], [1], None, "probabilities must"),
         ([math.nan], [1], None, "probabilities must"),
         ([0.5], [2], None, "targets must"),

@@ -1,4 +1,4 @@
-"""Survival: the paper's formula, delta, the keep ratio and the pull; and that a decision can be replayed."""
+"""Survival: the paper's formula, delta, the keep ratio, and the pull towards rho."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from darts_server.policy.pruning.calibration import inverse_propensity_weights
-from darts_server.policy.pruning.survival import Draw, Pruning, SurvivalCurve, draw
+from darts_server.policy.pruning.survival import Pruning, SurvivalCurve
 
 CHANCES = st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 1)
 QUALITIES = st.lists(CHANCES, min_size=1, max_size=60)
@@ -38,14 +38,14 @@ def transcribed(pruning: Pruning, q: float, delta: float) -> float:
 
 @given(prunings(), CHANCES, QUALITIES)
 def test_survival_is_what_the_paper_says(pruning: Pruning, q: float, recent: list[float]) -> None:
-    aim = pruning.fit(recent)
-    assert aim.survival(q) == pytest.approx(transcribed(pruning, q, aim.shift), abs=1e-12)
+    curve = pruning.fit(recent)
+    assert curve.survival(q) == pytest.approx(transcribed(pruning, q, curve.shift), abs=1e-12)
 
 
 @given(prunings(), QUALITIES, st.booleans())
 def test_delta_meets_the_keep_ratio_exactly(pruning: Pruning, recent: list[float], aimed: bool) -> None:
-    aim = replace(pruning, aimed=aimed).fit(recent)
-    assert abs(math.fsum(map(aim.survival, recent)) - pruning.keep_ratio * len(recent)) < 1e-9
+    curve = replace(pruning, aimed=aimed).fit(recent)
+    assert abs(math.fsum(map(curve.survival, recent)) - pruning.keep_ratio * len(recent)) < 1e-9
 
 
 @given(prunings(), st.lists(st.tuples(CHANCES, st.integers(0, 4)), max_size=20), st.booleans())
@@ -80,9 +80,9 @@ def population(share_of_right: float, count: int) -> tuple[NDArray[np.float64], 
 
 
 def survivors(pruning: Pruning, q: NDArray[np.float64]) -> NDArray[np.bool_]:
-    aim = pruning.fit(q)
+    curve = pruning.fit(q)
     rng = np.random.default_rng(7)
-    return np.asarray([d.kept for d in draw([aim.survival(x) for x in q], q.size, rng)])
+    return np.asarray(rng.random(q.size) < [curve.survival(x) for x in q])
 
 
 @pytest.mark.parametrize("aimed", [False, True])
@@ -129,11 +129,11 @@ def test_aimed_by_each_group_rewards_vary_more_than_with_random_pruning() -> Non
     rng = np.random.default_rng(0)
     q = 1 / (1 + np.exp(-rng.normal(0, 1.2, (500, 1)) - 1.5 * rng.normal(size=(500, 16))))
     right = rng.random(q.shape) < q
-    lots = rng.random(q.shape)
+    draws = rng.random(q.shape)
 
     def variance(pruning: Pruning) -> float:
-        survivals = np.asarray([[aim.survival(x) for x in row] for row, aim in ((r, pruning.fit(r)) for r in q)])
-        kept = lots < survivals
+        survivals = np.asarray([[curve.survival(x) for x in row] for row, curve in ((r, pruning.fit(r)) for r in q)])
+        kept = draws < survivals
         shares = (right & kept).sum(axis=1) / np.maximum(kept.sum(axis=1), 1)
         return float((shares * (1 - shares)).mean())
 
@@ -146,52 +146,15 @@ def test_delta_of_the_survivors_alone_misses_the_keep_ratio_and_weights_mend_it(
     """Strong pull, nine in ten right. The survivors' q are lower, so a delta over them prunes too many."""
     pruning = Pruning(balance_strength=2.0)
     q, _ = population(0.9, 20_000)
-    aim = pruning.fit(q)
-    p = np.asarray([aim.survival(x) for x in q])
+    curve = pruning.fit(q)
+    p = np.asarray([curve.survival(x) for x in q])
     kept = np.random.default_rng(3).random(q.size) < p
 
-    def rate(aim: SurvivalCurve) -> float:
-        return float(np.mean([aim.survival(x) for x in q]))
+    def rate(curve: SurvivalCurve) -> float:
+        return float(np.mean([curve.survival(x) for x in q]))
 
     assert rate(pruning.fit(q[kept])) < 0.5 - 0.05
     assert rate(pruning.fit(q[kept], inverse_propensity_weights(p[kept]))) == pytest.approx(0.5, abs=0.02)
-
-
-# --- drawing ----------------------------------------------------------------
-
-
-@given(st.lists(st.floats(0.01, 1), max_size=30), st.integers(0, 30), st.integers(0, 1000))
-def test_no_more_than_can_be_spared_are_pruned_and_each_knows_its_chance(
-    survivals: list[float], spare: int, seed: int
-) -> None:
-    drawn = draw(survivals, spare, np.random.default_rng(seed))
-    lots = np.random.default_rng(seed).random(len(survivals))
-    pruned = 0
-    for p, lot, one in zip(survivals, lots, drawn, strict=True):
-        told = 1.0 if pruned == spare else p
-        assert one == Draw(told, bool(lot < told))
-        pruned += not one.kept
-    assert pruned <= spare
-
-
-@given(st.lists(st.floats(0.01, 1), max_size=30), st.integers(0, 30), st.integers(0, 30))
-def test_the_same_numbers_give_the_same_decisions_in_one_call_or_in_several(
-    survivals: list[float], spare: int, split: int
-) -> None:
-    rng = np.random.default_rng(5)
-    first = draw(survivals[:split], spare, rng)
-    second = draw(survivals[split:], spare - sum(not d.kept for d in first), rng)
-    assert first + second == draw(survivals, spare, np.random.default_rng(5))
-
-
-def test_weights_stay_unbiased_where_the_group_has_nothing_to_spare() -> None:
-    """Of four with the values 1, 2, 3, 4 at most one is pruned; the weighted sum of the others is 10 on the average."""
-    rng = np.random.default_rng(11)
-    sums = []
-    for _ in range(20_000):
-        drawn = draw([0.5] * 4, 1, rng)
-        sums.append(sum(value / d.survival for value, d in zip((1, 2, 3, 4), drawn, strict=True) if d.kept))
-    assert np.mean(sums) == pytest.approx(10, abs=0.1)
 
 
 # --- what is refused --------------------------------------------------------

@@ -58,13 +58,13 @@ def test_truncated_ones_only_fill_up_shortest_first() -> None:
 
 def test_nobody_is_hopeless_and_all_wanted_ones_are_known_at_once() -> None:
     rule = Balanced(2, 0.5)
-    assert not rule.assess([running(2)], [ended(0, 0.5), ended(1, 0.5)], early=True).settled
-    assert not rule.assess([running(2)], [ended(0, 0.5), ended(1, 0.5)], early=True).hopeless
-    assert rule.assess([running(2)], [ended(0, 0.5)], early=True).settled == {0}
-    assert rule.assess([running(2)], [ended(0, 0.5, valid=False)], early=True).settled == {0}
+    assert not rule.assess([running(2)], [ended(0, 0.5), ended(1, 0.5)], deliver_early=True).settled
+    assert not rule.assess([running(2)], [ended(0, 0.5), ended(1, 0.5)], deliver_early=True).hopeless
+    assert rule.assess([running(2)], [ended(0, 0.5)], deliver_early=True).settled == {0}
+    assert rule.assess([running(2)], [ended(0, 0.5, valid=False)], deliver_early=True).settled == {0}
     both = [ended(0, 0.5), ended(1, 0.5, valid=False)]
-    assert rule.assess([running(2)], both, early=True).settled == {0}
-    assert rule.assess([], both, early=True).settled == {0, 1}
+    assert rule.assess([running(2)], both, deliver_early=True).settled == {0}
+    assert rule.assess([], both, deliver_early=True).settled == {0, 1}
 
 
 def test_who_was_not_chosen_was_superfluous_or_truncated() -> None:
@@ -77,8 +77,8 @@ def test_survivors_are_all_that_finished_and_nothing_is_known_before() -> None:
     finished = [ended(0, 0.5), ended(1, None), ended(2, 0.5, valid=False)]
     everyone = {0: SelectedAs.BALANCED, 1: SelectedAs.BALANCED, 2: SelectedAs.FILL}
     assert AllSurvivors(2).select(finished) == everyone
-    assert AllSurvivors(2).assess([], finished, early=True).settled == everyone.keys()
-    assert not AllSurvivors(2).assess([running(3)], finished, early=True).settled
+    assert AllSurvivors(2).assess([], finished, deliver_early=True).settled == everyone.keys()
+    assert not AllSurvivors(2).assess([running(3)], finished, deliver_early=True).settled
 
 
 @given(scored(cases(WITHOUT_FAILURES, of=BALANCED, max_length=6)), st.booleans())

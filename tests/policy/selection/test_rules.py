@@ -182,21 +182,23 @@ def test_the_rule_says_why_a_finished_one_is_surplus(
 
 def test_one_that_has_run_as_far_as_the_last_short_place_is_hopeless() -> None:
     done = [ended(1, 5), ended(2, 7)]
-    verdict = Shortest(2).assess([running(0, 6), running(3, 6), running(4, 5)], done, early=False)
+    verdict = Shortest(2).assess([running(0, 6), running(3, 6), running(4, 5)], done, deliver_early=False)
     assert verdict.hopeless == {3: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.check_at == {0: 7, 4: 6}
 
 
 def test_surplus_candidates_in_order_run_until_enough_before_them_have_ended() -> None:
-    assert not InOrder(1).assess([running(0, 3), running(2, 3)], [], early=False).hopeless
-    verdict = InOrder(1).assess([running(0, 3), running(2, 3)], [ended(1, 9, valid=False)], early=False)
+    assert not InOrder(1).assess([running(0, 3), running(2, 3)], [], deliver_early=False).hopeless
+    verdict = InOrder(1).assess([running(0, 3), running(2, 3)], [ended(1, 9, valid=False)], deliver_early=False)
     assert verdict.hopeless == {2: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.settled == frozenset()
 
 
 def test_one_that_lost_the_lottery_is_pruned_from_the_tail() -> None:
     done = [ended(0, 2, tail_draw=0.9), ended(1, 5, tail_draw=0.1)]
-    verdict = SampledTail(1, 1).assess([running(2, 5, tail_draw=0.2), running(3, 0, tail_draw=0.2)], done, early=False)
+    verdict = SampledTail(1, 1).assess(
+        [running(2, 5, tail_draw=0.2), running(3, 0, tail_draw=0.2)], done, deliver_early=False
+    )
     assert verdict.hopeless == {2: DiscardReason.TAIL_PRUNED}
 
 
@@ -205,10 +207,10 @@ def test_one_that_passes_any_of_the_shortest_can_decide_the_lottery() -> None:
     done = [ended(0, 5, tail_draw=0.8), ended(1, 9, tail_draw=0.9)]
     losing = running(4, 9, tail_draw=0.3)
     before = SampledTail(2, 1).assess(
-        [running(2, 3, tail_draw=0.1), running(3, 0, tail_draw=0.2), losing], done, early=False
+        [running(2, 3, tail_draw=0.1), running(3, 0, tail_draw=0.2), losing], done, deliver_early=False
     )
     after = SampledTail(2, 1).assess(
-        [running(2, 4, tail_draw=0.1), running(3, 0, tail_draw=0.2), losing], done, early=False
+        [running(2, 4, tail_draw=0.1), running(3, 0, tail_draw=0.2), losing], done, deliver_early=False
     )
     assert not before.hopeless
     assert after.hopeless == {4: DiscardReason.TAIL_PRUNED}
@@ -219,82 +221,82 @@ def test_a_drawn_one_is_certain_to_belong_if_it_is_valid_or_enough_others_are() 
     going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
     valid = ended(0, 6, tail_draw=0.1)
     truncated = ended(1, 9, valid=False, tail_draw=0.1)
-    assert SampledTail(2, 1).assess(going, [valid], early=True).settled == {0}
-    assert SampledTail(2, 1).assess(going, [truncated], early=True).settled == set()
-    assert SampledTail(1, 1).assess(going, [ended(2, 7), truncated], early=True).settled == {1}
+    assert SampledTail(2, 1).assess(going, [valid], deliver_early=True).settled == {0}
+    assert SampledTail(2, 1).assess(going, [truncated], deliver_early=True).settled == set()
+    assert SampledTail(1, 1).assess(going, [ended(2, 7), truncated], deliver_early=True).settled == {1}
 
 
 def test_the_first_that_finish_are_certain_at_once_and_the_rest_hopeless() -> None:
     rule, going = FirstFinish(2), [running(4, 0), running(5, 9)]
-    assert rule.assess(going, [ended(0, 9, place=1)], early=True) == Verdict(frozenset({0}))
+    assert rule.assess(going, [ended(0, 9, place=1)], deliver_early=True) == Verdict(frozenset({0}))
     done = [ended(0, 9, place=1), ended(2, 8, valid=False, place=2), ended(1, 7, place=3)]
     longer = DiscardReason.LONGER_THAN_NEEDED
-    assert rule.assess(going, done, early=True) == Verdict(frozenset({0, 1}), {4: longer, 5: longer})
+    assert rule.assess(going, done, deliver_early=True) == Verdict(frozenset({0, 1}), {4: longer, 5: longer})
 
 
 def test_a_truncated_one_is_not_certain_to_be_among_the_first_while_others_run() -> None:
     done = [ended(0, 9, valid=False, place=1)]
-    assert FirstFinish(1).assess([running(1, 0)], done, early=True) == Verdict(frozenset())
-    assert FirstFinish(1).assess([], done, early=True) == Verdict(frozenset({0}))
+    assert FirstFinish(1).assess([running(1, 0)], done, deliver_early=True) == Verdict(frozenset())
+    assert FirstFinish(1).assess([], done, deliver_early=True) == Verdict(frozenset({0}))
 
 
 def test_a_shadow_watches_until_nothing_runs() -> None:
     rule, done = Shadow(Shortest(1)), [ended(0, 9), ended(1, 2)]
-    assert rule.assess([running(2, 9)], done, early=True) == Verdict(frozenset({0}), observing=True)
-    assert rule.assess([], done, early=True) == Verdict(frozenset({0}))
+    assert rule.assess([running(2, 9)], done, deliver_early=True) == Verdict(frozenset({0}), observing=True)
+    assert rule.assess([], done, deliver_early=True) == Verdict(frozenset({0}))
 
 
 def test_candidates_that_only_fill_up_are_not_cut() -> None:
     done = [ended(0, 2), ended(1, 5, valid=False), ended(2, 6, valid=False)]
-    assert CutTail(2, 1).assess([], done, early=False, deadline=1) == Verdict(frozenset({0, 1, 2}))
+    assert CutTail(2, 1).assess([], done, deliver_early=False, deadline=1) == Verdict(frozenset({0, 1, 2}))
 
 
 def test_a_drawn_one_beyond_the_limit_waits_for_those_that_may_come_in_before() -> None:
     """Candidate 1 is drawn. Where it ends hangs on 3, which may still be shorter than the second shortest."""
     done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.1), ended(2, 6, tail_draw=0.8)]
     rule, going = CutTail(1, 1), running(3, 4, tail_draw=0.2)
-    waiting = rule.assess([going], done, early=False, deadline=3)
+    waiting = rule.assess([going], done, deliver_early=False, deadline=3)
     assert waiting == Verdict(frozenset({0}), check_at={3: 5})
-    certain = rule.assess([replace(going, tokens=5)], done, early=False, deadline=3)
+    certain = rule.assess([replace(going, tokens=5)], done, deliver_early=False, deadline=3)
     assert certain == Verdict(frozenset({0, 1}), {3: DiscardReason.TAIL_PRUNED}, cuts={1: 6})
 
 
 def test_a_loser_of_the_lottery_runs_on_for_the_deadline_and_no_longer() -> None:
     done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.2)]
     going = [running(2, 4, tail_draw=0.1), running(3, 4, tail_draw=0.8)]
-    assert not CutTail(1, 1).assess(going, done, early=False, deadline=20).hopeless
-    assert SampledTail(1, 1).assess(going, done, early=False).hopeless == {3: DiscardReason.TAIL_PRUNED}
+    assert not CutTail(1, 1).assess(going, done, deliver_early=False, deadline=20).hopeless
+    assert SampledTail(1, 1).assess(going, done, deliver_early=False).hopeless == {3: DiscardReason.TAIL_PRUNED}
     done.append(ended(4, 4, tail_draw=0.7))
-    verdict = CutTail(1, 1).assess(going, done, early=False, deadline=20)
+    verdict = CutTail(1, 1).assess(going, done, deliver_early=False, deadline=20)
     assert (verdict.hopeless, verdict.check_at) == ({3: DiscardReason.TAIL_PRUNED}, {2: 20})
 
 
 def test_what_may_be_short_or_else_cut_is_not_certain_beyond_the_limit() -> None:
     """Candidate 0 belongs either way, but with its first tokens only if two others come in before it."""
     going, drawn = [running(1, 0, tail_draw=0.5), running(2, 0, tail_draw=0.6)], [ended(0, 9, tail_draw=0.1)]
-    assert CutTail(1, 1).assess(going, drawn, early=True).settled == {0}
-    assert CutTail(1, 1).assess(going, drawn, early=True, deadline=9).settled == {0}
-    assert CutTail(1, 1).assess(going, drawn, early=True, deadline=8).settled == set()
+    assert CutTail(1, 1).assess(going, drawn, deliver_early=True).settled == {0}
+    assert CutTail(1, 1).assess(going, drawn, deliver_early=True, deadline=9).settled == {0}
+    assert CutTail(1, 1).assess(going, drawn, deliver_early=True, deadline=8).settled == set()
 
 
 def test_what_is_surely_short_is_certain_beyond_the_limit_too() -> None:
     going = [running(1, 9), running(2, 9)]
-    assert CutTail(1, 1).assess(going, [ended(0, 9)], early=True, deadline=3).settled == {0}
+    assert CutTail(1, 1).assess(going, [ended(0, 9)], deliver_early=True, deadline=3).settled == {0}
 
 
 def test_whoever_reaches_the_deadline_is_pruned() -> None:
     done = [ended(0, 2), ended(1, 5)]
     going = [running(2, 5), running(3, 4), running(4, 7)]
-    verdict = DeadlineTail(1, 1).assess(going, done, early=False, deadline=7)
+    verdict = DeadlineTail(1, 1).assess(going, done, deliver_early=False, deadline=7)
     assert (verdict.hopeless, verdict.check_at) == ({4: DiscardReason.TAIL_PRUNED}, {2: 7, 3: 7})
-    verdict = DeadlineTail(1, 1).assess(going, done, early=False, deadline=3)
+    verdict = DeadlineTail(1, 1).assess(going, done, deliver_early=False, deadline=3)
     assert (verdict.hopeless, verdict.check_at) == (dict.fromkeys((2, 4), DiscardReason.TAIL_PRUNED), {3: 5})
-    assert not DeadlineTail(1, 1).assess(going, done, early=False).hopeless
-    assert not DeadlineTail(1, 2).assess(going, done, early=False, deadline=3).hopeless
+    assert not DeadlineTail(1, 1).assess(going, done, deliver_early=False).hopeless
+    assert not DeadlineTail(1, 2).assess(going, done, deliver_early=False, deadline=3).hopeless
 
 
 def test_a_deadline_tail_of_none_stops_those_that_are_longer() -> None:
-    verdict = DeadlineTail(1, 0).assess([running(1, 2)], [ended(0, 2)], early=False, deadline=9)
+    verdict = DeadlineTail(1, 0).assess([running(1, 2)], [ended(0, 2)], deliver_early=False, deadline=9)
     assert verdict == Verdict(frozenset({0}), {1: DiscardReason.LONGER_THAN_NEEDED})
 
 

@@ -18,8 +18,8 @@ WEIGHTINGS: list[Weighting] = [
     RankWeighting(),
     LogOddsWeighting(),
     LogOddsWeighting(wrong_answers=1),
-    LogOddsWeighting(wrong_answers=1, most=0.5),
-    LogOddsWeighting(wrong_answers=2, least=0.01, most=0.8),
+    LogOddsWeighting(wrong_answers=1, max_chance=0.5),
+    LogOddsWeighting(wrong_answers=2, min_chance=0.01, max_chance=0.8),
 ]
 KINDS = st.sampled_from(WEIGHTINGS)
 
@@ -65,7 +65,7 @@ def test_log_odds_are_those_of_naive_bayes() -> None:
 
 
 def test_a_chance_of_none_or_all_is_held_back() -> None:
-    rule = LogOddsWeighting(wrong_answers=1, least=0.1, most=0.75)
+    rule = LogOddsWeighting(wrong_answers=1, min_chance=0.1, max_chance=0.75)
     assert [float(rule.weight(q)) for q in (0.0, 1.0)] == pytest.approx([math.log(1 / 9), math.log(3)])
 
 
@@ -142,7 +142,7 @@ def test_a_lead_that_two_more_can_just_draw_level_with_holds_for_the_earlier_onl
 
 def test_votes_against_the_leader_may_make_it_the_earlier() -> None:
     """The last one can only draw the leader level with the rival, by a doubtful vote of index 0 for the leader."""
-    rule = LogOddsWeighting(wrong_answers=1, most=0.8)
+    rule = LogOddsWeighting(wrong_answers=1, max_chance=0.8)
     leader, rival = [Vote(4, "a", 0.8), Vote(5, "a", 0.8)], [Vote(1, "b", 0.8), Vote(2, "b", 0.8), Vote(3, "b", 0.0)]
     assert is_decided(leader + rival, [0], rule)
     assert not is_decided(leader + rival, [6], rule)
@@ -165,4 +165,4 @@ def test_settings_and_scores_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="wrong_answers must"):
         LogOddsWeighting(wrong_answers=0)
     with pytest.raises(ValueError, match="chances must"):
-        LogOddsWeighting(most=1.0)
+        LogOddsWeighting(max_chance=1.0)

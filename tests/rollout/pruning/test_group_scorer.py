@@ -364,7 +364,7 @@ async def test_survivors_of_a_policy_that_does_not_prune_are_refused() -> None:
 async def test_who_listens_to_tokens_hears_of_survivors_when_all_have_ended() -> None:
     house = a_house(Oracle(4), [10, 20], {1: (0.5, NEVER)})
     plan = house.plan(2, "arrol")
-    plan = replace(plan, shaping=replace(plan.shaping, survivors=True))
+    plan = replace(plan, shaping=replace(plan.shaping, return_survivors=True))
     spec = GroupSpec.of_plan(plan, "p", "g", tail_seed=(7,), early=True)
     run = house.rollouts.start(spec, plan, Allocation(4))
     trajectories = await house.group(run)
