@@ -130,9 +130,9 @@ def test_an_empty_batch_gets_nothing() -> None:
 def test_a_hundred_thousand_prompts_take_less_than_a_second() -> None:
     weights = np.random.default_rng(0).lognormal(3, 1, 100_000).tolist()
     for batch in (weights, [1.0] * len(weights)):
-        began = time.perf_counter()
+        began = time.process_time()
         allocate(batch, 12 * len(batch), LOW, HIGH)
-        assert time.perf_counter() - began < 1
+        assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (-1, 3)])

@@ -56,9 +56,9 @@ def test_the_grid_is_as_fine_as_said(size: int, candidates: int, bits: int) -> N
 def test_the_largest_groups_meet_the_target_to_the_grid_and_in_time(size: int, candidates: int) -> None:
     """Bounded in memory by the grid; the time allows for slow machines, it is some ten milliseconds."""
     qualities = np.random.default_rng(0).random(candidates).tolist()
-    began = time.perf_counter()
+    began = time.process_time()
     chosen = select_nearest_mean(qualities, size, 0.5)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert len(set(chosen)) == size
     assert np.mean([qualities[i] for i in chosen]) == pytest.approx(0.5, abs=1 / 64 if size == 8 else 1 / 500)
 

@@ -56,9 +56,9 @@ def test_a_pattern_that_cannot_be_used_is_refused(pattern: str, complaint: str) 
 @pytest.mark.parametrize("pattern", [r"((?:a+)+)$", r"((?:a|aa)+b)", r"(a.*b|a)", r"(?:a?){50}(a{50})b"])
 def test_no_pattern_takes_long(pattern: str) -> None:
     """Backtracking would take longer than the universe has been there for the first two."""
-    began = time.perf_counter()
+    began = time.process_time()
     RegexExtractor(pattern).extract("a" * 100_000 + "!")
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 # --- boxes ------------------------------------------------------------------
