@@ -1,4 +1,4 @@
-"""Start a server process, on the tiny model unless told otherwise, and stop it. The demo, benchmarks and tests use it.
+"""Start and stop a server process, on the tiny model by default. The demo, benchmarks and tests use it.
 
 ::
 

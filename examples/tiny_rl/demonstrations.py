@@ -64,9 +64,8 @@ VARIANTS: dict[str, Verbosity] = {"standard": STANDARD, "wordier": WORDIER, "dee
 def demonstration(problem: Problem, rng: Random, verbosity: Verbosity = CLEAN) -> str:
     """Write one answer to the problem, without the end of sequence.
 
-    The final digit is the result of the last chain written. No chain is begun past
-    MAX_RESPONSE_TOKENS characters; the text may be longer than that, and whoever
-    trains on it cuts it there.
+    The final digit is the result of the last chain. No chain starts beyond
+    MAX_RESPONSE_TOKENS characters, but the text may be longer: training cuts it there.
     """
     habits = verbosity.of(problem.difficulty)
     if rng.random() < habits.guess:

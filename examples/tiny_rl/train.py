@@ -87,7 +87,7 @@ def train(client: Client, policy: Policy, learner: Learner, recipe: Recipe, seed
 
 
 def score(problem: Problem, trajectory: Trajectory) -> float:
-    """The verifier's reward; 0 for a truncated trajectory, even if it was cut right after a right answer.
+    """Return the verifier's reward; 0 for a truncated trajectory, even if it was cut right after a right answer.
 
     A trajectory that ran into its length limit, or into the deadline of ``darts_cut``, has no end. It counts as a wrong
     answer, and all its tokens are trained on: so the policy learns that running on earns nothing. Leaving such
