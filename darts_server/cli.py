@@ -144,7 +144,7 @@ def _load_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[se
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (_serve, "serve a model with shaped groups"),
-    "demo": (_demo, "see what shaped groups save, on a tiny model that comes with the package"),
+    "demo": (_demo, "see what shaped groups save, on a tiny model"),
     "doctor": (_doctor, "check whether a server could start"),
     "version": (_version, "print the versions of darts-server and vLLM"),
 }

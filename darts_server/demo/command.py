@@ -81,7 +81,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--group-size", type=int, default=8, metavar="N", help="trajectories a group, 2 or more (default: %(default)s)")
     add("--policies", nargs="+", default=POLICIES, metavar="NAME", help=f"compared with raw (default: {_joined()})")
     add("--port", type=int, default=0, help="where the server listens (default: a free port)")
-    add("--out", type=Path, default=Path("darts-demo"), help="folder for picture and log (default: %(default)s)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("darts-demo"),
+        metavar="FOLDER",
+        help="folder for picture and log (default: %(default)s)",
+    )
     add("--picture", type=Path, metavar="FILE", help="file of the picture (default: demo.png in --out)")
     options = parser.parse_args(argv)
     if min(options.steps, options.prompts) < 1 or options.group_size < 2:

@@ -37,7 +37,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 def _title(runs: Sequence[Run]) -> str:
     step = runs[0].steps[0]
     size = f"{len(step.lengths)} prompts x {len(step.lengths[0])} trajectories"
-    return f"The same {len(runs[0].steps)} training steps of {size}"
+    return f"Rollouts of the same {len(runs[0].steps)} steps, {size} each"
 
 
 def _draw_times(axes: Any, runs: Sequence[Run]) -> None:
