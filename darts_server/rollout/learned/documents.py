@@ -1,4 +1,4 @@
-"""What outlives a restart, as this room sees it."""
+"""Learned values that survive a restart, as documents in the store."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ Scalar = str | int | float | bool | None
 
 
 class DocumentStore(Protocol):
-    """The part of the store that is used here."""
+    """The part of the store that this room uses."""
 
     def get(self, kind: str, key: str) -> dict[str, Scalar] | None: ...
 
@@ -21,36 +21,36 @@ class DocumentStore(Protocol):
 
 
 class StoredValues:
-    """Small JSON values of one kind, read and written whole.
+    """Small JSON values of one kind, each read and written as a whole.
 
-    They are read anew each time, so what another process learned or a restore brought counts at once. One that cannot
-    be read counts as not there: that costs shaping some of its aim, and nobody a rollout.
+    They are read at every use, so that what another process learned, or a restore, takes effect at once. A value that
+    cannot be read is learned again: shaping aims worse for a while, but no rollout fails.
 
-    ``read``: what makes of the JSON what `load` gives; it raises where another version of this server, or somebody
-    else, wrote something else.
+    ``parse``: makes a value from its JSON. It raises if another version of this server wrote something else.
     """
 
-    def __init__(self, documents: DocumentStore, kind: str, read: Callable[[Any], Any] = lambda value: value) -> None:
+    def __init__(self, documents: DocumentStore, kind: str, parse: Callable[[Any], Any] = lambda value: value) -> None:
         self._documents = documents
         self._kind = kind
-        self._read = read
+        self._parse = parse
         self._unreadable: set[str] = set()
 
     def load(self, key: str) -> Any:
-        """The value, or ``None``."""
+        """Return the value, or ``None`` if there is none that can be read."""
         try:
             document = self._documents.get(self._kind, key)
-            value = None if document is None else self._read(json.loads(str(document["value"])))
+            value = None if document is None else self._parse(json.loads(str(document["value"])))
         except (StateError, ValueError, TypeError, KeyError, RecursionError) as error:
             if key not in self._unreadable:
-                logger.warning("what was learned as %s cannot be read; it is learned anew: %r", self._kind, error)
+                logger.warning("the learned %s cannot be read, and is learned again: %r", self._kind, error)
             self._unreadable.add(key)
             return None
         self._unreadable.discard(key)
         return value
 
     def save(self, key: str, value: Any) -> None:
+        """Store the value. A failure is logged."""
         try:
             self._documents.put(self._kind, key, {"value": json.dumps(value)})
         except StateError as error:
-            logger.warning("%s %s was not kept: %s", self._kind, key, error)
+            logger.warning("the learned %s %s was not stored: %s", self._kind, key, error)

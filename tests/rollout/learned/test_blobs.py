@@ -1,4 +1,4 @@
-"""Bytes of any number come out of the store as they went in, and never half of them."""
+"""Blobs in the store: any size, complete or absent."""
 
 import logging
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from tests.rollout.helpers import Documents
 
 
 @pytest.mark.parametrize("size", [0, 1, PART_BYTES, PART_BYTES + 1, 5 * PART_BYTES])
-def test_what_was_saved_is_loaded_from_a_real_store(size: int) -> None:
+def test_a_blob_is_saved_to_and_loaded_from_a_real_store(size: int) -> None:
     data = bytes(i % 251 for i in range(size))
     with Store() as store:
         blobs = BlobStore(store, "test")
@@ -52,7 +52,7 @@ class Dying(Documents):
 
 
 @given(st.integers(0, 12))
-def test_whenever_it_is_killed_there_is_the_one_or_the_other_whole(puts: int) -> None:
+def test_a_save_that_is_killed_leaves_one_blob_or_the_other_complete(puts: int) -> None:
     one, other = b"1" * (3 * PART_BYTES), b"2" * (2 * PART_BYTES + 1)
     store = Dying(100)
     blobs = BlobStore(store, "test")
@@ -72,7 +72,7 @@ def test_whenever_it_is_killed_there_is_the_one_or_the_other_whole(puts: int) ->
     assert blobs.load("a") == Blob(one, {"steps": 3})
 
 
-def test_what_is_not_whole_or_of_another_version_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_incomplete_or_unknown_blob_is_treated_as_missing(caplog: pytest.LogCaptureFixture) -> None:
     store = Documents()
     blobs = BlobStore(store, "test")
     blobs.save("a", b"x" * (2 * PART_BYTES), {})
@@ -83,13 +83,13 @@ def test_what_is_not_whole_or_of_another_version_is_not_there(caplog: pytest.Log
             store.kept[part] = dict(document)
         assert blobs.load("a") is None
         store.kept[part] = {"data": ""}
-    assert "not whole" in caplog.text
+    assert "is incomplete" in caplog.text
     store.kept["test", "a"] = {"version": 7}
     assert blobs.load("a") is None
     assert "cannot be read" in caplog.text
 
 
-def test_old_parts_take_no_room() -> None:
+def test_the_parts_of_the_previous_blob_are_emptied() -> None:
     store = Documents()
     blobs = BlobStore(store, "test")
     for _ in range(4):
@@ -116,7 +116,7 @@ class Restored:
         self.told.append(data)
 
 
-def test_a_head_is_kept_now_and_then_and_at_the_end() -> None:
+def test_a_head_is_saved_at_intervals_and_at_the_end() -> None:
     blobs, clock = BlobStore(Documents(), "test"), Clock()
     state = HeadCheckpoint(blobs, clock)
     state.trained(b"1")
@@ -134,7 +134,7 @@ def test_a_head_is_kept_now_and_then_and_at_the_end() -> None:
     assert blobs.digest(KEY) == digest
 
 
-def test_what_somebody_else_put_there_is_restored_and_not_overwritten() -> None:
+def test_a_head_that_another_process_saved_is_restored_and_not_overwritten() -> None:
     store, clock, head = Documents(), Clock(), Restored()
     state = HeadCheckpoint(BlobStore(store, "test"), clock)
     state.refresh(head)
@@ -154,7 +154,7 @@ def test_what_somebody_else_put_there_is_restored_and_not_overwritten() -> None:
     assert head.told[-1] == b""
 
 
-def test_a_store_that_fails_loses_no_head(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_store_loses_no_head(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Documents):
         fails = True
 
@@ -177,14 +177,14 @@ def test_a_store_that_fails_loses_no_head(caplog: pytest.LogCaptureFixture) -> N
 # --- trajectories in pending -----------------------------------------------------
 
 
-def test_half_precision_is_used_where_it_holds_the_numbers() -> None:
+def test_half_precision_is_used_where_it_can_represent_the_numbers() -> None:
     assert compact(np.asarray([1.5, -2.0], np.float32)).dtype == np.float16
     wide = np.asarray([1.5, 1e6], np.float32)
     assert compact(wide).dtype == np.float32
     assert compact(wide).tolist() == wide.tolist()
 
 
-def test_the_memory_is_bounded_and_given_back() -> None:
+def test_memory_is_bounded_and_released() -> None:
     point = DetectionPoint(BlobStore(Documents(), "test"), "head@10", Calibration(), 100)
     pending = PendingLabels(10_000)
     forgotten = sum(pending.add(f"g{i}", 0, PendingScore(point, 10, np.zeros(100, np.float16))) for i in range(50))

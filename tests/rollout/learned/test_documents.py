@@ -31,7 +31,7 @@ class Faulty(Documents):
 
 
 @pytest.mark.parametrize("value", [0, "text", None, [1, 2.5, "x"], {"a": {"b": [None]}}])
-def test_what_was_saved_is_loaded_by_kind_and_key(value: Any) -> None:
+def test_values_are_saved_and_loaded_by_kind_and_key(value: Any) -> None:
     documents = Documents()
     StoredValues(documents, "price").save("a", value)
     assert StoredValues(documents, "price").load("a") == value
@@ -39,23 +39,23 @@ def test_what_was_saved_is_loaded_by_kind_and_key(value: Any) -> None:
     assert StoredValues(documents, "needs").load("a") is None
 
 
-def test_they_are_read_anew_each_time() -> None:
+def test_values_are_read_from_the_store_at_every_load() -> None:
     documents = Documents()
-    mine, anothers = StoredValues(documents, "price"), StoredValues(documents, "price")
-    mine.save("a", 1)
-    assert mine.load("a") == 1
-    anothers.save("a", 2)
-    assert mine.load("a") == 2
+    ours, theirs = StoredValues(documents, "price"), StoredValues(documents, "price")
+    ours.save("a", 1)
+    assert ours.load("a") == 1
+    theirs.save("a", 2)
+    assert ours.load("a") == 2
     documents.kept.clear()
-    assert mine.load("a") is None
+    assert ours.load("a") is None
 
 
-def test_what_is_loaded_is_made_of_the_json() -> None:
+def test_a_loaded_value_is_parsed() -> None:
     documents = Documents()
-    notes = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
-    notes.save("a", {"recent": [1.5], "debt": 2, "carry": 0})
-    assert notes.load("a") == ShadowPriceState((1.5,), 2, 0)
-    assert notes.load("b") is None
+    values = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
+    values.save("a", {"recent": [1.5], "debt": 2, "carry": 0})
+    assert values.load("a") == ShadowPriceState((1.5,), 2, 0)
+    assert values.load("b") is None
 
 
 @pytest.mark.parametrize(
@@ -71,47 +71,45 @@ def test_what_is_loaded_is_made_of_the_json() -> None:
         {"value": "7"},
     ],
 )
-def test_what_is_not_what_it_should_be_counts_as_not_there(
-    document: dict[str, Scalar], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_value_is_treated_as_missing(document: dict[str, Scalar], caplog: pytest.LogCaptureFixture) -> None:
     documents = Documents()
     documents.put("price", "a", document)
-    notes = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
-    assert notes.load("a") is None
-    assert notes.load("a") is None
-    assert caplog.text.count("what was learned as price cannot be read; it is learned anew") == 1
-    notes.save("a", {"recent": [1.5]})
-    assert notes.load("a") == ShadowPriceState((1.5,))
+    values = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
+    assert values.load("a") is None
+    assert values.load("a") is None
+    assert caplog.text.count("the learned price cannot be read, and is learned again") == 1
+    values.save("a", {"recent": [1.5]})
+    assert values.load("a") == ShadowPriceState((1.5,))
 
 
-def test_a_store_that_cannot_be_read_is_said_once_until_it_can_be_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_cannot_be_read_is_logged_once_until_it_recovers(caplog: pytest.LogCaptureFixture) -> None:
     documents = Faulty()
-    notes = StoredValues(documents, "price")
-    notes.save("a", 1)
+    values = StoredValues(documents, "price")
+    values.save("a", 1)
     for times in (1, 2):
         documents.fault = "the file was cut off"
-        assert [notes.load("a") for _ in range(5)] == [None] * 5
+        assert [values.load("a") for _ in range(5)] == [None] * 5
         assert caplog.text.count("the file was cut off") == times
         documents.fault = None
-        assert notes.load("a") == 1
+        assert values.load("a") == 1
 
 
-def test_one_that_cannot_be_read_is_said_once_though_others_can_be(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_value_is_logged_once_even_if_others_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     documents = Documents()
-    notes = StoredValues(documents, "price")
-    notes.save("good", 1)
+    values = StoredValues(documents, "price")
+    values.save("good", 1)
     documents.put("price", "bad", {"value": "{"})
     for _ in range(5):
-        assert (notes.load("good"), notes.load("bad")) == (1, None)
+        assert (values.load("good"), values.load("bad")) == (1, None)
     assert len(caplog.records) == 1
 
 
-def test_what_cannot_be_kept_is_said_and_costs_nobody_anything(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_save_is_logged_and_does_not_raise(caplog: pytest.LogCaptureFixture) -> None:
     documents = Faulty()
     documents.fault = "the store is closed"
     StoredValues(documents, "price").save("a", 1)
     assert documents.kept == {}
-    assert "price a was not kept: the store is closed" in caplog.text
+    assert "the learned price a was not stored: the store is closed" in caplog.text
 
 
 # --- in the room ------------------------------------------------------------------
@@ -121,7 +119,7 @@ POLICY = Shaping(redundancy=1.5, adaptive=True, deadline=Deadline(exploration=0.
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("value", ["{", "7", "[1.5]", '"text"', '{"recent": 1}', '["12"]', "null"])
-async def test_a_restored_state_that_nobody_can_read_costs_nobody_a_rollout(
+async def test_a_restored_state_that_cannot_be_read_fails_no_rollout(
     value: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     house = House(lengths(5), {"cut": POLICY})
@@ -136,7 +134,7 @@ async def test_a_restored_state_that_nobody_can_read_costs_nobody_a_rollout(
 
 
 @pytest.mark.anyio
-async def test_a_store_that_cannot_be_read_costs_nobody_a_rollout() -> None:
+async def test_a_store_that_cannot_be_read_fails_no_rollout() -> None:
     house = House(lengths(5), {"cut": POLICY}, store=Faulty())
     assert isinstance(house.store, Faulty)
     house.store.fault = "the file was cut off"
@@ -151,7 +149,7 @@ async def test_a_store_that_cannot_be_read_costs_nobody_a_rollout() -> None:
 
 
 async def spread(documents: Documents, restarts: bool) -> list[int]:
-    """What prompts that come one at a time are given, with a new server for each or one for all."""
+    """Candidates of prompts that arrive one at a time, with a restart before each or none."""
     given, allocator = [], an_allocator(documents)
     for number in range(60):
         if restarts:
@@ -165,18 +163,18 @@ async def spread(documents: Documents, restarts: bool) -> list[int]:
 
 
 @pytest.mark.anyio
-async def test_after_a_restart_the_price_goes_on_where_it_was() -> None:
+async def test_the_price_is_restored_after_a_restart() -> None:
     def known() -> Documents:
         return Documents().know(**{f"p{number}": float(number * 37 % 60) ** 2 for number in range(60)})
 
-    once, anew = known(), known()
-    assert await spread(once, restarts=False) == await spread(anew, restarts=True)
-    assert once.kept["price", "darts/8"] == anew.kept["price", "darts/8"]
-    assert len(set(await spread(anew, restarts=True))) > 1
+    kept, restarted = known(), known()
+    assert await spread(kept, restarts=False) == await spread(restarted, restarts=True)
+    assert kept.kept["price", "darts/8"] == restarted.kept["price", "darts/8"]
+    assert len(set(await spread(restarted, restarts=True))) > 1
 
 
 @pytest.mark.anyio
-async def test_after_a_restart_the_deadline_goes_on_where_it_was() -> None:
+async def test_the_deadline_is_restored_after_a_restart() -> None:
     script = lengths(*range(3, 20))
     first = House(script, {"cut": POLICY})
     for number in range(10):
