@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.weights.house import House
+from tests.weights.harness import Harness
 
 
 @pytest.fixture
@@ -11,5 +11,5 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path)
+def harness(tmp_path: Path) -> Harness:
+    return Harness(tmp_path)

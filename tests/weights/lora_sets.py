@@ -1,4 +1,4 @@
-"""Loras for the model of :mod:`tests.weights.model`."""
+"""LoRA adapters for the model of :mod:`tests.weights.model`."""
 
 import json
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.tensors import Tensor, TensorFile, TensorSet
-from tests.weights.house import House
+from tests.weights.harness import Harness
 
 LAYERS = LoraLayers({"layers.0": (3, 2), "layers.1": (2, 2)}, 4)
 CONFIG = json.dumps({"r": 2, "lora_alpha": 2})
@@ -17,7 +17,7 @@ BASE = "base_model.model."
 
 
 def tensors_of(*layers: str, rank: int = 2, dtype: str = "F32") -> TensorSet:
-    """Headers of those, in a file that is not there."""
+    """Headers of these layers' tensors, in a file that does not exist."""
     shapes = {}
     for layer in layers:
         outputs, inputs = LAYERS.shapes.get(layer, (2, 2))
@@ -28,24 +28,24 @@ def tensors_of(*layers: str, rank: int = 2, dtype: str = "F32") -> TensorSet:
 
 
 def bytes_of(value: float, *layers: str) -> bytes:
-    """A file with matrices of that value."""
+    """A file with matrices of one value."""
     headers = tensors_of(*(layers or ("layers.0",)))
     return save({name: np.full(file.tensors[name].shape, value, np.float32) for name, file in headers.items()})
 
 
 def save_to(folder: Path, value: float) -> Path:
-    """A folder as PEFT writes it."""
+    """Write a folder as PEFT does."""
     folder.mkdir(parents=True)
     (folder / "adapter_model.safetensors").write_bytes(bytes_of(value))
     (folder / "adapter_config.json").write_text(CONFIG)
     return folder
 
 
-async def push(house: House, value: float | bytes, name: str = "a", config: str = CONFIG, **more: object) -> None:
+async def push(harness: Harness, value: float | bytes, name: str = "a", config: str = CONFIG, **more: object) -> None:
     data = value if isinstance(value, bytes) else bytes_of(value)
 
     async def body(limit: int) -> AsyncIterator[bytes]:
         assert len(data) <= limit
         yield data
 
-    await house.updates.loras.push(name, config, body, **more)  # type: ignore[arg-type]
+    await harness.updates.loras.push(name, config, body, **more)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Loras of a fake model: what is served after each end that an update can have."""
+"""LoRA adapters of a fake model: what is served after each outcome of an update."""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,35 +21,35 @@ from darts_server.weights.rules import Rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State
 from darts_server.weights.updates import Updates
-from tests.weights.house import House, until
+from tests.weights.harness import Harness, until
 from tests.weights.lora_sets import bytes_of, push, save_to
 from tests.weights.model import FakeModel
 
 pytestmark = pytest.mark.anyio
 
 
-def served(house: House) -> Mapping[str, float]:
-    """What the engine has; the same as is told, and its files are there alone."""
-    assert house.model.loras is not None
-    names = set(house.updates.loras.served)
-    assert set(house.model.loras.served) == names
-    assert {path.name for path in house.staging.glob("lora-*")} == {f"lora-{name}" for name in names}
-    assert len(house.staging.glob("*.lora")) == len(names)
-    return house.model.loras.served
+def served(harness: Harness) -> Mapping[str, float]:
+    """The adapters that the engine has. Checks that they are the reported ones, and that no other files exist."""
+    assert harness.model.loras is not None
+    names = set(harness.updates.loras.served)
+    assert set(harness.model.loras.served) == names
+    assert {path.name for path in harness.staging.glob("lora-*")} == {f"lora-{name}" for name in names}
+    assert len(harness.staging.glob("*.lora")) == len(names)
+    return harness.model.loras.served
 
 
-async def test_a_lora_adapter_is_pushed_replaced_and_removed(house: House) -> None:
-    await push(house, 5)
-    assert served(house) == {"a": 5}
-    assert house.model.calls == ["announced 1", "pause", "load_lora", "set_version", "resume", "ended completed"]
-    await push(house, 6, "b", rule=Rule.KEEP)
-    await push(house, 7, version=40)
-    assert served(house) == {"a": 7, "b": 6}
-    assert {name: one.version for name, one in house.updates.loras.served.items()} == {"a": 40, "b": 2}
-    await house.updates.loras.remove("a")
-    assert served(house) == {"b": 6}
-    house.check_serves(41, all=0)
-    assert [(record.source, record.lora, record.rule) for record in house.observer.records] == [
+async def test_a_lora_adapter_is_pushed_replaced_and_removed(harness: Harness) -> None:
+    await push(harness, 5)
+    assert served(harness) == {"a": 5}
+    assert harness.model.calls == ["announced 1", "pause", "load_lora", "set_version", "resume", "ended completed"]
+    await push(harness, 6, "b", rule=Rule.KEEP)
+    await push(harness, 7, version=40)
+    assert served(harness) == {"a": 7, "b": 6}
+    assert {name: one.version for name, one in harness.updates.loras.served.items()} == {"a": 40, "b": 2}
+    await harness.updates.loras.remove("a")
+    assert served(harness) == {"b": 6}
+    harness.check_serves(41, all=0)
+    assert [(record.source, record.lora, record.rule) for record in harness.observer.records] == [
         ("push", "a", "finish"),
         ("push", "b", "keep"),
         ("push", "a", "finish"),
@@ -57,93 +57,93 @@ async def test_a_lora_adapter_is_pushed_replaced_and_removed(house: House) -> No
     ]
 
 
-async def test_a_folder_is_copied_before_it_is_served(house: House) -> None:
-    folder = save_to(house.root / "step-1", 5)
-    await house.updates.loras.load("a", "step-1")
+async def test_a_folder_is_copied_before_it_is_served(harness: Harness) -> None:
+    folder = save_to(harness.root / "step-1", 5)
+    await harness.updates.loras.load("a", "step-1")
     (folder / "adapter_model.safetensors").unlink()
-    assert served(house) == {"a": 5}
+    assert served(harness) == {"a": 5}
     with pytest.raises(InvalidRequest, match=r"adapter_model.safetensors: No such file") as caught:
-        await house.updates.loras.load("a", str(folder))
+        await harness.updates.loras.load("a", str(folder))
     assert caught.value.field == "path"
-    assert served(house) == {"a": 5}
+    assert served(harness) == {"a": 5}
 
 
-async def test_bad_requests_change_nothing(house: House) -> None:
-    await push(house, 5)
-    config = house.root / "big" / "adapter_config.json"
-    save_to(house.root / "big", 6)
+async def test_bad_requests_change_nothing(harness: Harness) -> None:
+    await push(harness, 5)
+    config = harness.root / "big" / "adapter_config.json"
+    save_to(harness.root / "big", 6)
     config.write_text(" " * 100_000)
-    save_to(house.root / "none", 6).joinpath("adapter_config.json").unlink()
+    save_to(harness.root / "none", 6).joinpath("adapter_config.json").unlink()
     for words, act in (
-        ("not a whole safetensors file", push(house, bytes_of(6)[:-1])),
-        ("layers.2.lora_A.weight is of no layer", push(house, bytes_of(6, "layers.2"))),
-        ("is no JSON", push(house, 6, config="?")),
-        ("is 1, which is served already", push(house, 6, version=1)),
-        ("is the model itself", push(house, 6, "model")),
-        ("has more than 65536 bytes", house.updates.loras.load("a", "big")),
-        ("adapter_config.json: No such file", house.updates.loras.load("a", "none")),
-        ("is outside", house.updates.loras.load("a", "/etc")),
+        ("not a whole safetensors file", push(harness, bytes_of(6)[:-1])),
+        ("layers.2.lora_A.weight is of no layer", push(harness, bytes_of(6, "layers.2"))),
+        ("is no JSON", push(harness, 6, config="?")),
+        ("is 1, which is served already", push(harness, 6, version=1)),
+        ("is the model itself", push(harness, 6, "model")),
+        ("has more than 65536 bytes", harness.updates.loras.load("a", "big")),
+        ("adapter_config.json: No such file", harness.updates.loras.load("a", "none")),
+        ("is outside", harness.updates.loras.load("a", "/etc")),
     ):
         with pytest.raises(InvalidRequest, match=words):
             await act
-        assert served(house) == {"a": 5}
+        assert served(harness) == {"a": 5}
     with pytest.raises(NotFound):
-        await house.updates.loras.remove("b")
-    house.check_serves(1, all=0)
+        await harness.updates.loras.remove("b")
+    harness.check_serves(1, all=0)
 
 
-async def test_a_folder_larger_than_any_adapter_is_refused(house: House) -> None:
-    save_to(house.root / "huge", 5)
-    with (house.root / "huge" / "adapter_model.safetensors").open("ab") as file:
+async def test_a_folder_larger_than_any_adapter_is_refused(harness: Harness) -> None:
+    save_to(harness.root / "huge", 5)
+    with (harness.root / "huge" / "adapter_model.safetensors").open("ab") as file:
         file.truncate(200_000_000)  # sparse: it takes no room
     with pytest.raises(InvalidRequest, match="the most for a LoRA adapter"):
-        await house.updates.loras.load("a", "huge")
-    assert served(house) == {}
+        await harness.updates.loras.load("a", "huge")
+    assert served(harness) == {}
 
 
 @pytest.mark.parametrize("step", ["pause", "load_lora", "set_version"])
 @pytest.mark.parametrize("before", [True, False])
-async def test_a_failed_push_serves_the_previous_adapter(house: House, step: str, before: bool) -> None:
+async def test_a_failed_push_serves_the_previous_adapter(harness: Harness, step: str, before: bool) -> None:
     if before:
-        await push(house, 5)
-    house.model.fail[step] = [UpdateFailed("broken")]
+        await push(harness, 5)
+    harness.model.fail[step] = [UpdateFailed("broken")]
     with pytest.raises(UpdateFailed, match="broken"):
-        await push(house, 6)
-    assert served(house) == ({"a": 5} if before else {})
-    house.check_serves(int(before), all=0)
-    await push(house, 7)
-    assert served(house) == {"a": 7}
+        await push(harness, 6)
+    assert served(harness) == ({"a": 5} if before else {})
+    harness.check_serves(int(before), all=0)
+    await push(harness, 7)
+    assert served(harness) == {"a": 7}
 
 
-async def test_a_failed_removal_keeps_the_adapter(house: House) -> None:
-    await push(house, 5)
-    house.model.fail["unload_lora"] = [UpdateFailed("broken")]
+async def test_a_failed_removal_keeps_the_adapter(harness: Harness) -> None:
+    await push(harness, 5)
+    harness.model.fail["unload_lora"] = [UpdateFailed("broken")]
     with pytest.raises(UpdateFailed, match="broken"):
-        await house.updates.loras.remove("a")
-    assert served(house) == {"a": 5}
-    house.check_serves(1, all=0)
+        await harness.updates.loras.remove("a")
+    assert served(harness) == {"a": 5}
+    harness.check_serves(1, all=0)
 
 
-async def test_an_adapter_that_cannot_be_restored_loses_the_weights(house: House) -> None:
-    await push(house, 5)
-    house.model.fail["load_lora"] = [UpdateFailed("one"), UpdateFailed("two")]
+async def test_an_adapter_that_cannot_be_restored_loses_the_weights(harness: Harness) -> None:
+    await push(harness, 5)
+    harness.model.fail["load_lora"] = [UpdateFailed("one"), UpdateFailed("two")]
     with pytest.raises(WeightsLost, match=r"failed \(one\).*\(two\)"):
-        await push(house, 6)
-    assert house.updates.state is State.LOST
-    assert house.observer.records[-1].outcome is UpdateOutcome.LOST
+        await push(harness, 6)
+    assert harness.updates.state is State.LOST
+    assert harness.observer.records[-1].outcome is UpdateOutcome.LOST
 
 
-async def test_updates_of_adapters_and_weights_exclude_each_other(house: House) -> None:
-    house.model.stuck.add("load_lora")
-    first = asyncio.create_task(push(house, 5))
-    await until(house, State.UPDATING)
-    for act in (push(house, 6), house.push(1)):
+async def test_updates_of_adapters_and_weights_exclude_each_other(harness: Harness) -> None:
+    harness.model.stuck.add("load_lora")
+    first = asyncio.create_task(push(harness, 5))
+    await until(harness, State.UPDATING)
+    for act in (push(harness, 6), harness.push(1)):
         with pytest.raises(UpdateRunning):
             await act
-    first.cancel()  # the caller goes away, and the update comes to its end
+    first.cancel()  # the caller disconnects, and the update continues
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert house.updates.state is State.UPDATING
+    assert harness.updates.state is State.UPDATING
 
 
 async def test_a_server_without_lora_names_the_flag(tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ async def test_a_server_without_lora_names_the_flag(tmp_path: Path) -> None:
                 await act
 
 
-async def test_an_unsupported_model_is_refused_before_anything_is_transferred(house: House) -> None:
-    house.model.fail["layers"] = [UpdateUnsupported("quantized")]
+async def test_an_unsupported_model_is_refused_before_anything_is_transferred(harness: Harness) -> None:
+    harness.model.fail["layers"] = [UpdateUnsupported("quantized")]
     with pytest.raises(UpdateUnsupported, match="quantized"):
-        await push(house, 5)
-    house.check_serves(0, all=0)
+        await push(harness, 5)
+    harness.check_serves(0, all=0)

@@ -1,4 +1,4 @@
-"""What is taken for an adapter, and what is not."""
+"""Which LoRA adapters are accepted."""
 
 import json
 import math

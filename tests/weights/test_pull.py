@@ -11,7 +11,7 @@ from darts_server.serving.gate import Gate
 from darts_server.weights.pull import MAX_REDIRECTS, AllowedHosts, stream_url
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import UpdateOptions, Updates
-from tests.weights.house import House
+from tests.weights.harness import Harness
 from tests.weights.model import SHAPES, tensors
 
 pytestmark = pytest.mark.anyio
@@ -73,13 +73,13 @@ async def test_bytes_are_streamed_without_credentials_or_decoding() -> None:
     assert await got(answer) == b"weights"
 
 
-@pytest.mark.parametrize("told", [True, False])
-async def test_more_bytes_than_the_limit_are_refused(told: bool) -> None:
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_more_bytes_than_the_limit_are_refused(is_announced: bool) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b"x" * 50
 
-    answer = httpx.Response(200, headers={"content-length": "101"} if told else {}, content=endless())
+    answer = httpx.Response(200, headers={"content-length": "101"} if is_announced else {}, content=endless())
     with pytest.raises(InvalidRequest, match="has more than 100 bytes"):
         await got(lambda _: answer)
 
@@ -129,7 +129,7 @@ async def test_too_many_redirects_are_refused() -> None:
 
 
 async def served(content: bytes, cut: int) -> tuple[asyncio.Server, str]:
-    """A sender that announces all of ``content`` and sends all but the last ``cut`` bytes."""
+    """Start a server that announces all of ``content`` and sends all but the last ``cut`` bytes."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -142,16 +142,18 @@ async def served(content: bytes, cut: int) -> tuple[asyncio.Server, str]:
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-async def test_pulled_weights_are_checked_and_served_like_pushed_ones(house: House, tmp_path: Path, cut: int) -> None:
+async def test_pulled_weights_are_checked_and_served_like_pushed_ones(
+    harness: Harness, tmp_path: Path, cut: int
+) -> None:
     server, name = await served(save(tensors(5)), cut)
     async with server:
         with Staging(tmp_path) as staging:
-            updates = Updates(house.model, Gate(), staging, hosts=AllowedHosts(frozenset({name})))
+            updates = Updates(harness.model, Gate(), staging, hosts=AllowedHosts(frozenset({name})))
             if cut:
                 with pytest.raises(InvalidRequest, match="could not be pulled"):
                     await updates.pull(f"http://{name}/w", UpdateOptions())
-                assert house.model.values == dict.fromkeys(SHAPES, 0)
+                assert harness.model.values == dict.fromkeys(SHAPES, 0)
                 assert list(tmp_path.glob("darts-weights-*/*.safetensors")) == []
             else:
                 assert (await updates.pull(f"http://{name}/w", UpdateOptions())).source == "http"
-                assert house.model.values == dict.fromkeys(SHAPES, 5)
+                assert harness.model.values == dict.fromkeys(SHAPES, 5)

@@ -17,7 +17,7 @@ SHORT_TIMEOUT = UpdateSettings(step_timeout=2.0)
 """Far more than a phase takes on a busy machine."""
 
 
-class House:
+class Harness:
     """Updates of a fake model, and all that takes part in them."""
 
     def __init__(self, folder: Path, settings: UpdateSettings | None = None) -> None:
@@ -58,20 +58,20 @@ class House:
 class Trainer:
     """A trainer that uses vLLM's routes. Its steps are recorded among the model's calls."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
-        self._external = house.updates.external
+    def __init__(self, harness: Harness) -> None:
+        self._harness = harness
+        self._external = harness.updates.external
 
     async def start(self) -> None:
-        await self._external.start(lambda: self._house.model.step("start"))
+        await self._external.start(lambda: self._harness.model.step("start"))
 
     async def write(self, names: Sequence[str] = ()) -> None:
-        await self._external.write(lambda: self._house.model.step("write"), names)
+        await self._external.write(lambda: self._harness.model.step("write"), names)
 
     async def finish(self) -> None:
         async def finish(version: int) -> None:
-            await self._house.model.step("finish")
-            self._house.model.weight_version = version
+            await self._harness.model.step("finish")
+            self._harness.model.weight_version = version
 
         await self._external.finish(finish)
 
@@ -81,16 +81,16 @@ class Trainer:
         await self.finish()
 
     async def pause(self, mode: str) -> None:
-        await self._house.updates.coordinator.pause_by_trainer(
-            mode, lambda: self._house.model.step(f"trainer's pause {mode}")
+        await self._harness.updates.coordinator.pause_by_trainer(
+            mode, lambda: self._harness.model.step(f"trainer's pause {mode}")
         )
 
     async def resume(self) -> None:
-        await self._house.updates.coordinator.resume_by_trainer(lambda: self._house.model.step("trainer's resume"))
+        await self._harness.updates.coordinator.resume_by_trainer(lambda: self._harness.model.step("trainer's resume"))
 
 
-async def until(house: House, state: State) -> None:
-    while house.updates.state is not state:
+async def until(harness: Harness, state: State) -> None:
+    while harness.updates.state is not state:
         await asyncio.sleep(0.001)
 
 
