@@ -79,14 +79,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=8, metavar="N", help="batches under each policy (default: %(default)s)")
     add("--prompts", type=int, default=16, metavar="N", help="prompts in a batch, a group each (default: %(default)s)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories a group, 2 or more (default: %(default)s)")
-    add("--policies", nargs="+", default=POLICIES, metavar="NAME", help=f"compared with raw (default: {_joined()})")
+    add(
+        "--policies", nargs="+", default=POLICIES, metavar="NAME", help="compared with raw (default: uniform darts_cut)"
+    )
     add("--port", type=int, default=0, help="where the server listens (default: a free port)")
     add(
         "--out",
         type=Path,
         default=Path("darts-demo"),
         metavar="FOLDER",
-        help="folder for picture and log (default: %(default)s)",
+        help="for picture and log (default: %(default)s)",
     )
     add("--picture", type=Path, metavar="FILE", help="file of the picture (default: demo.png in --out)")
     options = parser.parse_args(argv)
@@ -96,17 +98,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _joined() -> str:
-    return " ".join(POLICIES)
-
-
 def measure(url: str, options: argparse.Namespace) -> list[Run]:
     """Request every batch under every policy, raw first in the result.
 
     The policies take turns within each step and change places from step to step, so that none has the quieter machine
     or the warmer prefix cache.
     """
-    rng, names = Random(PROMPT_SEED), [RAW, *options.policies]
+    rng, names = Random(PROMPT_SEED), list(dict.fromkeys([RAW, *options.policies]))
     steps: dict[str, list[Step]] = {name: [] for name in names}
     with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
 
