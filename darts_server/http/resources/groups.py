@@ -1,47 +1,46 @@
-"""Wire models of our own API."""
+"""Response models of groups (provenance), prompts and state."""
 
 from dataclasses import asdict
 from typing import Literal, Self
 
 from pydantic import BaseModel, Field
 
+from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs, TrajectoryId
 from darts_server.rollout.observers.feedback import GroupRewards
-from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs
+from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
 
 
 class CandidateAnswer(BaseModel):
-    """One candidate's fate."""
+    """How one candidate ended."""
 
-    trajectory_id: str = Field(description="The group's id, a colon, and its index.")
+    trajectory_id: TrajectoryId
     index: int
-    length: int = Field(description="Generated tokens; of a stopped candidate, as many as it had then.")
-    finish_reason: FinishReason | None = Field(description="None for a candidate that was stopped or failed.")
-    selected_as: SelectedAs | None = Field(
-        description="From which end of the length order it was selected; None if it was not."
-    )
-    reason: DiscardReason | None = Field(description="Why it was discarded; None if it was selected.")
-    rank: int | None = Field(description="Place among the selected ones by length, 0 for the shortest.")
-    cut: bool = Field(description="Whether it was cut at the group's token limit.")
-    quality: float | None = Field(description="Its chance to end correct by its latest score; None if it has none.")
+    length: int = Field(description="Generated tokens; of a stopped candidate, until it was stopped.")
+    finish_reason: FinishReason | None = Field(description="Null for a candidate that was stopped or failed.")
+    selected_as: SelectedAs
+    reason: Reason
+    rank: int | None = Field(description="Place by length among the selected ones, 0 for the shortest.")
+    cut: Cut
+    quality: Quality
     survival: float = Field(
-        description="Probability with which it was to be kept; 1 if it was not scored or could not be spared."
+        description="Probability with which it was kept; 1 if it was not scored or could not be pruned."
     )
-    start: float | None = Field(description="Seconds from the group's beginning to its start on the engine.")
-    stop: float | None = Field(description="Seconds from the group's beginning to its end.")
+    start: float | None = Field(description="Seconds from the group's start to the candidate's start on the engine.")
+    stop: float | None = Field(description="Seconds from the group's start to the candidate's end.")
     weight_version_start: int | None
     weight_version_end: int | None
-    reward: float | None = Field(description="As reported; None while it was not.")
-    correct: bool | None = Field(description="Whether it is right, as reported.")
+    reward: float | None = Field(description="As reported; null until then.")
+    correct: bool | None = Field(description="Whether it is correct, as reported.")
 
 
 class ShadowAnswer(BaseModel):
-    """What a policy would have made of the group's candidates, had they run side by side."""
+    """The group that a policy would have returned, had these candidates run at the same time."""
 
     policy: str
     selection: list[int] = Field(description="Indices of the candidates it would have returned.")
     generated: int = Field(description="Tokens it would have generated.")
     returned: int = Field(description="Tokens it would have returned.")
-    steps: int = Field(description="Decode steps until its group would have been complete.")
+    steps: int = Field(description="Decode steps until the group would have been complete.")
 
 
 class GroupAnswer(BaseModel):
@@ -54,20 +53,22 @@ class GroupAnswer(BaseModel):
     outcome: Outcome
     error: str | None
     duration: float = Field(description="Seconds.")
-    tail_wait: float | None = Field(description="Seconds from the K-th shortest trajectory's finish to the end.")
-    mixed_versions: bool = Field(description="Whether the returned trajectories come from several weight versions.")
+    tail_wait: float | None = Field(
+        description="Seconds from the finish of the K-th shortest trajectory to the group's end."
+    )
+    mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")
     generated: int = Field(description="Tokens of all candidates.")
     returned: int = Field(description="Tokens of the selected ones.")
     deadline: int | None = Field(
-        description="Tokens at which its tail was cut or, if explored, would have been; None without a deadline."
+        description="Tokens at which its tail was cut or, if explored, would have been cut; null without a deadline."
     )
-    explored: bool = Field(description="Whether it was let run past its deadline, to see what that takes away.")
+    explored: bool = Field(description="Whether it ran past its deadline, to measure what that discards.")
     members: list[str] = Field(
-        description="For a group of single requests: their ids, and the name the caller gave the group."
+        description="For a group of single requests: their ids, and the caller's name of the group."
     )
-    shadow: ShadowAnswer | None = Field(description="Under a shadow policy, what shaping would have done.")
+    shadow: ShadowAnswer | None = Field(description="Under a shadow policy: the result that shaping would have had.")
     zero_variance: bool | None = Field(
-        description="Whether all its rewards are equal; None until all returned trajectories have one."
+        description="Whether all its rewards are equal; null until all returned trajectories have one."
     )
     candidates: list[CandidateAnswer]
 
@@ -106,41 +107,41 @@ class MeanAnswer(BaseModel):
     """A mean length in tokens."""
 
     mean: float
-    se: float | None = Field(description="Its standard error; None for a single trajectory.")
+    se: float | None = Field(description="Its standard error; null for a single trajectory.")
     count: int
 
 
 class PromptRewardsAnswer(BaseModel):
-    """What rewards said of a prompt's returned trajectories."""
+    """Statistics of the rewards of a prompt's returned trajectories."""
 
     rewarded: int = Field(description="Trajectories with a reward.")
-    right: int
+    right: int = Field(description="Correct trajectories among them.")
     pass_rate: float
     zero_variance_groups: int = Field(description="Groups whose rewards are all equal.")
-    rewarded_groups: int = Field(description="Groups of which all returned trajectories have rewards.")
+    rewarded_groups: int = Field(description="Groups whose returned trajectories all have rewards.")
     length_right: MeanAnswer | None
     length_wrong: MeanAnswer | None
     pattern: Literal["I", "II", "unclear"] | None = Field(
-        description="I: right ones are shorter than wrong ones. II: they are longer. None while one side has none."
+        description="I: correct ones are shorter than incorrect ones. II: longer. Null while there are none of a kind."
     )
-    difference: float | None = Field(description="Mean length of right minus wrong ones, in tokens.")
+    difference: float | None = Field(description="Mean length of correct minus incorrect ones, in tokens.")
     difference_se: float | None
 
 
 class PromptAnswer(BaseModel):
-    """What is known of a prompt's lengths, in tokens; stopped candidates count as the longer ones they are."""
+    """Statistics of a prompt's lengths, in tokens. Stopped candidates count as at least as long as they were."""
 
     prompt_key: str
     mean_ema: float
-    std_ema: float | None = Field(description="None while no group had two candidates.")
+    std_ema: float | None = Field(description="Null while no group had two candidates.")
     groups: int
     candidates: int
-    weight_version: int | None = Field(description="Of the last group.")
-    rewards: PromptRewardsAnswer | None = Field(description="None while no trajectory got a reward.")
+    weight_version: int | None = Field(description="Weight version of the last group.")
+    rewards: PromptRewardsAnswer | None = Field(description="Null while no trajectory has a reward.")
 
 
 class StateAnswer(BaseModel):
-    """What is known after a restore."""
+    """Learned state after a restore."""
 
     prompts: int = Field(description="Prompts with statistics.")
 

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from darts_server.http.body import parsed, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.http.resources.weights import (
-    LARGEST_REQUEST,
-    LARGEST_VERSION,
+    MAX_REQUEST_BYTES,
+    MAX_VERSION,
     RULE,
     VERSION,
     WeightsAnswer,
@@ -34,7 +34,7 @@ class LoraIn(BaseModel):
 
     path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
     rule: Literal["finish", "keep", "restart"] | None = Field(None, description=RULE)
-    version: int | None = Field(None, ge=0, le=LARGEST_VERSION, description=VERSION)
+    version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
 
 
 def routes(updates: Updates) -> APIRouter:
@@ -51,7 +51,7 @@ def routes(updates: Updates) -> APIRouter:
             ),
         ],
         rule: Annotated[Literal["finish", "keep", "restart"] | None, Query(description=RULE)] = None,
-        version: Annotated[int | None, Query(ge=0, le=LARGEST_VERSION, description=VERSION)] = None,
+        version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
     ) -> WeightsAnswer:
         """Serves this adapter under that name, in place of the one before, or changes nothing."""
         await updates.loras.push(name, config, body_of(request), _rule(rule), version)
@@ -60,7 +60,7 @@ def routes(updates: Updates) -> APIRouter:
     @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load(name: Name, request: Request) -> WeightsAnswer:
         """Serves the adapter in that folder under that name, or changes nothing."""
-        body = parsed(LoraIn, await read_body(request, LARGEST_REQUEST))
+        body = parsed(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await updates.loras.load(name, body.path, _rule(body.rule), body.version)
         return answer(updates)
 

@@ -1,4 +1,4 @@
-"""``/darts/v1/live``: what runs and what has just ended, as one answer or as events."""
+"""``/darts/v1/live``, the monitor: running and recently ended groups, as one answer or as events."""
 
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -10,60 +10,63 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
+from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
 from darts_server.rollout.learned.rewards import Rewards, summary
 from darts_server.rollout.observers.monitor import GroupView, Monitor, View, Viewer
-from darts_server.types import DiscardReason, Outcome, SelectedAs
+from darts_server.types import Outcome
 from darts_server.weights.updates import Updates
 
 INTERVAL_SECONDS = 0.25
-LARGEST_SHARE = 0.05
-"""Of a core, for all viewers together: they look more seldom where looking takes longer."""
+MAX_CPU_SHARE = 0.05
+"""Of one core, for all viewers together: where an event takes longer to make, events become rarer."""
 QUIET_SECONDS = 2.0
-"""Then the time is told, though nothing is new. No viewer looks more seldom."""
+"""Maximum time between events, even without changes."""
 STALL_SECONDS = 60.0
-"""A viewer who takes nothing for so long has gone."""
+"""A viewer that accepts nothing for so long is dropped."""
 TIME = "Seconds on the clock of `now`."
 
 
-class LiveCandidate(BaseModel):
-    """A candidate. Fields that are not there are not known or do not apply; `update` events have those that changed."""
+class MonitorCandidate(BaseModel):
+    """A candidate. Fields that are unknown or do not apply are omitted; `update` events have only changed fields."""
 
     model_config = ConfigDict(extra="forbid")
 
     index: int
     state: Literal["waiting", "running", "finished", "selected", "discarded"] | None = Field(
-        None, description="`finished`: it ended by itself, and its fate is open."
+        None, description="`finished`: not yet selected or discarded."
     )
-    tokens: int | None = Field(None, description="Generated so far.")
+    tokens: int | None = Field(None, description="Tokens generated so far.")
     start: float | None = Field(None, description=TIME)
     stop: float | None = Field(None, description=TIME)
-    selected_as: SelectedAs | None = Field(None, description="From which end of the length order it was selected.")
-    reason: DiscardReason | None = Field(None, description="Why it was discarded.")
-    cut: bool | None = Field(None, description="Whether it was cut at the group's token limit.")
-    quality: float | None = Field(None, description="Its chance to end correct, if that was estimated.")
+    selected_as: SelectedAs = None
+    reason: Reason = None
+    cut: Cut | None = None
+    quality: Quality = None
 
 
-class LiveGroup(BaseModel):
-    """A group, with the fields that are known or, in an `update`, that changed."""
+class MonitorGroup(BaseModel):
+    """A group. Unknown fields are omitted; `update` events have only changed fields."""
 
     model_config = ConfigDict(extra="forbid")
 
     group_id: str
-    began: float | None = Field(None, description=f"{TIME} A group that has it is told whole.")
+    began: float | None = Field(None, description=f"{TIME} A group with this field is complete.")
     prompt_key: str | None = None
     policy: str | None = None
-    size: int | None = Field(None, description="Trajectories that it returns.")
-    started: int | None = Field(None, description="Candidates. Of a very large group only the first are told.")
+    size: int | None = Field(None, description="Number of trajectories that it returns.")
+    started: int | None = Field(
+        None, description="Number of started candidates. Of a very large group only the first are listed."
+    )
     ended: float | None = Field(None, description=TIME)
     outcome: Outcome | None = None
     deadline: int | None = Field(None, description="Tokens at which its tail was cut.")
     error: str | None = None
-    candidates: list[LiveCandidate]
+    candidates: list[MonitorCandidate]
 
 
-class LiveWeights(BaseModel):
+class MonitorWeights(BaseModel):
     """The weights that are served."""
 
     version: int
@@ -71,8 +74,8 @@ class LiveWeights(BaseModel):
     last: UpdateAnswer | None
 
 
-class LiveRewards(BaseModel):
-    """What rewards said so far."""
+class MonitorRewards(BaseModel):
+    """Statistics of all rewards so far."""
 
     rewarded: int
     pass_rate: float
@@ -80,25 +83,27 @@ class LiveRewards(BaseModel):
     zero_variance_groups: int
 
 
-class LiveHealth(BaseModel):
-    """How the server is."""
+class MonitorHealth(BaseModel):
+    """Health of the server."""
 
-    weights: LiveWeights
-    rewards: LiveRewards | None = Field(description="Null while no trajectory got a reward.")
-    store_fault: str | None = Field(description="Why what is learned cannot be written.")
+    weights: MonitorWeights
+    rewards: MonitorRewards | None = Field(description="Null while no trajectory has a reward.")
+    store_fault: str | None = Field(description="Why learned state cannot be written.")
 
 
-class LiveAnswer(BaseModel):
-    """The server at work."""
+class MonitorAnswer(BaseModel):
+    """State of the server, or in an `update` its changes."""
 
-    now: float = Field(description="Seconds on a clock of the server's.")
-    running: int = Field(description="Groups.")
-    candidates: int = Field(description="Candidates of running groups.")
-    groups: list[LiveGroup] = Field(description="The last that ended, then running ones, the newest of these first.")
-    left: list[str] = Field(
-        description="`update`: running groups of which no more is told; newer ones took their place."
+    now: float = Field(description="Seconds on the server's clock.")
+    running: int = Field(description="Number of running groups.")
+    candidates: int = Field(description="Number of candidates of running groups.")
+    groups: list[MonitorGroup] = Field(
+        description="Recently ended groups, then running ones, the newest of these first."
     )
-    health: LiveHealth
+    left: list[str] = Field(
+        description="`update`: running groups that get no more updates, because newer ones took their place."
+    )
+    health: MonitorHealth
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +117,19 @@ class Viewed:
     stopping: Callable[[], bool] = lambda: False
 
     def health(self) -> dict[str, Any]:
-        """As `LiveHealth`."""
+        """As `MonitorHealth`."""
         updates, learned = self.updates, summary(self.rewards.dataset)
         last = None if updates.last is None else UpdateAnswer.of(updates.last)
         rewards = None
         if learned is not None:
-            rewards = LiveRewards(
+            rewards = MonitorRewards(
                 rewarded=learned.rewarded,
                 pass_rate=learned.pass_rate,
                 rewarded_groups=learned.rewarded_groups,
                 zero_variance_groups=learned.zero_variance_groups,
             )
-        weights = LiveWeights(version=updates.version, state=updates.state.value, last=last)
-        return LiveHealth(weights=weights, rewards=rewards, store_fault=self.fault()).model_dump(mode="json")
+        weights = MonitorWeights(version=updates.version, state=updates.state.value, last=last)
+        return MonitorHealth(weights=weights, rewards=rewards, store_fault=self.fault()).model_dump(mode="json")
 
 
 def routes(viewed: Viewed) -> APIRouter:
@@ -132,7 +137,7 @@ def routes(viewed: Viewed) -> APIRouter:
     api = APIRouter()
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
 
-    @api.get("/live", response_model=LiveAnswer, responses=stream)
+    @api.get("/live", response_model=MonitorAnswer, responses=stream)
     async def live(request: Request) -> Response:
         """What runs and what has just ended. To callers who accept server-sent events: again and again."""
         viewer = Viewer(viewed.live)
@@ -165,7 +170,7 @@ async def pieces(
         used = time.thread_time() - used
         if piece:
             yield piece
-        await anyio.sleep(max(interval, min(quiet, used * viewer.live.viewers / LARGEST_SHARE)))
+        await anyio.sleep(max(interval, min(quiet, used * viewer.live.viewers / MAX_CPU_SHARE)))
 
 
 def _told(view: View, health: dict[str, Any]) -> dict[str, Any]:

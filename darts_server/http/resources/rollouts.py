@@ -17,7 +17,7 @@ from darts_server.http.resources.rollouts_models import (
     RolloutsIn,
     RolloutsOut,
     UnfinishedOut,
-    UsageOut,
+    usage_of,
 )
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, Claim
@@ -97,7 +97,7 @@ async def _answer(batch: BatchRun) -> Response:
         policy=batch.policy,
         groups=[GroupOut.of(group) for group in sorted(done.results, key=lambda g: g.number)],
         unfinished=[UnfinishedOut.of(prompt) for prompt in done.unfinished],
-        usage=UsageOut.of(done.results, done.seconds),
+        usage=usage_of(done.results, done.seconds),
     )
     return JSONResponse(answer.model_dump(mode="json"))
 

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from darts_server.http.resources.rollouts_models import GroupOut, UnfinishedOut, UsageOut, error_object
+from darts_server.http.resources.rollouts_models import GroupOut, UnfinishedOut, error_object, usage_of
 from darts_server.http.sse import EventStream, encode
 from darts_server.rollout.batches.events import BatchBegan, Belongs, Broken, Delta, Discarded, Done, Event, GroupDecided
 from darts_server.rollout.batches.run import BatchRun, Listener, Stream
@@ -50,7 +50,7 @@ def _name_and_data(event: Event, stream: Stream) -> tuple[str, dict[str, Any]]:
         case BatchBegan(batch_id, policy, groups):
             return "batch", {"id": batch_id, "policy": policy, "groups": groups}
         case Done(batch_id, results, unfinished, seconds):
-            usage = UsageOut.of(results, seconds).model_dump(mode="json")
+            usage = usage_of(results, seconds).model_dump(mode="json")
             left = [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in unfinished]
             return "done", {"id": batch_id, "usage": usage, "unfinished": left}
         case Broken(error):

@@ -1,4 +1,4 @@
-"""``/darts/v1/weights``: new weights for the model, pushed, pulled or read from a folder of the server's machine."""
+"""``/darts/v1/weights``: update the model's weights by push, by pull, or from a folder on the server's machine."""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Literal, Self
@@ -12,39 +12,39 @@ from darts_server.types import UpdateRecord
 from darts_server.weights.rules import Rule
 from darts_server.weights.updates import UpdateOptions, Updates
 
-LARGEST_REQUEST = 64 * 1024
-"""Bytes of the JSON that names a path."""
-LARGEST_VERSION = 2**53 - 1
-"""JSON's numbers are whole up to here."""
-RULE = "What becomes of groups that run; the server's setting if left out."
-VERSION = "Of the new weights; the next one if left out."
-PARTIAL = "Whether tensors may be missing; these stay as they are."
+MAX_REQUEST_BYTES = 64 * 1024
+"""Of the JSON that names a path."""
+MAX_VERSION = 2**53 - 1
+"""The largest whole number that every JSON parser keeps exact."""
+RULE = "What happens to running groups; --weights-rule by default."
+VERSION = "Version of the new weights; the next number by default."
+PARTIAL = "Whether tensors may be missing; missing ones keep their values."
 
 
 class WeightsIn(BaseModel):
-    """Weights on the server's machine, or where it can pull them."""
+    """Weights on the server's machine, or on a host from which it can pull them."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, json_schema_extra={"oneOf": [{"required": ["path"]}, {"required": ["url"]}]}
     )
 
-    path: str = Field("", description="Safetensors file, or a folder of these; under --weights-root.")
-    url: str = Field("", description="Safetensors file to be pulled over HTTP, from one of --weights-hosts.")
+    path: str = Field("", description="Safetensors file, or a folder of them, under --weights-root.")
+    url: str = Field("", description="Safetensors file to pull over HTTP from one of --weights-hosts.")
     rule: Literal["finish", "keep", "restart"] | None = Field(None, description=RULE)
-    version: int | None = Field(None, ge=0, le=LARGEST_VERSION, description=VERSION)
+    version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
     partial: bool = Field(False, description=PARTIAL)
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_source(self) -> Self:
         if len(self.model_fields_set & {"path", "url"}) != 1:
             raise ValueError("must have either path or url")
         return self
 
 
 class UpdateAnswer(BaseModel):
-    """What became of an update."""
+    """The result of an update."""
 
-    version: int = Field(description="Served after it.")
+    version: int = Field(description="Version served after it.")
     outcome: Literal["completed", "refused", "failed", "lost"]
     source: str = Field(description="`push`, `disk`, `http`, `delete`, or `vllm` for its own routes.")
     lora: str | None = Field(description="Name of the LoRA adapter that was updated; null for the model itself.")
@@ -70,24 +70,24 @@ class UpdateAnswer(BaseModel):
 
 
 class LoraAnswer(BaseModel):
-    """A LoRA adapter that was pushed."""
+    """A LoRA adapter that is served."""
 
-    name: str = Field(description="That of the model in requests.")
-    version: int = Field(description="Of the update that it came with.")
+    name: str = Field(description="Model name in requests.")
+    version: int = Field(description="Version of its update.")
     rank: int
-    scale: float = Field(description="What the product of its matrices is multiplied by.")
+    scale: float = Field(description="Factor of the product of its matrices.")
 
 
 class WeightsAnswer(BaseModel):
     """The weights that are served."""
 
     version: int
-    state: str = Field(description="`serving`, or how far an update is.")
-    intact: bool = Field(description="Whether all that the model holds is of that version. If not, send a full set.")
-    rule: str = Field(description="For updates that name none.")
+    state: str = Field(description="`serving`, or the state of the running update.")
+    intact: bool = Field(description="Whether all weights have this version. If not, send a full set.")
+    rule: str = Field(description="Rule for updates that name none.")
     loras: list[LoraAnswer]
-    last: UpdateAnswer | None = Field(description="The last update that ended, whichever way.")
-    last_error: str | None = Field(description="Of the last update that did not succeed.")
+    last: UpdateAnswer | None = Field(description="The last update, successful or not.")
+    last_error: str | None = Field(description="Error of the last failed update.")
 
 
 def routes(updates: Updates) -> APIRouter:
@@ -102,7 +102,7 @@ def routes(updates: Updates) -> APIRouter:
     async def push(
         request: Request,
         rule: Annotated[Literal["finish", "keep", "restart"] | None, Query(description=RULE)] = None,
-        version: Annotated[int | None, Query(ge=0, le=LARGEST_VERSION, description=VERSION)] = None,
+        version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
     ) -> WeightsAnswer:
         """Gives the model these weights, or changes nothing. Answers when they are served."""
@@ -112,7 +112,7 @@ def routes(updates: Updates) -> APIRouter:
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
         """Gives the model weights from there, or changes nothing. Answers when they are served."""
-        body = parsed(WeightsIn, await read_body(request, LARGEST_REQUEST))
+        body = parsed(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
         options = _options(body.rule, body.version, body.partial)
         if "path" in body.model_fields_set:
             await updates.load(body.path, options)

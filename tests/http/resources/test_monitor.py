@@ -14,7 +14,7 @@ from httpx import ASGITransport, AsyncClient
 from starlette.types import Message
 
 from darts_server.engine.scripted import settle
-from darts_server.http.resources.monitor import LiveAnswer, Viewed, pieces, routes, stream_events
+from darts_server.http.resources.monitor import MonitorAnswer, Viewed, pieces, routes, stream_events
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.rollout.learned.rewards import Rewards
@@ -52,7 +52,7 @@ def read(piece: bytes) -> tuple[str, dict[str, Any]]:
     """The name of an event, and its data in its documented form."""
     name, data = piece.decode().removesuffix("\n\n").split("\n")
     told = json.loads(data.removeprefix("data: "))
-    LiveAnswer.model_validate(told)
+    MonitorAnswer.model_validate(told)
     return name.removeprefix("event: "), told
 
 
@@ -150,7 +150,9 @@ async def test_without_accepting_events_the_answer_is_json() -> None:
     app.include_router(routes(server.viewed))
     async with AsyncClient(transport=ASGITransport(app), base_url="http://here") as client:
         answer = await client.get("/live")
-        assert [group["group_id"] for group in LiveAnswer.model_validate(answer.json()).model_dump()["groups"]] == ["g"]
+        assert [group["group_id"] for group in MonitorAnswer.model_validate(answer.json()).model_dump()["groups"]] == [
+            "g"
+        ]
         server.stopping = True
         events = await client.get("/live", headers={"Accept": MEDIA_TYPE})
         assert events.headers["content-type"].startswith(MEDIA_TYPE)

@@ -1,0 +1,71 @@
+"""Fields of trajectories, candidates and token counts, shared by the answers of several routes."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, Field
+
+from darts_server.types import CandidateRecord, DiscardReason, FinishReason, Sample
+from darts_server.types import SelectedAs as Selection
+
+TrajectoryId = Annotated[str, Field(description="The group's id, a colon, the candidate's index.")]
+SelectedAs = Annotated[
+    Selection | None,
+    Field(description="End of the length order from which it was selected; null if it was not, or if that is unknown."),
+]
+Reason = Annotated[DiscardReason | None, Field(description="Why it was discarded; null if it was not.")]
+Cut = Annotated[bool, Field(description="Whether it was cut at the group's token limit.")]
+Quality = Annotated[
+    float | None, Field(description="Probability of being correct, by its latest score; null without a score.")
+]
+
+
+class SampleOut(BaseModel):
+    """A trajectory with its tokens."""
+
+    trajectory_id: TrajectoryId
+    token_ids: list[int]
+    logprobs: list[float] | None = Field(
+        description="Log-probs of these tokens; null unless sampling.logprobs requests them."
+    )
+    text: str
+    finish_reason: FinishReason
+    length: int
+    weight_version_start: int | None
+    weight_version_end: int | None
+
+
+class DiscardedOut(BaseModel):
+    """A candidate that was not returned."""
+
+    trajectory_id: TrajectoryId
+    length: int
+    reason: DiscardReason
+
+
+class UsageOut(BaseModel):
+    """Tokens that were generated, returned and wasted, and the duration."""
+
+    generated: int
+    returned: int
+    wasted: int
+    seconds: float
+
+    @classmethod
+    def of(cls, generated: int, returned: int, seconds: float) -> Self:
+        return cls(generated=generated, returned=returned, wasted=max(0, generated - returned), seconds=seconds)
+
+
+def sample_fields(
+    trajectory_id: str, sample: Sample, candidate: CandidateRecord | None, with_logprobs: bool = True
+) -> dict[str, Any]:
+    """Return the fields of `SampleOut`."""
+    return {
+        "trajectory_id": trajectory_id,
+        "token_ids": list(sample.token_ids),
+        "logprobs": None if sample.logprobs is None or not with_logprobs else list(sample.logprobs),
+        "text": sample.text,
+        "finish_reason": sample.finish_reason,
+        "length": len(sample.token_ids),
+        "weight_version_start": None if candidate is None else candidate.weight_version_start,
+        "weight_version_end": None if candidate is None else candidate.weight_version_end,
+    }
