@@ -220,24 +220,25 @@ class Returned:
 
 
 class UpdateOutcome(StrEnum):
-    """How an update of the weights ended."""
+    """How a weight update ended."""
 
     COMPLETED = "completed"
     REFUSED = "refused"
-    """Before the engine was touched: the set was bad, not whole, or could not be had."""
+    """Before the engine was touched: the weights were bad, or could not be transferred completely."""
     FAILED = "failed"
-    """Later; the old version is served."""
+    """After that; the old version is served."""
     LOST = "lost"
-    """The old version could not be put back."""
+    """The old version could not be restored: nothing is served."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRecord:
-    """What became of one update of the weights, told to observers when it has ended.
+    """The result of a weight update, passed to observers.
 
-    ``version``: what is served after it. ``source``: by which way the weights came. ``seconds``: by phase, of those
-    that were begun: ``transfer``, ``check``, ``wait`` for groups, ``pause``, ``load``, ``restore``, ``resume``.
-    ``lora``: the name of the LoRA adapter that was updated; ``None`` for the model itself.
+    ``version``: served after it. ``source``: how the weights arrived. ``rule``: ``None`` if the trainer paused the
+    engine itself. ``seconds``: by phase, of the phases that began: ``transfer``, ``check``, ``wait`` for groups,
+    ``pause``, ``load``, ``restore``, ``resume``. ``lora``: name of the LoRA adapter that was updated; ``None`` for the
+    model itself.
     """
 
     version: int

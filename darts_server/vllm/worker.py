@@ -19,7 +19,7 @@ from darts_server.vllm.probe.capture import install
 class WorkerExtension:
     """Methods for ``collective_rpc``, run between two steps of the engine. vLLM mixes this class into its worker.
 
-    Those that change weights return an error message, or ``None``: an exception would end the engine.
+    Those that change weights do not raise: they return an error message, or ``None``.
     """
 
     def darts_load_weights(self, plan: Sequence[tuple[str, Sequence[str]]]) -> str | None:
@@ -66,13 +66,13 @@ class WorkerExtension:
         """Names of the linear layers that LoRA adapters can change, as in checkpoints: q_proj, not vLLM's qkv_proj."""
         worker: Any = self
         manager = worker.model_runner.lora_manager._adapter_manager
-        return [
-            name.removesuffix(last) + part
-            for name, module in manager.modules.items()
-            if isinstance(module, BaseLinearLayerWithLoRA)
-            for last in [name.rpartition(".")[2]]
-            for part in manager.packed_modules_mapping.get(last, [last])
-        ]
+        names = []
+        for name, module in manager.modules.items():
+            if isinstance(module, BaseLinearLayerWithLoRA):
+                last = name.rpartition(".")[2]
+                parts = manager.packed_modules_mapping.get(last, [last])
+                names += [name.removesuffix(last) + part for part in parts]
+        return names
 
     def darts_install_probe(self, address: str) -> str | None:
         """Send the hidden states that requests ask for to this address. Returns why it cannot, or ``None``."""

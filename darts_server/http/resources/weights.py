@@ -124,7 +124,7 @@ def routes(updates: Updates) -> APIRouter:
 
 
 def body_of(request: Request) -> Callable[[int], AsyncIterator[bytes]]:
-    """From how many bytes may come, the body as it comes."""
+    """Return a function that streams the request's body, at most the given number of bytes."""
     return lambda limit: chunks_of(request, limit)
 
 
