@@ -217,7 +217,7 @@ class Group:
     # --- events -------------------------------------------------------------
 
     def _apply(self, event: Event) -> None:
-        if not isinstance(event, Started | Scored):  # these two settle nobody and make nobody hopeless
+        if not isinstance(event, Started | Scored):  # these two cannot change what is certain
             self._needs_assessment = True
         if isinstance(event, DeadlineSet):
             # Candidates may have been stopped or cut by the first deadline, so another one comes too late.
@@ -277,7 +277,7 @@ class Group:
         if missing > self._replacements_left:
             yield from self._give_up()
             return
-        if missing > 0:  # all remaining candidates are in the group now, so whoever was delivered or cut stays in it
+        if missing > 0:  # all remaining candidates are in the group now, so delivered and cut ones stay in it
             yield self._start(missing)
             self._replacements_left -= missing
         verdict = self._assess()

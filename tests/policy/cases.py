@@ -21,7 +21,7 @@ WITH_THE_END_OF_THE_ENGINE = [*WITH_FAILURES, Ending.BROKEN]
 
 @dataclass(frozen=True)
 class Case:
-    """All that a world is made of. The group's lots come from ``seed``, the order of events from ``order``."""
+    """Parameters of a world. ``seed`` determines the group's random numbers, ``order`` the order of events."""
 
     rule: Rule
     candidates: int
@@ -29,11 +29,11 @@ class Case:
     early: bool
     seed: int
     order: int
-    peek: Peek = Peek.ALARMS
+    peek: Peek = Peek.CHECKS
     spare: int = 0
     at_once: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)
-    gathers: Sequence[int] = ()
+    additions: Sequence[int] = ()
     opening: int = 0
 
     def world(self) -> World:
@@ -46,16 +46,16 @@ class Case:
             peek=self.peek,
             at_once=self.at_once,
             limits=self.limits,
-            gathers=self.gathers,
+            additions=self.additions,
             opening=self.opening,
         )
 
 
-SEATS = [(short, tail) for short in range(4) for tail in range(3) if short + tail]
-SAMPLED_TAILS = st.sampled_from(SEATS).map(lambda seats: SampledTail(*seats))
-LONGEST_TAILS = st.sampled_from(SEATS).map(lambda seats: LongestTail(*seats))
-DEADLINE_TAILS = st.sampled_from(SEATS).map(lambda seats: DeadlineTail(*seats))
-CUT_TAILS = st.sampled_from([(1, 1), (2, 1), (1, 2), *SEATS]).map(lambda seats: CutTail(*seats))
+PLACES = [(short, tail) for short in range(4) for tail in range(3) if short + tail]
+SAMPLED_TAILS = st.sampled_from(PLACES).map(lambda places: SampledTail(*places))
+LONGEST_TAILS = st.sampled_from(PLACES).map(lambda places: LongestTail(*places))
+DEADLINE_TAILS = st.sampled_from(PLACES).map(lambda places: DeadlineTail(*places))
+CUT_TAILS = st.sampled_from([(1, 1), (2, 1), (1, 2), *PLACES]).map(lambda places: CutTail(*places))
 WITHOUT_TAIL = st.builds(InOrder, st.integers(1, 4)) | st.builds(Shortest, st.integers(1, 4))
 FIRST_FINISH = st.builds(FirstFinish, st.integers(1, 4))
 SHADOWS = st.builds(Shadow, st.builds(Shortest, st.integers(1, 4)) | CUT_TAILS)
@@ -88,7 +88,7 @@ def cases(
     max_spare: int = 0,
     cut: bool = False,
 ) -> Case:
-    """``most``: the greatest number of candidates at first; ``room``: at least so many more than seats.
+    """``most``: the greatest number of candidates at first; ``room``: at least so many more than the size.
 
     ``cut``: set limits on the way.
     """
@@ -96,8 +96,8 @@ def cases(
     candidates = draw(st.integers(rule.size + room, max(rule.size + room, most)))
     spare = draw(st.integers(0, max_spare))
     opening = draw(st.just(0) | st.integers(1, 5))
-    gathers = draw(st.lists(st.integers(0, opening), max_size=candidates)) if opening else []
-    in_all = candidates + len(gathers) + spare
+    additions = draw(st.lists(st.integers(0, opening), max_size=candidates)) if opening else []
+    in_all = candidates + len(additions) + spare
     if Ending.LENGTH in endings and draw(st.booleans()):
         endings = [*endings, *MANY_TRUNCATED]
     limits = st.dictionaries(st.integers(0, 6), st.integers(1, max_length), min_size=1, max_size=3)
@@ -111,6 +111,6 @@ def cases(
         peek=draw(st.sampled_from(Peek)),
         spare=spare,
         limits=draw(limits) if cut else {},
-        gathers=gathers,
+        additions=additions,
         opening=opening,
     )

@@ -1,6 +1,6 @@
 """What the selection rules mean, by counting over known fates; slow, and shares no code with the rules.
 
-The rule objects serve as data only: which rule, and how many seats.
+The rule objects serve as data only: which rule, and how many places.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,8 +19,8 @@ from darts_server.types import SelectedAs
 class Fate:
     """How a candidate truly ends.
 
-    ``valid``: by itself, not at the length limit. ``place``: its number in the order of finishing. ``quality``: as it
-    was scored last.
+    ``valid``: at a stop token, not at the length limit. ``finish_position``: its number in the order of finishing.
+    ``quality``: by its latest score.
     """
 
     length: int
@@ -46,7 +46,7 @@ Rule = (
 
 
 def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, SelectedAs]:
-    """The group that ``rule`` makes of candidates that all ended, nobody being cut."""
+    """The group that ``rule`` makes of candidates that all ended, none being cut."""
     match rule:
         case InOrder(size):
             return _first_by_index(fates, size)
@@ -86,7 +86,7 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
 
 
 def _nearest_share(fates: Fates, size: int, target: float) -> dict[int, SelectedAs]:
-    """Whoever was not scored counts as the others on the average. Sums are those of multiples of 1/R."""
+    """A candidate that was not scored counts as the mean of the others. Sums are those of multiples of 1/R."""
     valid = sorted(i for i, fate in fates.items() if fate.valid)
     if len(valid) <= size:
         ends = dict.fromkeys(valid, SelectedAs.BALANCED)
@@ -171,7 +171,7 @@ def possible(
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Who is in the group in some future, and who in all of them.
 
-    In a future each open candidate ends by itself with at least one more token than it has. With ``InOrder`` it may
+    In a future each open candidate finishes with at least one more token than it has. With ``InOrder`` it may
     drop out instead: lengths do not matter to that rule, so its surplus candidates only run as cover for the others.
     """
     some: set[int] = set()

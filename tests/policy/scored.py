@@ -86,7 +86,7 @@ class ScoredCase:
     scores: Sequence[Sequence[Score]]
     most: int = 0
     chances: int | None = 0
-    """Seed of the lots of survival; ``None`` for a group without them."""
+    """Seed for pruning; ``None`` for a group that prunes nothing."""
 
     def world(self) -> ScoredWorld:
         case = self.case
@@ -105,7 +105,7 @@ class ScoredCase:
             peek=case.peek,
             at_once=case.at_once,
             limits=case.limits,
-            gathers=case.gathers,
+            additions=case.additions,
             opening=case.opening,
             scores=self.scores,
             most=self.most,

@@ -59,7 +59,7 @@ def test_a_move_leads_where_the_table_says_or_is_refused(state: State, event: Ca
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 @pytest.mark.parametrize("state", [State.FINISHED, State.SELECTED, State.DISCARDED])
-def test_late_words_change_nothing(state: State, event: CandidateEvent) -> None:
+def test_late_events_of_a_discarded_candidate_change_nothing(state: State, event: CandidateEvent) -> None:
     c = candidate(state)
     before = repr(c)
     if type(event) in LEGAL[state] and not (state is State.FINISHED and isinstance(event, Scored)):
@@ -69,7 +69,7 @@ def test_late_words_change_nothing(state: State, event: CandidateEvent) -> None:
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 @pytest.mark.parametrize("selected", [False, True])
-def test_late_words_about_one_that_was_cut_change_nothing(selected: bool, event: CandidateEvent) -> None:
+def test_late_events_of_a_cut_candidate_change_nothing(selected: bool, event: CandidateEvent) -> None:
     c = candidate()
     c.cut_at(2)
     if selected:
@@ -94,19 +94,19 @@ def test_a_finish_sets_length_and_reason() -> None:
     assert not c.running
 
 
-def test_a_score_is_kept() -> None:
+def test_a_score_is_recorded() -> None:
     c = candidate()
     c.apply(Scored(0, 0.25))
     assert c.quality == 0.25
 
 
-def test_a_score_that_comes_after_the_end_is_kept_while_the_fate_is_open() -> None:
+def test_a_score_after_the_finish_is_recorded_while_selection_is_open() -> None:
     c = candidate(State.FINISHED)
     c.apply(Scored(0, 0.25, survival=0.1))
     assert (c.state, c.quality, c.survival) == (State.FINISHED, 0.25, 1.0)
 
 
-def test_survival_multiplies_and_one_lot_does_for_all_draws() -> None:
+def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
     c = candidate()
     c.survival_draw = 0.3
     assert c.sample_survival(0.8)
@@ -117,7 +117,7 @@ def test_survival_multiplies_and_one_lot_does_for_all_draws() -> None:
 
 @pytest.mark.parametrize("state", [State.REQUESTED, State.RUNNING])
 @pytest.mark.parametrize("event", [Failed(0, RuntimeError()), Lost(0)])
-def test_one_that_fails_is_discarded_as_failed(state: State, event: CandidateEvent) -> None:
+def test_a_failed_candidate_is_discarded_as_failed(state: State, event: CandidateEvent) -> None:
     c = candidate(state)
     c.apply(event)
     assert (c.state, c.reason) == (State.DISCARDED, DiscardReason.FAILED)
@@ -125,7 +125,7 @@ def test_one_that_fails_is_discarded_as_failed(state: State, event: CandidateEve
     assert not c.running
 
 
-def test_a_running_candidate_will_have_one_token_more() -> None:
+def test_a_running_candidate_sorts_with_one_token_more() -> None:
     assert candidate(State.RUNNING, tokens=3).sort_key == (4, 0)
     assert candidate(State.FINISHED, tokens=3).sort_key == (3, 0)
 

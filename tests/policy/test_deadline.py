@@ -19,7 +19,7 @@ from darts_server.policy.deadline import (
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=80), st.floats(0.1, 1.0))
-def test_it_is_the_smallest_length_that_the_quantiles_share_of_groups_does_not_exceed(
+def test_the_deadline_is_the_smallest_length_that_the_quantiles_share_does_not_exceed(
     needed: list[int], quantile: float
 ) -> None:
     deadline = Deadline(quantile=quantile).from_lengths(needed, len(needed))
@@ -28,7 +28,7 @@ def test_it_is_the_smallest_length_that_the_quantiles_share_of_groups_does_not_e
 
 
 @given(st.lists(st.integers(1, 1000), max_size=64), st.integers(1, 64))
-def test_those_that_are_not_known_yet_count_as_longer(known: list[int], unknown: int) -> None:
+def test_unknown_lengths_count_as_longer(known: list[int], unknown: int) -> None:
     groups = len(known) + unknown
     deadline = Deadline().from_lengths(known, groups)
     assert deadline == (
@@ -36,11 +36,11 @@ def test_those_that_are_not_known_yet_count_as_longer(known: list[int], unknown:
     )
 
 
-def test_a_quantile_is_not_one_rank_too_high_for_the_way_floats_are() -> None:
+def test_rounding_of_floats_does_not_raise_the_rank() -> None:
     assert Deadline(quantile=0.55).from_lengths(range(1, 101), 100) == 55
 
 
-def test_it_is_held_between_floor_and_ceiling_and_stretched_before() -> None:
+def test_the_deadline_is_stretched_then_clipped_to_floor_and_ceiling() -> None:
     needed = [100] * 10
     assert Deadline(floor=150).from_lengths(needed, 10) == 150
     assert Deadline(ceiling=50).from_lengths(needed, 10) == 50
@@ -49,7 +49,7 @@ def test_it_is_held_between_floor_and_ceiling_and_stretched_before() -> None:
     assert Deadline().from_lengths([], 0) is None
 
 
-def test_recent_groups_stand_in_for_a_batch_once_there_are_some() -> None:
+def test_recent_groups_stand_in_for_a_cohort_once_there_are_enough() -> None:
     needs = RecentCompletionLengths()
     for tokens in range(1, MIN_GROUPS):
         needs.add(tokens)
@@ -62,13 +62,13 @@ def test_recent_groups_stand_in_for_a_batch_once_there_are_some() -> None:
     assert RecentCompletionLengths(needs.state).deadline(Deadline()) == 7
 
 
-def test_few_right_answers_say_nothing() -> None:
+def test_there_is_no_share_with_few_right_answers() -> None:
     losses = DeadlineLosses().with_group(MIN_RIGHT - 1, MIN_RIGHT - 1, 0.02)
     assert losses.share is None
     assert losses.stretch == 1.0
 
 
-def test_a_deadline_that_costs_too_much_moves_away_until_it_does_not_and_comes_back() -> None:
+def test_the_stretch_grows_while_too_much_is_lost_and_shrinks_after() -> None:
     """Right answers have log-normal lengths; the deadline would be their median, and 2 % of them may be lost."""
     rng = np.random.default_rng(3)
     losses, shares = DeadlineLosses(), []
@@ -86,7 +86,7 @@ def test_a_deadline_that_costs_too_much_moves_away_until_it_does_not_and_comes_b
     assert losses.stretch == 1.0
 
 
-def test_it_moves_by_steps_and_not_beyond_reason() -> None:
+def test_the_stretch_changes_in_steps_up_to_a_maximum() -> None:
     losses = DeadlineLosses().with_group(MIN_RIGHT, MIN_RIGHT, 0.02)
     assert losses.stretch == pytest.approx(STRETCH_UP)
     for _ in range(1000):
@@ -95,6 +95,6 @@ def test_it_moves_by_steps_and_not_beyond_reason() -> None:
 
 
 @pytest.mark.parametrize("state", [{"right": -1}, {"right": 1, "lost": 2}, {"stretch": 0.5}, {"right": math.nan}])
-def test_a_state_that_cannot_be_is_refused(state: dict[str, float]) -> None:
+def test_a_state_out_of_range_is_refused(state: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="losses must hold"):
         DeadlineLosses(**state)

@@ -26,33 +26,35 @@ from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, Long
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 
-class Lots:
-    """Gives out the given lots, in their order."""
+class Draws:
+    """Return the given random numbers in their order."""
 
-    def __init__(self, *lots: float) -> None:
-        self._lots = iter(lots)
+    def __init__(self, *draws: float) -> None:
+        self._draws = iter(draws)
 
     def random(self) -> float:
-        return next(self._lots)
+        return next(self._draws)
 
 
-def unopened(*, lots: tuple[float, ...] = (), spare: int | None = 0, early: bool = False) -> Group:
-    return Group(rng=Lots(*lots) if lots else np.random.default_rng(0), max_replacements=spare, deliver_early=early)
+def unopened(*, draws: tuple[float, ...] = (), spare: int | None = 0, early: bool = False) -> Group:
+    return Group(rng=Draws(*draws) if draws else np.random.default_rng(0), max_replacements=spare, deliver_early=early)
 
 
 def opened(
-    rule: SelectionRule, candidates: int, *, lots: tuple[float, ...] = (), spare: int = 0, early: bool = False
+    rule: SelectionRule, candidates: int, *, draws: tuple[float, ...] = (), spare: int = 0, early: bool = False
 ) -> Group:
     """A group all of whose first candidates run."""
-    group = unopened(lots=lots, spare=spare, early=early)
+    group = unopened(draws=draws, spare=spare, early=early)
     assert group.open(rule, candidates) == [Start(tuple(range(candidates)))]
     group.handle(*(Started(i) for i in range(candidates)))
     return group
 
 
-def gathered(candidates: int, *, lots: tuple[float, ...] = (), spare: int | None = 0, early: bool = False) -> Group:
+def unopened_with(
+    candidates: int, *, draws: tuple[float, ...] = (), spare: int | None = 0, early: bool = False
+) -> Group:
     """A group that is not open yet, with so many that run."""
-    group = unopened(lots=lots, spare=spare, early=early)
+    group = unopened(draws=draws, spare=spare, early=early)
     for i in range(candidates):
         assert group.add_candidate() == [Start((i,))]
         assert group.handle(Started(i)) == []
@@ -74,7 +76,7 @@ def reasons(group: Group) -> list[DiscardReason | None]:
 # --- opening ----------------------------------------------------------------
 
 
-def test_fewer_candidates_than_seats_are_refused() -> None:
+def test_fewer_candidates_than_the_size_are_refused() -> None:
     group = unopened()
     with pytest.raises(ValueError, match="at least the group size 3, got 2"):
         group.open(Shortest(3), 2)
@@ -82,7 +84,7 @@ def test_fewer_candidates_than_seats_are_refused() -> None:
     assert group.open(Shortest(3), 3) == [Start((0, 1, 2))]
 
 
-def test_a_group_opens_once_and_gathers_no_more() -> None:
+def test_a_group_opens_once_and_takes_no_more_candidates() -> None:
     group = opened(Shortest(1), 1)
     with pytest.raises(IllegalMove, match="open already"):
         group.open(Shortest(1), 1)
@@ -91,7 +93,7 @@ def test_a_group_opens_once_and_gathers_no_more() -> None:
 
 
 def test_a_group_has_no_size_before_it_is_open() -> None:
-    group = gathered(1)
+    group = unopened_with(1)
     assert not group.is_open
     assert not group.all_delivered
     for unknown in ("rule", "size", "completion_length"):
@@ -110,8 +112,8 @@ def test_a_group_that_was_cancelled_before_it_opened_does_not_open() -> None:
     assert not group.candidates
 
 
-def test_a_limit_may_be_set_before_the_group_opens() -> None:
-    group = unopened(lots=(0.2, 0.1))
+def test_a_deadline_may_be_set_before_the_group_opens() -> None:
+    group = unopened(draws=(0.2, 0.1))
     assert group.handle(DeadlineSet(3)) == []
     assert group.open(CutTail(1, 1), 2) == [Start((0, 1))]
     assert group.handle(Started(0), stop(0, 2), Started(1)) == []
@@ -119,41 +121,41 @@ def test_a_limit_may_be_set_before_the_group_opens() -> None:
     assert group.candidates[1].tokens == 9  # without it the second shortest would be missing
 
 
-def test_lots_are_numbered_by_the_generator_it_was_given() -> None:
-    lots = list(np.random.default_rng(0).random(3))
-    assert [c.tail_draw for c in opened(Shortest(1), 3).candidates] == lots
-    group = gathered(2)
+def test_tail_draws_come_from_the_given_generator() -> None:
+    draws = list(np.random.default_rng(0).random(3))
+    assert [c.tail_draw for c in opened(Shortest(1), 3).candidates] == draws
+    group = unopened_with(2)
     group.open(Shortest(1), 3)
-    assert [c.tail_draw for c in group.candidates] == lots
+    assert [c.tail_draw for c in group.candidates] == draws
 
 
-# --- gathering --------------------------------------------------------------
+# --- before the opening --------------------------------------------------
 
 
 def test_nothing_is_decided_before_a_group_is_open() -> None:
-    group = gathered(3)
+    group = unopened_with(3)
     assert group.handle(stop(0, 2), truncated(1, 9), Progress(2, 5)) == []
     assert group.handle(DeadlineSet(1)) == []
     assert group.check_at == {}
     assert group.open(Shortest(1), 3) == [Stop(2, DiscardReason.LONGER_THAN_NEEDED), Complete({0: SelectedAs.SHORT})]
 
 
-def test_opening_starts_what_is_missing() -> None:
-    group = gathered(2)
+def test_opening_starts_the_missing_candidates() -> None:
+    group = unopened_with(2)
     assert group.open(Shortest(2), 4) == [Start((2, 3))]
     assert group.check_at == {}
     group.handle(stop(0, 2), stop(1, 6))
     assert group.check_at == {2: 5, 3: 5}
 
 
-def test_opening_with_more_than_was_wanted_starts_nobody_and_stops_nobody() -> None:
-    group = gathered(4)
+def test_opening_with_too_many_candidates_starts_and_stops_none() -> None:
+    group = unopened_with(4)
     assert group.open(Shortest(2), 3) == []
     assert len(group.candidates) == 4
 
 
-def test_those_that_finished_before_the_opening_count() -> None:
-    group = gathered(2)
+def test_candidates_that_finished_before_the_opening_count() -> None:
+    group = unopened_with(2)
     group.handle(stop(0, 2), stop(1, 4))
     assert group.open(Shortest(3), 3) == [Start((2,))]
     assert group.check_at == {}
@@ -163,20 +165,20 @@ def test_those_that_finished_before_the_opening_count() -> None:
 
 
 def test_a_group_may_be_complete_when_it_opens() -> None:
-    group = gathered(2)
+    group = unopened_with(2)
     group.handle(stop(0, 2), stop(1, 4))
     assert group.open(InOrder(2), 2) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
     assert group.outcome is Outcome.COMPLETED
 
 
-def test_what_is_certain_is_delivered_at_the_opening() -> None:
-    group = gathered(2, early=True)
+def test_settled_candidates_are_delivered_at_the_opening() -> None:
+    group = unopened_with(2, early=True)
     group.handle(stop(0, 2), Progress(1, 2))
     assert group.open(Shortest(2), 2) == [Deliver(0)]
 
 
-def test_one_that_failed_before_the_opening_is_missing_and_takes_nothing_from_the_spare_ones() -> None:
-    group = gathered(3, spare=1)
+def test_failures_before_the_opening_do_not_count_as_replacements() -> None:
+    group = unopened_with(3, spare=1)
     assert group.handle(Lost(0), Failed(2, RuntimeError())) == []
     assert group.open(Shortest(3), 3) == [Start((3, 4))]
     assert group.handle(Lost(3)) == [Start((5,))]
@@ -184,8 +186,8 @@ def test_one_that_failed_before_the_opening_is_missing_and_takes_nothing_from_th
     assert group.handle(Lost(4))[:-1] == stopped
 
 
-def test_a_failure_that_others_would_share_ends_a_group_that_is_not_open() -> None:
-    group, error = gathered(2), RuntimeError("the engine is dead")
+def test_a_failure_that_is_not_retryable_ends_a_group_that_is_not_open() -> None:
+    group, error = unopened_with(2), RuntimeError("the engine is dead")
     assert group.handle(Failed(0, error, retryable=False)) == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
     assert group.outcome is Outcome.FAILED
     assert reasons(group) == [DiscardReason.FAILED, DiscardReason.CANCELLED]
@@ -193,15 +195,15 @@ def test_a_failure_that_others_would_share_ends_a_group_that_is_not_open() -> No
     assert group.open(Shortest(2), 2) == []
 
 
-def test_the_spare_ones_are_as_many_as_the_seats_unless_told_otherwise() -> None:
-    group = gathered(1, spare=None)
+def test_there_are_as_many_replacements_as_the_size_by_default() -> None:
+    group = unopened_with(1, spare=None)
     assert group.open(Shortest(2), 2) == [Start((1,))]
     assert group.handle(Lost(0), Lost(1)) == [Start((2, 3))]
     assert isinstance(group.handle(Lost(2))[-1], GiveUp)
 
 
-def test_a_gathering_group_that_is_cancelled_stops_what_runs() -> None:
-    group = gathered(3)
+def test_an_unopened_group_that_is_cancelled_stops_its_candidates() -> None:
+    group = unopened_with(3)
     group.handle(stop(0, 2))
     assert group.cancel() == [Stop(1, DiscardReason.CANCELLED), Stop(2, DiscardReason.CANCELLED)]
     assert reasons(group) == [DiscardReason.CANCELLED] * 3
@@ -210,7 +212,7 @@ def test_a_gathering_group_that_is_cancelled_stops_what_runs() -> None:
     assert group.handle(stop(1, 4), Failed(2, RuntimeError(), retryable=False)) == []
 
 
-def test_a_group_of_which_a_part_is_enough_is_what_was_delivered() -> None:
+def test_a_decided_group_is_what_was_delivered() -> None:
     group = opened(InOrder(3), 3, early=True)
     assert group.handle(stop(1, 5)) == [Deliver(1)]
     assert group.end_decided() == [Stop(0, DiscardReason.DECIDED), Stop(2, DiscardReason.DECIDED)]
@@ -223,19 +225,19 @@ def test_a_group_of_which_a_part_is_enough_is_what_was_delivered() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 2])
-def test_an_event_about_no_candidate_is_refused(index: int) -> None:
+def test_an_event_of_an_unknown_candidate_is_refused(index: int) -> None:
     with pytest.raises(IllegalMove, match=f"no candidate {index} was started"):
         opened(Shortest(1), 2).handle(Started(index))
 
 
-def test_a_second_end_is_refused() -> None:
+def test_a_second_finish_is_refused() -> None:
     group = opened(Shortest(2), 2)
     group.handle(stop(0, 4))
     with pytest.raises(IllegalMove):
         group.handle(stop(0, 4))
 
 
-def test_a_failure_that_came_with_an_illegal_event_counts_at_the_next() -> None:
+def test_a_failure_before_an_illegal_event_counts_at_the_next_call() -> None:
     group, error = opened(Shortest(2), 2), RuntimeError()
     with pytest.raises(IllegalMove):
         group.handle(Failed(0, error), Started(1))
@@ -245,7 +247,7 @@ def test_a_failure_that_came_with_an_illegal_event_counts_at_the_next() -> None:
 # --- completing -------------------------------------------------------------
 
 
-def test_the_shortest_complete_as_soon_as_the_others_are_known_to_be_longer() -> None:
+def test_the_shortest_complete_as_soon_as_the_others_are_longer() -> None:
     group = opened(Shortest(2), 4)
     assert group.handle(stop(3, 2)) == []
     assert group.handle(stop(1, 5)) == []
@@ -261,14 +263,14 @@ def test_the_shortest_complete_as_soon_as_the_others_are_known_to_be_longer() ->
     assert reasons(group) == [DiscardReason.LONGER_THAN_NEEDED, None, DiscardReason.LONGER_THAN_NEEDED, None]
 
 
-def test_surplus_candidates_are_discarded_with_the_reason_of_the_rule() -> None:
+def test_candidates_not_selected_are_discarded_with_the_rules_reason() -> None:
     group = opened(LongestTail(1, 1), 4)
     group.handle(stop(0, 2), stop(1, 3), truncated(2, 9))
     assert group.handle(stop(3, 5)) == [Complete({0: SelectedAs.SHORT, 3: SelectedAs.LONG})]
     assert reasons(group) == [None, DiscardReason.MIDDLE, DiscardReason.TRUNCATED, None]
 
 
-def test_a_longest_tail_of_none_stops_those_that_are_longer() -> None:
+def test_a_longest_tail_without_tail_places_stops_longer_candidates() -> None:
     group = opened(LongestTail(1, 0), 2)
     assert group.handle(stop(0, 2), Progress(1, 2)) == [
         Stop(1, DiscardReason.LONGER_THAN_NEEDED),
@@ -276,7 +278,7 @@ def test_a_longest_tail_of_none_stops_those_that_are_longer() -> None:
     ]
 
 
-def test_a_completed_group_hears_nothing_more() -> None:
+def test_a_completed_group_ignores_events() -> None:
     group = opened(Shortest(1), 2)
     group.handle(stop(0, 1), Progress(1, 3))
     assert group.handle(stop(1, 4)) == []
@@ -284,14 +286,14 @@ def test_a_completed_group_hears_nothing_more() -> None:
     assert group.outcome is Outcome.COMPLETED
 
 
-def test_what_is_known_to_belong_is_delivered_once_before_the_group_is_complete() -> None:
+def test_a_settled_trajectory_is_delivered_once_before_the_group_is_complete() -> None:
     group = opened(Shortest(2), 2, early=True)
     assert group.handle(stop(1, 4)) == [Deliver(1)]
     assert group.handle(Progress(0, 5)) == []
     assert group.handle(stop(0, 6)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
 
 
-def test_the_first_to_finish_complete_it_whatever_their_lengths() -> None:
+def test_the_first_to_finish_complete_the_group_whatever_their_lengths() -> None:
     group = opened(FirstFinish(2), 4)
     assert group.handle(stop(3, 9)) == []
     assert group.handle(Progress(0, 50), truncated(1, 4)) == []
@@ -302,7 +304,7 @@ def test_the_first_to_finish_complete_it_whatever_their_lengths() -> None:
     assert reasons(group) == [DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED, None, None]
 
 
-def test_of_those_that_finish_in_one_call_the_first_told_are_first() -> None:
+def test_of_candidates_that_finish_in_one_call_the_first_reported_is_first() -> None:
     group = opened(FirstFinish(2), 4)
     assert group.handle(truncated(0, 1), stop(3, 7), stop(1, 7), stop(2, 3)) == [
         Complete({1: SelectedAs.SHORT, 3: SelectedAs.SHORT})
@@ -310,7 +312,7 @@ def test_of_those_that_finish_in_one_call_the_first_told_are_first() -> None:
     assert [c.finish_position for c in group.candidates] == [1, 3, 4, 2]
 
 
-def test_too_few_that_finish_are_filled_up_in_the_same_order() -> None:
+def test_too_few_valid_ones_are_filled_up_in_the_order_of_finishing() -> None:
     group = opened(FirstFinish(2), 3, early=True)
     assert group.handle(truncated(2, 9)) == []
     assert group.handle(truncated(0, 8)) == []
@@ -318,7 +320,7 @@ def test_too_few_that_finish_are_filled_up_in_the_same_order() -> None:
 
 
 def test_the_first_to_finish_may_do_so_before_the_group_is_open() -> None:
-    group = gathered(3)
+    group = unopened_with(3)
     group.handle(stop(2, 9), Lost(0))
     group.handle(stop(1, 5))
     assert group.open(FirstFinish(1), 2) == [Complete({2: SelectedAs.SHORT})]
@@ -327,7 +329,7 @@ def test_the_first_to_finish_may_do_so_before_the_group_is_open() -> None:
 # --- watching ---------------------------------------------------------------
 
 
-def test_a_shadow_delivers_the_first_and_watches_the_others_to_their_end() -> None:
+def test_a_shadow_delivers_the_first_and_observes_the_others_to_their_end() -> None:
     group = opened(Shadow(Shortest(2)), 4, early=True)
     assert group.handle(stop(3, 2), stop(1, 3)) == [Deliver(1)]
     assert group.handle(Progress(2, 50)) == []
@@ -340,14 +342,14 @@ def test_a_shadow_delivers_the_first_and_watches_the_others_to_their_end() -> No
     assert reasons(group) == [None, None, DiscardReason.WATCHED, DiscardReason.WATCHED]
 
 
-def test_a_watched_one_that_fails_is_not_replaced() -> None:
+def test_an_observed_candidate_that_fails_is_not_replaced() -> None:
     group = opened(Shadow(Shortest(1)), 2, spare=1, early=True)
     assert group.handle(stop(0, 2)) == [Deliver(0)]
     assert group.handle(Failed(1, RuntimeError(), retryable=False)) == [Complete({0: SelectedAs.SHORT})]
     assert reasons(group) == [None, DiscardReason.FAILED]
 
 
-def test_the_next_in_order_takes_the_seat_of_one_that_failed() -> None:
+def test_the_next_in_order_takes_the_place_of_a_failed_one() -> None:
     group = opened(Shadow(Shortest(1)), 2, early=True)
     assert group.handle(stop(1, 2)) == []
     assert group.handle(Lost(0)) == [Complete({1: SelectedAs.SHORT})]
@@ -365,11 +367,11 @@ def test_a_shadow_that_is_cancelled_keeps_what_was_delivered() -> None:
 
 
 @pytest.mark.parametrize("event", [Failed(0, RuntimeError("no memory")), Lost(0)])
-def test_a_failure_that_others_can_cover_starts_nobody(event: Event) -> None:
+def test_a_failure_with_enough_other_candidates_starts_none(event: Event) -> None:
     assert opened(Shortest(1), 2, spare=1).handle(event) == []
 
 
-def test_failures_are_replaced_until_the_spare_ones_are_used_up() -> None:
+def test_failures_are_replaced_until_the_replacements_are_used_up() -> None:
     group = opened(Shortest(2), 2, spare=2)
     assert group.handle(Lost(0)) == [Start((2,))]
     assert group.handle(Failed(2, RuntimeError())) == [Start((3,))]
@@ -380,39 +382,39 @@ def test_failures_are_replaced_until_the_spare_ones_are_used_up() -> None:
     assert reasons(group) == [failed, DiscardReason.CANCELLED, failed, failed]
 
 
-def test_giving_up_names_the_last_failure_whatever_else_was_heard() -> None:
+def test_giving_up_reports_the_last_failure() -> None:
     first, last = RuntimeError("first"), RuntimeError("last")
     group = opened(Shortest(2), 3)
     assert group.handle(Failed(0, first), Failed(1, last), Progress(2, 4))[-1] == GiveUp(last)
 
 
-def test_giving_up_does_not_name_one_that_was_stopped_from_here() -> None:
-    group, error = opened(SampledTail(1, 1), 3, lots=(0.9, 0.8, 0.1)), RuntimeError("no memory")
+def test_giving_up_does_not_report_a_candidate_that_the_group_stopped() -> None:
+    group, error = opened(SampledTail(1, 1), 3, draws=(0.9, 0.8, 0.1)), RuntimeError("no memory")
     assert group.handle(stop(0, 2), Progress(1, 2), Progress(2, 2)) == [Stop(1, DiscardReason.TAIL_PRUNED)]
     assert group.handle(Failed(2, error), Lost(1)) == [GiveUp(error)]
 
 
-def test_nobody_is_started_after_a_failure_that_others_would_share() -> None:
+def test_no_candidate_is_started_after_a_failure_that_is_not_retryable() -> None:
     error = RuntimeError("the engine is dead")
     group = opened(Shortest(1), 1, spare=5)
     assert group.handle(Failed(0, error, retryable=False)) == [GiveUp(error)]
 
 
-def test_giving_up_after_an_abort_says_which_candidate_was_aborted() -> None:
+def test_giving_up_after_an_abort_names_the_aborted_candidate() -> None:
     [gave_up] = opened(Shortest(1), 1).handle(Lost(0))
     assert isinstance(gave_up, GiveUp)
     assert isinstance(gave_up.error, GroupFailed)
     assert str(gave_up.error) == "the engine aborted candidate 0"
 
 
-def test_a_newcomer_takes_no_seat_from_one_that_was_delivered() -> None:
+def test_a_replacement_takes_no_place_from_a_delivered_candidate() -> None:
     group = opened(Shortest(2), 2, spare=1, early=True)
     assert group.handle(stop(1, 4), Progress(0, 4)) == [Deliver(1)]
     assert group.handle(Lost(0)) == [Start((2,))]
     assert group.handle(Started(2), stop(2, 1)) == [Complete({1: SelectedAs.SHORT, 2: SelectedAs.SHORT})]
 
 
-def test_a_second_restart_keeps_the_seats_of_the_first() -> None:
+def test_a_second_replacement_keeps_the_places_of_delivered_candidates() -> None:
     group = opened(Shortest(3), 3, spare=2, early=True)
     assert group.handle(stop(0, 4), Progress(1, 4), Progress(2, 4)) == [Deliver(0)]
     assert group.handle(Lost(1)) == [Start((3,))]
@@ -422,8 +424,8 @@ def test_a_second_restart_keeps_the_seats_of_the_first() -> None:
     ]
 
 
-def test_a_restart_leaves_both_ends_of_the_group_as_they_were_wanted() -> None:
-    group = opened(SampledTail(1, 2), 3, lots=(0.7, 0.1, 0.6, 0.2), spare=1, early=True)
+def test_a_replacement_leaves_shortest_and_tail_places_unchanged() -> None:
+    group = opened(SampledTail(1, 2), 3, draws=(0.7, 0.1, 0.6, 0.2), spare=1, early=True)
     assert group.handle(stop(0, 5), truncated(1, 9)) == [Deliver(1)]
     assert group.handle(Lost(2)) == [Start((3,))]
     assert group.handle(Started(3), stop(3, 7)) == [
@@ -434,8 +436,8 @@ def test_a_restart_leaves_both_ends_of_the_group_as_they_were_wanted() -> None:
 # --- limits -----------------------------------------------------------------
 
 
-def test_a_running_tail_is_cut_when_it_reaches_the_limit() -> None:
-    group = opened(CutTail(1, 1), 4, lots=(0.9, 0.2, 0.1, 0.8))
+def test_a_running_tail_is_cut_when_it_reaches_the_deadline() -> None:
+    group = opened(CutTail(1, 1), 4, draws=(0.9, 0.2, 0.1, 0.8))
     assert group.handle(DeadlineSet(6), stop(0, 2), Progress(1, 2), Progress(2, 3), Progress(3, 3)) == []
     assert group.check_at == {}
     assert group.handle(stop(3, 5)) == []
@@ -447,15 +449,15 @@ def test_a_running_tail_is_cut_when_it_reaches_the_limit() -> None:
     assert (group.candidates[2].tokens, group.candidates[2].state) == (6, State.SELECTED)
 
 
-def test_a_tail_is_never_cut_before_what_the_group_itself_needs() -> None:
-    group = opened(CutTail(1, 1), 3, lots=(0.9, 0.8, 0.1))
+def test_a_tail_is_never_cut_below_the_groups_completion_length() -> None:
+    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.8, 0.1))
     assert group.handle(DeadlineSet(3), stop(0, 2), Progress(2, 4), stop(1, 5)) == []
     assert group.check_at == {2: 5}
     assert group.handle(Progress(2, 5)) == [Cut(2, 5), Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
 
 
-def test_a_tail_that_ended_beyond_the_limit_is_cut_when_it_is_certain_where() -> None:
-    group = opened(CutTail(1, 1), 4, lots=(0.9, 0.1, 0.8, 0.7))
+def test_a_tail_that_finished_beyond_the_deadline_is_cut_once_the_deadline_is_certain() -> None:
+    group = opened(CutTail(1, 1), 4, draws=(0.9, 0.1, 0.8, 0.7))
     assert group.handle(DeadlineSet(3), truncated(1, 9), stop(0, 2), stop(2, 7)) == []
     assert group.check_at == {3: 1}
     assert group.handle(Progress(3, 5)) == []
@@ -464,8 +466,8 @@ def test_a_tail_that_ended_beyond_the_limit_is_cut_when_it_is_certain_where() ->
     assert group.candidates[1].tokens == 6
 
 
-def test_the_others_are_stopped_when_it_is_certain_that_nobody_is_cut() -> None:
-    group = opened(CutTail(1, 1), 3, lots=(0.9, 0.1, 0.8))
+def test_the_others_are_stopped_when_it_is_certain_that_none_is_cut() -> None:
+    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.1, 0.8))
     assert group.handle(DeadlineSet(5), stop(0, 2), Progress(2, 2)) == []
     assert group.handle(stop(1, 5)) == [
         Stop(2, DiscardReason.TAIL_PRUNED),
@@ -473,13 +475,13 @@ def test_the_others_are_stopped_when_it_is_certain_that_nobody_is_cut() -> None:
     ]
 
 
-def test_a_tail_that_ended_before_there_was_a_limit_is_cut_afterwards() -> None:
-    group = opened(CutTail(1, 1), 3, lots=(0.9, 0.1, 0.8))
+def test_a_tail_that_finished_before_there_was_a_deadline_is_cut_afterwards() -> None:
+    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.1, 0.8))
     assert group.handle(stop(1, 9), stop(0, 2)) == []
     assert group.handle(DeadlineSet(5), stop(2, 4)) == [Cut(1, 5), Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
 
 
-def test_a_group_that_is_complete_before_there_is_a_limit_keeps_its_tail_whole() -> None:
+def test_a_group_that_is_complete_before_there_is_a_deadline_keeps_its_tail_whole() -> None:
     group = opened(CutTail(1, 1), 2)
     assert group.handle(stop(0, 2), stop(1, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
     assert group.handle(DeadlineSet(5)) == []
@@ -487,7 +489,7 @@ def test_a_group_that_is_complete_before_there_is_a_limit_keeps_its_tail_whole()
 
 
 def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
-    group = opened(CutTail(1, 2), 5, lots=(0.9, 0.1, 0.2, 0.8, 0.7), early=True)
+    group = opened(CutTail(1, 2), 5, draws=(0.9, 0.1, 0.2, 0.8, 0.7), early=True)
     assert group.handle(stop(0, 2), stop(1, 9)) == [Deliver(1)]
     assert group.handle(DeadlineSet(5), Progress(2, 4), stop(3, 3), stop(4, 4)) == [Deliver(0)]
     assert group.handle(Progress(2, 5)) == [
@@ -496,35 +498,35 @@ def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
     ]
 
 
-def test_what_may_yet_be_cut_is_not_delivered() -> None:
-    group = opened(CutTail(1, 1), 3, lots=(0.1, 0.5, 0.6), early=True)
+def test_a_candidate_that_may_be_cut_is_not_delivered() -> None:
+    group = opened(CutTail(1, 1), 3, draws=(0.1, 0.5, 0.6), early=True)
     assert group.handle(DeadlineSet(3), stop(0, 9)) == []
     assert group.handle(stop(1, 2), Progress(2, 1)) == [Deliver(1)]
     assert group.handle(stop(2, 2)) == [Cut(0, 3), Complete({0: SelectedAs.LONG, 1: SelectedAs.SHORT})]
 
 
-def test_only_the_first_limit_counts() -> None:
-    group = opened(CutTail(1, 1), 3, lots=(0.9, 0.8, 0.1))
+def test_only_the_first_deadline_counts() -> None:
+    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.8, 0.1))
     group.handle(DeadlineSet(6), stop(0, 2), stop(1, 3))
     assert group.handle(DeadlineSet(4), Progress(2, 5)) == []
     assert (group.deadline, group.check_at) == (6, {2: 6})
 
 
-def test_without_enough_valid_ones_nobody_is_cut() -> None:
-    group = opened(CutTail(1, 2), 3, lots=(0.9, 0.5, 0.1))
+def test_without_enough_valid_ones_none_is_cut() -> None:
+    group = opened(CutTail(1, 2), 3, draws=(0.9, 0.5, 0.1))
     assert group.handle(DeadlineSet(3), stop(0, 2), truncated(1, 9), Progress(2, 8)) == []
     assert group.handle(stop(2, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.FILL, 2: SelectedAs.LONG})]
 
 
-def test_a_newcomer_takes_no_seat_from_a_tail_that_may_be_cut() -> None:
-    group = opened(CutTail(1, 1), 2, lots=(0.9, 0.5, 0.0), spare=1)
+def test_a_replacement_takes_no_place_from_a_tail_that_may_be_cut() -> None:
+    group = opened(CutTail(1, 1), 2, draws=(0.9, 0.5, 0.0), spare=1)
     assert group.handle(DeadlineSet(4), stop(0, 2), Lost(1)) == [Start((2,))]
     assert group.handle(Started(2), Progress(2, 9)) == []
     assert group.handle(stop(2, 10)) == [Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
 
 
-def test_what_the_engine_still_says_about_one_that_was_cut_changes_nothing() -> None:
-    group = opened(CutTail(1, 2), 4, lots=(0.9, 0.8, 0.2, 0.1))
+def test_late_events_of_a_cut_candidate_do_not_change_the_group() -> None:
+    group = opened(CutTail(1, 2), 4, draws=(0.9, 0.8, 0.2, 0.1))
     assert group.handle(DeadlineSet(4), stop(0, 2), stop(1, 3), Progress(2, 3), Progress(3, 4)) == []
     assert group.handle(stop(2, 4)) == [
         Cut(3, 4),
@@ -534,7 +536,7 @@ def test_what_the_engine_still_says_about_one_that_was_cut_changes_nothing() -> 
     assert (group.candidates[3].tokens, group.candidates[3].finish_position) == (4, 0)
 
 
-def test_whoever_reaches_the_deadline_of_its_group_is_stopped() -> None:
+def test_a_candidate_that_reaches_its_groups_deadline_is_stopped() -> None:
     group = opened(DeadlineTail(1, 1), 4)
     assert group.handle(DeadlineSet(6), stop(0, 2), Progress(1, 9)) == []
     assert group.check_at == {}
@@ -544,7 +546,7 @@ def test_whoever_reaches_the_deadline_of_its_group_is_stopped() -> None:
     assert reasons(group) == [None, DiscardReason.TAIL_PRUNED, DiscardReason.MIDDLE, None]
 
 
-def test_before_there_is_a_limit_the_longest_is_waited_for() -> None:
+def test_before_there_is_a_deadline_the_group_waits_for_the_longest() -> None:
     group = opened(DeadlineTail(1, 1), 3)
     assert group.handle(stop(0, 2), stop(1, 3), Progress(2, 20)) == []
     assert group.check_at == {}
@@ -554,7 +556,7 @@ def test_before_there_is_a_limit_the_longest_is_waited_for() -> None:
     ]
 
 
-def test_what_a_group_needs_falls_as_shorter_ones_come_in() -> None:
+def test_the_completion_length_falls_as_shorter_candidates_finish() -> None:
     group = opened(LongestTail(1, 1), 4)
     group.handle(stop(0, 9), truncated(1, 1))
     assert group.completion_length is None
@@ -577,15 +579,15 @@ def test_a_cancelled_group_stops_what_runs_and_discards_all() -> None:
     assert group.cancel() == []
 
 
-def test_what_was_delivered_stays_selected_when_the_group_is_cancelled() -> None:
-    group = opened(SampledTail(1, 1), 4, lots=(0.9, 0.1, 0.8, 0.7), early=True)
+def test_delivered_candidates_stay_selected_when_the_group_is_cancelled() -> None:
+    group = opened(SampledTail(1, 1), 4, draws=(0.9, 0.1, 0.8, 0.7), early=True)
     assert group.handle(stop(0, 2), truncated(1, 9), stop(2, 4)) == [Deliver(1)]
     assert group.cancel() == [Stop(3, DiscardReason.CANCELLED)]
     assert [c.selected_as for c in group.candidates] == [None, SelectedAs.FILL, None, None]
     assert reasons(group) == [DiscardReason.CANCELLED, None, DiscardReason.CANCELLED, DiscardReason.CANCELLED]
 
 
-def test_what_was_delivered_stays_selected_when_the_group_gives_up() -> None:
+def test_delivered_candidates_stay_selected_when_the_group_gives_up() -> None:
     group = opened(Shortest(2), 2, early=True)
     group.handle(stop(0, 2), Progress(1, 2))
     error = RuntimeError("no memory")

@@ -33,7 +33,7 @@ thoroughly = settings(max_examples=3 * settings().max_examples)
 
 def is_small(case: Case) -> bool:
     """Whether all futures can be tried."""
-    return max(case.candidates, len(case.gathers)) <= 5
+    return max(case.candidates, len(case.additions)) <= 5
 
 
 # --- the selection ----------------------------------------------------------
@@ -41,7 +41,7 @@ def is_small(case: Case) -> bool:
 
 @thoroughly
 @given(cases(WITHOUT_FAILURES))
-def test_the_group_is_what_the_rule_makes_of_all_true_lengths(case: Case) -> None:
+def test_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) -> None:
     world = case.world().run()
     assert world.selection == chosen(case.rule, world.fates())
     assert_ended_well(case, world)
@@ -49,7 +49,7 @@ def test_the_group_is_what_the_rule_makes_of_all_true_lengths(case: Case) -> Non
 
 @thoroughly
 @given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2, cut=True))
-def test_so_is_a_group_with_a_deadline(case: Case) -> None:
+def test_with_a_deadline_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) -> None:
     world = case.world().run()
     assert_exact(case, world, world.fates())
     assert_ended_well(case, world)
@@ -64,7 +64,9 @@ def test_the_group_does_not_depend_on_timing(case: Case, other: Case) -> None:
 
 @thoroughly
 @given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2), cases(WITHOUT_FAILURES, most=12), st.integers(1, 4))
-def test_neither_does_a_group_whose_limit_was_there_before(case: Case, other: Case, limit: int) -> None:
+def test_with_a_deadline_set_at_the_start_the_group_does_not_depend_on_timing(
+    case: Case, other: Case, limit: int
+) -> None:
     case = replace(case, limits={0: limit})
     here, there = case.world().run(), at_another_time(case, other).world().run()
     assert (here.selection, here.cuts) == (there.selection, there.cuts)
@@ -72,7 +74,7 @@ def test_neither_does_a_group_whose_limit_was_there_before(case: Case, other: Ca
 
 
 def at_another_time(case: Case, other: Case) -> Case:
-    """The same truths, begun, lived and told as in ``other``."""
+    """The same truths, started, run and reported as in ``other``."""
     lives = zip(case.truths, [*other.truths, *case.truths], strict=False)
     return replace(
         case,
@@ -81,14 +83,14 @@ def at_another_time(case: Case, other: Case) -> Case:
         peek=other.peek,
         at_once=other.early,
         early=other.early,
-        gathers=other.gathers[: case.candidates],
+        additions=other.additions[: case.candidates],
         opening=other.opening,
     )
 
 
 @thoroughly
 @given(cases(WITH_FAILURES, max_spare=6, most=6, cut=True))
-def test_with_failures_the_rule_chooses_among_those_that_remain(case: Case) -> None:
+def test_with_failures_the_rule_selects_from_the_remaining_candidates(case: Case) -> None:
     world = case.world().run()
     if world.selection is not None:
         assert_exact(case, world, {i: fate for i, fate in world.fates().items() if i not in world.gone})
@@ -99,7 +101,7 @@ def test_with_failures_the_rule_chooses_among_those_that_remain(case: Case) -> N
 
 
 def assert_exact(case: Case, world: World, fates: Fates) -> None:
-    """The group is the rule's choice. Whoever is cut counts as truncated there, but is as long as the tail is."""
+    """The group is the rule's choice. A cut candidate counts as truncated there, but is as long as the tail is."""
     cuts = {i: end for i, end in cut_lengths(case.rule, fates, world.limit).items() if i not in world.whole}
     assert world.cuts == cuts
     assert world.selection == chosen(case.rule, fates, world.limit) | dict.fromkeys(cuts, SelectedAs.LONG)
@@ -120,7 +122,7 @@ def test_a_candidate_is_stopped_when_no_future_selects_it_and_not_before(case: C
 
 @thoroughly
 @given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, most=5, max_length=5, cut=True).filter(is_small))
-def test_with_a_deadline_nobody_is_stopped_that_some_future_selects(case: Case) -> None:
+def test_with_a_deadline_no_candidate_is_stopped_that_some_future_selects(case: Case) -> None:
     world = case.world()
     for _ in world.moments():
         some, _ = outlook(case, world)
@@ -148,12 +150,12 @@ def outlook(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
 
 
 @given(cases(WITHOUT_FAILURES, of=st.builds(LongestTail, st.integers(0, 3), st.integers(1, 2)), max_length=20))
-def test_the_longest_tail_stops_nobody(case: Case) -> None:
+def test_the_longest_tail_stops_no_candidate(case: Case) -> None:
     assert not case.world().run().stopped
 
 
 @given(cases(WITHOUT_FAILURES, of=SHADOWS, max_length=20, cut=True))
-def test_a_shadow_stops_and_cuts_nobody_and_waits_for_all(case: Case) -> None:
+def test_a_shadow_stops_and_cuts_none_and_waits_for_all(case: Case) -> None:
     world = case.world().run()
     assert not world.stopped
     assert not world.cuts
@@ -163,7 +165,7 @@ def test_a_shadow_stops_and_cuts_nobody_and_waits_for_all(case: Case) -> None:
 
 
 @given(cases(WITHOUT_FAILURES, of=DEADLINE_TAILS, cut=True))
-def test_a_deadline_tail_stops_whoever_reaches_the_deadline_and_nobody_else(case: Case) -> None:
+def test_a_deadline_tail_stops_exactly_the_candidates_that_reach_the_deadline(case: Case) -> None:
     assume(case.rule.size > case.rule.num_shortest)
     world = replace(case, peek=Peek.EVERYTHING).world()
     for _ in world.moments():
@@ -175,15 +177,15 @@ def test_a_deadline_tail_stops_whoever_reaches_the_deadline_and_nobody_else(case
 
 @thoroughly
 @given(cases(WITH_THE_END_OF_THE_ENGINE, of=TIMELESS, max_spare=3), st.booleans())
-def test_alarms_show_everything_that_matters(case: Case, cut: bool) -> None:
+def test_reports_at_the_checks_alone_give_the_same_decisions(case: Case, cut: bool) -> None:
     case = replace(case, at_once=True, limits={2: 4} if cut else {})
-    asked = replace(case, peek=Peek.ALARMS).world().run()
-    told = replace(case, peek=Peek.EVERYTHING).world().run()
-    assert sights(asked) == sights(told)
+    checked = replace(case, peek=Peek.CHECKS).world().run()
+    all_reported = replace(case, peek=Peek.EVERYTHING).world().run()
+    assert sights(checked) == sights(all_reported)
 
 
 def sights(world: World) -> object:
-    """In the last step it may be told at once or in parts, so some may or may not be delivered before completion."""
+    """Without deliveries of the last step: whether one comes before completion depends on how events are split up."""
     delivered = {i: step for i, step in world.delivered.items() if step < world.step}
     stopped = {i: (stop.step, stop.tokens, stop.reason) for i, stop in world.stopped.items()}
     return stopped, world.cuts, delivered, world.step, world.selection
@@ -193,13 +195,13 @@ def sights(world: World) -> object:
 
 
 @given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=6, cut=True))
-def test_what_is_delivered_stays_in_the_group(case: Case) -> None:
+def test_delivered_trajectories_stay_in_the_group(case: Case) -> None:
     world = replace(case, early=True).world().run()
     assert world.selection is None or world.delivered.keys() <= world.selection.keys()
 
 
 @given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=6, cut=True))
-def test_nothing_is_delivered_early_unless_asked_for(case: Case) -> None:
+def test_nothing_is_delivered_early_unless_requested(case: Case) -> None:
     assert not replace(case, early=False).world().run().delivered
 
 
@@ -267,7 +269,7 @@ def assert_delivered_stay(case: Case, world: World) -> None:
 
 
 @given(cases(WITH_FAILURES, max_spare=6, cut=True), st.integers(0, 12))
-def test_a_cancelled_group_stops_everything_and_hears_nothing_more(case: Case, moment: int) -> None:
+def test_a_cancelled_group_stops_everything_and_ignores_events(case: Case, moment: int) -> None:
     world = case.world()
     for passed, _ in enumerate(world.moments()):
         if passed == moment:
@@ -318,25 +320,25 @@ def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> Non
 
 
 @given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE | FIRST_FINISH, max_spare=6), st.integers(0, 20), st.integers(1, 8))
-def test_a_limit_is_nothing_to_a_rule_without_a_deadline(case: Case, moment: int, limit: int) -> None:
+def test_a_deadline_does_not_affect_a_rule_without_one(case: Case, moment: int, limit: int) -> None:
     world = case.world()
     for passed, _ in enumerate(world.moments()):
         if passed == moment:
-            world.tell(DeadlineSet(limit))
+            world.report(DeadlineSet(limit))
     assert sights(world) == sights(case.world().run())
 
 
 @given(cases(WITH_FAILURES, of=WITH_DEADLINE, max_spare=6), st.integers(1, 8), st.lists(st.integers(1, 8), max_size=3))
-def test_only_the_first_limit_counts(case: Case, first: int, others: list[int]) -> None:
+def test_only_the_first_deadline_counts(case: Case, first: int, others: list[int]) -> None:
     world, same = case.world(), case.world()
     for limit in (first, *others):
-        world.tell(DeadlineSet(limit))
-    same.tell(DeadlineSet(first))
+        world.report(DeadlineSet(limit))
+    same.report(DeadlineSet(first))
     assert sights(world.run()) == sights(same.run())
 
 
 @given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=3, cut=True))
-def test_needed_is_the_length_of_the_last_of_the_shortest_so_far(case: Case) -> None:
+def test_the_completion_length_is_that_of_the_last_of_the_shortest_so_far(case: Case) -> None:
     world = case.world()
     for _ in world.moments():
         if world.group.is_open:

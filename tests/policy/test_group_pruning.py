@@ -51,7 +51,7 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 @thoroughly
 @given(scored(cases(WITHOUT_FAILURES, of=WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | FIRST_FINISH | BALANCED)))
-def test_the_rule_chooses_among_those_that_were_not_pruned(case: ScoredCase) -> None:
+def test_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase) -> None:
     world = case.world().run()
     assert world.selection == chosen(case.case.rule, left(world))
     assert len(world.selection or {}) == case.case.rule.size
@@ -61,7 +61,7 @@ def test_the_rule_chooses_among_those_that_were_not_pruned(case: ScoredCase) -> 
 
 @thoroughly
 @given(scored(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2, cut=True)))
-def test_so_it_does_with_a_deadline(case: ScoredCase) -> None:
+def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase) -> None:
     world = case.world().run()
     assert_exact(case.case, world, left(world))
     assert not world.pruned & (world.selection or {}).keys()
@@ -107,16 +107,16 @@ def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(ca
 
 
 @given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | BALANCED, max_spare=6, cut=True), refill=True))
-def test_the_same_lots_and_events_make_the_same_decisions(case: ScoredCase) -> None:
+def test_the_same_seeds_and_events_make_the_same_decisions(case: ScoredCase) -> None:
     here, there = case.world().run(), case.world().run()
     assert (sights(here), here.kept) == (sights(there), there.kept)
 
 
 @given(scored(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE)), st.booleans())
-def test_without_pruning_a_group_is_what_it_is_without_scores(case: ScoredCase, lots: bool) -> None:
-    """Whether survival is 1 for all, or there are no lots."""
-    survivals = [[replace(score, survival=1.0) if lots else score for score in scores] for scores in case.scores]
-    world = replace(case, scores=survivals, chances=0 if lots else None).world().run()
+def test_without_pruning_scores_do_not_change_the_group(case: ScoredCase, draws: bool) -> None:
+    """Whether survival is 1 for all, or there is no generator for it."""
+    survivals = [[replace(score, survival=1.0) if draws else score for score in scores] for scores in case.scores]
+    world = replace(case, scores=survivals, chances=0 if draws else None).world().run()
     unscored = case.case.world().run()
     assert not world.pruned
     assert set(world.kept.values()) <= {1.0}
@@ -130,7 +130,7 @@ def test_without_pruning_a_group_is_what_it_is_without_scores(case: ScoredCase, 
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_scored_in_order_the_fates_are_those_of_the_survival_rule(
+def test_scores_are_decided_in_their_order_and_no_more_are_pruned_than_can_be_spared(
     survivals: list[float], size: int, seed: int, at_once: bool
 ) -> None:
     size = min(size, len(survivals))
@@ -163,7 +163,7 @@ def test_inverse_propensity_weights_stay_unbiased_when_the_group_can_spare_no_mo
     assert np.mean(sums) == pytest.approx(10, abs=0.15)  # more than four standard errors
 
 
-def test_survival_over_two_points_is_the_product_of_both() -> None:
+def test_survival_at_two_points_is_the_product_of_both() -> None:
     rng, kept = np.random.default_rng(0), 0
     for _ in range(4000):
         group = opened(Shortest(1), 2, rng)
@@ -174,14 +174,14 @@ def test_survival_over_two_points_is_the_product_of_both() -> None:
 # --- one by one -------------------------------------------------------------
 
 
-class Lots:
-    """The lots of survival, one after the other."""
+class Draws:
+    """Return the given random numbers in their order, then 0.99."""
 
-    def __init__(self, *lots: float) -> None:
-        self._lots = iter(lots)
+    def __init__(self, *draws: float) -> None:
+        self._draws = iter(draws)
 
     def random(self) -> float:
-        return next(self._lots, 0.99)
+        return next(self._draws, 0.99)
 
 
 def opened(rule: SelectionRule, candidates: int, chances: object, early: bool = False, most: int = 0) -> Group:
@@ -195,39 +195,39 @@ def finish(group: Group, **lengths: int) -> list[Decision]:
     return group.handle(*(Finished(int(name[1:]), tokens, STOP) for name, tokens in lengths.items()))
 
 
-def test_one_that_the_group_cannot_spare_is_kept_for_sure() -> None:
-    group = opened(Shortest(2), 3, Lots(0.9, 0.9, 0.9))
+def test_a_candidate_that_the_group_needs_is_kept_for_certain() -> None:
+    group = opened(Shortest(2), 3, Draws(0.9, 0.9, 0.9))
     assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED)]
     assert group.handle(Scored(1, 0.2, 0.5)) == [Keep(1, 1.0)]
     assert group.candidates[1].survival == 1.0
 
 
-def test_truncated_ones_are_no_reason_to_prune_one_that_may_end_by_itself() -> None:
-    group = opened(Shortest(2), 4, Lots(0.9, 0.9, 0.9, 0.9))
+def test_truncated_candidates_are_no_reason_to_prune_one_that_may_be_valid() -> None:
+    group = opened(Shortest(2), 4, Draws(0.9, 0.9, 0.9, 0.9))
     group.handle(Finished(0, 9, LENGTH), Finished(1, 9, LENGTH))
     assert group.handle(Scored(2, 0.2, 0.5)) == [Keep(2, 1.0)]
 
 
-def test_one_that_failed_cannot_be_returned() -> None:
-    group = opened(Shortest(2), 3, Lots(0.9, 0.9, 0.9))
+def test_a_failed_candidate_does_not_count_as_returnable() -> None:
+    group = opened(Shortest(2), 3, Draws(0.9, 0.9, 0.9))
     assert group.handle(Scored(1, 0.2, 0.5), Failed(0, RuntimeError())) == [Keep(1, 1.0)]
 
 
-def test_one_that_finished_with_its_score_is_not_pruned() -> None:
-    group = opened(Balanced(2, 0.5), 3, Lots(0.9, 0.9, 0.9))
+def test_a_candidate_that_finished_with_its_score_is_not_pruned() -> None:
+    group = opened(Balanced(2, 0.5), 3, Draws(0.9, 0.9, 0.9))
     assert group.handle(Scored(0, 0.2, 0.0), Finished(0, 4, STOP)) == []
     assert (group.candidates[0].quality, group.candidates[0].survival) == (0.2, 1.0)
 
 
-def test_scores_of_a_group_that_gathers_are_drawn_for_when_it_is_open() -> None:
-    group = Group(rng=np.random.default_rng(0), survival_rng=Lots(0.9, 0.9, 0.9))
+def test_scores_before_the_opening_are_decided_at_the_opening() -> None:
+    group = Group(rng=np.random.default_rng(0), survival_rng=Draws(0.9, 0.9, 0.9))
     group.add_candidate()
     assert group.handle(Started(0), Scored(0, 0.2, 0.5)) == []
     assert group.open(Shortest(1), 2) == [Start((1,)), Stop(0, DiscardReason.PRUNED)]
 
 
-def test_the_last_contender_pruned_completes_the_group() -> None:
-    group = opened(Shortest(2), 3, Lots(0.0, 0.0, 0.9))
+def test_pruning_the_last_contender_completes_the_group() -> None:
+    group = opened(Shortest(2), 3, Draws(0.0, 0.0, 0.9))
     assert finish(group, c0=5, c1=7) == []
     assert group.handle(Scored(2, 0.2, 0.5)) == [
         Stop(2, DiscardReason.PRUNED),
@@ -235,16 +235,16 @@ def test_the_last_contender_pruned_completes_the_group() -> None:
     ]
 
 
-def test_alarms_of_a_pruned_candidate_are_gone() -> None:
-    group = opened(Shortest(1), 3, Lots(0.0, 0.9, 0.0))
+def test_a_pruned_candidate_has_no_check() -> None:
+    group = opened(Shortest(1), 3, Draws(0.0, 0.9, 0.0))
     finish(group, c0=5)
     assert set(group.check_at) == {1, 2}
     group.handle(Scored(1, 0.2, 0.5))
     assert set(group.check_at) == {2}
 
 
-def test_the_tail_goes_to_the_next_lot_when_its_winner_is_pruned() -> None:
-    group = opened(SampledTail(1, 1), 3, Lots(0.9, 0.9, 0.9))
+def test_the_tail_goes_to_the_next_draw_when_its_winner_is_pruned() -> None:
+    group = opened(SampledTail(1, 1), 3, Draws(0.9, 0.9, 0.9))
     winner = min((1, 2), key=lambda i: group.candidates[i].tail_draw)
     assert group.handle(Scored(winner, 0.2, 0.5)) == [Stop(winner, DiscardReason.PRUNED)]
     loser = 3 - winner
@@ -257,18 +257,18 @@ def test_the_tail_goes_to_the_next_lot_when_its_winner_is_pruned() -> None:
 # --- refill -----------------------------------------------------------------
 
 
-def test_a_pruned_one_is_replaced_as_far_as_that_goes() -> None:
-    group = opened(Shortest(1), 3, Lots(0.9, 0.9, 0.9, 0.9), most=4)
+def test_pruned_candidates_are_replaced_up_to_the_maximum() -> None:
+    group = opened(Shortest(1), 3, Draws(0.9, 0.9, 0.9, 0.9), most=4)
     assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED), Start((3,))]
     assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
 
 
-def test_nobody_is_replaced_when_the_group_is_complete_or_delivered_from() -> None:
-    group = opened(Shortest(1), 2, Lots(0.0, 0.9), most=9)
+def test_none_is_replaced_when_the_group_is_complete_or_has_delivered() -> None:
+    group = opened(Shortest(1), 2, Draws(0.0, 0.9), most=9)
     finish(group, c0=5)
     assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED), Complete({0: SelectedAs.SHORT})]
 
-    group = opened(Shortest(2), 4, Lots(0.0, 0.9, 0.9, 0.9), early=True, most=9)
+    group = opened(Shortest(2), 4, Draws(0.0, 0.9, 0.9, 0.9), early=True, most=9)
     group.handle(*(Progress(i, 6) for i in (1, 2, 3)))
     assert finish(group, c0=5) == [Deliver(0)]
     assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
@@ -276,6 +276,6 @@ def test_nobody_is_replaced_when_the_group_is_complete_or_delivered_from() -> No
 
 
 def test_a_replacement_is_scored_and_pruned_like_any_other() -> None:
-    group = opened(Balanced(1, 0.5), 2, Lots(0.9, 0.0, 0.9), most=3)
+    group = opened(Balanced(1, 0.5), 2, Draws(0.9, 0.0, 0.9), most=3)
     group.handle(Scored(0, 0.2, 0.5))
     assert group.handle(Started(2), Scored(2, 0.2, 0.5)) == [Stop(2, DiscardReason.PRUNED)]

@@ -1,4 +1,4 @@
-"""A group that is stopped and started anew."""
+"""A group that is stopped and restarted."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def running(rule: Shortest, candidates: int, *, early: bool = False, most: int =
     return group
 
 
-def test_all_are_discarded_and_as_many_as_were_granted_are_started() -> None:
+def test_all_are_discarded_and_as_many_as_were_allocated_are_started() -> None:
     group = running(Shortest(2), 4)
     group.handle(Finished(3, 5, STOP))
     assert group.handle(Failed(0, RuntimeError("x"), retryable=True)) == []
@@ -36,7 +36,7 @@ def test_all_are_discarded_and_as_many_as_were_granted_are_started() -> None:
     assert decisions[-1] == Complete({5: SelectedAs.SHORT, 6: SelectedAs.SHORT})
 
 
-def test_what_was_before_counts_for_nothing() -> None:
+def test_candidates_before_a_restart_do_not_count() -> None:
     group = running(Shortest(2), 3)
     group.handle(Finished(0, 5, STOP))
     group.restart()
@@ -50,7 +50,7 @@ def test_what_was_before_counts_for_nothing() -> None:
     assert group.check_at.keys() <= {3, 4}
 
 
-def test_what_has_gone_out_in_part_cannot_be_started_anew() -> None:
+def test_a_group_that_has_delivered_cannot_be_restarted() -> None:
     group = running(Shortest(2), 2, early=True)
     assert group.can_restart
     assert Deliver(0) in group.handle(Finished(0, 5, STOP))
@@ -59,7 +59,7 @@ def test_what_has_gone_out_in_part_cannot_be_started_anew() -> None:
         group.restart()
 
 
-def test_it_is_halted_once() -> None:
+def test_a_paused_group_cannot_be_restarted_again() -> None:
     group = running(Shortest(1), 1)
     group.restart()
     assert not group.can_restart
@@ -67,7 +67,7 @@ def test_it_is_halted_once() -> None:
         group.restart()
 
 
-def test_a_group_that_gathers_starts_as_many_as_it_had_and_those_that_came_meanwhile() -> None:
+def test_an_unopened_group_restarts_its_candidates_and_those_added_meanwhile() -> None:
     group = Group(rng=np.random.default_rng(0))
     group.add_candidate()
     group.add_candidate()
@@ -79,24 +79,24 @@ def test_a_group_that_gathers_starts_as_many_as_it_had_and_those_that_came_meanw
     assert group.open(InOrder(4), 5) == [Start((6,))]
 
 
-@pytest.mark.parametrize(("gathered", "granted", "started"), [(2, 4, 4), (4, 2, 4)])
-def test_a_group_may_be_opened_while_it_is_halted(gathered: int, granted: int, started: int) -> None:
+@pytest.mark.parametrize(("added", "granted", "started"), [(2, 4, 4), (4, 2, 4)])
+def test_a_group_may_be_opened_while_it_is_paused(added: int, granted: int, started: int) -> None:
     group = Group(rng=np.random.default_rng(0))
-    for _ in range(gathered):
+    for _ in range(added):
         group.add_candidate()
     group.restart()
     assert group.open(InOrder(2), granted) == []
-    assert group.resume() == [Start(tuple(range(gathered, gathered + started)))]
+    assert group.resume() == [Start(tuple(range(added, added + started)))]
 
 
-def test_a_group_without_candidates_owes_none() -> None:
+def test_a_group_without_candidates_restarts_none() -> None:
     group = Group(rng=np.random.default_rng(0))
     group.restart()
     assert group.resume() == []
     assert group.resume() == []
 
 
-def test_one_that_is_cancelled_while_it_is_halted_stays_so() -> None:
+def test_a_group_that_is_cancelled_while_paused_stays_cancelled() -> None:
     group = running(Shortest(1), 2)
     group.restart()
     assert group.cancel() == []
@@ -104,7 +104,7 @@ def test_one_that_is_cancelled_while_it_is_halted_stays_so() -> None:
     assert group.outcome is Outcome.CANCELLED
 
 
-def test_places_of_pruned_candidates_are_given_anew() -> None:
+def test_places_of_pruned_candidates_are_refilled_after_a_restart() -> None:
     """As many candidates may be started in place of pruned ones as before."""
     group = running(Shortest(1), 3, most=4, prunes=True)
     for first in (0, 3 + 1, 3 + 1 + 4):

@@ -26,7 +26,7 @@ def test_each_name_has_a_shaping_and_those_that_do_not_prune_a_shadow() -> None:
     assert {name for name in shaped if POLICIES[name].prunes} == {"arrol", "darts+arrol"}
 
 
-def test_without_pruning_there_are_none_that_prune() -> None:
+def test_without_pruning_no_policy_prunes() -> None:
     assert build_policies(BASE, Deadline()) == {name: made for name, made in POLICIES.items() if not made.prunes}
 
 
@@ -50,40 +50,40 @@ def test_the_names_stand_for_rules(name: str, rule: object, saturated: object) -
 @pytest.mark.parametrize(
     ("keep_ratio", "size", "candidates"), [(0.5, 8, 16), (0.25, 8, 32), (0.75, 8, 11), (0.3, 3, 10)]
 )
-def test_arrol_starts_as_many_as_are_to_be_left_after_pruning(keep_ratio: float, size: int, candidates: int) -> None:
+def test_arrol_starts_enough_that_its_size_is_left_after_pruning(keep_ratio: float, size: int, candidates: int) -> None:
     arrol = build_policies(BASE, Deadline(), Pruning(keep_ratio=keep_ratio))["arrol"]
     assert arrol.candidates(size) == candidates
     assert not arrol.uses_cohort
     assert arrol.bounds(size)[1] >= candidates
 
 
-def test_arrol_has_nothing_to_do_with_ends_of_the_length_order_and_budgets() -> None:
+def test_arrol_ignores_tails_and_budgets() -> None:
     base = replace(BASE, num_shortest=4, num_longest=2, budget=BudgetKind.UTILITY)
     arrol = build_policies(base, Deadline(), SEVERE)["arrol"]
     assert arrol.selection_rule(8) == Balanced(8, 0.4)
     assert not arrol.uses_cohort
 
 
-def test_darts_with_arrol_is_darts_but_for_the_pruning() -> None:
+def test_darts_with_arrol_is_darts_with_pruning() -> None:
     base = replace(BASE, tail=Tail.LONGEST)
     both = build_policies(base, Deadline(), SEVERE)
     assert both["darts+arrol"] == replace(both["darts"], pruning=SEVERE)
 
 
 @pytest.mark.parametrize(("refill", "most"), [(False, 0), (True, 24)])
-def test_refill_goes_up_to_the_greatest_redundancy(refill: bool, most: int) -> None:
+def test_refill_goes_up_to_the_maximum_redundancy(refill: bool, most: int) -> None:
     policies = build_policies(replace(BASE, max_redundancy=3.0), Deadline(), Pruning(), refill)
     assert policies["arrol"].max_candidates(8) == policies["darts+arrol"].max_candidates(8) == most
     assert policies["darts"].max_candidates(8) == 0
 
 
-def test_a_keep_ratio_of_one_scores_and_prunes_nobody() -> None:
+def test_a_keep_ratio_of_one_scores_without_pruning() -> None:
     kept = build_policies(BASE, Deadline(), Pruning(keep_ratio=1.0, max_survival=1.0))["arrol"]
     assert kept.selection_rule(8) == Balanced(8, 0.5)
     assert kept.candidates(8) == 8
 
 
-def test_a_group_that_has_nobody_to_prune_is_refused() -> None:
+def test_a_group_without_a_candidate_to_prune_is_refused() -> None:
     sparing = Pruning(keep_ratio=0.9)
     policies = build_policies(replace(BASE, max_redundancy=1.0), Deadline(), sparing)
     with pytest.raises(InvalidRequest, match=r"n / keep_ratio = 4 / 0.9 comes to no more .* raise n") as arrol:
@@ -94,13 +94,13 @@ def test_a_group_that_has_nobody_to_prune_is_refused() -> None:
     assert policies["arrol"].selection_rule(8, 9) == Balanced(8, 0.5)
 
 
-def test_survivors_are_all_returned_under_either_policy() -> None:
+def test_all_survivors_are_returned_under_either_policy() -> None:
     for name in ("arrol", "darts+arrol"):
         assert replace(POLICIES[name], return_survivors=True).selection_rule(8, 16) == AllSurvivors(8)
     assert AllSurvivors(8).num_shortest == 8
 
 
-def test_a_shadow_prunes_nobody() -> None:
+def test_a_shadow_does_not_prune() -> None:
     shadow = Shaping(shadow=True, pruning=Pruning(), refill=True)
     assert not shadow.prunes
     assert shadow.max_candidates(8) == 0

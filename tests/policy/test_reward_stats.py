@@ -36,7 +36,7 @@ def close(got: float | None, wanted: SupportsFloat) -> bool:
 
 
 @given(st.lists(LENGTHS, max_size=6))
-def test_moments_of_parts_merge_into_those_of_the_whole(parts: list[list[int]]) -> None:
+def test_moments_of_parts_add_up_to_those_of_the_whole(parts: list[list[int]]) -> None:
     whole = [length for part in parts for length in part]
     merged = sum(map(of, parts), Moments())
     assert merged.count == len(whole)
@@ -68,28 +68,26 @@ def test_a_single_length_has_no_error() -> None:
 
 @given(SOME, SOME)
 def test_the_difference_has_welchs_error(right: list[int], wrong: list[int]) -> None:
-    told = compare_means(of(right), of(wrong))
-    assert close(told.tokens, np.mean(right) - np.mean(wrong))
-    assert close(told.error, math.sqrt(sum(np.var(x, ddof=1) / len(x) for x in (right, wrong))))
+    result = compare_means(of(right), of(wrong))
+    assert close(result.tokens, np.mean(right) - np.mean(wrong))
+    assert close(result.error, math.sqrt(sum(np.var(x, ddof=1) / len(x) for x in (right, wrong))))
 
 
 @given(SOME, SOME)
-def test_a_pattern_is_told_only_from_enough_lengths_that_are_far_enough_apart(
-    right: list[int], wrong: list[int]
-) -> None:
-    told = compare_means(of(right), of(wrong))
-    assert told.tokens is not None
-    assert told.error is not None
-    assume(abs(abs(told.tokens) - 2 * told.error) > 1e-6)
+def test_a_pattern_needs_enough_lengths_and_means_far_enough_apart(right: list[int], wrong: list[int]) -> None:
+    result = compare_means(of(right), of(wrong))
+    assert result.tokens is not None
+    assert result.error is not None
+    assume(abs(abs(result.tokens) - 2 * result.error) > 1e-6)
     enough = min(len(right), len(wrong)) >= MIN_TRAJECTORIES
-    if enough and abs(told.tokens) > 2 * told.error:
-        assert told.pattern == ("II" if np.mean(right) > np.mean(wrong) else "I")
+    if enough and abs(result.tokens) > 2 * result.error:
+        assert result.pattern == ("II" if np.mean(right) > np.mean(wrong) else "I")
     else:
-        assert told.pattern == "unclear"
+        assert result.pattern == "unclear"
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "told"),
+    ("right", "wrong", "result"),
     [
         ([], [5, 6], MeanDifference()),
         ([5, 6], [], MeanDifference()),
@@ -106,22 +104,22 @@ def test_a_pattern_is_told_only_from_enough_lengths_that_are_far_enough_apart(
         ),
     ],
 )
-def test_what_small_samples_say(right: list[int], wrong: list[int], told: MeanDifference) -> None:
-    assert compare_means(of(right), of(wrong)) == told
+def test_small_samples_give_the_expected_pattern(right: list[int], wrong: list[int], result: MeanDifference) -> None:
+    assert compare_means(of(right), of(wrong)) == result
 
 
-def test_of_equal_lengths_about_one_in_twenty_prompts_is_told_a_pattern_by_chance() -> None:
+def test_six_in_a_hundred_prompts_with_equal_lengths_show_a_pattern_by_chance() -> None:
     rng = np.random.default_rng(5)
     tries = 2000
     samples = rng.lognormal(5, 0.5, (tries, 2, MIN_TRAJECTORIES)).astype(int) + 1
-    told = [compare_means(of(right.tolist()), of(wrong.tolist())).pattern for right, wrong in samples]
-    assert sum(pattern != "unclear" for pattern in told) / tries == pytest.approx(0.06, abs=0.02)
+    result = [compare_means(of(right.tolist()), of(wrong.tolist())).pattern for right, wrong in samples]
+    assert sum(pattern != "unclear" for pattern in result) / tries == pytest.approx(0.06, abs=0.02)
 
 
 # --- what is kept -----------------------------------------------------------
 
 
-def test_statistics_add_up_and_tell_their_pass_rate() -> None:
+def test_statistics_add_up_and_have_a_pass_rate() -> None:
     first = RewardStats(of([5, 7]), of([9]), groups=1)
     second = RewardStats(of([6]), Moments(), groups=1, zero_variance=1)
     both = first + second
@@ -132,7 +130,7 @@ def test_statistics_add_up_and_tell_their_pass_rate() -> None:
 
 
 @given(LENGTHS, LENGTHS)
-def test_their_state_survives_json(right: list[int], wrong: list[int]) -> None:
+def test_the_state_survives_json(right: list[int], wrong: list[int]) -> None:
     stats = RewardStats(of(right), of(wrong), 3, 2)
     assert restore_stats(json.loads(json.dumps(stats.state))) == stats
 
@@ -168,12 +166,12 @@ WHOLE = [3, 5.0, 2.0]
     ],
     ids=repr,
 )
-def test_what_is_no_such_state_is_refused(state: Any) -> None:
+def test_an_invalid_state_is_refused(state: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         restore_stats(state)
 
 
-def test_more_can_be_added_to_whatever_is_taken_for_a_state() -> None:
+def test_any_accepted_state_can_be_added_to() -> None:
     most = [2**52, 2.0**52, 1e300]
     stats = restore_stats([most, most, [2**52, 2**52]])
     more = RewardStats(of([1, 2]), of([3]), 1, 1)

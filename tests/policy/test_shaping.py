@@ -31,7 +31,7 @@ def test_redundancy_is_rounded_half_up_and_never_below_the_size(redundancy: floa
         (Shaping(shadow=True, deadline=Deadline()), Shadow(CutTail(7, 1))),
     ],
 )
-def test_the_settings_name_a_rule(shaping: Shaping, rule: SelectionRule) -> None:
+def test_the_options_determine_the_rule(shaping: Shaping, rule: SelectionRule) -> None:
     assert shaping.selection_rule(8) == rule
     assert shaping.selection_rule(8, candidates=12) == rule
 
@@ -61,12 +61,12 @@ def test_other_prompts_of_an_adaptive_policy_keep_their_tail(shaping: Shaping, c
     assert shaping.selection_rule(8, candidates) == SampledTail(7, 1)
 
 
-def test_a_prompt_that_may_have_no_more_than_its_seats_is_not_saturated() -> None:
+def test_a_prompt_that_may_have_no_more_than_its_size_is_not_saturated() -> None:
     assert replace(ADAPTIVE, max_redundancy=1.0).selection_rule(8, candidates=8) == SampledTail(7, 1)
 
 
 @pytest.mark.parametrize(("redundancy", "most"), [(2.0, 16), (1.5, 12), (1.7, 14), (0.5, 8)])
-def test_a_prompt_gets_between_its_seats_and_the_greatest_redundancy(redundancy: float, most: int) -> None:
+def test_a_prompt_gets_between_its_size_and_the_maximum_redundancy(redundancy: float, most: int) -> None:
     assert Shaping(max_redundancy=redundancy).bounds(8) == (8, most)
 
 
@@ -81,17 +81,17 @@ def test_a_prompt_gets_between_its_seats_and_the_greatest_redundancy(redundancy:
         (Shaping(budget=BudgetKind.UTILITY), True),
     ],
 )
-def test_what_looks_at_groups_together_waits_for_a_batch(shaping: Shaping, uses_cohort: bool) -> None:
+def test_policies_that_allocate_groups_together_use_cohorts(shaping: Shaping, uses_cohort: bool) -> None:
     assert shaping.uses_cohort is uses_cohort
 
 
 @pytest.mark.parametrize("shadow", [False, True])
-def test_a_size_that_is_not_both_ends_together_is_refused(shadow: bool) -> None:
+def test_a_size_other_than_shortest_plus_longest_is_refused(shadow: bool) -> None:
     with pytest.raises(InvalidRequest, match="needs n = 8, got 4"):
         Shaping(num_shortest=7, num_longest=1, shadow=shadow).selection_rule(4)
 
 
 @pytest.mark.parametrize("shadow", [False, True])
-def test_a_tail_that_leaves_no_short_place_is_refused(shadow: bool) -> None:
+def test_a_tail_that_leaves_no_place_for_the_shortest_is_refused(shadow: bool) -> None:
     with pytest.raises(InvalidRequest, match="raise n, or lower --num-longest"):
         Shaping(num_longest=2, shadow=shadow).selection_rule(2)

@@ -1,4 +1,4 @@
-"""An engine whose candidates have known truths, and which tells a group about them in any order.
+"""An engine whose candidates have known truths, and which reports them to a group in any order.
 
 Whatever the group decides is checked for being possible at all, so every test that runs a world tests that too.
 """
@@ -46,8 +46,8 @@ class Ending(Enum):
 
 
 class Peek(Enum):
-    ALARMS = auto()
-    """Progress is reported when an alarm says so, in the same step."""
+    CHECKS = auto()
+    """Progress is reported when a check is due, in the same step."""
     EVERYTHING = auto()
     """Progress of every running candidate is reported in every step."""
     NOW_AND_THEN = auto()
@@ -87,10 +87,10 @@ class Stopped:
 
 @dataclass(slots=True)
 class World:
-    """``at_once``: the events of one step are told in one call, instead of in calls of any size.
+    """``at_once``: the events of one step are reported in one call, instead of in calls of any size.
 
-    ``limits`` maps a step to the limit that is set in it, ``gathers`` are steps in each of which one candidate is
-    gathered, and in the step ``opening`` the group is opened, with ``most``: in step 0 after both.
+    ``limits`` maps a step to the limit that is set in it, ``additions`` are steps in each of which one candidate is
+    added, and in the step ``opening`` the group is opened, with ``most``: in step 0 after both.
     """
 
     group: Group
@@ -98,10 +98,10 @@ class World:
     candidates: int
     truths: Sequence[Truth]
     order: Random
-    peek: Peek = Peek.ALARMS
+    peek: Peek = Peek.CHECKS
     at_once: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)
-    gathers: Sequence[int] = ()
+    additions: Sequence[int] = ()
     opening: int = 0
     most: int = 0
 
@@ -113,19 +113,19 @@ class World:
     """Candidates that were started until the group was open, replacements not counted."""
     runs: list[Run] = field(default_factory=list)
     known: dict[int, int] = field(default_factory=dict)
-    """Candidate the group takes to be running -> tokens it was told of."""
+    """Candidate the group takes to be running -> tokens that were reported."""
     finished: dict[int, Fate] = field(default_factory=dict)
-    heard: int = 0
-    """How many the group heard to finish."""
+    finish_count: int = 0
+    """How many the group was reported to have finished."""
     failed: dict[int, Event] = field(default_factory=dict)
     broken: bool = False
-    """Whether a failure was told that other candidates would share."""
+    """Whether a failure was reported that is not retryable."""
     stopped: dict[int, Stopped] = field(default_factory=dict)
     cuts: dict[int, int] = field(default_factory=dict)
     delivered: dict[int, int] = field(default_factory=dict)
     """Candidate -> step."""
     gone: frozenset[int] = frozenset()
-    """Failed or stopped when the last failure was told: out, whatever the rule says about those that remain."""
+    """Failed or stopped when the last failure was reported: out, whatever the rule says about those that remain."""
     selection: Mapping[int, SelectedAs] | None = None
     gave_up: Exception | None = None
 
@@ -139,7 +139,7 @@ class World:
     def moments(self) -> Iterator[None]:
         """Live until the group has ended, with a halt after each time it decided."""
         if 0 in self.limits:
-            self.tell(DeadlineSet(self.limits[0]))
+            self.report(DeadlineSet(self.limits[0]))
         yield from self._let_in()
         while self.group.outcome is None:
             self.step += 1
@@ -149,7 +149,7 @@ class World:
             yield from self._report()
 
     def _let_in(self) -> Iterator[None]:
-        for _ in range(self.gathers.count(self.step)):
+        for _ in range(self.additions.count(self.step)):
             self.act(self.group.add_candidate())
             self.in_all = len(self.runs)
         if self.step == self.opening:
@@ -161,11 +161,11 @@ class World:
     def _tell(self, events: Sequence[Event]) -> Iterator[None]:
         while events:
             count = len(events) if self.at_once else self.order.randint(1, len(events))
-            self.tell(*events[:count])
+            self.report(*events[:count])
             events = events[count:]
             yield
 
-    def tell(self, *events: Event) -> None:
+    def report(self, *events: Event) -> None:
         ended_before = self.group.outcome is not None
         for event in events:
             self._note(event)
@@ -187,9 +187,9 @@ class World:
                     self.known[i] = max(self.known[i], tokens)
                 case Finished(i, tokens, reason):
                     del self.known[i]
-                    self.heard += 1
+                    self.finish_count += 1
                     self.finished[i] = Fate(
-                        tokens, reason is FinishReason.STOP, self.draw(i), finish_position=self.heard
+                        tokens, reason is FinishReason.STOP, self.draw(i), finish_position=self.finish_count
                     )
                 case Failed(i) | Lost(i):
                     del self.known[i]
@@ -254,11 +254,11 @@ class World:
     def _report(self) -> Iterator[None]:
         if self.peek is Peek.EVERYTHING:
             yield from self._tell(self._progress(list(self.known)))
-        elif self.peek is Peek.ALARMS or self.order.random() < 0.5:
+        elif self.peek is Peek.CHECKS or self.order.random() < 0.5:
             while due := self._progress(self._ringing()):
                 yield from self._tell(due)
                 silent = all(self.group.check_at.get(event.index, event.tokens + 1) > event.tokens for event in due)
-                assert silent, "an alarm that was answered still rings"
+                assert silent, "a check that was made is still due"
 
     def _progress(self, indices: list[int]) -> list[Progress]:
         self.order.shuffle(indices)
@@ -289,7 +289,7 @@ class World:
                     self.selection = selection
                 case GiveUp(error):
                     self.gave_up = error
-        assert self.group.check_at.keys() <= self.known.keys(), "an alarm for a candidate that does not run"
+        assert self.group.check_at.keys() <= self.known.keys(), "a check of a candidate that does not run"
         assert self.group.all_delivered == (self.group.is_open and len(self.delivered) == self.rule.size)
 
     def _start(self, indices: Sequence[int]) -> None:
@@ -316,7 +316,7 @@ class World:
         return self.group.candidates[i].tail_draw
 
     def fates(self) -> dict[int, Fate]:
-        """How every candidate that was started would end if nobody stopped it; after those that did, in any order."""
+        """How every candidate that was started would end if none stopped it; after those that did, in any order."""
         places = {i: fate.finish_position for i, fate in self.finished.items() if fate.finish_position}
         return {
             i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i), places.get(i, PATIENCE + i))

@@ -13,20 +13,20 @@ def line(waiting: int, start: float = START) -> float:
 
 
 @given(queues)
-def test_it_does_nothing_while_no_more_than_the_start_wait(waiting: list[int]) -> None:
+def test_redundancy_is_full_while_no_more_than_start_wait(waiting: list[int]) -> None:
     brownout = Brownout(START, END)
     assert {brownout.update(min(each, START)) for each in waiting} <= {1.0}
 
 
 @given(queues)
-def test_the_scale_is_between_the_way_down_and_the_way_up(waiting: list[int]) -> None:
+def test_the_scale_stays_between_its_falling_and_its_rising_line(waiting: list[int]) -> None:
     brownout = Brownout(START, END)
     for each in waiting:
         assert line(each, start=START / 2) <= brownout.update(each) <= line(each)
 
 
 @given(queues)
-def test_it_changes_no_more_than_it_must(waiting: list[int]) -> None:
+def test_the_scale_changes_no_more_than_its_lines_require(waiting: list[int]) -> None:
     brownout = Brownout(START, END)
     for each in waiting:
         before = brownout.scale
@@ -35,33 +35,33 @@ def test_it_changes_no_more_than_it_must(waiting: list[int]) -> None:
         assert before == after or not line(each, start=START / 2) <= before <= line(each)
 
 
-def test_it_falls_in_a_straight_line_and_comes_back_when_half_of_the_start_wait() -> None:
+def test_redundancy_falls_linearly_and_is_full_again_when_half_of_start_wait() -> None:
     brownout = Brownout(START, END)
     assert [brownout.update(waiting) for waiting in (100, 200, 300, 900)] == [1, 0.5, 0, 0]
     assert [brownout.update(waiting) for waiting in (300, 250, 150, 50)] == [0, 0, 0.5, 1]
 
 
-def test_a_queue_that_comes_and_goes_a_little_does_not_make_it_flicker() -> None:
+def test_small_changes_of_the_queue_do_not_make_the_scale_flicker() -> None:
     brownout = Brownout(START, END)
     assert {brownout.update(waiting) for waiting in (200, 190, 200, 160, 199)} == {0.5}
 
 
 @pytest.mark.parametrize("end", [START, 50, 0])
-def test_it_can_be_switched_off(end: int) -> None:
+def test_an_end_at_the_start_switches_brownout_off(end: int) -> None:
     brownout = Brownout(START, end)
     assert [brownout.update(waiting) for waiting in (0, 100, 10_000)] == [1, 1, 1]
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.floats(0, 1))
-def test_a_group_keeps_its_size_and_gets_no_more_than_it_had(size: int, extra: int, scale: float) -> None:
+def test_a_reduced_group_has_at_least_its_size_and_at_most_its_candidates(size: int, extra: int, scale: float) -> None:
     assert size <= reduce_candidates(size + extra, size, scale) <= size + extra
 
 
-def test_all_of_the_redundancy_half_of_it_and_none() -> None:
+def test_full_half_and_no_redundancy() -> None:
     assert [reduce_candidates(12, 8, scale) for scale in (1.0, 0.5, 0.0)] == [12, 10, 8]
 
 
-def test_it_begins_at_its_share_of_the_queue_but_not_before_more_wait_than_run() -> None:
+def test_brownout_starts_at_its_share_of_the_queue_but_not_below_the_capacity() -> None:
     assert [Brownout.for_queue(400, 50, 0.5).update(waiting) for waiting in (200, 300)] == [1, 0.5]
     assert [Brownout.for_queue(400, 200, 0.25).update(waiting) for waiting in (200, 300)] == [1, 0.5]
     assert Brownout.for_queue(400, 50, 1).update(10_000) == 1

@@ -50,7 +50,7 @@ def foresee(workload: Workload, mean_candidates: float, curve: LatencyCurve) -> 
 # --- the public code's closed form ------------------------------------------
 
 
-def test_the_closed_form_is_the_public_codes() -> None:
+def test_cv_log_is_the_formula_of_the_public_code() -> None:
     assert cv_log_mean(0, 300, 8) == 8
     assert cv_log_mean(60, 300, 8) == 8  # 5 std / mean = 1
     assert cv_log_mean(75, 300, 8) == pytest.approx(8 * (1 + 1.5 * math.log(1.25)))
@@ -58,12 +58,12 @@ def test_the_closed_form_is_the_public_codes() -> None:
 
 
 @given(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6), st.integers(1, 64))
-def test_the_closed_form_is_clipped(std: float, mean: float, size: int) -> None:
+def test_cv_log_is_clipped(std: float, mean: float, size: int) -> None:
     open_form = size * (1 + 1.5 * math.log(5 * std / mean))
     assert cv_log_mean(std, mean, size) == pytest.approx(min(max(open_form, size), 1.75 * size))
 
 
-def test_the_closed_form_refuses_what_cannot_be() -> None:
+def test_cv_log_refuses_values_out_of_range() -> None:
     for std in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="std must be finite and at least 0"):
             cv_log_mean(std, 300, 8)
@@ -84,28 +84,28 @@ def order_statistic(k: int, n: int) -> float:
 
 
 @pytest.mark.parametrize("candidates", [8, 10, 12, 16])
-def test_of_exponential_lengths_the_shortest_are_as_the_book_says(candidates: int) -> None:
+def test_exponential_lengths_give_the_known_order_statistics(candidates: int) -> None:
     found = foresee(prompts(64), candidates, FLAT)
     returned = sum(order_statistic(k, candidates) for k in range(1, SIZE + 1)) / SIZE
     assert found.returned_mean == pytest.approx(MEAN * returned, rel=0.02)
-    # They have no memory: each of the M that end takes the mean length of tokens, whoever generates these.
+    # They have no memory: each of the M that end takes the mean length of tokens, whichever candidate generates these.
     assert found.generated_tokens == pytest.approx(64 * SIZE * MEAN, rel=0.02)
 
 
 @pytest.mark.parametrize("candidates", [8, 12, 16])
-def test_of_a_lone_prompt_flat_steps_make_the_last_one_decide(candidates: int) -> None:
+def test_with_flat_steps_the_longest_candidate_of_a_prompt_decides_the_time(candidates: int) -> None:
     found = foresee(prompts(1), candidates, FLAT)
     assert found.seconds == pytest.approx(0.02 * MEAN * order_statistic(SIZE, candidates), rel=0.03)
 
 
 @pytest.mark.parametrize("candidates", [8, 11.5, 16])
-def test_proportional_steps_make_the_sum_decide(candidates: float) -> None:
+def test_with_proportional_steps_the_sum_of_tokens_decides_the_time(candidates: float) -> None:
     for workload in (prompts(3), replace(prompts(50), capacity=100), prompts(5000)):
         found = foresee(workload, candidates, PROPORTIONAL)
         assert found.seconds == pytest.approx(0.004 * found.generated_tokens)
 
 
-def test_a_drawn_tail_has_the_mean_of_what_is_left() -> None:
+def test_a_sampled_tail_has_the_mean_length_of_the_rest() -> None:
     candidates, shortest = 12, SIZE - 1
     found = foresee(replace(prompts(64), num_longest=1), candidates, PROPORTIONAL)
     ordered = [order_statistic(k, candidates) for k in range(1, candidates + 1)]
@@ -116,14 +116,14 @@ def test_a_drawn_tail_has_the_mean_of_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("candidates", [8, 12, 15])
-def test_half_a_candidate_more_is_half_of_what_one_more_does(candidates: int) -> None:
+def test_half_a_candidate_more_has_half_the_effect_of_one_more(candidates: int) -> None:
     few, some, many = (foresee(prompts(64), candidates + more, FLAT).returned_mean for more in (0, 0.5, 1))
     assert few > some > many
     assert some == pytest.approx((few + many) / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("count", [1, 100, SIMULATED // HIGH, SIMULATED])
-def test_a_batch_is_timed_at_its_full_size(count: int) -> None:
+def test_a_scaled_down_batch_takes_the_time_of_the_full_one(count: int) -> None:
     alike = Workload(means=[MEAN] * count, ratios=[1.0], size=SIZE)
     found = foresee(alike, 12, GPU)
     assert found.returned_mean == pytest.approx(MEAN)
@@ -132,26 +132,26 @@ def test_a_batch_is_timed_at_its_full_size(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [4, QUEUED // HIGH, 1000])
-def test_more_than_the_engine_runs_at_once_take_turns(count: int) -> None:
+def test_candidates_beyond_the_capacity_queue(count: int) -> None:
     alike = Workload(means=[MEAN] * count, ratios=[1.0], size=SIZE, capacity=4 * count)
     found = foresee(alike, 12, GPU)
     assert found.seconds == pytest.approx(3 * MEAN * GPU.step_seconds(4 * count), rel=0.01)
 
 
-def test_large_batches_are_like_their_prompts_at_even_distances() -> None:
+def test_large_batches_are_represented_by_prompts_at_even_distances() -> None:
     means = np.random.default_rng(0).lognormal(5, 0.7, 20_000)
     found = foresee(Workload(means=list(means), ratios=[1.0], size=SIZE), SIZE, FLAT)
     assert found.returned_mean == pytest.approx(float(means.mean()), rel=0.01)
 
 
-def test_a_size_beyond_what_is_simulated_is_simulated_with_one_prompt() -> None:
+def test_a_group_larger_than_the_simulation_is_simulated_with_one_prompt() -> None:
     size = SIMULATED + 1
     alike = Workload(means=[MEAN] * 2, ratios=[1.0], size=size)
     found = estimate_shaped(alike, size, FLAT, SampledRollouts.of(alike, size, rng()))
     assert found.generated_tokens == pytest.approx(2 * size * MEAN)
 
 
-def test_long_prompts_and_short_ones_get_the_odd_candidate_alike() -> None:
+def test_the_odd_candidates_are_spread_over_long_and_short_prompts() -> None:
     means = [100.0] * 50 + [900.0] * 50
     found = foresee(Workload(means=means, ratios=[1.0], size=SIZE), 8.5, FLAT)
     assert found.generated_tokens == pytest.approx(8.5 * sum(means))
@@ -166,13 +166,13 @@ def counted(workload: Workload, mean_candidates: float, curve: LatencyCurve, dra
     few = math.floor(mean_candidates)
     odd = [math.floor((r + 1) * (mean_candidates - few)) > math.floor(r * (mean_candidates - few)) for r in draws.ranks]
     returned, tokens, seconds = 0.0, 0.0, 0.0
-    for lengths, lots in zip(draws.lengths.tolist(), draws.tail_draws.tolist(), strict=True):
+    for lengths, tail_draws in zip(draws.lengths.tolist(), draws.tail_draws.tolist(), strict=True):
         groups = [lengths[i][: few + odd[i]] for i in range(count)]
         needs = [sorted(group)[workload.size - 1] for group in groups]
         deadline = sorted(needs)[math.ceil(0.9 * count) - 1] if workload.cut else math.inf
         batch = []
         for i, group in enumerate(groups):
-            mean, run = counted_group(workload, group, lots[i], max(deadline, needs[i]))
+            mean, run = counted_group(workload, group, tail_draws[i], max(deadline, needs[i]))
             returned += mean / (rounds * count)
             batch += run
         tokens += sum(batch) / rounds
@@ -180,7 +180,9 @@ def counted(workload: Workload, mean_candidates: float, curve: LatencyCurve, dra
     return RolloutEstimate(returned, tokens, seconds)
 
 
-def counted_group(workload: Workload, group: list[float], lots: list[float], end: float) -> tuple[float, list[float]]:
+def counted_group(
+    workload: Workload, group: list[float], tail_draws: list[float], end: float
+) -> tuple[float, list[float]]:
     size, tail = workload.size, workload.num_longest
     order = sorted(range(len(group)), key=lambda j: group[j])
     short, rest = order[: size - tail], order[size - tail :]
@@ -192,7 +194,7 @@ def counted_group(workload: Workload, group: list[float], lots: list[float], end
         valid = [j for j in rest if group[j] <= end and group[j] < (workload.max_tokens or math.inf)]
         chosen = valid[-tail:] if len(valid) >= tail else rest[:tail]
         return (total + sum(group[j] for j in chosen)) / size, [min(x, end) for x in group]
-    drawn = sorted(rest, key=lambda j: lots[j])[:tail]
+    drawn = sorted(rest, key=lambda j: tail_draws[j])[:tail]
     stop = need if workload.cut else last
     run = [min(x, end) if j in drawn or j in short else min(x, stop) for j, x in enumerate(group)]
     return (total + tail * sum(min(group[j], end) for j in rest) / len(rest)) / size, run
@@ -214,7 +216,9 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 @given(workloads(), st.integers(0, 8), st.sampled_from([FLAT, GPU]))
-def test_it_is_what_counting_one_after_the_other_gives(workload: Workload, halves: int, curve: LatencyCurve) -> None:
+def test_the_estimate_equals_a_count_candidate_by_candidate(
+    workload: Workload, halves: int, curve: LatencyCurve
+) -> None:
     whole = SampledRollouts.of(workload, workload.size + 4, rng())
     few = replace(whole, lengths=whole.lengths[:2], tail_draws=whole.tail_draws[:2])  # rounds
     found = estimate_shaped(workload, workload.size + halves / 2, curve, few)
@@ -225,7 +229,9 @@ def test_it_is_what_counting_one_after_the_other_gives(workload: Workload, halve
 
 
 @given(workloads(), st.sampled_from([FLAT, GPU]))
-def test_no_candidate_more_and_no_deadline_is_the_unshaped_batch(workload: Workload, curve: LatencyCurve) -> None:
+def test_without_extra_candidates_and_deadline_the_estimate_is_the_unshaped_one(
+    workload: Workload, curve: LatencyCurve
+) -> None:
     workload = replace(workload, cut=False)
     draws = SampledRollouts.of(workload, workload.size + 1, rng())
     plain, shaped = estimate_unshaped(workload, curve, draws), estimate_shaped(workload, workload.size, curve, draws)
@@ -235,7 +241,7 @@ def test_no_candidate_more_and_no_deadline_is_the_unshaped_batch(workload: Workl
 
 
 @given(workloads(), st.integers(0, 8))
-def test_a_deadline_never_makes_it_longer(workload: Workload, halves: int) -> None:
+def test_a_deadline_never_makes_a_rollout_longer(workload: Workload, halves: int) -> None:
     draws = SampledRollouts.of(workload, workload.size + 4, rng())
     cut, whole = (
         estimate_shaped(replace(workload, cut=cut), workload.size + halves / 2, FLAT, draws).returned_mean
@@ -247,7 +253,7 @@ def test_a_deadline_never_makes_it_longer(workload: Workload, halves: int) -> No
 # --- the best of them -------------------------------------------------------
 
 
-def test_whole_and_half_numbers_are_tried_and_the_best_is_taken() -> None:
+def test_whole_and_half_numbers_are_tried_and_the_best_is_chosen() -> None:
     decision = choose_mean_candidates(prompts(16, WIDE), 9, 12, GPU, 0.5, rng())
     assert [trial.mean_candidates for trial in decision.trials] == [9, 9.5, 10, 10.5, 11, 11.5, 12]
     assert decision.utility == max(trial.utility for trial in decision.trials)
@@ -258,22 +264,22 @@ def test_whole_and_half_numbers_are_tried_and_the_best_is_taken() -> None:
         assert trial.utility == pytest.approx(shorter - 0.5 * found.seconds / plain.seconds)
 
 
-def test_bounds_that_meet_leave_no_choice() -> None:
+def test_equal_bounds_leave_no_choice() -> None:
     decision = choose_mean_candidates(prompts(4), 12, 12, GPU, 1.0, rng())
     assert (decision.mean_candidates, len(decision.trials)) == (12, 1)
 
 
 @pytest.mark.parametrize("ratios", [NARROW, WIDE, EXPONENTIAL])
-def test_if_time_is_free_all_candidates_are_taken(ratios: Floats) -> None:
+def test_without_budget_aversion_the_maximum_is_chosen(ratios: Floats) -> None:
     assert choose_mean_candidates(prompts(64, ratios), SIZE, HIGH, PROPORTIONAL, 0.0, rng()).mean_candidates == HIGH
 
 
-def test_if_time_is_dear_and_candidates_take_some_none_is_added() -> None:
+def test_with_high_aversion_no_candidates_are_added_if_they_cost_time() -> None:
     for workload in (prompts(64, NARROW), replace(prompts(64, NARROW), num_longest=1, capacity=100)):
         assert choose_mean_candidates(workload, SIZE, HIGH, PROPORTIONAL, 1e6, rng()).mean_candidates == SIZE
 
 
-def test_if_time_is_dear_and_candidates_save_some_all_are_taken() -> None:
+def test_with_high_aversion_the_maximum_is_chosen_if_candidates_save_time() -> None:
     assert choose_mean_candidates(prompts(8), SIZE, HIGH, FLAT, 1e6, rng()).mean_candidates >= HIGH - 1
 
 
@@ -281,7 +287,7 @@ def test_equal_lengths_leave_nothing_to_gain() -> None:
     assert choose_mean_candidates(prompts(8, np.ones(1)), SIZE, HIGH, FLAT, 0.0, rng()).mean_candidates == SIZE
 
 
-def test_a_price_in_between_gives_a_number_in_between() -> None:
+def test_a_moderate_aversion_gives_a_mean_between_the_bounds() -> None:
     for count, curve in ((64, PROPORTIONAL), (1000, GPU)):
         assert SIZE < choose_mean_candidates(prompts(count, WIDE), SIZE, HIGH, curve, 1.0, rng()).mean_candidates < HIGH
 
@@ -292,7 +298,7 @@ def test_a_price_in_between_gives_a_number_in_between() -> None:
     st.sampled_from([0, 1]),
     st.lists(st.floats(0, 20), min_size=2, max_size=2).map(sorted),
 )
-def test_the_dearer_time_is_the_less_is_spent(
+def test_higher_aversion_never_gives_a_longer_rollout(
     ratios: Floats, curve: LatencyCurve, tail: int, aversions: list[float]
 ) -> None:
     workload = replace(prompts(32, ratios), num_longest=tail)
@@ -305,14 +311,14 @@ def chosen_seconds(workload: Workload, curve: LatencyCurve, aversion: float) -> 
     return next(t.estimate.seconds for t in decision.trials if t.mean_candidates == decision.mean_candidates)
 
 
-def test_the_same_draws_give_the_same_answer() -> None:
+def test_the_same_seed_gives_the_same_decision() -> None:
     workload = replace(prompts(64, WIDE), num_longest=1, cut=True)
     assert choose_mean_candidates(workload, SIZE, HIGH, GPU, 1.0, rng()) == choose_mean_candidates(
         workload, SIZE, HIGH, GPU, 1.0, rng()
     )
 
 
-def test_other_draws_find_one_that_is_hardly_worse() -> None:
+def test_another_seed_chooses_a_mean_that_is_hardly_worse() -> None:
     draws = [np.random.default_rng(seed) for seed in range(12)]
     found = [choose_mean_candidates(prompts(64, WIDE), SIZE, HIGH, GPU, 1.0, each) for each in draws]
     utility = np.mean([[trial.utility for trial in decision.trials] for decision in found], axis=0)
@@ -330,14 +336,14 @@ def test_the_order_of_the_ratios_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [1.0, 0.0], [math.nan], [math.inf]])
-def test_means_and_ratios_that_cannot_be_are_refused(values: list[float]) -> None:
+def test_means_and_ratios_out_of_range_are_refused(values: list[float]) -> None:
     with pytest.raises(ValueError, match="means must be at least one, all finite and above 0"):
         Workload(means=values, ratios=[1.0], size=8)
     with pytest.raises(ValueError, match="ratios must be at least one, all finite and above 0"):
         Workload(means=[1.0], ratios=values, size=8)
 
 
-def test_a_workload_that_cannot_be_is_refused() -> None:
+def test_a_workload_out_of_range_is_refused() -> None:
     for size, longest in ((8, 8), (8, -1), (0, 0)):
         with pytest.raises(ValueError, match="num_longest must be in"):
             Workload(means=[1.0], ratios=[1.0], size=size, num_longest=longest)
@@ -348,18 +354,18 @@ def test_a_workload_that_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mean_candidates", [7.5, 16.5, math.nan])
-def test_numbers_beyond_the_draws_are_refused(mean_candidates: float) -> None:
+def test_more_candidates_than_were_sampled_are_refused(mean_candidates: float) -> None:
     with pytest.raises(ValueError, match=r"mean_candidates must be in \[8, 16\]"):
         foresee(prompts(2), mean_candidates, FLAT)
 
 
 @pytest.mark.parametrize(("low", "high"), [(7, 12), (12, 11)])
-def test_bounds_that_cannot_hold_are_refused(low: int, high: int) -> None:
+def test_bounds_in_the_wrong_order_are_refused(low: int, high: int) -> None:
     with pytest.raises(ValueError, match="8 <= low <= high"):
         choose_mean_candidates(prompts(2), low, high, FLAT, 1.0, rng())
 
 
 @pytest.mark.parametrize("aversion", [-0.1, math.nan, math.inf])
-def test_an_aversion_that_cannot_be_is_refused(aversion: float) -> None:
+def test_an_aversion_out_of_range_is_refused(aversion: float) -> None:
     with pytest.raises(ValueError, match="budget_aversion must be finite and at least 0"):
         choose_mean_candidates(prompts(2), 8, 9, FLAT, aversion, rng())

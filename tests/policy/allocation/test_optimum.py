@@ -95,7 +95,7 @@ def test_a_large_batch_is_within_rounding_of_the_continuous_optimum(seed: int, s
     assert (weights / ideal).sum() * (1 - 1e-9) <= (weights / counts).sum() <= (weights / rounded).sum()
 
 
-def test_a_large_batch_is_the_greedy_one_unit_by_unit() -> None:
+def test_a_large_batch_equals_the_greedy_allocation_candidate_by_candidate() -> None:
     rng = np.random.default_rng(0)
     weights = rng.integers(1, 500, 300).tolist()  # with ties
     counts = [LOW] * len(weights)
@@ -136,7 +136,7 @@ def test_a_hundred_thousand_prompts_take_less_than_a_second() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (-1, 3)])
-def test_bounds_that_cannot_hold_are_refused(low: int, high: int) -> None:
+def test_bounds_in_the_wrong_order_are_refused(low: int, high: int) -> None:
     with pytest.raises(ValueError, match="1 <= low <= high"):
         allocate([1.0], 4, low, high)
     with pytest.raises(ValueError, match="1 <= low <= high"):
@@ -144,7 +144,7 @@ def test_bounds_that_cannot_hold_are_refused(low: int, high: int) -> None:
 
 
 @pytest.mark.parametrize("nonsense", [-0.1, math.nan, math.inf])
-def test_weights_and_stds_that_are_no_numbers_are_refused(nonsense: float) -> None:
+def test_weights_and_stds_out_of_range_are_refused(nonsense: float) -> None:
     with pytest.raises(ValueError, match="weights must be finite and at least 0"):
         allocate([1.0, nonsense], 20, LOW, HIGH)
     with pytest.raises(ValueError, match="stds must be finite and at least 0"):
@@ -160,7 +160,7 @@ def test_weights_and_stds_that_are_no_numbers_are_refused(nonsense: float) -> No
 # --- from stds to candidates ------------------------------------------------
 
 
-def test_norm_is_the_papers() -> None:
+def test_weights_are_the_papers() -> None:
     assert weights_from_stds([10.0, 30.0, 20.0]) == [1 / 20, 21 / 20, 11 / 20]
     assert weights_from_stds([4.0, 4.0]) == [1.0, 1.0]
     assert weights_from_stds([0.0, 5e-324]) == [1.0, 1.0]
@@ -171,13 +171,13 @@ def test_a_wider_prompt_gets_more_candidates() -> None:
     assert allocate_by_std([5.0, 100.0, 30.0], budget=36, low=LOW, high=HIGH) == [8, 16, 12]
 
 
-def test_an_unseen_prompt_takes_the_mean_of_the_known() -> None:
+def test_a_prompt_without_std_takes_the_mean_of_the_known_ones() -> None:
     stds = [5.0, None, 100.0, None, 30.0]
     filled = [5.0, 45.0, 100.0, 45.0, 30.0]
     assert allocate_by_std(stds, budget=60, low=LOW, high=HIGH) == allocate(weights_from_stds(filled), 60, LOW, HIGH)
 
 
-def test_if_none_was_seen_all_share_evenly() -> None:
+def test_without_any_known_std_all_share_evenly() -> None:
     assert allocate_by_std([None] * 3, budget=31, low=LOW, high=HIGH) == [11, 10, 10]
 
 
@@ -213,7 +213,7 @@ def test_the_mean_stays_at_the_target(stream: list[float | None], target: float)
 
 
 @pytest.mark.parametrize("target", [8.3, 12, 15.5])
-def test_the_mean_is_at_the_target_most_of_the_time_too(target: float) -> None:
+def test_the_mean_is_at_the_target_throughout_the_stream(target: float) -> None:
     price = ShadowPrice(target, LOW, HIGH)
     counts = [price.candidates(std) for std in STATIONARY]
     for begin in range(WINDOW, len(counts), WINDOW):
@@ -231,7 +231,7 @@ def test_a_request_gets_what_the_batch_would_give() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=30), st.floats(0, 1e6), st.floats(0, 1e6))
-def test_a_wider_prompt_gets_no_fewer_but_for_its_own_pull_on_the_price(
+def test_a_wider_prompt_gets_no_fewer_except_for_its_own_effect_on_the_price(
     before: list[float], one: float, two: float
 ) -> None:
     counts = []
@@ -243,14 +243,14 @@ def test_a_wider_prompt_gets_no_fewer_but_for_its_own_pull_on_the_price(
     assert counts[0] <= counts[1] + 1
 
 
-def test_an_unseen_prompt_is_taken_for_an_average_one() -> None:
+def test_a_request_without_std_is_allocated_like_an_average_one() -> None:
     price = ShadowPrice(TARGET, LOW, HIGH, ShadowPriceState(recent=(10.0, 50.0)))
     known = ShadowPrice(TARGET, LOW, HIGH, ShadowPriceState(recent=(10.0, 50.0)))
     assert price.candidates(None) == known.candidates(30.0)
     assert price.state.recent == (10.0, 50.0)
 
 
-def test_what_was_learned_survives_json_and_goes_on_as_if_nothing_had_happened() -> None:
+def test_the_state_survives_json_and_continues_unchanged() -> None:
     price = ShadowPrice(TARGET, LOW, HIGH)
     for std in STATIONARY[:300]:
         price.candidates(std)
@@ -260,7 +260,7 @@ def test_what_was_learned_survives_json_and_goes_on_as_if_nothing_had_happened()
     assert [twin.candidates(s) for s in STATIONARY[300:500]] == [price.candidates(s) for s in STATIONARY[300:500]]
 
 
-def test_the_target_can_change_on_the_way() -> None:
+def test_the_target_can_change_between_requests() -> None:
     price = ShadowPrice(10, LOW, HIGH)
     for std in STATIONARY[:2000]:
         price.candidates(std)
@@ -274,7 +274,7 @@ def test_a_target_outside_the_bounds_is_refused(target: float) -> None:
         ShadowPrice(target, LOW, HIGH)
 
 
-def test_a_state_that_cannot_be_is_refused() -> None:
+def test_a_state_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="debt must be finite"):
         ShadowPriceState(debt=math.nan)
     with pytest.raises(ValueError, match=r"carry must be in \[-0.5, 0.5\)"):

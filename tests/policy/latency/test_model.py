@@ -24,7 +24,7 @@ SIZES = [1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 90, 128, 180, 256]
 
 
 def simulated(lengths: Sequence[int], capacity: int, curve: LatencyCurve) -> float:
-    """One step after the other; whoever waits longest takes a place that is free."""
+    """One step after the other; the one that waits longest takes a free place."""
     waiting, running, seconds = [x for x in lengths if x], list[int](), 0.0
     while waiting or running:
         while waiting and len(running) < capacity:
@@ -37,13 +37,13 @@ def simulated(lengths: Sequence[int], capacity: int, curve: LatencyCurve) -> flo
 # --- the curve --------------------------------------------------------------
 
 
-def test_between_its_points_the_curve_is_a_line_and_beyond_them_one_goes_on() -> None:
+def test_the_curve_is_linear_between_its_points_and_extrapolated_beyond_them() -> None:
     assert [BENT.step_seconds(b) for b in (0.3, 1, 2, 4, 6, 8, 10)] == pytest.approx(
         [0.02, 0.02, 0.02, 0.02, 0.03, 0.04, 0.05]
     )
 
 
-def test_an_array_is_read_like_its_values() -> None:
+def test_an_array_gives_the_values_of_its_elements() -> None:
     batches = np.asarray([[0.5, 3.0, 5.0], [7.5, 8.0, 900.0]])
     expected = [[BENT.step_seconds(b) for b in row] for row in batches.tolist()]
     assert BENT.step_seconds_array(batches).tolist() == expected
@@ -67,7 +67,7 @@ def test_a_curve_survives_json() -> None:
         ((1.0,), (0.1,), math.inf, "per_sequence must be finite and at least 0"),
     ],
 )
-def test_a_curve_that_cannot_be_is_refused(
+def test_a_curve_out_of_range_is_refused(
     batches: tuple[float, ...], seconds: tuple[float, ...], per_sequence: float, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -96,34 +96,34 @@ def test_beyond_the_capacity_they_queue_in_order_of_arrival(
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 30))
-def test_flat_steps_make_the_longest_decide_and_proportional_ones_the_sum(lengths: list[int], capacity: int) -> None:
+def test_with_flat_steps_the_longest_decides_with_proportional_ones_the_sum(lengths: list[int], capacity: int) -> None:
     assert FLAT.rollout_seconds(lengths) == pytest.approx(0.02 * max(lengths))
     assert PROPORTIONAL.rollout_seconds(lengths) == pytest.approx(0.004 * sum(lengths))
     assert PROPORTIONAL.rollout_seconds(lengths, capacity) == pytest.approx(0.004 * sum(lengths))
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=10), st.integers(1, 5), CURVES)
-def test_a_length_may_stand_for_several(lengths: list[int], weight: int, curve: LatencyCurve) -> None:
+def test_a_weight_counts_a_length_several_times(lengths: list[int], weight: int, curve: LatencyCurve) -> None:
     model = curve.rollout_seconds_batch(np.asarray([lengths], dtype=np.float64), weight=weight)
     assert model[0] == pytest.approx(curve.rollout_seconds(lengths * weight))
 
 
 @pytest.mark.parametrize("capacity", [10, 64, 300])
-def test_a_scale_model_has_a_queue_to_scale(capacity: int) -> None:
+def test_a_scale_model_scales_the_queue_too(capacity: int) -> None:
     lengths = np.random.default_rng(0).lognormal(5, 0.5, (1, 400))
     model = float(BENT.rollout_seconds_batch(lengths, capacity, weight=6.0)[0])
     full = BENT.rollout_seconds(np.tile(lengths[0], 6).tolist(), capacity)
     assert model == pytest.approx(full, rel=0.04)
 
 
-def test_several_rollouts_at_once_are_as_many_alone() -> None:
+def test_a_batch_of_rollouts_equals_each_alone() -> None:
     lengths = np.random.default_rng(0).lognormal(3, 1, (5, 30))
     for capacity in (None, 7):
         alone = [BENT.rollout_seconds(row, capacity) for row in lengths.tolist()]
         assert BENT.rollout_seconds_batch(lengths, capacity).tolist() == pytest.approx(alone)
 
 
-def test_lengths_and_capacities_that_cannot_be_are_refused() -> None:
+def test_lengths_and_capacities_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="lengths must be finite and at least 0"):
         FLAT.rollout_seconds([3, -1])
     with pytest.raises(ValueError, match="lengths must be finite and at least 0"):
@@ -181,29 +181,29 @@ def error(model: LatencyModel, engine: Engine, batches: Sequence[float] = tuple(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("contaminated", [0.0, 0.2])
-def test_it_is_within_a_tenth_at_sizes_that_were_never_seen(engine: Engine, contaminated: float) -> None:
+def test_the_curve_is_within_a_tenth_at_sizes_never_seen(engine: Engine, contaminated: float) -> None:
     assert error(taught(LatencyModel(), engine, 60, contaminated=contaminated), engine) < 0.1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_many_sizes_are_as_good_as_few(engine: Engine) -> None:
+def test_many_sizes_are_learned_as_well_as_few(engine: Engine) -> None:
     every = list(range(1, 257))
     assert error(taught(LatencyModel(), engine, 40, every, contaminated=0.2), engine) < 0.1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_beyond_the_largest_size_it_goes_on_as_it_was(engine: Engine) -> None:
+def test_beyond_the_largest_size_the_slope_continues(engine: Engine) -> None:
     assert error(taught(LatencyModel(), engine, 60), engine, [300, 512, 1024]) < 0.15
 
 
 @pytest.mark.parametrize(("engine", "sizes"), [(cpu, [16, 32, 64]), (gpu, [16, 32, 64]), (cpu, [40, 80])])
-def test_below_the_smallest_size_too(engine: Engine, sizes: list[int]) -> None:
+def test_below_the_smallest_size_the_slope_continues(engine: Engine, sizes: list[int]) -> None:
     model = taught(LatencyModel(), engine, 60, sizes, noise=0.0)
     assert error(model, engine, [4, 8, 12, 100]) < 0.1
     assert known(model).step_seconds(1) > 0
 
 
-def test_stalls_hardly_move_it() -> None:
+def test_stalls_hardly_move_the_curve() -> None:
     model = taught(LatencyModel(), cpu, 60)
     before = known(model).step_seconds_array(UNSEEN)
     for batch in SIZES:
@@ -226,7 +226,7 @@ def test_a_slower_engine_is_believed_though_larger_batches_were_faster_before() 
     assert known(model).step_seconds(256) >= known(model).step_seconds(8)
 
 
-def test_nothing_is_said_before_two_sizes_are_known() -> None:
+def test_there_is_no_curve_before_two_sizes_are_known() -> None:
     model = LatencyModel()
     assert model.curve is None
     for batch in (8, 15):  # too near to each other
@@ -240,7 +240,7 @@ def test_nothing_is_said_before_two_sizes_are_known() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-6, 1e3)), min_size=2, max_size=12))
-def test_whatever_is_seen_the_curve_neither_falls_nor_gets_to_zero(seen: list[tuple[int, float]]) -> None:
+def test_the_curve_never_falls_and_is_always_positive(seen: list[tuple[int, float]]) -> None:
     model = LatencyModel()
     for batch, seconds in seen:
         for _ in range(MIN_STEPS):
@@ -252,7 +252,7 @@ def test_whatever_is_seen_the_curve_neither_falls_nor_gets_to_zero(seen: list[tu
         assert np.isfinite(values).all()
 
 
-def test_what_was_learned_survives_json_and_goes_on_as_if_nothing_had_happened() -> None:
+def test_the_state_survives_json_and_continues_unchanged() -> None:
     model = taught(taught(LatencyModel(), gpu, 40), cpu, 20, sizes=[1, 5, 16, 17, 300])
     restored = LatencyState(**json.loads(json.dumps(asdict(model.state))))
     assert restored == model.state
@@ -267,7 +267,7 @@ def test_the_state_stays_small() -> None:
     assert max(len(steps) for steps in model.state.seconds) == STEPS_PER_BIN
 
 
-def test_an_empty_state_is_a_new_model() -> None:
+def test_an_empty_state_has_no_curve() -> None:
     assert LatencyModel(LatencyState()).curve is None
     assert LatencyModel().state == LatencyState()
 
@@ -285,7 +285,7 @@ def test_an_empty_state_is_a_new_model() -> None:
         (((8,), (9,)), ((0.1,), (0.1,)), (0, 0), "one entry for each bin"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused(
+def test_a_state_out_of_range_is_refused(
     batches: tuple[tuple[int, ...], ...], seconds: tuple[tuple[float, ...], ...], ages: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -293,13 +293,13 @@ def test_a_state_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("batch", [0, -3, math.inf, math.nan])
-def test_a_batch_that_cannot_be_is_refused(batch: int) -> None:
+def test_a_batch_out_of_range_is_refused(batch: int) -> None:
     with pytest.raises(ValueError, match="batch must be finite and at least 1"):
         LatencyModel().observe(batch, 0.1)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -0.1, math.inf, math.nan])
-def test_a_time_that_cannot_be_is_refused(seconds: float) -> None:
+def test_seconds_out_of_range_are_refused(seconds: float) -> None:
     model = LatencyModel()
     with pytest.raises(ValueError, match="seconds must be finite and above 0"):
         model.observe(3, seconds)

@@ -35,13 +35,13 @@ def stopped(*tokens: int) -> list[Observation]:
 
 
 @given(st.lists(TOKENS, min_size=2, max_size=20))
-def test_without_censoring_it_is_the_mean_and_the_sample_std(tokens: list[int]) -> None:
+def test_without_censoring_the_estimate_is_mean_and_sample_std(tokens: list[int]) -> None:
     plain = estimate_lengths(ended(*tokens))
     assert plain.mean == pytest.approx(statistics.mean(tokens), rel=1e-14)
     assert plain.std == pytest.approx(statistics.stdev(tokens), rel=1e-12)
 
 
-def test_one_candidate_has_no_spread() -> None:
+def test_one_candidate_has_no_std() -> None:
     assert estimate_lengths(ended(7)) == LengthEstimate(7, None)
     assert estimate_lengths(stopped(7)) == LengthEstimate(7, None)
 
@@ -75,8 +75,8 @@ def shortest_polled_early(lengths: Lengths, _: np.random.Generator) -> list[Obse
     return [Observation(bar - 1, censored=True) if x > bar else Observation(int(x)) for x in lengths]
 
 
-def drawn_tail(lengths: Lengths, rng: np.random.Generator) -> list[Observation]:
-    """The 7 shortest finish and one drawn by lot does; the others are stopped at the 7th."""
+def sampled_tail(lengths: Lengths, rng: np.random.Generator) -> list[Observation]:
+    """The 7 shortest finish and one sampled from the others does; the others are stopped at the 7th."""
     order = np.argsort(lengths, kind="stable")
     bar, drawn = int(lengths[order[6]]), rng.choice(order[7:])
     return [
@@ -85,7 +85,7 @@ def drawn_tail(lengths: Lengths, rng: np.random.Generator) -> list[Observation]:
     ]
 
 
-# Mean std over many groups of 12 and of 16, as a ratio to that of the same groups had nobody been stopped.
+# Mean std over many groups of 12 and of 16, as a ratio to that of the same groups if none had been stopped.
 NARROW, WIDE, HEAVY = log_normal(200, 0.3), log_normal(200, 0.5), log_normal(200, 0.8)
 GEOMETRIC, EVEN, UNEVEN = geometric(200), two_modes(150, 600, 0.5), two_modes(150, 450, 0.3)
 MOSTLY_LONG = two_modes(150, 600, 0.7)
@@ -98,12 +98,12 @@ FIGURES = [
     pytest.param(UNEVEN, shortest, 0.68, 0.45, id="the longer mode rare, shortest"),
     pytest.param(NARROW, shortest_polled_early, 0.99, 0.99, id="log-normal 0.3, polled early"),
     pytest.param(GEOMETRIC, shortest_polled_early, 0.98, 0.92, id="geometric, polled early"),
-    pytest.param(NARROW, drawn_tail, 0.97, 0.97, id="log-normal 0.3, drawn tail"),
-    pytest.param(WIDE, drawn_tail, 0.92, 0.88, id="log-normal 0.5, drawn tail"),
-    pytest.param(HEAVY, drawn_tail, 0.83, 0.76, id="log-normal 0.8, drawn tail"),
-    pytest.param(GEOMETRIC, drawn_tail, 0.94, 0.90, id="geometric, drawn tail"),
-    pytest.param(EVEN, drawn_tail, 1.05, 0.94, id="two even modes, drawn tail"),
-    pytest.param(UNEVEN, drawn_tail, 0.83, 0.74, id="the longer mode rare, drawn tail"),
+    pytest.param(NARROW, sampled_tail, 0.97, 0.97, id="log-normal 0.3, sampled tail"),
+    pytest.param(WIDE, sampled_tail, 0.92, 0.88, id="log-normal 0.5, sampled tail"),
+    pytest.param(HEAVY, sampled_tail, 0.83, 0.76, id="log-normal 0.8, sampled tail"),
+    pytest.param(GEOMETRIC, sampled_tail, 0.94, 0.90, id="geometric, sampled tail"),
+    pytest.param(EVEN, sampled_tail, 1.05, 0.94, id="two even modes, sampled tail"),
+    pytest.param(UNEVEN, sampled_tail, 0.83, 0.74, id="the longer mode rare, sampled tail"),
 ]
 ROUNDS = 700
 
@@ -118,8 +118,8 @@ def test_the_bias_of_the_std_is_what_the_docstring_says(
         assert abs(math.log(ratio)) < 0.75 * abs(math.log(naive))
 
 
-@pytest.mark.parametrize(("stop", "of_12", "of_16"), [(shortest, 1.51, 1.77), (drawn_tail, 1.19, 1.30)])
-def test_two_modes_of_which_the_upper_shows_its_short_end_only_come_out_too_wide(
+@pytest.mark.parametrize(("stop", "of_12", "of_16"), [(shortest, 1.51, 1.77), (sampled_tail, 1.19, 1.30)])
+def test_two_modes_come_out_too_wide_if_only_the_short_end_of_the_upper_shows(
     stop: Stopping, of_12: float, of_16: float
 ) -> None:
     assert ratios(MOSTLY_LONG, stop, 12)[0] == pytest.approx(of_12, abs=0.06)
@@ -127,7 +127,7 @@ def test_two_modes_of_which_the_upper_shows_its_short_end_only_come_out_too_wide
 
 
 def ratios(draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, candidates: int) -> tuple[float, float]:
-    """Mean estimated std, and mean std of the finished ones alone, to that of the groups had nobody been stopped."""
+    """Mean estimated std, and mean std of the finished ones alone, to that of the groups if none had been stopped."""
     rng = np.random.default_rng(candidates)
     groups = [draw(rng, candidates) for _ in range(ROUNDS)]
     whole = statistics.fmean(float(np.std(lengths, ddof=1)) for lengths in groups)
@@ -137,7 +137,7 @@ def ratios(draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, 
 
 
 @pytest.mark.parametrize("draw", [NARROW, WIDE, GEOMETRIC, EVEN])
-@pytest.mark.parametrize("stop", [shortest, drawn_tail])
+@pytest.mark.parametrize("stop", [shortest, sampled_tail])
 @pytest.mark.parametrize("candidates", [12, 16])
 def test_the_std_is_near_the_true_one_where_the_naive_one_is_not(
     draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, candidates: int
@@ -152,7 +152,7 @@ def test_the_std_is_near_the_true_one_where_the_naive_one_is_not(
 
 
 @pytest.mark.parametrize("draw", [NARROW, WIDE, GEOMETRIC, EVEN])
-@pytest.mark.parametrize("stop", [shortest, drawn_tail])
+@pytest.mark.parametrize("stop", [shortest, sampled_tail])
 def test_the_mean_is_not_biased_short_either(
     draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping
 ) -> None:
@@ -197,47 +197,47 @@ def test_the_order_of_the_candidates_does_not_matter(observations: list[Observat
     assert once.std == (None if again.std is None else pytest.approx(again.std, rel=1e-6, abs=1e-6))
 
 
-def test_all_equal_and_the_rest_stopped_there_leaves_some_spread() -> None:
+def test_equal_lengths_with_others_stopped_there_leave_some_spread() -> None:
     guess = estimate_lengths(ended(*[23] * 8) + stopped(*[23] * 8))
     assert 23 < guess.mean < 26
     assert guess.std is not None
     assert 0 < guess.std < 6
 
 
-def test_one_that_is_known_to_be_longer_votes_on_those_that_were_stopped() -> None:
+def test_a_longer_candidate_gets_votes_of_stopped_ones() -> None:
     short = estimate_lengths(ended(10, 11, 12, 20) + stopped(12, 12, 12))
     long = estimate_lengths(ended(10, 11, 12, 200) + stopped(12, 12, 12))
     assert long.mean - short.mean > (200 - 20) / 7 * 2
 
 
-def test_one_token_longer_is_no_vote() -> None:
+def test_one_token_longer_gets_no_vote() -> None:
     at_the_bar = estimate_lengths(ended(100, 150, 200, 210) + stopped(210, 210, 210, 210))
     just_before = estimate_lengths(ended(100, 150, 200, 210) + stopped(209, 209, 209, 209))
     assert just_before.mean == pytest.approx(at_the_bar.mean, rel=0.01)
 
 
-def test_a_longer_one_that_was_stopped_too_hands_on_its_votes() -> None:
+def test_a_longer_candidate_that_was_stopped_too_passes_its_votes_on() -> None:
     direct = estimate_lengths(ended(10, 20, 1000) + stopped(30, 30))
     chained = estimate_lengths(ended(10, 20, 1000) + stopped(30, 500))
     assert chained.mean > direct.mean
 
 
-def test_a_few_short_ones_among_many_stopped_ones_do_not_explode() -> None:
+def test_a_few_short_candidates_among_many_stopped_ones_give_a_bounded_estimate() -> None:
     guess = estimate_lengths(ended(3) + stopped(*[256] * 15))
     assert guess.mean == pytest.approx(3 + 15 * 256)  # one ending in as many tokens
     assert estimate_lengths(ended(1) + stopped(*[1_000_000] * 100)).mean < 1.01 * 100_000_000
 
 
-def test_if_none_ended_the_longest_is_taken_to_have() -> None:
+def test_if_none_finished_the_longest_counts_as_finished() -> None:
     assert estimate_lengths(stopped(5, 9, 9)) == estimate_lengths(ended(9) + stopped(5, 9))
 
 
-def test_candidates_that_never_began_say_nothing() -> None:
+def test_candidates_without_tokens_are_ignored() -> None:
     assert estimate_lengths(ended(4, 6) + stopped(0, 0)) == estimate_lengths(ended(4, 6))
 
 
 @pytest.mark.parametrize("nothing", [[], stopped(0, 0)])
-def test_no_token_at_all_is_refused(nothing: list[Observation]) -> None:
+def test_observations_without_any_token_are_refused(nothing: list[Observation]) -> None:
     with pytest.raises(ValueError, match="at least one candidate"):
         estimate_lengths(nothing)
 
@@ -250,7 +250,7 @@ def test_a_negative_length_is_refused() -> None:
 # --- what is remembered -----------------------------------------------------
 
 
-def test_the_first_group_is_taken_as_it_is_and_later_ones_are_averaged() -> None:
+def test_the_first_group_counts_fully_and_later_ones_are_averaged() -> None:
     first = update_stats(None, ended(10, 20), 1)
     assert first == PromptStats(math.sqrt(50), 15, 1, 2, 1)
     second = update_stats(first, ended(30, 30, 30), 4)
@@ -258,7 +258,7 @@ def test_the_first_group_is_taken_as_it_is_and_later_ones_are_averaged() -> None
     assert update_stats(first, ended(30, 30, 30), None, alpha=1) == PromptStats(0, 30, 2, 5, None)
 
 
-def test_a_group_of_one_leaves_the_spread_as_it_was() -> None:
+def test_a_group_of_one_does_not_change_the_std() -> None:
     first = update_stats(None, ended(10), 1)
     assert first.std_ema is None
     second = update_stats(first, ended(10, 20), 1)
@@ -272,7 +272,7 @@ def test_alpha_out_of_range_is_refused(alpha: float) -> None:
         update_stats(None, ended(1, 2), 0, alpha)
 
 
-def test_the_data_set_averages_the_spread_over_ten_steps_and_takes_the_last_mean() -> None:
+def test_the_data_set_averages_stds_over_ten_steps_and_takes_the_last_mean() -> None:
     stats = DatasetStats()
     assert (stats.std, stats.mean) == (None, None)
     for number in range(15):
@@ -285,7 +285,7 @@ def test_the_data_set_averages_the_spread_over_ten_steps_and_takes_the_last_mean
     assert stats.steps == 15
 
 
-def test_a_step_without_spread_keeps_the_window_and_an_empty_one_changes_nothing() -> None:
+def test_a_step_without_stds_keeps_the_window_and_an_empty_one_changes_nothing() -> None:
     stats = DatasetStats().with_step([LengthEstimate(10, 3)])
     assert stats.with_step([]) is stats
     assert stats.with_step([LengthEstimate(20, None)]) == DatasetStats((3,), 20, 2)
@@ -301,18 +301,18 @@ def test_statistics_survive_json() -> None:
 # --- keys -------------------------------------------------------------------
 
 
-def test_a_key_is_the_same_everywhere() -> None:
+def test_a_key_is_the_same_in_every_process() -> None:
     assert make_prompt_key([1, 2, 3]) == "ab44942e43d9d2af667cb73e"
     assert make_prompt_key((1, 2, 3)) == make_prompt_key(np.array([1, 2, 3], dtype=np.int32).tolist())
 
 
 @given(st.lists(st.integers(0, 200_000), max_size=6), st.lists(st.integers(0, 200_000), max_size=6))
-def test_other_tokens_have_another_key(one: list[int], other: list[int]) -> None:
+def test_different_tokens_have_different_keys(one: list[int], other: list[int]) -> None:
     assert (make_prompt_key(one) == make_prompt_key(other)) == (one == other)
     assert len(make_prompt_key(one)) == 24
 
 
-def test_a_completed_sample_has_every_candidates_weight_and_takes_stopped_ones_for_longer() -> None:
+def test_a_completed_sample_has_every_candidates_weight_and_makes_stopped_ones_longer() -> None:
     observations = [Observation(10), Observation(20), Observation(60), Observation(20, censored=True)]
     pairs = complete_sample([*observations, Observation(0, censored=True)])
     assert sum(weight for weight, _ in pairs) == pytest.approx(4)
@@ -322,6 +322,6 @@ def test_a_completed_sample_has_every_candidates_weight_and_takes_stopped_ones_f
 
 
 @pytest.mark.parametrize("censored", [False, True])
-def test_a_sample_of_one_kind_is_completed_by_itself(censored: bool) -> None:
+def test_a_sample_of_only_finished_or_only_censored_ones_is_unchanged(censored: bool) -> None:
     observations = [Observation(tokens, censored=censored) for tokens in (3, 5)]
     assert complete_sample(observations) == [(1.0, 3.0), (1.0, 5.0)]

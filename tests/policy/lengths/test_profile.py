@@ -30,7 +30,7 @@ def geometric(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
     return rng.geometric(1 / PROMPT_MEAN, shape) / PROMPT_MEAN
 
 
-def nobody(lengths: Floats, _: np.random.Generator) -> Ratios:
+def stop_none(lengths: Floats, _: np.random.Generator) -> Ratios:
     return [(float(x), False) for x in lengths]
 
 
@@ -40,8 +40,8 @@ def shortest(lengths: Floats, _: np.random.Generator) -> Ratios:
     return [(min(float(x), bar), bool(x > bar)) for x in lengths]
 
 
-def drawn_tail(lengths: Floats, rng: np.random.Generator) -> Ratios:
-    """The 7 shortest end and one drawn by lot does; the others are stopped at the 7th."""
+def sampled_tail(lengths: Floats, rng: np.random.Generator) -> Ratios:
+    """The 7 shortest end and one sampled from the others does; the others are stopped at the 7th."""
     order = np.argsort(lengths)
     bar, drawn = float(lengths[order[6]]), rng.choice(order[7:])
     return [(float(x), False) if x <= bar or i == drawn else (bar, True) for i, x in enumerate(lengths)]
@@ -67,9 +67,9 @@ def quantiles(profile: LengthProfile, n: int = 2000) -> Floats:
 
 
 @pytest.mark.parametrize("draw", [log_normal(0.3), log_normal(0.5), geometric])
-@pytest.mark.parametrize("stop", [nobody, shortest, drawn_tail])
+@pytest.mark.parametrize("stop", [stop_none, shortest, sampled_tail])
 @pytest.mark.parametrize("candidates", [8, 12, 16])
-def test_mean_and_tail_are_right_though_the_long_ones_were_stopped(
+def test_mean_and_tail_are_right_although_long_candidates_were_stopped(
     draw: Drawing, stop: Callable[[Floats, np.random.Generator], Ratios], candidates: int
 ) -> None:
     truth = draw(np.random.default_rng(99), (400_000,))
@@ -79,7 +79,7 @@ def test_mean_and_tail_are_right_though_the_long_ones_were_stopped(
     assert float(np.median(found)) == pytest.approx(float(np.median(truth)), rel=0.05)
 
 
-def test_the_ended_ones_alone_would_be_far_too_short() -> None:
+def test_the_finished_ones_alone_would_be_far_too_short() -> None:
     profile = recorded(geometric, shortest, 16)
     finished = np.asarray(profile.state.finished)
     middles = (EDGES[1:] + EDGES[:-1]) / 2
@@ -107,12 +107,12 @@ def test_the_product_limit_rule_by_hand() -> None:
     assert float((found < 1 * width).mean()) == pytest.approx(0.2 + 0.8 / 4, abs=0.002)
 
 
-def test_a_few_groups_are_enough_for_a_rough_picture() -> None:
+def test_a_few_groups_are_enough_for_a_rough_profile() -> None:
     found = quantiles(recorded(log_normal(0.5), shortest, 12, groups=4))
     assert float(found.mean()) == pytest.approx(1, rel=0.35)
 
 
-def test_a_single_ending_says_where_the_others_are_at_least() -> None:
+def test_a_single_finished_candidate_gives_a_lower_bound_for_the_others() -> None:
     profile = LengthProfile()
     profile.observe([(1.0, False), (1.0, True), (1.0, True), (1.0, True)])
     found = quantiles(profile, 100)
@@ -124,7 +124,7 @@ def test_a_single_ending_says_where_the_others_are_at_least() -> None:
 
 
 @given(RATIOS, st.integers(1, 50))
-def test_quantiles_ascend_and_are_positive_once_one_has_ended(ratios: Ratios, n: int) -> None:
+def test_quantiles_ascend_and_are_positive_once_a_candidate_has_finished(ratios: Ratios, n: int) -> None:
     profile = LengthProfile()
     profile.observe(ratios)
     found = profile.quantiles(n)
@@ -136,13 +136,13 @@ def test_quantiles_ascend_and_are_positive_once_one_has_ended(ratios: Ratios, n:
         assert np.isfinite(found).all()
 
 
-def test_nothing_is_known_before_one_has_ended() -> None:
+def test_there_are_no_quantiles_before_a_candidate_has_finished() -> None:
     profile = LengthProfile()
     profile.observe([(1.0, True)] * 5)
     assert profile.quantiles(10) is None
 
 
-def test_ratios_off_the_scale_count_as_the_outermost() -> None:
+def test_ratios_off_the_scale_count_in_the_outermost_bins() -> None:
     profile = LengthProfile()
     profile.observe([(1e-9, False), (0.0, False), (1e9, False), (1e300, True)])
     assert (profile.state.finished[0], profile.state.finished[-1], profile.state.censored[-1]) == (2, 1, 1)
@@ -173,7 +173,7 @@ def test_the_order_within_a_group_does_not_matter() -> None:
     assert one.state == two.state
 
 
-def test_candidates_that_never_began_say_nothing() -> None:
+def test_candidates_without_tokens_are_ignored() -> None:
     profile = LengthProfile()
     profile.observe([(1.0, False), (0.5, True)])
     before = profile.state
@@ -182,8 +182,8 @@ def test_candidates_that_never_began_say_nothing() -> None:
     assert profile.state == before
 
 
-def test_what_was_learned_survives_json_and_goes_on_as_if_nothing_had_happened() -> None:
-    profile = recorded(geometric, drawn_tail, 16)
+def test_the_state_survives_json_and_continues_unchanged() -> None:
+    profile = recorded(geometric, sampled_tail, 16)
     text = json.dumps(asdict(profile.state))
     assert len(text) < 20_000
     restored = ProfileState(**json.loads(text))
@@ -200,7 +200,7 @@ def test_an_empty_state_is_a_new_profile() -> None:
     assert LengthProfile().quantiles(4) is None
 
 
-def test_a_state_is_not_changed_by_what_comes_later() -> None:
+def test_a_state_is_not_changed_by_later_observations() -> None:
     profile = recorded(geometric, shortest, 12, groups=2)
     state = profile.state
     before = asdict(state)
@@ -213,7 +213,7 @@ def test_a_state_is_not_changed_by_what_comes_later() -> None:
 
 
 @pytest.mark.parametrize("ratio", [-0.1, math.nan, math.inf])
-def test_a_ratio_that_cannot_be_is_refused_with_its_whole_group(ratio: float) -> None:
+def test_a_ratio_out_of_range_is_refused_with_its_whole_group(ratio: float) -> None:
     profile = LengthProfile()
     with pytest.raises(ValueError, match="ratios must be finite and at least 0"):
         profile.observe([(1.0, False), (ratio, True)])
@@ -221,13 +221,13 @@ def test_a_ratio_that_cannot_be_is_refused_with_its_whole_group(ratio: float) ->
 
 
 @pytest.mark.parametrize("n", [0, -1])
-def test_no_quantiles_are_refused(n: int) -> None:
+def test_zero_quantiles_are_refused(n: int) -> None:
     with pytest.raises(ValueError, match="n must be at least 1"):
         LengthProfile().quantiles(n)
 
 
 @pytest.mark.parametrize("count", [-1.0, math.nan, math.inf])
-def test_a_state_that_cannot_be_is_refused(count: float) -> None:
+def test_a_state_out_of_range_is_refused(count: float) -> None:
     bins = len(EDGES) - 1
     with pytest.raises(ValueError, match="finished must be finite and at least 0"):
         ProfileState(finished=(count,) * bins)

@@ -61,7 +61,7 @@ def transcribed(labels: list[Label], score: float, bins: int, alpha: float, weig
 
 
 @given(LABELS, CHANCES, st.sampled_from([1, 7, 128]), st.sampled_from([0.5, 1.0]))
-def test_it_is_what_the_paper_says(labels: list[Label], score: float, bins: int, alpha: float) -> None:
+def test_the_plain_form_is_the_papers(labels: list[Label], score: float, bins: int, alpha: float) -> None:
     two_classes = [Label(0.3, 1.0), Label(0.6, 0.0), *labels]
     calibrator = learned(replace(PLAIN, bins=bins, smoothing=alpha), two_classes)
     expected = transcribed(two_classes, score, bins, alpha, [1.0] * len(two_classes))
@@ -70,7 +70,7 @@ def test_it_is_what_the_paper_says(labels: list[Label], score: float, bins: int,
 
 
 @given(LABELS, CHANCES)
-def test_corrected_each_label_counts_by_the_inverse_of_its_survival(labels: list[Label], score: float) -> None:
+def test_corrected_labels_count_by_the_inverse_of_their_survival(labels: list[Label], score: float) -> None:
     two_classes = [Label(0.3, 1.0), Label(0.6, 0.0), *labels]
     weights = [min(1 / x.survival, MAX_WEIGHT) for x in two_classes]
     scaled = [w * len(weights) / sum(weights) for w in weights]
@@ -106,7 +106,7 @@ def test_weights_have_mean_one_and_are_clipped() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.5, 1.0, 7.0])), min_size=1, max_size=12))
-def test_pooled_values_are_the_nearest_that_never_fall(pairs: list[tuple[float, float]]) -> None:
+def test_isotonic_values_are_the_nearest_that_never_fall(pairs: list[tuple[float, float]]) -> None:
     """Against the closed form: the largest over first ends of the least over last ends of the mean between them."""
     values, weights = (np.asarray(each) for each in zip(*pairs, strict=True))
     places = range(values.size)
@@ -125,22 +125,22 @@ def test_a_higher_score_never_has_a_lower_chance(labels: list[Label], one: float
     assert 0 < calibrator.probability(low) <= calibrator.probability(high) < 1
 
 
-def test_made_monotone_a_few_hundred_labels_keep_what_the_score_tells() -> None:
+def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_scores_auc() -> None:
     rng = np.random.default_rng(0)
     scores = rng.beta(4.0, 3.0, 4300)  # each is the true chance
     right = (rng.random(4300) < scores).astype(np.float64)
     labels = [Label(*each) for each in zip(scores[:300].tolist(), right[:300].tolist(), strict=True)]
-    told = [[learned(form, labels).probability(s) for s in scores[300:]] for form in (PLAIN, OURS)]
-    best, (plain, ours) = auc(scores[300:], right[300:]), [auc(q, right[300:]) for q in told]
+    chances = [[learned(form, labels).probability(s) for s in scores[300:]] for form in (PLAIN, OURS)]
+    best, (plain, ours) = auc(scores[300:], right[300:]), [auc(q, right[300:]) for q in chances]
     assert best is not None
     assert plain is not None
     assert ours is not None
     assert best - ours < 0.02 < 0.06 < best - plain
-    errors = [calibration_error(q, right[300:]) or 0.0 for q in told]
+    errors = [calibration_error(q, right[300:]) or 0.0 for q in chances]
     assert errors[1] < 0.06 < errors[0]
 
 
-def test_a_score_the_wrong_way_round_tells_nothing() -> None:
+def test_a_reversed_score_is_calibrated_to_the_prior() -> None:
     rng = np.random.default_rng(0)
     scores = rng.random(2000)
     calibrator = learned(OURS, [Label(s, float(rng.random() > s)) for s in scores])
@@ -150,7 +150,7 @@ def test_a_score_the_wrong_way_round_tells_nothing() -> None:
 # --- when it applies --------------------------------------------------------
 
 
-def test_it_starts_neutral_and_says_why() -> None:
+def test_a_new_calibrator_returns_the_prior_and_says_why() -> None:
     calibrator = Calibrator(Calibration(cold_steps=2, cold_labels=3))
     assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.NO_LABELS, DEFAULT_PRIOR)
     calibrator.add(Label(0.9, 1.0))
@@ -168,12 +168,12 @@ def test_it_starts_neutral_and_says_why() -> None:
     assert calibrator.probability(0.1) < calibrator.prior < calibrator.probability(0.9)
 
 
-def test_only_wrong_ones_are_one_class_too() -> None:
+def test_only_wrong_labels_are_one_class_too() -> None:
     calibrator = learned(PLAIN, [Label(0.4, 0.0)])
     assert (calibrator.status, calibrator.probability(0.4)) == (CalibrationStatus.ONE_CLASS, 0.0)
 
 
-def test_what_was_learned_survives_json() -> None:
+def test_the_state_survives_json() -> None:
     calibrator = Calibrator(CORRECTED)
     for i in range(9):
         calibrator.add(Label(i / 9, float(i % 2), 1 / (i + 1)))
@@ -190,7 +190,7 @@ def test_what_was_learned_survives_json() -> None:
 def test_under_pruning_plain_labels_are_biased_and_corrected_ones_are_not(strength: float, off: float) -> None:
     """Pruned by the score at one detection point, calibrated at the next; six in ten are right.
 
-    Both scores tell something that the other does not. Errors are over all trajectories, pruned ones too.
+    Both scores carry information that the other does not. Errors are over all trajectories, pruned ones too.
     """
     rng = np.random.default_rng(0)
     seen_early, seen_late = rng.normal(0, 1.5, (2, 30_000))
@@ -230,7 +230,7 @@ def sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
 # --- rewards, and what is refused -------------------------------------------
 
 
-def test_a_reward_is_a_soft_target_or_held_against_a_threshold() -> None:
+def test_a_reward_is_a_soft_target_or_compared_with_a_threshold() -> None:
     assert [label_from_reward(r) for r in (-1.0, 0.3, 2.0)] == [0.0, 0.3, 1.0]
     assert [label_from_reward(r, 0.5) for r in (-1.0, 0.5, 2.0)] == [0.0, 1.0, 1.0]
     with pytest.raises(ValueError, match="reward must be finite"):

@@ -35,25 +35,25 @@ def test_the_calibration_error_is_the_mean_gap_of_the_bins(labels: list[tuple[fl
 
 
 @given(LABELS)
-def test_the_brier_score_is_the_mean_square(labels: list[tuple[float, float, int]]) -> None:
+def test_the_brier_score_is_the_mean_squared_error(labels: list[tuple[float, float, int]]) -> None:
     mass = sum(w for _, _, w in labels)
     squares = sum(w * (s - y) ** 2 for s, y, w in labels)
     assert brier_score(*columns(labels)) == (pytest.approx(squares / mass) if mass else None)
 
 
 @given(LABELS)
-def test_a_weight_counts_as_so_many_labels(labels: list[tuple[float, float, int]]) -> None:
+def test_a_weight_counts_as_that_many_labels(labels: list[tuple[float, float, int]]) -> None:
     scores, targets, weights = columns(labels)
     repeated = [(s, y, 1) for s, y, w in labels for _ in range(w)]
     for figure in (auc, brier_score, calibration_error):
         assert figure(scores, targets, weights) == pytest.approx(figure(*columns(repeated)[:2]))
 
 
-def test_the_auc_reads_the_order_alone() -> None:
+def test_the_auc_depends_on_the_order_alone() -> None:
     assert auc([-700.0, -3.0, 2.0, 90.0], [0, 1, 0, 1]) == auc([0.1, 0.2, 0.3, 0.4], [0, 1, 0, 1]) == 0.75
 
 
-def test_a_diagram_has_a_bar_for_each_bin_that_holds_any() -> None:
+def test_a_diagram_has_a_bar_for_each_bin_with_labels() -> None:
     bars = reliability([0.1, 0.2, 1.0], [0, 1, 1], [1, 3, 1], bins=2)
     assert [bar.predicted for bar in bars] == pytest.approx([0.175, 1.0])
     assert bars == [ReliabilityBin(bars[0].predicted, 0.75, 4.0), ReliabilityBin(1.0, 1.0, 1.0)]
@@ -71,7 +71,7 @@ def test_a_diagram_has_a_bar_for_each_bin_that_holds_any() -> None:
         ([0.5], [1], [math.inf], "weights must"),
     ],
 )
-def test_what_is_out_of_range_is_refused(
+def test_values_out_of_range_are_refused(
     scores: list[float], targets: list[float], weights: list[float] | None, complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):

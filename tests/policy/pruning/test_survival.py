@@ -49,7 +49,9 @@ def test_delta_meets_the_keep_ratio_exactly(pruning: Pruning, recent: list[float
 
 
 @given(prunings(), st.lists(st.tuples(CHANCES, st.integers(0, 4)), max_size=20), st.booleans())
-def test_a_weight_counts_as_so_many(pruning: Pruning, weighted: list[tuple[float, int]], aimed: bool) -> None:
+def test_a_weight_counts_as_that_many_qualities(
+    pruning: Pruning, weighted: list[tuple[float, int]], aimed: bool
+) -> None:
     pruning = replace(pruning, aimed=aimed)
     weighted = [(0.5, 1), (0.4, 1), *weighted]
     repeated = [q for q, w in weighted for _ in range(w)]
@@ -58,7 +60,7 @@ def test_a_weight_counts_as_so_many(pruning: Pruning, weighted: list[tuple[float
     assert by_weight.slope == pytest.approx(pruning.fit(repeated).slope)
 
 
-def test_while_nothing_is_known_nothing_is_shifted() -> None:
+def test_without_qualities_delta_is_zero() -> None:
     for aimed in (False, True):
         assert Pruning(aimed=aimed).fit([]).survival(0.7) == pytest.approx(0.4)
 
@@ -87,44 +89,44 @@ def survivors(pruning: Pruning, q: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 @pytest.mark.parametrize("aimed", [False, True])
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
-def test_the_keep_rate_is_kappa(share: float, aimed: bool) -> None:
+def test_the_share_of_survivors_is_the_keep_ratio(share: float, aimed: bool) -> None:
     q, _ = population(share, 20_000)
     assert survivors(Pruning(aimed=aimed), q).mean() == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.parametrize("share", [0.65, 0.8])
-def test_where_most_are_right_the_survivors_are_pulled_towards_rho(share: float) -> None:
+def test_if_most_are_right_survivors_are_pulled_towards_rho(share: float) -> None:
     q, right = population(share, 20_000)
     kept = survivors(Pruning(), q)
     assert 0.5 < right[kept].mean() < right.mean() - 0.015
 
 
 @given(prunings(), QUALITIES, CHANCES)
-def test_in_the_papers_form_delta_takes_rho_back(pruning: Pruning, recent: list[float], rho: float) -> None:
+def test_in_the_papers_form_rho_cancels_out(pruning: Pruning, recent: list[float], rho: float) -> None:
     one, other = pruning.fit(recent), replace(pruning, target_positive_ratio=rho).fit(recent)
     assert [one.survival(q) for q in recent] == pytest.approx([other.survival(q) for q in recent], abs=1e-9)
 
 
-def test_so_where_most_are_wrong_the_papers_form_pulls_away_from_rho() -> None:
+def test_if_most_are_wrong_the_papers_form_pulls_away_from_rho() -> None:
     q, right = population(0.3, 20_000)
     assert right[survivors(Pruning(), q)].mean() < right.mean() - 0.015
 
 
 @pytest.mark.parametrize("rho", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
-def test_aimed_the_survivors_are_pulled_towards_rho_and_not_past_it(share: float, rho: float) -> None:
+def test_the_aimed_form_pulls_towards_rho_and_not_past_it(share: float, rho: float) -> None:
     q, _ = population(share, 20_000)
     kept = survivors(Pruning(aimed=True, target_positive_ratio=rho), q)
     before, after = q.mean() - rho, q[kept].mean() - rho
     assert abs(after) < 0.01 or (abs(after) < abs(before) - 0.015 and after * before > 0)
 
 
-def test_where_the_papers_form_pulls_the_right_way_as_hard_as_it_can_aiming_changes_nothing() -> None:
+def test_far_above_rho_the_aimed_form_is_the_papers() -> None:
     q, _ = population(0.9, 1000)
     assert Pruning(aimed=True).fit(q) == replace(Pruning().fit(q), pruning=Pruning(aimed=True))
 
 
-def test_aimed_by_each_group_rewards_vary_more_than_with_random_pruning() -> None:
+def test_fitted_to_each_group_the_aimed_form_has_more_reward_variance_than_random_pruning() -> None:
     """500 prompts of all difficulties, groups of 16 of which 8 stay; variance of rewards within a group."""
     rng = np.random.default_rng(0)
     q = 1 / (1 + np.exp(-rng.normal(0, 1.2, (500, 1)) - 1.5 * rng.normal(size=(500, 16))))
@@ -142,7 +144,7 @@ def test_aimed_by_each_group_rewards_vary_more_than_with_random_pruning() -> Non
     assert variance(Pruning()) < at_random + 0.001
 
 
-def test_delta_of_the_survivors_alone_misses_the_keep_ratio_and_weights_mend_it() -> None:
+def test_delta_of_survivors_alone_misses_the_keep_ratio_and_weights_correct_it() -> None:
     """Strong pull, nine in ten right. The survivors' q are lower, so a delta over them prunes too many."""
     pruning = Pruning(balance_strength=2.0)
     q, _ = population(0.9, 20_000)

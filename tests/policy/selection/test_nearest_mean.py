@@ -16,7 +16,7 @@ COARSE = st.integers(0, 16).map(lambda n: n / 16)
 
 
 @given(st.lists(COARSE, min_size=1, max_size=9), st.integers(1, 5), COARSE)
-def test_on_the_grid_it_is_the_best_of_all_subsets_and_of_equals_the_earliest(
+def test_on_the_grid_the_choice_is_the_best_subset_and_of_equals_the_earliest(
     qualities: list[float], size: int, target: float
 ) -> None:
     subsets = list(combinations(range(len(qualities)), min(size, len(qualities))))
@@ -33,7 +33,7 @@ def test_on_the_grid_it_is_the_best_of_all_subsets_and_of_equals_the_earliest(
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=10), st.integers(1, 5), st.floats(0, 1))
-def test_off_the_grid_it_is_as_near_the_best_as_the_grid_is_fine(
+def test_off_the_grid_the_choice_is_within_the_grid_of_the_best(
     qualities: list[float], size: int, target: float
 ) -> None:
     size = min(size, len(qualities))
@@ -48,12 +48,12 @@ def test_off_the_grid_it_is_as_near_the_best_as_the_grid_is_fine(
 
 
 @pytest.mark.parametrize(("size", "candidates", "bits"), [(8, 16, 14), (16, 64, 13), (64, 128, 9), (1, 2, 14)])
-def test_the_grid_is_as_fine_as_said(size: int, candidates: int, bits: int) -> None:
+def test_the_grid_is_as_fine_as_documented(size: int, candidates: int, bits: int) -> None:
     assert grid_resolution(size, candidates) == 2**bits
 
 
 @pytest.mark.parametrize(("size", "candidates"), [(8, 16), (32, 64), (64, 128)])
-def test_the_largest_groups_meet_the_target_to_the_grid_and_in_time(size: int, candidates: int) -> None:
+def test_large_groups_meet_the_target_within_the_grid_and_in_time(size: int, candidates: int) -> None:
     """Bounded in memory by the grid; the time allows for slow machines, it is some ten milliseconds."""
     qualities = np.random.default_rng(0).random(candidates).tolist()
     began = time.process_time()
@@ -63,18 +63,18 @@ def test_the_largest_groups_meet_the_target_to_the_grid_and_in_time(size: int, c
     assert np.mean([qualities[i] for i in chosen]) == pytest.approx(0.5, abs=1 / 64 if size == 8 else 1 / 500)
 
 
-def test_one_class_is_chosen_as_far_as_it_must() -> None:
+def test_an_unreachable_target_is_approached_as_far_as_possible() -> None:
     assert select_nearest_mean([0.9, 0.8, 0.2, 0.1], 2, 0.5) == (0, 3)
     assert select_nearest_mean([0.9, 0.9, 0.9, 0.1], 2, 0.0) == (0, 3)
     assert select_nearest_mean([0.1] * 6, 3, 1.0) == (0, 1, 2)
 
 
-def test_of_a_sum_above_and_one_below_the_earlier_candidates_win() -> None:
+def test_of_equally_near_sums_above_and_below_the_earlier_candidates_win() -> None:
     assert select_nearest_mean([0.0, 0.75, 0.25], 2, 0.25) == (0, 1)
     assert select_nearest_mean([0.0, 0.25, 0.75], 2, 0.25) == (0, 1)
 
 
-def test_a_grid_for_sizes_beyond_all_use_still_fits() -> None:
+def test_a_grid_for_very_large_sizes_is_at_least_one() -> None:
     assert grid_resolution(1000, 2000) == 1
     assert grid_resolution(64, 100_000) > 0
 
@@ -82,6 +82,6 @@ def test_a_grid_for_sizes_beyond_all_use_still_fits() -> None:
 @pytest.mark.parametrize(
     ("qualities", "size", "target"), [([0.5], 0, 0.5), ([1.5], 1, 0.5), ([math.nan], 1, 0.5), ([0.5], 1, -1.0)]
 )
-def test_what_is_out_of_range_is_refused(qualities: list[float], size: int, target: float) -> None:
+def test_values_out_of_range_are_refused(qualities: list[float], size: int, target: float) -> None:
     with pytest.raises(ValueError, match="must be"):
         select_nearest_mean(qualities, size, target)

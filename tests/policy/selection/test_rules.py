@@ -1,4 +1,4 @@
-"""The rules by themselves: whom they choose, how they label, what they hold for certain."""
+"""The selection rules alone: what they select, how they label it, and what they hold for certain."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ def running(index: int, tokens: int, *, tail_draw: float = 0.5) -> Candidate:
 
 @cheap
 @given(RULES, st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=10), LIMITS, RANDOMS)
-def test_a_rule_chooses_what_its_definition_says(
+def test_a_rule_selects_what_its_definition_says(
     rule: Rule, ends: list[tuple[int, bool]], limit: int | None, random: Random
 ) -> None:
     draws, places = random.sample(range(100), len(ends)), random.sample(range(100), len(ends))
@@ -79,7 +79,7 @@ def test_the_longest_are_long_and_truncated_ones_fill() -> None:
     assert LongestTail(1, 0).select(finished) == {1: SelectedAs.SHORT}
 
 
-def test_the_sampled_tail_is_drawn_from_all_but_the_shortest() -> None:
+def test_the_tail_is_sampled_from_all_but_the_shortest() -> None:
     finished = [
         ended(0, 9, tail_draw=0.1),
         ended(1, 2, tail_draw=0.9),
@@ -90,7 +90,7 @@ def test_the_sampled_tail_is_drawn_from_all_but_the_shortest() -> None:
     assert SampledTail(1, 2).select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG, 3: SelectedAs.FILL}
 
 
-def test_a_sampled_tail_without_enough_valid_ones_takes_all_and_fills() -> None:
+def test_a_sampled_tail_with_too_few_valid_ones_fills_up() -> None:
     finished = [
         ended(0, 9, tail_draw=0.9),
         ended(1, 8, valid=False, tail_draw=0.1),
@@ -99,7 +99,7 @@ def test_a_sampled_tail_without_enough_valid_ones_takes_all_and_fills() -> None:
     assert SampledTail(2, 0).select(finished) == {0: SelectedAs.SHORT, 2: SelectedAs.FILL}
 
 
-def test_in_order_takes_the_first_however_they_ended() -> None:
+def test_in_order_selects_the_first_however_they_finished() -> None:
     finished = [ended(2, 1), ended(0, 9, valid=False), ended(1, 5)]
     assert InOrder(2).select(finished) == {0: SelectedAs.FILL, 1: SelectedAs.SHORT}
 
@@ -120,7 +120,7 @@ def test_a_shadow_returns_the_first_whatever_is_shadowed() -> None:
     assert Shadow(Shortest(2)).select(finished) == {0: SelectedAs.FILL, 1: SelectedAs.SHORT}
 
 
-def test_the_longest_are_those_that_made_the_deadline() -> None:
+def test_the_longest_are_those_within_the_deadline() -> None:
     finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
     rule = DeadlineTail(1, 1)
     assert rule.select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
@@ -128,7 +128,7 @@ def test_the_longest_are_those_that_made_the_deadline() -> None:
     assert rule.select(finished, 5) == {1: SelectedAs.SHORT, 3: SelectedAs.LONG}
 
 
-def test_a_deadline_is_never_less_than_the_group_itself_needs() -> None:
+def test_a_deadline_is_at_least_the_groups_completion_length() -> None:
     finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
     assert DeadlineTail(1, 1).select(finished, 1) == {1: SelectedAs.SHORT, 2: SelectedAs.LONG}
     assert DeadlineTail(1, 2).select(finished, 1) == {1: SelectedAs.SHORT, 2: SelectedAs.LONG, 3: SelectedAs.LONG}
@@ -153,7 +153,7 @@ def test_a_deadline_is_never_less_than_the_group_itself_needs() -> None:
         (CutTail(3, 1), 3, 4),
     ],
 )
-def test_a_rule_knows_its_seats(rule: Rule, short: int, size: int) -> None:
+def test_a_rule_has_its_size_and_its_number_of_shortest(rule: Rule, short: int, size: int) -> None:
     assert (rule.num_shortest, rule.size) == (short, size)
 
 
@@ -170,7 +170,7 @@ def test_a_rule_knows_its_seats(rule: Rule, short: int, size: int) -> None:
         (Shadow(Shortest(1)), DiscardReason.WATCHED, DiscardReason.WATCHED),
     ],
 )
-def test_the_rule_says_why_a_finished_one_is_surplus(
+def test_the_rule_gives_the_reason_of_a_discarded_candidate(
     rule: Rule, valid: DiscardReason, truncated: DiscardReason
 ) -> None:
     assert rule.discard_reason(ended(0, 3)) is valid
@@ -180,21 +180,21 @@ def test_the_rule_says_why_a_finished_one_is_surplus(
 # --- being certain ----------------------------------------------------------
 
 
-def test_one_that_has_run_as_far_as_the_last_short_place_is_hopeless() -> None:
+def test_a_candidate_that_reaches_the_threshold_is_hopeless() -> None:
     done = [ended(1, 5), ended(2, 7)]
     verdict = Shortest(2).assess([running(0, 6), running(3, 6), running(4, 5)], done, deliver_early=False)
     assert verdict.hopeless == {3: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.check_at == {0: 7, 4: 6}
 
 
-def test_surplus_candidates_in_order_run_until_enough_before_them_have_ended() -> None:
+def test_in_order_extra_candidates_run_until_enough_earlier_ones_have_finished() -> None:
     assert not InOrder(1).assess([running(0, 3), running(2, 3)], [], deliver_early=False).hopeless
     verdict = InOrder(1).assess([running(0, 3), running(2, 3)], [ended(1, 9, valid=False)], deliver_early=False)
     assert verdict.hopeless == {2: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.settled == frozenset()
 
 
-def test_one_that_lost_the_lottery_is_pruned_from_the_tail() -> None:
+def test_a_candidate_that_lost_the_tail_is_stopped() -> None:
     done = [ended(0, 2, tail_draw=0.9), ended(1, 5, tail_draw=0.1)]
     verdict = SampledTail(1, 1).assess(
         [running(2, 5, tail_draw=0.2), running(3, 0, tail_draw=0.2)], done, deliver_early=False
@@ -202,7 +202,7 @@ def test_one_that_lost_the_lottery_is_pruned_from_the_tail() -> None:
     assert verdict.hopeless == {2: DiscardReason.TAIL_PRUNED}
 
 
-def test_one_that_passes_any_of_the_shortest_can_decide_the_lottery() -> None:
+def test_passing_any_of_the_shortest_can_decide_the_tail() -> None:
     """Candidate 4 wins only if both 2 and 3 come in before both that finished."""
     done = [ended(0, 5, tail_draw=0.8), ended(1, 9, tail_draw=0.9)]
     losing = running(4, 9, tail_draw=0.3)
@@ -217,7 +217,7 @@ def test_one_that_passes_any_of_the_shortest_can_decide_the_lottery() -> None:
     assert before.check_at[2] == 4
 
 
-def test_a_drawn_one_is_certain_to_belong_if_it_is_valid_or_enough_others_are() -> None:
+def test_a_sampled_candidate_is_settled_if_it_is_valid_or_enough_others_are() -> None:
     going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
     valid = ended(0, 6, tail_draw=0.1)
     truncated = ended(1, 9, valid=False, tail_draw=0.1)
@@ -226,7 +226,7 @@ def test_a_drawn_one_is_certain_to_belong_if_it_is_valid_or_enough_others_are() 
     assert SampledTail(1, 1).assess(going, [ended(2, 7), truncated], deliver_early=True).settled == {1}
 
 
-def test_the_first_that_finish_are_certain_at_once_and_the_rest_hopeless() -> None:
+def test_the_first_to_finish_are_settled_at_once_and_the_rest_hopeless() -> None:
     rule, going = FirstFinish(2), [running(4, 0), running(5, 9)]
     assert rule.assess(going, [ended(0, 9, place=1)], deliver_early=True) == Verdict(frozenset({0}))
     done = [ended(0, 9, place=1), ended(2, 8, valid=False, place=2), ended(1, 7, place=3)]
@@ -234,13 +234,13 @@ def test_the_first_that_finish_are_certain_at_once_and_the_rest_hopeless() -> No
     assert rule.assess(going, done, deliver_early=True) == Verdict(frozenset({0, 1}), {4: longer, 5: longer})
 
 
-def test_a_truncated_one_is_not_certain_to_be_among_the_first_while_others_run() -> None:
+def test_a_truncated_candidate_is_not_settled_while_others_run() -> None:
     done = [ended(0, 9, valid=False, place=1)]
     assert FirstFinish(1).assess([running(1, 0)], done, deliver_early=True) == Verdict(frozenset())
     assert FirstFinish(1).assess([], done, deliver_early=True) == Verdict(frozenset({0}))
 
 
-def test_a_shadow_watches_until_nothing_runs() -> None:
+def test_a_shadow_observes_until_nothing_runs() -> None:
     rule, done = Shadow(Shortest(1)), [ended(0, 9), ended(1, 2)]
     assert rule.assess([running(2, 9)], done, deliver_early=True) == Verdict(frozenset({0}), observing=True)
     assert rule.assess([], done, deliver_early=True) == Verdict(frozenset({0}))
@@ -251,8 +251,8 @@ def test_candidates_that_only_fill_up_are_not_cut() -> None:
     assert CutTail(2, 1).assess([], done, deliver_early=False, deadline=1) == Verdict(frozenset({0, 1, 2}))
 
 
-def test_a_drawn_one_beyond_the_limit_waits_for_those_that_may_come_in_before() -> None:
-    """Candidate 1 is drawn. Where it ends hangs on 3, which may still be shorter than the second shortest."""
+def test_a_sampled_candidate_beyond_the_deadline_waits_for_contenders() -> None:
+    """Candidate 1 is sampled. Where it ends depends on 3, which may still be shorter than the second shortest."""
     done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.1), ended(2, 6, tail_draw=0.8)]
     rule, going = CutTail(1, 1), running(3, 4, tail_draw=0.2)
     waiting = rule.assess([going], done, deliver_early=False, deadline=3)
@@ -261,7 +261,7 @@ def test_a_drawn_one_beyond_the_limit_waits_for_those_that_may_come_in_before() 
     assert certain == Verdict(frozenset({0, 1}), {3: DiscardReason.TAIL_PRUNED}, cuts={1: 6})
 
 
-def test_a_loser_of_the_lottery_runs_on_for_the_deadline_and_no_longer() -> None:
+def test_a_candidate_that_lost_the_tail_runs_until_the_deadline_is_known() -> None:
     done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.2)]
     going = [running(2, 4, tail_draw=0.1), running(3, 4, tail_draw=0.8)]
     assert not CutTail(1, 1).assess(going, done, deliver_early=False, deadline=20).hopeless
@@ -271,7 +271,7 @@ def test_a_loser_of_the_lottery_runs_on_for_the_deadline_and_no_longer() -> None
     assert (verdict.hopeless, verdict.check_at) == ({3: DiscardReason.TAIL_PRUNED}, {2: 20})
 
 
-def test_what_may_be_short_or_else_cut_is_not_certain_beyond_the_limit() -> None:
+def test_a_candidate_that_may_be_short_or_cut_is_not_settled_beyond_the_deadline() -> None:
     """Candidate 0 belongs either way, but with its first tokens only if two others come in before it."""
     going, drawn = [running(1, 0, tail_draw=0.5), running(2, 0, tail_draw=0.6)], [ended(0, 9, tail_draw=0.1)]
     assert CutTail(1, 1).assess(going, drawn, deliver_early=True).settled == {0}
@@ -279,12 +279,12 @@ def test_what_may_be_short_or_else_cut_is_not_certain_beyond_the_limit() -> None
     assert CutTail(1, 1).assess(going, drawn, deliver_early=True, deadline=8).settled == set()
 
 
-def test_what_is_surely_short_is_certain_beyond_the_limit_too() -> None:
+def test_a_candidate_that_is_surely_short_is_settled_beyond_the_deadline_too() -> None:
     going = [running(1, 9), running(2, 9)]
     assert CutTail(1, 1).assess(going, [ended(0, 9)], deliver_early=True, deadline=3).settled == {0}
 
 
-def test_whoever_reaches_the_deadline_is_pruned() -> None:
+def test_a_candidate_that_reaches_the_deadline_is_stopped() -> None:
     done = [ended(0, 2), ended(1, 5)]
     going = [running(2, 5), running(3, 4), running(4, 7)]
     verdict = DeadlineTail(1, 1).assess(going, done, deliver_early=False, deadline=7)
@@ -295,7 +295,7 @@ def test_whoever_reaches_the_deadline_is_pruned() -> None:
     assert not DeadlineTail(1, 2).assess(going, done, deliver_early=False, deadline=3).hopeless
 
 
-def test_a_deadline_tail_of_none_stops_those_that_are_longer() -> None:
+def test_a_deadline_tail_without_tail_places_stops_longer_candidates() -> None:
     verdict = DeadlineTail(1, 0).assess([running(1, 2)], [ended(0, 2)], deliver_early=False, deadline=9)
     assert verdict == Verdict(frozenset({0}), {1: DiscardReason.LONGER_THAN_NEEDED})
 
@@ -315,7 +315,7 @@ def situations(
 
 
 def candidates(states: States, random: Random) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that run and those that have finished, with lots and in an order of finishing of any kind."""
+    """Those that run and those that have finished, with random tail draws and finish positions."""
     going, done = [], []
     draws, places = random.sample(range(100), len(states)), random.sample(range(100), len(states))
     for i, ((state, tokens), draw, place) in enumerate(zip(states, draws, places, strict=True)):
@@ -333,7 +333,7 @@ def known(going: Sequence[Candidate], done: Sequence[Candidate]) -> tuple[Known,
 
 @cheap
 @given(situations(WITHOUT_DEADLINE | FIRST_FINISH), st.booleans(), RANDOMS)
-def test_the_hopeless_are_those_that_no_future_selects(
+def test_hopeless_candidates_are_those_that_no_future_selects(
     situation: tuple[Rule, States], early: bool, random: Random
 ) -> None:
     rule, (going, done) = situation[0], candidates(situation[1], random)
@@ -346,7 +346,7 @@ def test_the_hopeless_are_those_that_no_future_selects(
 
 @cheap
 @given(situations(DEADLINE_TAILS), st.booleans(), st.sampled_from([None, 1, 2, 3, 4]), RANDOMS)
-def test_with_a_deadline_the_hopeless_are_those_that_reached_it(
+def test_with_a_deadline_hopeless_candidates_are_those_that_reached_it(
     situation: tuple[DeadlineTail, States], early: bool, limit: int | None, random: Random
 ) -> None:
     rule, (going, done) = situation[0], candidates(situation[1], random)
@@ -361,7 +361,7 @@ def test_with_a_deadline_the_hopeless_are_those_that_reached_it(
 
 @thoroughly
 @given(situations(CUT_TAILS, spare=2), st.booleans(), st.sampled_from([None, 1, 2, 3]), RANDOMS)
-def test_what_a_rule_that_cuts_holds_for_certain_comes_true_in_every_future(
+def test_verdicts_of_a_cutting_rule_hold_in_every_future(
     situation: tuple[CutTail, States], early: bool, limit: int | None, random: Random
 ) -> None:
     rule, (going, done) = situation[0], candidates(situation[1], random)
@@ -374,7 +374,7 @@ def test_what_a_rule_that_cuts_holds_for_certain_comes_true_in_every_future(
         assert verdict.settled <= group
         assert verdict.cuts.items() <= cuts.items()
         assert verdict.settled & cuts.keys() <= verdict.cuts.keys()
-        # Nobody is stopped whose length could change anything.
+        # No candidate is stopped whose length could change anything.
         others = tuple(fate.length for i, fate in sorted(fates.items()) if i not in verdict.hopeless)
         outcome = frozenset(group), frozenset(cuts.items())
         assert outcomes.setdefault(others, outcome) == outcome
@@ -387,7 +387,7 @@ def test_what_a_rule_that_cuts_holds_for_certain_comes_true_in_every_future(
 
 @cheap
 @given(situations(RULES, most=8, max_tokens=8), st.booleans(), LIMITS, RANDOMS)
-def test_no_verdict_changes_before_an_alarm(
+def test_no_verdict_changes_before_its_check(
     situation: tuple[Rule, States], early: bool, limit: int | None, random: Random
 ) -> None:
     rule, (going, done) = situation[0], candidates(situation[1], random)

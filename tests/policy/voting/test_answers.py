@@ -20,7 +20,7 @@ from darts_server.policy.voting.answers import (
 # --- patterns ---------------------------------------------------------------
 
 
-def test_a_pattern_finds_what_its_group_matched_last() -> None:
+def test_a_pattern_extracts_the_last_match_of_its_group() -> None:
     pattern = RegexExtractor(r"(?i)answer is:? (-?\d+)")
     assert pattern.extract("The answer is 3. No: the Answer is: 42") == "42"
     assert pattern.extract("no idea") is None
@@ -28,7 +28,7 @@ def test_a_pattern_finds_what_its_group_matched_last() -> None:
     assert RegexExtractor(r"= ([^\n]+)").extract("= a \t b\n") == "a b"
 
 
-def test_patterns_read_all_of_unicode() -> None:
+def test_patterns_match_all_of_unicode() -> None:
     assert RegexExtractor("réponse : (.)").extract("réponse : é") == "é"
     assert RegexExtractor("(.)$").extract("a\ud800") == "?"
 
@@ -54,7 +54,7 @@ def test_a_pattern_that_cannot_be_used_is_refused(pattern: str, complaint: str) 
 
 
 @pytest.mark.parametrize("pattern", [r"((?:a+)+)$", r"((?:a|aa)+b)", r"(a.*b|a)", r"(?:a?){50}(a{50})b"])
-def test_no_pattern_takes_long(pattern: str) -> None:
+def test_no_pattern_is_slow(pattern: str) -> None:
     """Backtracking would take longer than the universe has been there for the first two."""
     began = time.process_time()
     RegexExtractor(pattern).extract("a" * 100_000 + "!")
@@ -82,12 +82,12 @@ def test_no_pattern_takes_long(pattern: str) -> None:
         ("", None),
     ],
 )
-def test_the_last_whole_box_is_the_answer(text: str, answer: str | None) -> None:
+def test_the_last_complete_box_is_the_answer(text: str, answer: str | None) -> None:
     assert BoxedExtractor().extract(text) == answer
 
 
 @given(st.text(alphabet="ab{}\\ ", max_size=30), st.text(alphabet="ab ", min_size=1, max_size=5))
-def test_whatever_is_before_a_last_box_does_not_matter(before: str, inner: str) -> None:
+def test_text_before_the_last_box_does_not_matter(before: str, inner: str) -> None:
     assert BoxedExtractor().extract(before + " ." + rf"\boxed{{{inner}}}") == (" ".join(inner.split()) or None)
 
 
@@ -101,7 +101,7 @@ def test_only_the_end_of_a_long_text_is_read() -> None:
 # --- choices ----------------------------------------------------------------
 
 
-def test_the_choice_that_stands_last_is_the_answer() -> None:
+def test_the_choice_that_ends_last_is_the_answer() -> None:
     letters = ChoiceExtractor(["A", "B", "C"])
     assert letters.extract("A or B? It is (B), not A-level. So B.") == "B"
     assert letters.extract("B. About Cats and xA") == "B"
@@ -112,6 +112,6 @@ def test_the_choice_that_stands_last_is_the_answer() -> None:
 
 
 @pytest.mark.parametrize("choices", [[], ["a"] * (CHOICES + 1), [" "], ["a" * (CHOICE_CHARS + 1)]])
-def test_choices_are_bounded(choices: list[str]) -> None:
+def test_invalid_choices_are_refused(choices: list[str]) -> None:
     with pytest.raises(InvalidRequest, match="choices: must"):
         ChoiceExtractor(choices)

@@ -37,7 +37,7 @@ def elections(draw: st.DrawFn, most: int = 5, left: int = 2) -> tuple[list[Vote]
 
 
 @given(elections(most=9, left=0))
-def test_ranks_go_linearly_from_the_worst_to_the_best_and_ties_share(election: tuple[list[Vote], list[int]]) -> None:
+def test_ranks_are_linear_from_worst_to_best_and_ties_share(election: tuple[list[Vote], list[int]]) -> None:
     votes, _ = election
     scores = sorted(v.score for v in votes)
     for vote, weight in zip(votes, RankWeighting().weights(votes), strict=True):
@@ -46,13 +46,13 @@ def test_ranks_go_linearly_from_the_worst_to_the_best_and_ties_share(election: t
         assert weight == (mean / (len(votes) - 1) if len(votes) > 1 else 1)
 
 
-def test_ranks_are_the_papers() -> None:
+def test_rank_weights_are_the_papers() -> None:
     votes = [Vote(0, "a", 0.2), Vote(1, "b", 0.9), Vote(2, "a", 0.4)]
     assert [float(w) for w in RankWeighting().weights(votes)] == [0.0, 1.0, 0.5]
     assert count_votes(votes, RankWeighting()) == Tally("b", {"b": 1.0, "a": 0.5}, {"b": 1, "a": 2})
 
 
-def test_log_odds_are_those_of_naive_bayes() -> None:
+def test_log_odds_weights_are_those_of_naive_bayes() -> None:
     """Three votes, W = 4 wrong answers: the posterior of each answer, worked out from the chances."""
     votes = [Vote(0, "a", 0.7), Vote(1, "b", 0.4), Vote(2, "b", 0.3)]
     wrong = 4
@@ -64,7 +64,7 @@ def test_log_odds_are_those_of_naive_bayes() -> None:
     assert counted.weights["a"] - counted.weights["b"] == pytest.approx(expected)
 
 
-def test_a_chance_of_none_or_all_is_held_back() -> None:
+def test_extreme_probabilities_are_clipped() -> None:
     rule = LogOddsWeighting(wrong_answers=1, min_chance=0.1, max_chance=0.75)
     assert [float(rule.weight(q)) for q in (0.0, 1.0)] == pytest.approx([math.log(1 / 9), math.log(3)])
 
@@ -73,7 +73,7 @@ def test_a_chance_of_none_or_all_is_held_back() -> None:
 
 
 @given(elections(left=0), KINDS)
-def test_the_heaviest_wins_and_of_equals_the_earliest(
+def test_the_heaviest_answer_wins_and_of_equals_the_earliest(
     election: tuple[list[Vote], list[int]], weighting: Weighting
 ) -> None:
     votes, _ = election
@@ -101,7 +101,7 @@ def completions(votes: Sequence[Vote], remaining: Sequence[int], marks: Sequence
 
 
 @given(elections(), KINDS)
-def test_a_vote_is_decided_exactly_when_no_completion_turns_it(
+def test_a_vote_is_decided_exactly_when_no_completion_changes_the_winner(
     election: tuple[list[Vote], list[int]], weighting: Weighting
 ) -> None:
     votes, remaining = election
@@ -129,7 +129,7 @@ def test_five_of_eight_decide_a_majority_and_four_only_with_the_first_index() ->
     assert not is_decided([Vote(i, "a") for i in range(1, 5)], [0, 5, 6, 7], MajorityWeighting())
 
 
-def test_a_lead_that_two_more_can_just_draw_level_with_holds_for_the_earlier_only() -> None:
+def test_a_lead_that_two_more_can_equal_holds_for_the_earlier_answer_only() -> None:
     """Ranks 0 to 6: the rival has 3, the leader 18 in all. Two more on top bring 7 + 8."""
 
     def votes(rival: int) -> list[Vote]:
@@ -140,8 +140,8 @@ def test_a_lead_that_two_more_can_just_draw_level_with_holds_for_the_earlier_onl
     assert not is_decided(votes(rival=0), [7, 8], RankWeighting())
 
 
-def test_votes_against_the_leader_may_make_it_the_earlier() -> None:
-    """The last one can only draw the leader level with the rival, by a doubtful vote of index 0 for the leader."""
+def test_a_negative_vote_for_the_leader_may_still_make_it_the_earlier_answer() -> None:
+    """A vote of low q for the leader can only make both equally heavy. With index 0 the leader is then the earlier."""
     rule = LogOddsWeighting(wrong_answers=1, max_chance=0.8)
     leader, rival = [Vote(4, "a", 0.8), Vote(5, "a", 0.8)], [Vote(1, "b", 0.8), Vote(2, "b", 0.8), Vote(3, "b", 0.0)]
     assert is_decided(leader + rival, [0], rule)
@@ -151,7 +151,7 @@ def test_votes_against_the_leader_may_make_it_the_earlier() -> None:
 # --- what is refused --------------------------------------------------------
 
 
-def test_nobody_votes_twice() -> None:
+def test_a_candidate_votes_once() -> None:
     twice = [Vote(0, "a"), Vote(0, "b")]
     with pytest.raises(ValueError, match="votes once"):
         count_votes(twice, MajorityWeighting())
