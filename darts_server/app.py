@@ -35,7 +35,7 @@ from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.report import TrainerReport
-from darts_server.rollout.batches.registry import BatchRegistry, Keeping
+from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.learned.prompts import KIND
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.bias import LengthBias
@@ -170,7 +170,7 @@ def make_rooms(
     )
     rollouts.observe(metrics, provenance, bias, feedback, monitor, pruner, journal, *traces)
 
-    retention = Keeping(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
+    retention = BatchRetention(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
     batches: VllmBatches = BatchRegistry(
         rollouts, engine.prompter, control.new_planner, retention, settings.poll_interval
     )

@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from darts_server.exceptions import DartsError
-from darts_server.rollout.batches.registry import Claim
-from darts_server.rollout.batches.run import BatchRun, Form, Stream
+from darts_server.rollout.batches.registry import IdempotencyKey
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.observers.feedback import Reward
@@ -137,7 +137,7 @@ class Callers:
         return "answered"
 
     async def _batch(self, number: int, numbers: Iterator[int]) -> str:
-        """Request a batch through our own API, with or without a claim, streamed or in one answer."""
+        """Request a batch through our own API, with or without an idempotency key, streamed or in one answer."""
         prompts = [number, *islice(numbers, self._rng.randint(0, 7))]
         request = BatchRequest(
             [PromptSpec(text=f"{self._prompt(n)}#{n}") for n in prompts],
@@ -145,12 +145,12 @@ class Callers:
             policy={"name": self._rng.choice([OFF, *self._policies])},
             num_groups=max(1, len(prompts) - 2) if self._rng.random() < 0.2 else None,
         )
-        claim = Claim(b"owner", f"key-{number}", b"digest") if self._rng.random() < 0.3 else None
-        form = Form(self._rng.choice(list(Stream)), chunk_tokens=4)
-        batch = await self._stack.batches.open(request, form, claim)
+        key = IdempotencyKey(b"owner", f"key-{number}", b"digest") if self._rng.random() < 0.3 else None
+        answer_format = AnswerFormat(self._rng.choice(list(StreamMode)), chunk_tokens=4)
+        batch = await self._stack.batches.open(request, answer_format, key)
         if self._rng.random() < ABORTED:
             asyncio.get_running_loop().call_later(0.2, batch.cancel, "at random")
-        if claim is not None and self._rng.random() < 0.3:
+        if key is not None and self._rng.random() < 0.3:
             with batch.listen() as listener, suppress(TimeoutError):  # disconnects, then comes back
                 async with asyncio.timeout(0.2):
                     await listener.next()
@@ -161,10 +161,10 @@ class Callers:
 
     async def _listen(self, batch: BatchRun, size: int) -> str:
         with batch.listen() as listener:
-            if batch.form.stream is not Stream.NOTHING:
+            if batch.answer_format.stream is not StreamMode.OFF:
                 while await listener.next() is not None:
                     pass
-            done = await batch.answer()
+            done = await batch.wait()
         for result in done.results:
             self._reward(result.group_id, list(result.samples))
         return _outcome(all(len(r.samples) == (0 if r.error else size) for r in done.results))

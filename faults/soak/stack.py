@@ -12,7 +12,7 @@ from darts_server.metrics import QualityMetrics, RolloutMetrics
 from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.quality.evaluation import WINDOW
-from darts_server.rollout.batches.registry import BatchRegistry, Keeping
+from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.bias import LengthBias
 from darts_server.rollout.observers.feedback import Feedback
@@ -111,8 +111,8 @@ class Stack:
         self.rollouts.observe(
             self.metrics, Provenance(retention.groups), LengthBias(), self.feedback, self.monitor, self.pruner
         )
-        keeping = Keeping(kept_batches=retention.batches)
-        self.batches = BatchRegistry(self.rollouts, Texts(), control.new_planner, keeping, clock=loop.time)
+        batch_retention = BatchRetention(kept_batches=retention.batches)
+        self.batches = BatchRegistry(self.rollouts, Texts(), control.new_planner, batch_retention, clock=loop.time)
         self.votes = VoteRunner(self.rollouts, Texts(), confidence, self.metrics, loop.time)
 
     def count(self, name: str) -> float:

@@ -20,8 +20,8 @@ from darts_server.http.resources.rollouts_models import (
     usage_of,
 )
 from darts_server.http.sse import MEDIA_TYPE
-from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, Claim
-from darts_server.rollout.batches.run import BatchRun, Form, Stream
+from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.types import PromptSpec
 
@@ -54,9 +54,9 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
     ) -> Response:
         """A shaped group for each prompt, as one answer; with ``stream`` as server-sent events."""
         raw = await read_body(request, LARGEST_BODY)
-        claim = None if idempotency_key is None else _claim(request, idempotency_key, raw)
+        key = None if idempotency_key is None else _idempotency_key(request, idempotency_key, raw)
         body = parsed(RolloutsIn, raw)
-        batch = await batches.open(_asked(body), Form(Stream(body.stream), body.chunk_tokens), claim)
+        batch = await batches.open(_asked(body), AnswerFormat(StreamMode(body.stream), body.chunk_tokens), key)
         return await _told(request, batch, 0)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
@@ -68,8 +68,10 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         """A batch that was sent with an Idempotency-Key, while it runs and for a time after: answered as at first."""
         after = 0 if last_event_id is None else _event_number(last_event_id)
         batch = batches.find(batch_id)
-        if batch.form.stream is not Stream.NOTHING and after > batch.feed.told:
-            raise InvalidRequest(LAST_HEADER, f"the latest event of this batch is {batch.feed.told}, got {after}")
+        if batch.answer_format.stream is not StreamMode.OFF and after > batch.feed.last_number:
+            raise InvalidRequest(
+                LAST_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {after}"
+            )
         return await _told(request, batch, after)
 
     @api.delete("/rollouts/{batch_id}")
@@ -81,14 +83,14 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
 
 
 async def _told(request: Request, batch: BatchRun, after: int) -> Response:
-    if batch.form.stream is not Stream.NOTHING:
+    if batch.answer_format.stream is not StreamMode.OFF:
         return stream_events(batch, after)
     with batch.listen():
         return await while_connected(request, _answer(batch))
 
 
 async def _answer(batch: BatchRun) -> Response:
-    done = await batch.answer()
+    done = await batch.wait()
     errors = [result.error for result in done.results if result.error is not None]
     if len(errors) == len(done.results):  # there is nothing to answer with
         raise errors[0]
@@ -114,11 +116,11 @@ def _asked(body: RolloutsIn) -> BatchRequest:
     )
 
 
-def _claim(request: Request, key: str, body: bytes) -> Claim:
+def _idempotency_key(request: Request, key: str, body: bytes) -> IdempotencyKey:
     if not (1 <= len(key) <= KEY_CHARS and key.isprintable() and not key.isspace()):
         raise InvalidRequest(KEY_HEADER, f"must be 1 to {KEY_CHARS} printable characters; send that, or leave it out")
     caller = request.headers.get("authorization", "")
-    return Claim(hashlib.sha256(caller.encode()).digest(), key, hashlib.sha256(body).digest())
+    return IdempotencyKey(hashlib.sha256(caller.encode()).digest(), key, hashlib.sha256(body).digest())
 
 
 def _event_number(text: str) -> int:

@@ -5,8 +5,17 @@ from typing import Any
 
 from darts_server.http.resources.rollouts_models import GroupOut, UnfinishedOut, error_object, usage_of
 from darts_server.http.sse import EventStream, encode
-from darts_server.rollout.batches.events import BatchBegan, Belongs, Broken, Delta, Discarded, Done, Event, GroupDecided
-from darts_server.rollout.batches.run import BatchRun, Listener, Stream
+from darts_server.rollout.batches.events import (
+    BatchDone,
+    BatchFailed,
+    BatchStarted,
+    CandidateDiscarded,
+    Event,
+    GroupEnded,
+    TokenDelta,
+    TrajectorySelected,
+)
+from darts_server.rollout.batches.run import BatchRun, Listener, StreamMode
 
 CHUNK_BYTES = 64 * 1024
 """About what the web server buffers for a reader before it waits for it to read."""
@@ -16,42 +25,42 @@ SENT_IN_DELTAS = {"trajectories": {"__all__": {"token_ids", "logprobs"}}}
 def stream_events(batch: BatchRun, after: int = 0) -> EventStream:
     """Stream the events of a batch that follow event ``after``."""
     listener = batch.listen(after)
-    return EventStream(event_chunks(listener, batch.form.stream), listener)
+    return EventStream(event_chunks(listener, batch.answer_format.stream), listener)
 
 
-async def event_chunks(listener: Listener, stream: Stream) -> AsyncGenerator[bytes, None]:
+async def event_chunks(listener: Listener, stream: StreamMode) -> AsyncGenerator[bytes, None]:
     """Encode the events of a batch; those that came while the previous chunk was sent go out together."""
     while (found := await listener.next()) is not None:
         chunk = encode_event(*found, stream)
-        while len(chunk) < CHUNK_BYTES and (found := listener.ready()) is not None:
+        while len(chunk) < CHUNK_BYTES and (found := listener.next_nowait()) is not None:
             chunk += encode_event(*found, stream)
         yield chunk
 
 
-def encode_event(number: int, event: Event, stream: Stream) -> bytes:
+def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
     """Encode an event; ``number`` is its id, for Last-Event-ID."""
     name, data = _name_and_data(event, stream)
     return encode(name, data, number)
 
 
-def _name_and_data(event: Event, stream: Stream) -> tuple[str, dict[str, Any]]:
+def _name_and_data(event: Event, stream: StreamMode) -> tuple[str, dict[str, Any]]:
     match event:
-        case Delta(name, number, start, token_ids, logprobs):
+        case TokenDelta(name, number, start, token_ids, logprobs):
             place = {"trajectory_id": name, "number": number, "start": start}
             return "delta", {**place, "token_ids": token_ids, "logprobs": logprobs}
-        case Belongs(name, number, sample, cut):
+        case TrajectorySelected(name, number, sample, cut):
             what = {"length": len(sample.token_ids), "finish_reason": sample.finish_reason, "text": sample.text}
             return "trajectory", {"trajectory_id": name, "number": number, **what, "cut": cut}
-        case Discarded(name, number, length, reason):
+        case CandidateDiscarded(name, number, length, reason):
             return "discard", {"trajectory_id": name, "number": number, "length": length, "reason": reason}
-        case GroupDecided(result):
-            left_out = SENT_IN_DELTAS if stream is Stream.TOKENS else None
+        case GroupEnded(result):
+            left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
             return "group", GroupOut.of(result).model_dump(mode="json", exclude=left_out)
-        case BatchBegan(batch_id, policy, groups):
+        case BatchStarted(batch_id, policy, groups):
             return "batch", {"id": batch_id, "policy": policy, "groups": groups}
-        case Done(batch_id, results, unfinished, seconds):
+        case BatchDone(batch_id, results, unfinished, seconds):
             usage = usage_of(results, seconds).model_dump(mode="json")
             left = [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in unfinished]
             return "done", {"id": batch_id, "usage": usage, "unfinished": left}
-        case Broken(error):
+        case BatchFailed(error):
             return "error", {"error": error_object(error)}

@@ -1,4 +1,4 @@
-"""What is told of a batch while it runs. Values only."""
+"""Events of a running batch. Values only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from darts_server.types import DiscardReason, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class BatchBegan:
+class BatchStarted:
     """``groups``: number of prompts."""
 
     batch_id: str
@@ -17,8 +17,11 @@ class BatchBegan:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """Tokens of a candidate from ``start`` on; all before them have been told. ``number``: of its prompt."""
+class TokenDelta:
+    """Tokens of a candidate from position ``start`` on, which follow those of the previous delta.
+
+    ``number``: of its prompt in the batch.
+    """
 
     trajectory_id: str
     number: int
@@ -28,8 +31,11 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Belongs:
-    """A candidate belongs to its group, with the tokens of ``sample``: the first that were told of it."""
+class TrajectorySelected:
+    """A candidate belongs to its group.
+
+    ``sample`` has the tokens of its deltas. If it is ``cut``, more deltas may have been sent than it has tokens.
+    """
 
     trajectory_id: str
     number: int
@@ -38,8 +44,8 @@ class Belongs:
 
 
 @dataclass(frozen=True, slots=True)
-class Discarded:
-    """A candidate does not belong to its group. ``length``: tokens it is known to have generated."""
+class CandidateDiscarded:
+    """A candidate does not belong to its group. ``length``: tokens that it has generated, as far as recorded."""
 
     trajectory_id: str
     number: int
@@ -48,15 +54,15 @@ class Discarded:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupDecided:
-    """All candidates of this group have come to their end."""
+class GroupEnded:
+    """A group has ended, after the last event of each of its candidates."""
 
     result: GroupResult
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The batch has ended. ``results``: in the order in which they were decided."""
+class BatchDone:
+    """The batch is complete. ``results``: in the order in which groups ended. ``seconds``: since it started."""
 
     batch_id: str
     results: Sequence[GroupResult]
@@ -65,11 +71,11 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """The batch was ended from outside, or by a fault."""
+class BatchFailed:
+    """The batch was cancelled, or failed as a whole."""
 
     error: Exception
 
 
-Event = BatchBegan | Delta | Belongs | Discarded | GroupDecided | Done | Broken
-EndOfBatch = Done | Broken
+Event = BatchStarted | TokenDelta | TrajectorySelected | CandidateDiscarded | GroupEnded | BatchDone | BatchFailed
+BatchEnd = BatchDone | BatchFailed

@@ -1,4 +1,4 @@
-"""The events of one batch, made when somebody is ready to hear them."""
+"""The event stream of one batch, created as its listeners read it."""
 
 import asyncio
 import logging
@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from darts_server.rollout.batches.cursor import CandidateCursor, Passage
+from darts_server.rollout.batches.cursor import CandidateCursor, TokenRange
 from darts_server.rollout.batches.events import (
-    BatchBegan,
-    Belongs,
-    Broken,
-    Discarded,
-    Done,
-    EndOfBatch,
+    BatchDone,
+    BatchEnd,
+    BatchFailed,
+    BatchStarted,
+    CandidateDiscarded,
     Event,
-    GroupDecided,
+    GroupEnded,
+    TrajectorySelected,
 )
 from darts_server.rollout.batches.submission import GroupResult
 from darts_server.rollout.run import GroupRun
@@ -23,164 +23,167 @@ from darts_server.types import DiscardReason, Sample
 
 logger = logging.getLogger(__name__)
 
-LARGEST_SHARE = 0.1
-"""Of its listeners' time: looking at all candidates of a very large batch takes longer than the interval."""
+MAX_POLL_SHARE = 0.1
+"""Largest share of time spent on polling: for a very large batch one poll takes longer than the interval."""
 
-_Entry = BatchBegan | Passage | Belongs | Discarded | GroupDecided | Done | Broken
+_Entry = BatchStarted | TokenRange | TrajectorySelected | CandidateDiscarded | GroupEnded | BatchDone | BatchFailed
 
 
-class Feed:
-    """Tells listeners of a batch, each from where it wants to begin.
+class EventFeed:
+    """Give listeners the events of a batch, each from the event number where it wants to start.
 
-    Nothing is made ahead: tokens are looked up when a listener has heard all that was told before. So one that stalls
-    costs nothing, and what came meanwhile is told at once. What was told can be told again: of tokens there is only
-    written down which they were. Implements :class:`darts_server.rollout.batches.submission.BatchObserver`.
+    Events are created lazily: tokens are read when a listener has taken all events so far. So a stalled listener costs
+    nothing, and then gets everything since in a few large deltas. The log holds references to tokens, not copies of
+    them, so that events can be replayed. Implements :class:`darts_server.rollout.batches.submission.BatchObserver`.
 
     Args:
-        began: the first event.
-        chunk: tokens of a running candidate that are told together, at least; ``None``: groups alone are told.
-        interval: seconds between two looks at what candidates have generated.
-        repeats: whether what was told can be told again; if not there is one listener.
-        clock: monotonic seconds, by which looking takes long. Not the loop's, which may stand still for a turn.
+        first: the first event.
+        chunk: least number of tokens in a delta of a running candidate; ``None`` for no deltas, but groups only.
+        interval: seconds between two polls of what candidates have generated.
+        replayable: whether events are kept, for several listeners; otherwise there is one listener.
+        clock: monotonic seconds, to measure how long polls take. Not the event loop's clock: a virtual one may stand
+            still during a turn.
     """
 
     def __init__(
-        self, began: BatchBegan, chunk: int | None, interval: float, repeats: bool, clock: Callable[[], float]
+        self, first: BatchStarted, chunk: int | None, interval: float, replayable: bool, clock: Callable[[], float]
     ) -> None:
-        self._batch_id = began.batch_id
+        self._batch_id = first.batch_id
         self._chunk = chunk
         self._interval = interval
-        self._repeats = repeats
-        self._log: list[_Entry] = [began]
-        self._forgotten = 0
-        self._groups: dict[int, _Group] = {}
-        self._due: dict[int, None] = {}  # groups of which there may be news, in order
-        self._end: EndOfBatch | None = None
-        self._over = False
-        self._coming = self._entries()
+        self._replayable = replayable
+        self._log: list[_Entry] = [first]
+        self._dropped = 0  # events that were removed from the front of the log
+        self._groups: dict[int, _GroupCursor] = {}
+        self._due: dict[int, None] = {}  # numbers of groups that may have new events, in order
+        self._end: BatchEnd | None = None
+        self._is_complete = False
+        self._new_entries = self._entries()
         self._clock = clock
-        self._next_look = 0.0
-        self._spent = 0.0
+        self._next_poll = 0.0
+        self._seconds_spent = 0.0
         self._changed = asyncio.Event()
 
-    # --- for who runs the batch ---------------------------------------------
+    # --- called by the batch ------------------------------------------------
 
     def group_started(self, number: int, run: GroupRun[Any, Any]) -> None:
-        self._groups[number] = _Group(number, f"{self._batch_id}-{number}", run)
+        self._groups[number] = _GroupCursor(number, f"{self._batch_id}-{number}", run)
 
     def trajectory_selected(self, number: int, index: int, sample: Sample) -> None:
         if group := self._groups.get(number):
-            group.candidates()[index].belongs(sample)
-            self._change(number)
+            group.candidates()[index].select(sample)
+            self._notify(number)
 
-    def decided(self, result: GroupResult) -> None:
-        """A group's outcome. Nothing more is heard of it."""
-        group = self._groups.setdefault(result.number, _Group(result.number, result.group_id, None))
+    def group_ended(self, result: GroupResult) -> None:
+        """Record a group's outcome. Its run may be dropped afterwards."""
+        group = self._groups.setdefault(result.number, _GroupCursor(result.number, result.group_id, None))
         group.result = result
-        # A candidate without an end of its own is one that a decided group still watches.
+        # In a completed group, a candidate that is neither selected nor discarded is one that a shadow still watches.
         group.close(DiscardReason.WATCHED if result.error is None else DiscardReason.CANCELLED)
-        self._change(result.number)
+        self._notify(result.number)
 
-    def ended(self, end: EndOfBatch) -> None:
-        """The batch's end. Nothing more is heard."""
+    def batch_ended(self, end: BatchEnd) -> None:
+        """Record the batch's end, after which nothing more is recorded."""
         self._end = end
-        if isinstance(end, Broken):
+        if isinstance(end, BatchFailed):
             self._groups.clear()
         for group in self._groups.values():
             group.close(DiscardReason.CANCELLED)
-        self._change(*self._groups)
+        self._notify(*self._groups)
 
-    # --- for listeners ------------------------------------------------------
+    # --- called by listeners ------------------------------------------------
 
     @property
-    def told(self) -> int:
+    def last_number(self) -> int:
         """Number of the latest event; the first is 1."""
-        return self._forgotten + len(self._log)
+        return self._dropped + len(self._log)
 
     @property
-    def kept(self) -> int:
-        """Events that are written down."""
+    def log_length(self) -> int:
+        """Number of events that are kept."""
         return len(self._log)
 
-    def next(self, after: int) -> tuple[int, Event] | None:
-        """The event that follows number ``after``, with its own; ``None`` if there is none now."""
-        while after < self.told or self._make():
-            after += 1
-            entry = self._log[after - self._forgotten - 1]
-            if not self._repeats:
-                self._forgotten += len(self._log)
+    def next_after(self, number: int) -> tuple[int, Event] | None:
+        """The event that follows event ``number``, with its own number; ``None`` if there is none yet."""
+        while number < self.last_number or self._create_entry():
+            number += 1
+            entry = self._log[number - self._dropped - 1]
+            if not self._replayable:
+                self._dropped += len(self._log)
                 self._log.clear()
-            event = entry.delta if isinstance(entry, Passage) else entry
+            event = entry.delta if isinstance(entry, TokenRange) else entry
             if event is not None:
-                return after, event
+                return number, event
         return None
 
-    def over(self, after: int) -> bool:
-        """Whether event number ``after`` was the last."""
-        return self._over and after >= self.told
+    def ends_at(self, number: int) -> bool:
+        """Whether event ``number`` is the last one of the batch."""
+        return self._is_complete and number >= self.last_number
 
-    async def news(self) -> None:
-        """Return when there may be another event. To be called in the turn in which `next` gave none."""
+    async def wait(self) -> None:
+        """Wait until there may be another event. Must be called in the turn in which `next_after` gave ``None``."""
         if self._chunk is None:
             await self._changed.wait()
             return
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._next_look):
+            async with asyncio.timeout_at(self._next_poll):
                 await self._changed.wait()
         now = asyncio.get_running_loop().time()
-        if now >= self._next_look:
+        if now >= self._next_poll:
             self._due.update(dict.fromkeys(self._groups))
-            self._next_look = now + max(self._interval, self._spent / LARGEST_SHARE)
-            self._spent = 0.0
+            self._next_poll = now + max(self._interval, self._seconds_spent / MAX_POLL_SHARE)
+            self._seconds_spent = 0.0
 
-    # --- making -------------------------------------------------------------
+    # --- creating events ----------------------------------------------------
 
-    def _change(self, *numbers: int) -> None:
+    def _notify(self, *numbers: int) -> None:
+        """Mark these groups as changed and wake all listeners."""
         self._due.update(dict.fromkeys(numbers))
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _make(self) -> bool:
-        began = self._clock()
+    def _create_entry(self) -> bool:
+        """Append the next entry to the log; whether there was one."""
+        started_at = self._clock()
         try:
-            entry = next(self._coming, None)
-        except Exception as error:  # a fault of ours; the listeners hear it, and the batch ends when they leave
+            entry = next(self._new_entries, None)
+        except Exception as error:  # a bug of ours: listeners get it as the last event, and the batch ends with them
             logger.exception("the events of batch %s failed", self._batch_id)
-            entry = Broken(error)
-        self._spent += self._clock() - began
+            entry = BatchFailed(error)
+        self._seconds_spent += self._clock() - started_at
         if entry is None:
             return False
         self._log.append(entry)
-        self._over = isinstance(entry, Done | Broken)
+        self._is_complete = isinstance(entry, BatchDone | BatchFailed)
         return True
 
     def _entries(self) -> Iterator[_Entry | None]:
-        """All that is to be told, each made when it is asked for; ``None`` when there is nothing now."""
-        while not isinstance(self._end, Broken):
+        """Yield all entries after the first, each created when it is requested; ``None`` when there is none yet."""
+        while not isinstance(self._end, BatchFailed):
             while self._due:
                 number = next(iter(self._due))
                 del self._due[number]
-                yield from self._of(self._groups.get(number))
+                yield from self._group_entries(self._groups.get(number))
             if self._end is not None:
                 break
             yield None
         if self._end is not None:
             yield self._end
 
-    def _of(self, group: "_Group | None") -> Iterator[_Entry]:
+    def _group_entries(self, group: "_GroupCursor | None") -> Iterator[_Entry]:
         if group is None:
             return
         for candidate in group.candidates():
-            yield from candidate.news(self._chunk or 1)
+            yield from candidate.advance(self._chunk or 1)
         if group.result is not None:
-            for candidate in group.candidates():  # it may have been decided while these were told
-                yield from candidate.news(self._chunk or 1)
+            for candidate in group.candidates():  # the group may have ended while these entries were read
+                yield from candidate.advance(self._chunk or 1)
             self._groups.pop(group.number, None)
-            yield GroupDecided(group.result)
+            yield GroupEnded(group.result)
 
 
-class _Group:
-    """A group of which something is still to be told."""
+class _GroupCursor:
+    """The cursors of a group's candidates, and its result once it has ended."""
 
     def __init__(self, number: int, group_id: str, run: GroupRun[Any, Any] | None) -> None:
         self.number = number
@@ -190,7 +193,7 @@ class _Group:
         self._candidates: list[CandidateCursor] = []
 
     def candidates(self) -> Sequence[CandidateCursor]:
-        """All that were started so far."""
+        """The cursors of all candidates started so far."""
         run = self._run
         if run is not None:
             for index in range(len(self._candidates), len(run.candidates)):
@@ -198,7 +201,7 @@ class _Group:
         return self._candidates
 
     def close(self, reason: DiscardReason) -> None:
-        """Nothing more comes of it. ``reason``: of candidates that have none to be discarded."""
+        """End all candidates. ``reason``: of those that are not selected and have no reason of their own."""
         for candidate in self.candidates():
             candidate.close(reason)
         self._run = None

@@ -1,4 +1,4 @@
-"""The batches that run, and those that are kept for their callers to come back."""
+"""Start batches, and find them again by id or by idempotency key."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, Prompter, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound
-from darts_server.rollout.batches.run import BatchRun, Form, Stream
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest, NewPlanner, Submission
 from darts_server.rollout.rollouts import Rollouts
 
@@ -16,26 +16,28 @@ KEY_HEADER = "Idempotency-Key"
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A caller's name for a batch, which makes it durable.
+class IdempotencyKey:
+    """A caller's key for a batch, which makes the batch durable.
 
-    ``owner``: whose name it is. ``digest``: of all that was asked for.
+    ``owner``: identifies the caller, as keys of different callers are unrelated. ``body_digest``: hash of the request,
+    to refuse another request under the same key.
     """
 
     owner: bytes
     key: str
-    digest: bytes
+    body_digest: bytes
 
     @property
-    def name(self) -> tuple[bytes, str]:
+    def scoped(self) -> tuple[bytes, str]:
+        """The key within its owner's scope."""
         return (self.owner, self.key)
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
-    """For how long durable batches stay.
+class BatchRetention:
+    """How long durable batches are kept.
 
-    ``resume_seconds``: running without a listener. ``kept_seconds``, ``kept_batches``: after the end.
+    ``resume_seconds``: while running without a listener. ``kept_seconds``, ``kept_batches``: after the end.
     """
 
     resume_seconds: float = 60.0
@@ -44,36 +46,40 @@ class Keeping:
 
 
 @dataclass(frozen=True, slots=True)
-class _Claimed:
-    digest: bytes
+class _KeyedRequest:
+    """The request under an idempotency key, and the task that opens its batch."""
+
+    body_digest: bytes
     opening: asyncio.Task[BatchRun]
 
 
-class _Durable:
-    """A batch that can be found again, and the one thing that is to happen to it next."""
+class _DurableBatch:
+    """A batch that can be found again, with a timer for what happens to it next: cancelling or dropping it."""
 
-    def __init__(self, batch: BatchRun, name: tuple[bytes, str]) -> None:
+    def __init__(self, batch: BatchRun, scoped_key: tuple[bytes, str]) -> None:
         self.batch = batch
-        self.name = name
+        self.scoped_key = scoped_key
         self._timer: asyncio.TimerHandle | None = None
 
-    def later(self, seconds: float, act: Callable[[str], None]) -> None:
-        self.never()
-        self._timer = asyncio.get_running_loop().call_later(seconds, act, self.batch.batch_id)
+    def schedule(self, seconds: float, action: Callable[[str], None]) -> None:
+        """Call ``action`` with the batch's id after so many seconds, in place of what was scheduled before."""
+        self.cancel_timer()
+        self._timer = asyncio.get_running_loop().call_later(seconds, action, self.batch.batch_id)
 
-    def never(self) -> None:
+    def cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
 
 class BatchRegistry(Generic[RequestT, OutputT]):
-    """Starts batches and finds them again.
+    """Start batches and find them again.
 
-    A batch with a claim is durable: it goes on for a while without its caller, and is kept after its end. One without
-    ends when its caller leaves.
+    A batch with an idempotency key is durable: it runs on for a while without its caller, and is kept after its end. A
+    batch without one is cancelled when its caller disconnects.
 
     Args:
-        interval: seconds between two looks at what candidates have generated.
+        retention: how long durable batches are kept.
+        interval: seconds between two polls of what candidates have generated.
         clock: monotonic seconds.
     """
 
@@ -82,61 +88,68 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         rollouts: Rollouts[RequestT, OutputT],
         prompter: Prompter[RequestT, OutputT],
         new_planner: NewPlanner,
-        keeping: Keeping | None = None,
+        retention: BatchRetention | None = None,
         interval: float = 0.02,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rollouts = rollouts
         self._prompter = prompter
         self._new_planner = new_planner
-        self._keeping = keeping or Keeping()
+        self._retention = retention or BatchRetention()
         self._interval = interval
         self._clock = clock
         self._running: dict[str, BatchRun] = {}
-        self._durable: dict[str, _Durable] = {}
-        self._kept: dict[str, None] = {}  # durable ones that have ended, the oldest first
-        self._claims: dict[tuple[bytes, str], _Claimed] = {}
+        self._durable: dict[str, _DurableBatch] = {}
+        self._ended: dict[str, None] = {}  # ids of durable batches that have ended, the oldest first
+        self._by_key: dict[tuple[bytes, str], _KeyedRequest] = {}
 
-    async def open(self, request: BatchRequest, form: Form, claim: Claim | None = None) -> BatchRun:
-        """A batch that begins now, or began before under the same claim. The caller is to listen in the same turn.
+    async def open(
+        self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None = None
+    ) -> BatchRun:
+        """Start a batch, or find the one that was started with the same idempotency key.
+
+        The caller must start to listen in the same turn of the event loop: a batch without listeners may be dropped.
 
         Raises:
             InvalidRequest: names the field; nothing was started.
-            Conflict: something else was asked for under the same claim.
+            Conflict: the key was used for another request.
         """
-        if claim is None:
-            return await self._open(request, form, None)
-        claimed = self._claims.get(claim.name)
-        if claimed is None:
-            opening = asyncio.get_running_loop().create_task(self._open(request, form, claim))
-            claimed = self._claims[claim.name] = _Claimed(claim.digest, opening)
-        elif claimed.digest != claim.digest:
+        if key is None:
+            return await self._open(request, answer_format, None)
+        keyed = self._by_key.get(key.scoped)
+        if keyed is None:
+            opening = asyncio.get_running_loop().create_task(self._open(request, answer_format, key))
+            keyed = self._by_key[key.scoped] = _KeyedRequest(key.body_digest, opening)
+        elif keyed.body_digest != key.body_digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
         try:
-            return await asyncio.shield(claimed.opening)
+            # Shielded, because another caller with the same key may be waiting for the same task.
+            return await asyncio.shield(keyed.opening)
         except Exception:
-            if self._claims.get(claim.name) is claimed:
-                del self._claims[claim.name]
+            if self._by_key.get(key.scoped) is keyed:
+                del self._by_key[key.scoped]
             raise
 
     def find(self, batch_id: str) -> BatchRun:
-        """A durable batch that runs or is kept. The caller is to listen in the same turn.
+        """Find a durable batch that runs or is kept. The caller must start to listen in the same turn.
 
         Raises:
             NotFound
         """
         if (durable := self._durable.get(batch_id)) is None:
-            raise NotFound("batch_id", f"no batch {batch_id!r} is kept; one is for a while, if sent with {KEY_HEADER}")
+            raise NotFound(
+                "batch_id", f"no batch {batch_id!r} is kept; only batches sent with {KEY_HEADER} are, for a while"
+            )
         return durable.batch
 
     def cancel(self, batch_id: str) -> bool:
-        """End a batch, durable or not; whether it was running.
+        """Cancel a batch, durable or not; whether it was running.
 
         Raises:
             NotFound
         """
         batch = self._running.get(batch_id) or self.find(batch_id)
-        return batch.cancel("the batch was cancelled; send it under another key to have it run again")
+        return batch.cancel("the batch was cancelled; send it again under another key to run it again")
 
     def drain(self) -> None:
         """Cancel batches without a listener: no caller will find them again once the server has stopped."""
@@ -147,53 +160,53 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                 )
 
     def fail(self, error: DartsError) -> None:
-        """End those that are told as they run, with that error. Others are answered when their groups have ended."""
+        """End all streamed batches with that error. The others are answered when their groups have ended."""
         for batch in list(self._running.values()):
-            if batch.form.stream is not Stream.NOTHING:
+            if batch.answer_format.stream is not StreamMode.OFF:
                 batch.fail(error)
 
-    async def _open(self, request: BatchRequest, form: Form, claim: Claim | None) -> BatchRun:
+    async def _open(self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None) -> BatchRun:
         submission = await Submission.prepare(request, self._rollouts, self._prompter, self._new_planner)
         batch = BatchRun(
             submission,
-            form,
-            repeats=claim is not None,
+            answer_format,
+            replayable=key is not None,
             interval=self._interval,
-            on_idle=self._idle,
-            on_end=self._ended,
+            on_idle=self._handle_idle,
+            on_end=self._handle_end,
             clock=self._clock,
         )
         self._running[batch.batch_id] = batch
-        if claim is not None:
-            self._durable[batch.batch_id] = _Durable(batch, claim.name)
-            self._idle(batch)
+        if key is not None:
+            self._durable[batch.batch_id] = _DurableBatch(batch, key.scoped)
+            self._handle_idle(batch)
         return batch
 
-    def _idle(self, batch: BatchRun) -> None:
-        """Nobody listens."""
+    def _handle_idle(self, batch: BatchRun) -> None:
+        """Cancel a batch that has no listener: now, or if it is durable after a while."""
         durable = self._durable.get(batch.batch_id)
         if durable is None:
-            batch.cancel("the caller went away")
+            batch.cancel("the caller disconnected")
         elif batch.end is None:
-            durable.later(self._keeping.resume_seconds, self._give_up)
+            durable.schedule(self._retention.resume_seconds, self._cancel_if_idle)
 
-    def _give_up(self, batch_id: str) -> None:
-        """Nobody came back, or there is a listener now."""
+    def _cancel_if_idle(self, batch_id: str) -> None:
         batch = self._durable[batch_id].batch
         if not batch.listeners:
-            batch.cancel("nobody listened to the batch")
-            self._forget(batch_id)
+            batch.cancel("no caller was connected to the batch for too long")
+            self._drop(batch_id)
 
-    def _ended(self, batch: BatchRun) -> None:
+    def _handle_end(self, batch: BatchRun) -> None:
+        """Keep a durable batch for a while, in place of the oldest one if there are too many."""
         self._running.pop(batch.batch_id)
         if durable := self._durable.get(batch.batch_id):
-            durable.later(self._keeping.kept_seconds, self._forget)
-            self._kept[batch.batch_id] = None
-            if len(self._kept) > self._keeping.kept_batches:
-                self._forget(next(iter(self._kept)))
+            durable.schedule(self._retention.kept_seconds, self._drop)
+            self._ended[batch.batch_id] = None
+            if len(self._ended) > self._retention.kept_batches:
+                self._drop(next(iter(self._ended)))
 
-    def _forget(self, batch_id: str) -> None:
+    def _drop(self, batch_id: str) -> None:
         if durable := self._durable.pop(batch_id, None):
-            durable.never()
-            self._claims.pop(durable.name, None)
-            self._kept.pop(batch_id, None)
+            durable.cancel_timer()
+            self._by_key.pop(durable.scoped_key, None)
+            self._ended.pop(batch_id, None)

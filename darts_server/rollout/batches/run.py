@@ -1,4 +1,4 @@
-"""A submitted batch that runs by itself, for whoever listens."""
+"""Run a submitted batch in a task of its own, for any number of listeners."""
 
 import asyncio
 import logging
@@ -10,47 +10,47 @@ from types import TracebackType
 from typing import Any, Self
 
 from darts_server.exceptions import DartsError, GroupAborted
-from darts_server.rollout.batches.events import BatchBegan, Broken, Done, EndOfBatch, Event
-from darts_server.rollout.batches.feed import Feed
+from darts_server.rollout.batches.events import BatchDone, BatchEnd, BatchFailed, BatchStarted, Event
+from darts_server.rollout.batches.feed import EventFeed
 from darts_server.rollout.batches.submission import GroupResult, Submission
 
 logger = logging.getLogger(__name__)
 
 
-class Stream(Enum):
-    """What a caller is told while its batch runs."""
+class StreamMode(Enum):
+    """Which events of its batch a caller gets while it runs."""
 
-    NOTHING = False
+    OFF = False
     GROUPS = "groups"
     TOKENS = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How a caller wants its answer. ``chunk_tokens``: tokens of a candidate that are told together, at least."""
+class AnswerFormat:
+    """How a caller wants its answer. ``chunk_tokens``: least number of tokens in a delta of a running candidate."""
 
-    stream: Stream = Stream.NOTHING
+    stream: StreamMode = StreamMode.OFF
     chunk_tokens: int = 100
 
 
 class BatchRun:
-    """Runs a batch in a task of its own, to its end or until it is cancelled.
+    """Run a batch to its end, or until it is cancelled.
 
     Args:
-        form: how its listeners are answered.
-        repeats: whether several may listen, from the first event on; if not there is one.
-        interval: seconds between two looks at what candidates have generated.
+        answer_format: how its listeners are answered.
+        replayable: whether there may be several listeners, each from the first event on; otherwise there is one.
+        interval: seconds between two polls of what candidates have generated.
         on_idle: called when the last listener has left.
-        on_end: called when it has ended, whichever way.
+        on_end: called when it has ended, with any outcome.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         submission: Submission[Any, Any],
-        form: Form,
+        answer_format: AnswerFormat,
         *,
-        repeats: bool,
+        replayable: bool,
         interval: float,
         on_idle: Callable[["BatchRun"], None],
         on_end: Callable[["BatchRun"], None],
@@ -59,118 +59,119 @@ class BatchRun:
         self.batch_id = submission.batch_id
         self.policy = submission.plan.policy
         self._size = submission.size
-        self.form = form
-        self.feed = Feed(
-            BatchBegan(self.batch_id, self.policy, submission.size),
-            form.chunk_tokens if form.stream is Stream.TOKENS else None,
+        self.answer_format = answer_format
+        self.feed = EventFeed(
+            BatchStarted(self.batch_id, self.policy, submission.size),
+            answer_format.chunk_tokens if answer_format.stream is StreamMode.TOKENS else None,
             interval,
-            repeats,
+            replayable,
             clock,
         )
         self.listeners = 0
-        self.end: EndOfBatch | None = None
+        """Number of listeners."""
+        self.end: BatchEnd | None = None
         """How it ended; ``None`` while it runs."""
         self._ended = asyncio.Event()
         self._on_idle = on_idle
         self._on_end = on_end
         self._clock = clock
-        self._began_at = clock()
+        self._started_at = clock()
         self._task = asyncio.get_running_loop().create_task(self._run(submission), name=f"darts-{self.batch_id}")
 
     def listen(self, after: int = 0) -> "Listener":
-        """Hear its events that follow number ``after``."""
+        """Create a listener that gets the events after event number ``after``."""
         return Listener(self, after)
 
-    async def answer(self) -> Done:
-        """Wait for its end.
+    async def wait(self) -> BatchDone:
+        """Wait for the end of the batch.
 
         Raises:
             GroupAborted: it was cancelled.
         """
         await self._ended.wait()
-        if isinstance(self.end, Broken):
+        if isinstance(self.end, BatchFailed):
             raise self.end.error
         assert self.end is not None
         return self.end
 
     def cancel(self, why: str) -> bool:
-        """End it, with an error for its listeners; whether it was running."""
+        """End the batch with `GroupAborted`; whether it was running."""
         return self.fail(GroupAborted(why))
 
     def fail(self, error: DartsError) -> bool:
-        """The same, with that error."""
+        """End the batch with an error, which its listeners get; whether it was running."""
         if self.end is not None:
             return False
-        self._finish(Broken(error))
-        # In a turn of its own: a task that never had its first would not clear away.
+        self._finish(BatchFailed(error))
+        # In a later turn of the loop: a task that is cancelled before its first turn never runs its cleanup.
         asyncio.get_running_loop().call_soon(self._task.cancel)
         return True
 
-    def left(self) -> None:
-        """A listener went away."""
+    def remove_listener(self) -> None:
         self.listeners -= 1
         if not self.listeners:
             self._on_idle(self)
 
     async def _run(self, submission: Submission[Any, Any]) -> None:
-        follower = self.feed if self.form.stream is Stream.TOKENS else None
+        observer = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         results: list[GroupResult] = []
         try:
-            async with aclosing(submission.results(follower)) as deciding:
-                async for result in deciding:
+            async with aclosing(submission.results(observer)) as new_results:
+                async for result in new_results:
                     results.append(result)
-                    self.feed.decided(result)
-        except Exception as error:  # a fault of ours; the listeners hear it
+                    self.feed.group_ended(result)
+        except Exception as error:  # a bug of ours: listeners get it
             logger.exception("batch %s failed", self.batch_id)
-            self._finish(Broken(error))
+            self._finish(BatchFailed(error))
         else:
-            self._finish(Done(self.batch_id, results, submission.unfinished, self._clock() - self._began_at))
+            seconds = self._clock() - self._started_at
+            self._finish(BatchDone(self.batch_id, results, submission.unfinished, seconds))
 
-    def _finish(self, end: EndOfBatch) -> None:
+    def _finish(self, end: BatchEnd) -> None:
         if self.end is None:
             self.end = end
-            self.feed.ended(end)
+            self.feed.batch_ended(end)
             self._ended.set()
-            self._log(end)
+            self._log_end(end)
             self._on_end(self)
 
-    def _log(self, end: EndOfBatch) -> None:
-        decided = len(end.results) if isinstance(end, Done) else 0
-        about = {"batch_id": self.batch_id, "prompts": self._size, "decided": decided, "policy": self.policy}
-        seconds = round(self._clock() - self._began_at, 3)
+    def _log_end(self, end: BatchEnd) -> None:
+        decided = len(end.results) if isinstance(end, BatchDone) else 0
+        fields = {"batch_id": self.batch_id, "prompts": self._size, "decided": decided, "policy": self.policy}
+        seconds = round(self._clock() - self._started_at, 3)
         logger.info(
             "rollouts %s: %d of %d prompts decided in %.3f s",
             *(self.batch_id, decided, self._size, seconds),
-            extra={**about, "seconds": seconds},
+            extra={**fields, "seconds": seconds},
         )
 
 
 class Listener:
-    """One caller that hears the events of a batch. As a context it counts as listening."""
+    """Read the events of a batch for one caller. As a context manager it counts as a listener of the batch."""
 
     def __init__(self, batch: BatchRun, after: int) -> None:
         self._batch = batch
         self._feed = batch.feed
-        self._after = after
+        self._number = after
 
     def __enter__(self) -> Self:
         self._batch.listeners += 1
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._batch.left()
+        self._batch.remove_listener()
 
-    def ready(self) -> tuple[int, Event] | None:
-        """The next event and its number, if there is one now."""
-        found = self._feed.next(self._after)
+    def next_nowait(self) -> tuple[int, Event] | None:
+        """The next event and its number; ``None`` if there is none yet."""
+        found = self._feed.next_after(self._number)
         if found is not None:
-            self._after = found[0]
+            self._number = found[0]
         return found
 
     async def next(self) -> tuple[int, Event] | None:
-        """The next event and its number; ``None`` after the last. Being cancelled loses nothing."""
-        while (found := self.ready()) is None:
-            if self._feed.over(self._after):
+        """Wait for the next event and its number; ``None`` after the last. Safe to cancel: no event is lost."""
+        while (found := self.next_nowait()) is None:
+            if self._feed.ends_at(self._number):
                 return None
-            await self._feed.news()
+            await self._feed.wait()
         return found

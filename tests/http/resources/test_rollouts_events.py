@@ -7,7 +7,7 @@ import pytest
 
 from darts_server.engine.scripted import settle
 from darts_server.http.resources.rollouts_events import CHUNK_BYTES, event_chunks
-from darts_server.rollout.batches.run import Stream
+from darts_server.rollout.batches.run import StreamMode
 from tests.rollout.batches.streams import ask, batches, claim, tokens
 from tests.rollout.helpers import House, lengths
 
@@ -28,7 +28,7 @@ async def test_events_that_come_between_two_reads_are_sent_together() -> None:
     house = House(lengths(40))
     batch = await batches(house, "off").open(ask(1, size=2), tokens(4))
     with batch.listen() as listener:
-        async with aclosing(event_chunks(listener, Stream.TOKENS)) as stream:
+        async with aclosing(event_chunks(listener, StreamMode.TOKENS)) as stream:
             began = events(await anext(stream))
             for _ in range(20):
                 await house.engine.step()
@@ -48,6 +48,6 @@ async def test_chunks_are_not_much_larger_than_the_web_servers_buffer() -> None:
     await settle()
     await house.engine.run()
     with batch.listen() as listener:
-        sizes = [len(text) async for text in event_chunks(listener, Stream.TOKENS)]
+        sizes = [len(text) async for text in event_chunks(listener, StreamMode.TOKENS)]
     assert len(sizes) > 10
     assert max(sizes) < 3 * CHUNK_BYTES

@@ -10,9 +10,9 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineRefused
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.rollout.batches.events import Belongs, Delta, Discarded, Event, GroupDecided
-from darts_server.rollout.batches.registry import BatchRegistry, Claim, Keeping
-from darts_server.rollout.batches.run import BatchRun, Form, Stream
+from darts_server.rollout.batches.events import CandidateDiscarded, Event, GroupEnded, TokenDelta, TrajectorySelected
+from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, IdempotencyKey
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, PromptSpec
@@ -32,7 +32,7 @@ SHAPINGS = {
 POLICIES = [*SHAPINGS, "off"]
 
 
-def batches(house: House, policy: str, keeping: Keeping | None = None) -> BatchRegistry[str, list[int]]:
+def batches(house: House, policy: str, keeping: BatchRetention | None = None) -> BatchRegistry[str, list[int]]:
     """Whose listeners look at candidates in every turn of the loop."""
     planner = Planner(SHAPINGS, policy, Limits(64))
     clock = asyncio.get_running_loop().time
@@ -45,8 +45,8 @@ def on_stepped_time(scenario: Coroutine[Any, Any, None]) -> None:
         runner.run(scenario)
 
 
-def claim(key: str = "key", body: bytes = b"body", owner: bytes = b"owner") -> Claim:
-    return Claim(owner, key, body)
+def claim(key: str = "key", body: bytes = b"body", owner: bytes = b"owner") -> IdempotencyKey:
+    return IdempotencyKey(owner, key, body)
 
 
 def ask(prompts: int, size: int = 4, num_groups: int | None = None) -> BatchRequest:
@@ -54,8 +54,8 @@ def ask(prompts: int, size: int = 4, num_groups: int | None = None) -> BatchRequ
     return BatchRequest(specs, size, num_groups=num_groups)
 
 
-def tokens(chunk: int = 4) -> Form:
-    return Form(Stream.TOKENS, chunk)
+def tokens(chunk: int = 4) -> AnswerFormat:
+    return AnswerFormat(StreamMode.TOKENS, chunk)
 
 
 def scripted(seed: int, faults: float) -> Callable[[str, int], Script]:
@@ -100,25 +100,25 @@ class Heard:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    end: Belongs | Discarded | None = None
+    end: TrajectorySelected | CandidateDiscarded | None = None
 
 
 def heard(told: Told) -> dict[str, Heard]:
     """By trajectory id. Checks that nothing is missing, repeated or told after the end."""
     candidates: dict[str, Heard] = {}
     for _, event in told:
-        if isinstance(event, Delta | Belongs | Discarded):
+        if isinstance(event, TokenDelta | TrajectorySelected | CandidateDiscarded):
             candidate = candidates.setdefault(event.trajectory_id, Heard())
             assert candidate.end is None
             assert event.trajectory_id.rpartition(":")[0].endswith(f"-{event.number}")
-            if isinstance(event, Delta):
+            if isinstance(event, TokenDelta):
                 assert event.token_ids
                 assert event.start == len(candidate.token_ids)
                 candidate.token_ids += event.token_ids
                 candidate.logprobs += event.logprobs or ()
             else:
                 candidate.end = event
-        elif isinstance(event, GroupDecided):
+        elif isinstance(event, GroupEnded):
             ours = [c for name, c in candidates.items() if name.startswith(f"{event.result.group_id}:")]
             assert all(candidate.end is not None for candidate in ours)
     return candidates

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from darts_server.engine.port import Generated
 from darts_server.engine.scripted import Script, generated, settle
-from darts_server.rollout.batches.events import BatchBegan, Belongs, Broken, Delta, Discarded, Done, GroupDecided
-from darts_server.rollout.batches.run import BatchRun, Form, Stream
+from darts_server.rollout.batches.events import (
+    BatchDone,
+    BatchFailed,
+    BatchStarted,
+    CandidateDiscarded,
+    GroupEnded,
+    TokenDelta,
+    TrajectorySelected,
+)
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.types import DiscardReason, GroupRecord
 from tests.rollout.batches.streams import (
     POLICIES,
@@ -32,11 +40,11 @@ from tests.rollout.joining.joining import SteppedLoop
 def check_against_the_answer(told: Told, batch: BatchRun, shadow: bool) -> None:
     """The events of the whole batch say what its answer says."""
     assert [number for number, _ in told] == list(range(1, len(told) + 1))
-    assert isinstance(told[0][1], BatchBegan)
+    assert isinstance(told[0][1], BatchStarted)
     done = told[-1][1]
-    assert isinstance(done, Done)
+    assert isinstance(done, BatchDone)
     assert done is batch.end
-    decided = [event.result for _, event in told if isinstance(event, GroupDecided)]
+    decided = [event.result for _, event in told if isinstance(event, GroupEnded)]
     assert {id(result) for result in decided} == {id(result) for result in done.results}
     candidates = heard(told)
     assert all(candidate.end is not None for candidate in candidates.values())
@@ -48,18 +56,22 @@ def check_against_the_answer(told: Told, batch: BatchRun, shadow: bool) -> None:
             for name, candidate in candidates.items()
             if name.rpartition(":")[0] == result.group_id
         }
-        assert {i for i, candidate in ends.items() if isinstance(candidate.end, Belongs)} == set(result.samples)
+        assert {i for i, candidate in ends.items() if isinstance(candidate.end, TrajectorySelected)} == set(
+            result.samples
+        )
         for index, sample in result.samples.items():
             length = len(sample.token_ids)
             assert ends[index].token_ids[:length] == sample.token_ids
             assert ends[index].logprobs[:length] == sample.logprobs
             end = ends[index].end
-            assert isinstance(end, Belongs)
+            assert isinstance(end, TrajectorySelected)
             assert end.sample is sample
             assert end.cut or length == len(ends[index].token_ids)
         if not shadow:
             assert result.record is not None
-            told_off = {i: (c.end.length, c.end.reason) for i, c in ends.items() if isinstance(c.end, Discarded)}
+            told_off = {
+                i: (c.end.length, c.end.reason) for i, c in ends.items() if isinstance(c.end, CandidateDiscarded)
+            }
             assert told_off == discarded(result.record)
 
 
@@ -69,8 +81,8 @@ def discarded(record: GroupRecord) -> dict[int, tuple[int, DiscardReason]]:
 
 def check_repeats(told: Told, again: Told, after: int) -> None:
     """What is told again is the same, but for tokens of candidates that were discarded."""
-    gone = {event.trajectory_id for _, event in told if isinstance(event, Discarded)}
-    wanted = [(n, e) for n, e in told[after:] if not (isinstance(e, Delta) and e.trajectory_id in gone)]
+    gone = {event.trajectory_id for _, event in told if isinstance(event, CandidateDiscarded)}
+    wanted = [(n, e) for n, e in told[after:] if not (isinstance(e, TokenDelta) and e.trajectory_id in gone)]
     assert again == wanted
 
 
@@ -109,7 +121,7 @@ def test_one_that_comes_back_in_the_middle_hears_the_rest(seed: int, policy: str
         batch = await batches(house, policy).open(ask(4), tokens(2), claim())
         first: Told = []
         with batch.listen() as listener:
-            while len(first) < leave and not (first and isinstance(first[-1][1], Done)):
+            while len(first) < leave and not (first and isinstance(first[-1][1], BatchDone)):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0):
                         if (found := await listener.next()) is not None:
@@ -133,7 +145,7 @@ async def test_tokens_come_in_chunks_and_the_rest_at_the_end() -> None:
     house = House(lengths(10))
     batch = await batches(house, "off").open(ask(1, size=1), tokens(4))
     told = await play(house, asyncio.ensure_future(hear(batch)))
-    deltas = [(e.start, list(e.token_ids)) for _, e in told if isinstance(e, Delta)]
+    deltas = [(e.start, list(e.token_ids)) for _, e in told if isinstance(e, TokenDelta)]
     assert deltas == [(0, [0, 1, 2, 3]), (4, [4, 5, 6, 7]), (8, [8, 9])]
 
 
@@ -144,9 +156,11 @@ async def test_a_listener_that_stalls_makes_nothing_pile_up_and_then_hears_all_a
         assert await listener.next() is not None
         for _ in range(190):
             await house.engine.step()
-        assert batch.feed.kept == 1
+        assert batch.feed.log_length == 1
         told = [await listener.next() for _ in range(6)]
-    assert all(found is not None and isinstance(found[1], Delta) and len(found[1].token_ids) >= 180 for found in told)
+    assert all(
+        found is not None and isinstance(found[1], TokenDelta) and len(found[1].token_ids) >= 180 for found in told
+    )
 
 
 async def test_of_a_batch_that_is_heard_once_nothing_is_written_down() -> None:
@@ -154,7 +168,7 @@ async def test_of_a_batch_that_is_heard_once_nothing_is_written_down() -> None:
     batch = await batches(house, "off").open(ask(3, size=2), tokens(1))
     told = await play(house, asyncio.ensure_future(hear(batch)))
     assert len(told) > 20
-    assert batch.feed.kept == 0
+    assert batch.feed.log_length == 0
 
 
 async def test_two_who_listen_at_the_same_time_hear_the_same() -> None:
@@ -163,19 +177,19 @@ async def test_two_who_listen_at_the_same_time_hear_the_same() -> None:
     slow = asyncio.ensure_future(hear(batch, pauses=(3,)))
     told = await play(house, asyncio.ensure_future(hear(batch)))
     again = await play(house, slow)
-    gone = {event.trajectory_id for _, event in told if isinstance(event, Discarded)}
+    gone = {event.trajectory_id for _, event in told if isinstance(event, CandidateDiscarded)}
     assert [
-        one for one in told if one in again or not (isinstance(one[1], Delta) and one[1].trajectory_id in gone)
+        one for one in told if one in again or not (isinstance(one[1], TokenDelta) and one[1].trajectory_id in gone)
     ] == again
     check_against_the_answer(told, batch, shadow=False)
 
 
 async def test_groups_alone_are_told_as_they_are_decided() -> None:
     house = House(lambda prompt, index: Script(10 - int(prompt)))
-    batch = await batches(house, "shortest").open(ask(3), Form(Stream.GROUPS))
+    batch = await batches(house, "shortest").open(ask(3), AnswerFormat(StreamMode.GROUPS))
     told = await play(house, asyncio.ensure_future(hear(batch)))
-    assert [e.result.number for _, e in told if isinstance(e, GroupDecided)] == [2, 1, 0]
-    assert [type(e) for _, e in told] == [BatchBegan, GroupDecided, GroupDecided, GroupDecided, Done]
+    assert [e.result.number for _, e in told if isinstance(e, GroupEnded)] == [2, 1, 0]
+    assert [type(e) for _, e in told] == [BatchStarted, GroupEnded, GroupEnded, GroupEnded, BatchDone]
 
 
 async def test_trajectories_are_told_before_their_group_is_decided() -> None:
@@ -183,7 +197,7 @@ async def test_trajectories_are_told_before_their_group_is_decided() -> None:
     batch = await batches(house, "longest").open(ask(1), tokens(100))
     told = await play(house, asyncio.ensure_future(hear(batch)))
     order = [type(event) for _, event in told]
-    assert order.index(Belongs) < order.index(GroupDecided) - 4
+    assert order.index(TrajectorySelected) < order.index(GroupEnded) - 4
 
 
 async def test_who_listens_to_a_cancelled_batch_hears_an_error_and_the_engine_is_idle() -> None:
@@ -195,7 +209,7 @@ async def test_who_listens_to_a_cancelled_batch_hears_an_error_and_the_engine_is
         await house.engine.step()
     assert ours.cancel(batch.batch_id)
     told = await listening
-    assert isinstance(told[-1][1], Broken)
+    assert isinstance(told[-1][1], BatchFailed)
     await settle()
     assert not house.engine.running
     assert house.rollouts.running == 0
@@ -216,12 +230,12 @@ async def test_looking_that_takes_long_is_done_less_often() -> None:
     listening = asyncio.ensure_future(hear(batch))
     for _ in range(10):
         await house.engine.step()
-    told = batch.feed.told
+    told = batch.feed.last_number
     assert told > 1
     for seconds, more in ((9.9, False), (0.2, True)):
         loop.now += seconds
         await house.engine.step()
-        assert (batch.feed.told > told) == more
+        assert (batch.feed.last_number > told) == more
     listening.cancel()
 
 
@@ -233,7 +247,7 @@ async def test_a_fault_in_making_events_is_told_and_not_waited_for(caplog: pytes
     house.engine.generated = broken  # type: ignore[method-assign]
     batch = await batches(house, "longest").open(ask(1), tokens(100))
     told = await play(house, asyncio.ensure_future(hear(batch)))
-    assert isinstance(told[-1][1], Broken)
+    assert isinstance(told[-1][1], BatchFailed)
     assert "the events of batch" in caplog.text
     await settle()
     assert not house.engine.running

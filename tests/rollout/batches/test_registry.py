@@ -6,17 +6,17 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import Conflict, GroupAborted, InvalidRequest, NotFound, ServerStopping
-from darts_server.rollout.batches.events import Broken, Done
-from darts_server.rollout.batches.registry import Keeping
-from darts_server.rollout.batches.run import Form
+from darts_server.rollout.batches.events import BatchDone, BatchFailed
+from darts_server.rollout.batches.registry import BatchRetention
+from darts_server.rollout.batches.run import AnswerFormat
 from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.types import Outcome, PromptSpec
 from tests.rollout.batches.streams import ask, batches, claim, hear, on_stepped_time, play, tokens
 from tests.rollout.helpers import House, lengths
 from tests.rollout.joining.joining import SteppedLoop
 
-KEEPING = Keeping(resume_seconds=60, kept_seconds=600, kept_batches=2)
-WHOLE = Form()
+KEEPING = BatchRetention(resume_seconds=60, kept_seconds=600, kept_batches=2)
+WHOLE = AnswerFormat()
 
 
 async def pass_time(seconds: float) -> None:
@@ -33,7 +33,7 @@ def test_the_same_claim_gives_the_same_batch_while_it_runs_and_after() -> None:
         first, second = await asyncio.gather(*(ours.open(ask(2), WHOLE, claim()) for _ in range(2)))
         assert first is second
         await house.engine.run()
-        done = await first.answer()
+        done = await first.wait()
         assert len(done.results) == 2
         assert await ours.open(ask(2), WHOLE, claim()) is first
         assert ours.find(first.batch_id) is first
@@ -150,7 +150,7 @@ def test_cancelling_stops_a_batch_once_and_its_callers_hear_of_it() -> None:
         for ours_claim in (claim(), None):
             batch = await ours.open(ask(2), WHOLE, ours_claim)
             with batch.listen():
-                waiting = asyncio.ensure_future(batch.answer())
+                waiting = asyncio.ensure_future(batch.wait())
                 await settle()
                 assert ours.cancel(batch.batch_id)
                 with pytest.raises(GroupAborted):
@@ -171,7 +171,7 @@ def test_a_batch_that_ends_without_a_listener_tells_everything_later() -> None:
         batch = await ours.open(ask(2), tokens(), claim())
         await house.engine.run()
         told = await play(house, asyncio.ensure_future(hear(ours.find(batch.batch_id))))
-        assert isinstance(told[-1][1], Done)
+        assert isinstance(told[-1][1], BatchDone)
         assert [number for number, _ in told] == list(range(1, len(told) + 1))
 
     on_stepped_time(scenario())
@@ -185,9 +185,9 @@ def test_when_the_server_stops_batches_that_nobody_listens_to_are_ended() -> Non
         with heard.listen():
             ours.drain()
             with pytest.raises(GroupAborted, match="stopping"):
-                await alone.answer()
+                await alone.wait()
             await house.engine.run()
-            assert len((await heard.answer()).results) == 2
+            assert len((await heard.wait()).results) == 2
 
     on_stepped_time(scenario())
 
@@ -204,8 +204,8 @@ def test_at_the_end_streams_get_the_error_and_others_what_there_is() -> None:
             ours.fail(error)
             house.rollouts.fail_all(error)
             told = await hearing
-            assert told[-1][1] == Broken(error)
-            done = await whole.answer()
+            assert told[-1][1] == BatchFailed(error)
+            done = await whole.wait()
             assert [result.error for result in sorted(done.results, key=lambda r: r.number)] == [None, error]
         await settle()
         assert not house.engine.running

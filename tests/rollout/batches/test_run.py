@@ -96,13 +96,13 @@ async def test_a_caller_that_leaves_while_its_grant_is_on_its_way_is_dropped_fro
 
 
 async def test_a_caller_that_leaves_in_the_turn_its_allocation_fails_is_cancelled_all_the_same() -> None:
-    class Broken(Documents):
+    class BrokenDocuments(Documents):
         def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
             if kind == "prompt":
                 raise OSError("the disk is gone")
             return None
 
-    grants, last = await leaving_when_answered(an_allocator(Broken()), others=0)
+    grants, last = await leaving_when_answered(an_allocator(BrokenDocuments()), others=0)
     assert str(grants[0]) == "the disk is gone"
     assert last.cancelled()
 
