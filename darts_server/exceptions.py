@@ -20,16 +20,16 @@
     │   ├── EngineRefused    the engine does not take this request; trying again does not help
     │   └── EngineDead       the engine is gone
     │       ├── EngineHung   the engine does nothing any more
-    │       └── WeightsLost  nobody knows what its model holds
-    ├── StateError           what was learned cannot be read or written now
-    │   ├── StateFull        the disk has no room for it
-    │   ├── StateDamaged     a state file is not ours, or not whole
+    │       └── WeightsLost  its weights are undefined
+    ├── StateError           the learned state cannot be read or written now
+    │   ├── StateFull        the disk is full
+    │   ├── StateDamaged     a state file is another program's, or damaged
     │   └── StateTooNew      a newer version wrote it
     ├── UpdateError          the weights were not updated; the old ones are served
-    │   ├── UpdateRunning    another update is under way
-    │   ├── UpdateUnsupported  the weights of such a server cannot be replaced
-    │   ├── UpdateFailed     a step failed or took too long
-    │   └── DiskFull         no room for the weights on their way to the model
+    │   ├── UpdateRunning    another update is in progress
+    │   ├── UpdateUnsupported  the weights of this server cannot be replaced
+    │   ├── UpdateFailed     a phase failed or timed out
+    │   └── DiskFull         the staging folder has no room for the weights
     └── IllegalMove          a bug: an event that a state machine does not allow
 """
 
@@ -123,43 +123,43 @@ class EngineHung(EngineDead):
 
 
 class WeightsLost(EngineDead):
-    """An update of the weights failed, and so did putting back the old ones: no candidate will ever be right."""
+    """A weight update failed, and restoring the old weights failed too: every candidate would be wrong."""
 
 
 class StateError(DartsError):
-    """What was learned cannot be read or written now. The message names the file and the remedy."""
+    """The learned state cannot be read or written now. The message names the file and the remedy."""
 
 
 class StateFull(StateError):
-    """The disk has no room for what was learned."""
+    """The disk has no room for the learned state."""
 
 
 class StateDamaged(StateError):
-    """A state file, or a state given to restore, is not ours or not whole. It was not touched."""
+    """A state file, or a state to restore, is another program's or damaged. It was not changed."""
 
 
 class StateTooNew(StateError):
-    """A newer version of this server wrote the state. It was not touched."""
+    """A newer version of this server wrote the state. It was not changed."""
 
 
 class UpdateError(DartsError):
-    """The weights were not updated: the version from before is served. The message says why."""
+    """The weights were not updated: the old version is served. The message says why."""
 
 
 class UpdateRunning(UpdateError):
-    """Another update is under way."""
+    """Another update is in progress."""
 
 
 class UpdateUnsupported(UpdateError):
-    """The weights of such a server cannot be replaced. The message names the model's or the flags' part in it."""
+    """The weights of this server cannot be replaced. The message names the flag or property of the model."""
 
 
 class UpdateFailed(UpdateError):
-    """A step of an update failed, or took too long."""
+    """A phase of an update failed or timed out."""
 
 
 class DiskFull(UpdateError):
-    """No room for the weights on their way to the model."""
+    """The staging folder has no room for the weights."""
 
 
 class IllegalMove(DartsError):
