@@ -1,4 +1,4 @@
-"""The trainer's side of GRPO: advantages, log-probs, the loss and the step, on the committed model."""
+"""GRPO in the trainer: advantages, log-probs, loss and step, on the committed model."""
 
 from random import Random
 
@@ -24,7 +24,7 @@ def sample(prompt: str, response: str) -> Sample:
 
 
 def trained(learner: Learner, one: Sample, advantage: float, off_by: float = 0.0) -> Trained:
-    """The sample with the log-probs that a server with the learner's weights tells."""
+    """Return the sample with the log-probs that a server with the learner's weights returns."""
     with torch.no_grad():
         logits = learner.model(input_ids=torch.tensor([one.tokens])).logits[0]
     sampled = torch.log_softmax(logits, -1)[range(len(one.tokens) - 1), one.tokens[1:]]
@@ -41,11 +41,11 @@ def test_advantages_have_mean_0_and_std_1_within_the_group() -> None:
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
-def test_a_group_of_equal_rewards_teaches_nothing(reward: float) -> None:
+def test_a_group_of_equal_rewards_has_zero_advantages(reward: float) -> None:
     assert advantages([reward] * 8) == [0.0] * 8
 
 
-def test_log_probs_are_those_of_the_response_alone_whatever_it_is_padded_with(learner: Learner) -> None:
+def test_log_probs_cover_the_response_alone_and_do_not_depend_on_padding(learner: Learner) -> None:
     short, long = sample("7a-5>", "#2"), sample("7a-5b*4c-8d+7>", "a-5=2b*4=8c-8=0d+7=7#7")
     with torch.no_grad():
         together = log_probs(learner.model, *collate([short, long]))
@@ -65,7 +65,9 @@ def test_the_loss_weighs_every_token_with_the_advantage_of_its_trajectory() -> N
     assert logprobs.grad.tolist() == [[-2.0, -2.0, -2.0], [4.0, 4.0, 4.0]]
 
 
-def test_a_step_makes_what_was_better_than_its_group_likelier_and_what_was_worse_less_likely(learner: Learner) -> None:
+def test_a_step_raises_the_probability_of_positive_advantages_and_lowers_that_of_negative_ones(
+    learner: Learner,
+) -> None:
     good, bad = sample("7a-5b*4>", "a-5=2b*4=8#8"), sample("7a-5b*4>", "#3")
     before = [total(learner, one) for one in (good, bad)]
     update = learner.update([trained(learner, good, 1.0), trained(learner, bad, -1.0)])
@@ -86,7 +88,7 @@ def test_a_step_does_not_depend_on_the_order_of_the_batch(learner: Learner) -> N
     assert updates[0].gradient_norm == pytest.approx(updates[1].gradient_norm, rel=1e-4)
 
 
-def test_samples_of_other_weights_are_refused_and_change_nothing(learner: Learner) -> None:
+def test_samples_of_other_weights_are_rejected_and_change_nothing(learner: Learner) -> None:
     fine, stale = sample("7a-5b*4>", "#3"), sample("7a-5b*4>", "#8")
     before = learner.weights()
     with pytest.raises(StaleWeights, match=r"by up to 0\.001 nats .* Did the last push arrive"):
@@ -95,7 +97,7 @@ def test_samples_of_other_weights_are_refused_and_change_nothing(learner: Learne
     assert learner.update([trained(learner, fine, 1.0)]).gap < 2e-5, "and the next step has its own gradient"
 
 
-def test_weights_are_all_tensors_of_the_saved_model_under_its_names(learner: Learner) -> None:
+def test_weights_have_all_tensors_and_names_of_the_saved_model(learner: Learner) -> None:
     from safetensors.torch import load, load_file
 
     pushed, committed = load(learner.weights()), load_file(MODEL / "model.safetensors")

@@ -48,14 +48,14 @@ def trainer() -> Iterator[Trainer]:
 
 
 @pytest.mark.parametrize("batch_tokens", [40, 10_000])
-def test_logprobs_after_the_rollout_are_those_of_every_row_by_itself(trainer: Trainer, batch_tokens: int) -> None:
+def test_batched_logprobs_equal_those_of_single_rows(trainer: Trainer, batch_tokens: int) -> None:
     rows = [(str(i), tokens(i, 3 + i), tokens(9 + i, 12 - i)) for i in range(6)]
     found = forward_after(trainer.model, rows, batch_tokens)
     for name, prompt, completion in rows:
         assert_equal(found[name], expected_logprobs(trainer.model, prompt, completion))
 
 
-def test_a_replayed_stream_comes_no_earlier_than_it_was_recorded_and_gives_the_same_logprobs(trainer: Trainer) -> None:
+def test_a_replayed_stream_is_no_faster_than_recorded_and_gives_the_same_logprobs(trainer: Trainer) -> None:
     recording = Recording([(0.02 * i, event) for i, event in enumerate(EVENTS)])
     replayed = trainer.replay(recording)
     assert replayed.error < 1e-5
@@ -81,7 +81,7 @@ def test_prompts_are_forwarded_before_the_first_event_comes(trainer: Trainer) ->
     assert overlap.cached_tokens == 0
 
 
-def test_what_ends_the_stream_ends_the_reading(trainer: Trainer) -> None:
+def test_an_error_of_the_stream_is_raised(trainer: Trainer) -> None:
     def broken() -> Iterator[Event]:
         yield EVENTS[0]
         raise ConnectionError("gone")

@@ -1,4 +1,4 @@
-"""The pictures of docs/policies.md, from lengths that no engine made."""
+"""The pictures of docs/policies.md, from synthetic lengths."""
 
 from pathlib import Path
 from random import Random
@@ -31,7 +31,7 @@ def test_all_pictures_are_small_pngs(tmp_path: Path) -> None:
         assert 20_000 < path.stat().st_size < LARGEST
 
 
-def test_each_candidate_meets_the_fate_that_the_rule_has_for_it() -> None:
+def test_each_candidate_ends_as_the_rule_decides() -> None:
     [prompt] = pictures.batch_of([ENDS])
     for candidate in prompt:
         candidate.tail_draw = -candidate.tokens  # the lowest draw wins: that of the longest

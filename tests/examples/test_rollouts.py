@@ -21,6 +21,6 @@ def test_groups_are_printed_and_rewards_reported(server: RunningServer, capsys: 
     assert lines[-1].startswith("0 unfinished; generated=")
 
 
-def test_the_first_groups_can_be_enough(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_num_groups_prints_the_first_complete_groups(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     rollouts.main(["--url", server.url, "--prompts", "3", "--group-size", "2", "--num-groups", "1"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 unfinished;")

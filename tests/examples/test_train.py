@@ -1,4 +1,4 @@
-"""The training loop's pure parts: rewards, batches, the log and the picture."""
+"""The parts of the training loop without a server: rewards, batches, log and picture."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -35,7 +35,7 @@ def entry(step: int, right: float, held_out: float | None = None) -> Entry:
     return Entry(step, training, None if held_out is None else HeldOut(8, held_out, 0.02, 31.0, 88.0, 7.0, 0.0))
 
 
-def test_a_right_answer_earns_one_and_a_truncated_one_nothing() -> None:
+def test_a_right_answer_is_rewarded_with_one_and_a_truncated_one_with_nothing() -> None:
     assert train.score(PROBLEM, answer(RIGHT)) == 1.0
     assert train.score(PROBLEM, answer("#")) == 0.0
     assert train.score(PROBLEM, answer(RIGHT, truncated=True)) == 0.0
@@ -70,7 +70,7 @@ def test_the_same_seed_gives_the_same_batches_and_each_epoch_all_problems_in_a_n
     assert len(first) == 32
 
 
-def test_the_log_says_what_the_groups_were() -> None:
+def test_the_log_describes_the_groups() -> None:
     groups = [group(answer(RIGHT, 4, version=7), answer("#", 2, version=7)), group(*[answer("x", 256, True, 7)] * 2)]
     rewards = [[1.0, 0.0], [0.0, 0.0]]
     summary = train.summary(Rollouts(groups, generated=900), rewards, Update(-0.1, 0.2, 1e-5), SECONDS)
@@ -109,7 +109,7 @@ def test_picture_is_a_png_however_short_the_run_was(tmp_path: Path, steps: int) 
 
 
 @pytest.mark.parametrize("argv", [["--steps", "0"], ["--seed", "x"]])
-def test_options_that_make_no_sense_are_refused(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         train.arguments(argv)
     assert argv[0] in capsys.readouterr().err

@@ -29,7 +29,7 @@ def test_the_reward_is_the_verifiers_and_0_for_a_truncated_completion() -> None:
     assert right.__name__ == "right"  # TRL's log has the name
 
 
-def test_the_summary_tells_both_ends_of_the_run_and_what_became_of_the_rewards() -> None:
+def test_the_summary_has_both_evaluations_and_the_counts_of_rewards() -> None:
     steps = [STEP | {"reward": reward} for reward in (0.1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9)]
     before = HeldOut(8, 0.5, 0.01, 40.0, 100.0, 9.0, 0.0)
     report = RewardReport(0.0, matched=60, repeated=15, unknown=2, unreported=3)
