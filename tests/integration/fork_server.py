@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -137,6 +137,7 @@ def wait_until_forked(requests: socket.socket) -> list[str]:
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
         if not request:
+            wait_for_children()
             os._exit(0)
         output, status = descriptors
         if os.fork() == 0:
@@ -147,6 +148,13 @@ def wait_until_forked(requests: socket.socket) -> list[str]:
             return list(arguments)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def wait_for_children() -> None:
+    """Collect the servers, all of which have been stopped, so that their CPU time counts in that of the tests."""
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 def report_exit_code(status: int) -> None:

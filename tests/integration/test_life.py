@@ -14,6 +14,7 @@ import pytest
 
 from darts_server.demo.server import DARTS, serving
 from darts_server.store import Store
+from tests.integration.fork_server import Serve
 from tests.integration.waiting import engine_processes, wait_started
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
@@ -83,8 +84,8 @@ async def check_refuses(client: httpx.AsyncClient) -> None:
     assert (await client.get("/darts/v1/policy")).status_code == 200
 
 
-async def test_a_hung_engine_fails_all_requests_and_ends_the_server(tmp_path: Path) -> None:
-    with serving(DARTS, tmp_path / "log", "--engine-watchdog", "4", "--max-num-seqs", "16") as server:
+async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve: Serve, tmp_path: Path) -> None:
+    with serve(DARTS, tmp_path / "log", "--engine-watchdog", "4", "--max-num-seqs", "16") as server:
         engines = engine_processes(server)
         try:
             async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:

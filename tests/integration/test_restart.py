@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Server
 from darts_server.store import Store
 from tests.integration.fork_server import Serve
 
@@ -36,7 +36,7 @@ def test_a_killed_server_has_its_statistics_again_after_a_restart(serve: Serve, 
     prompts = [sample_problem(rng).prompt for _ in range(16)]
     state = tmp_path / "state"
     flags = ("--policy", "darts_cut", "--budget", "utility", "--state-dir", str(state))
-    with serving(DARTS, tmp_path / "first.log", *flags) as server:
+    with serve(DARTS, tmp_path / "first.log", *flags) as server:
         for few in (prompts, prompts, prompts[:3]):
             complete(server, few)
         saved = httpx.get(f"{server.url}/darts/v1/state").content

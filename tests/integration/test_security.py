@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.server import DARTS, ENVIRONMENT, STARTUP_SECONDS, Server
+from darts_server.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
 
 pytestmark = pytest.mark.engine
@@ -137,9 +135,11 @@ def test_no_key_was_ever_logged(server: Server) -> None:
     assert not [key for key in (GIVEN, FILED, ROTATED, ADMIN) if key in log]
 
 
-def test_without_a_key_it_does_not_start_on_an_address_that_other_machines_reach() -> None:
-    command = [sys.executable, "-m", *DARTS, "--host", "0.0.0.0"]
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | ENVIRONMENT
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=STARTUP_SECONDS, env=environment)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith("darts-server: --host 0.0.0.0 is reachable from other machines")
+def test_without_a_key_it_does_not_start_on_an_address_that_other_machines_reach(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    log = tmp_path / "log"
+    with pytest.raises(RuntimeError, match="exited with code 2"), serve(DARTS, log, "--host", "0.0.0.0"):
+        pass
+    assert "darts-server: --host 0.0.0.0 is reachable from other machines" in log.read_text()

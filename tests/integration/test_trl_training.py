@@ -57,6 +57,7 @@ def counters(server: Server) -> dict[str, float]:
     }
 
 
+@pytest.mark.nightly
 def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rewards(
     own: Server, tmp_path: Path
 ) -> None:

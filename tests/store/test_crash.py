@@ -8,7 +8,6 @@ import pytest
 from darts_server.store import Store
 from tests.store.children import start
 
-
 LOSS_SECONDS = 3.0
 """Puts older than this must survive. On an idle machine one second is enough; on a busy one the writer starts late."""
 
