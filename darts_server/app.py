@@ -270,10 +270,10 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
 
     def new_head(width: int, keep: Callable[[bytes], None]) -> RemoteHead:
         def trained(report: TrainerReport, state: bytes) -> None:
-            metrics.trained(report.made, report.seconds, report.divergences)
+            metrics.trained(report.trained_steps, report.trained_seconds, report.divergences)
             keep(state)
 
-        return RemoteHead(width, device=settings.quality_device, trained=trained)
+        return RemoteHead(width, device=settings.quality_device, on_report=trained)
 
     pruner = Pruner(
         scoring_settings,
@@ -290,5 +290,5 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
                 f"--policy {settings.policy} prunes by hidden states, which this engine cannot tell; score by "
                 "log-probs with --quality logprob, or allow that with --quality-fallback logprob"
             )
-        pruner.begin()
+        pruner.start()
     return pruner

@@ -1,7 +1,7 @@
-"""The quality head: hidden states in, chances to end correct out, trained on-line from rewards.
+"""The quality head: predicts from hidden states whether a trajectory will be correct, trained on-line from rewards.
 
-`head` joins the parts: `features` standardises hidden states, `replay` remembers labelled ones, `network` is the MLP
-and its optimiser, `evaluation` judges scores by labels that were not trained on yet, `snapshot` is a trained head, and
-`saved` the same as bytes. `remote` has a head trained in a process of its own, `trainer`, and scores without torch;
-`frames` and `report` are what the two say to each other.
+`head` joins the parts: `features` standardises hidden states, `replay` stores labelled ones, `network` is the MLP with
+its optimiser, `evaluation` measures scores on labels that were not trained on yet, `snapshot` is a trained head, and
+`serialization` turns it into bytes. `remote` scores without torch, by snapshots of a head that `trainer` trains in
+another process; `trainer_process` starts and ends that process, and `messages` and `report` go through its pipes.
 """

@@ -1,4 +1,4 @@
-"""How good the head's scores are, by labels that it has not been trained on."""
+"""Metrics of the head's scores, on labels that it has not been trained on."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from darts_server.policy.pruning.calibration import Label, inverse_propensity_we
 from darts_server.policy.pruning.score_metrics import auc, brier_score, calibration_error
 
 WINDOW = 1024
-"""Labels: some steps of a usual batch."""
+"""Labels: those of several training steps with a usual batch size."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreMetrics:
-    """Over the last ``labels`` labels; ``None`` where there are too few to tell.
+    """Metrics over the last ``labels`` labels; ``None`` where there are too few.
 
-    With inverse propensity weights they stand for all trajectories, also those that were pruned.
+    With inverse propensity weights they are estimates for all trajectories, the pruned ones included.
     """
 
     labels: int
@@ -24,14 +24,14 @@ class ScoreMetrics:
 
 
 class Evaluation:
-    """Prequential: each label is held against the score that its trajectory would get before it is trained on.
+    """Prequential evaluation: each label comes with the score from before the head was trained on it.
 
-    ``most_weight``: bound of the inverse propensity weights; ``None`` counts all labels as one. ``window``: labels that
-    the figures are taken over, the newest.
+    ``max_weight``: bound of the inverse propensity weights; ``None`` gives each label the weight 1. ``window``: the
+    metrics are over so many of the newest labels.
     """
 
-    def __init__(self, most_weight: float | None, window: int = WINDOW) -> None:
-        self._most_weight = most_weight
+    def __init__(self, max_weight: float | None, window: int = WINDOW) -> None:
+        self._max_weight = max_weight
         self._labels: deque[Label] = deque(maxlen=window)
 
     def add(self, label: Label) -> None:
@@ -41,8 +41,8 @@ class Evaluation:
         scores = [x.score for x in self._labels]
         targets = [x.target for x in self._labels]
         weights: list[float] | None = None
-        if self._most_weight is not None:
-            weights = inverse_propensity_weights([x.survival for x in self._labels], self._most_weight).tolist()
+        if self._max_weight is not None:
+            weights = inverse_propensity_weights([x.survival for x in self._labels], self._max_weight).tolist()
         return ScoreMetrics(
             labels=len(scores),
             auc=auc(scores, targets, weights),

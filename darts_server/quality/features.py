@@ -1,4 +1,4 @@
-"""What the head sees of a partial trajectory, on one scale."""
+"""The inputs of the head, made from hidden states and standardised."""
 
 from dataclasses import dataclass
 
@@ -9,21 +9,21 @@ Single = NDArray[np.float32]
 Floats = NDArray[np.float64]
 
 MEMORY = 4096
-"""Features that mean and variance look back on, about: a policy that drifts moves its hidden states, too."""
+"""Features over which mean and variance are taken, roughly. They must follow a policy whose hidden states drift."""
 CLIP = 10.0
-"""Standard deviations. What lies further out is an outlier, and must not outweigh all else."""
-LEAST_VARIANCE = 1e-12
-"""A feature that varies less is constant, and says nothing."""
+"""Standard deviations. Values further out are outliers, and must not outweigh all the others."""
+MIN_VARIANCE = 1e-12
+"""A feature with less variance is constant and carries no information."""
 
 
-def assembled(hidden: NDArray[np.floating], position: int) -> Single | None:
-    """Hidden state and the logarithm of its position as one feature; ``None`` where a value is not a finite float32.
+def assemble_feature(hidden: NDArray[np.floating], position: int) -> Single | None:
+    """Append the logarithm of its position to a hidden state; ``None`` if a value is not a finite float32.
 
-    With the position among the inputs one head serves all detection points, and also a state that was taken some
-    tokens past one. Of a single detection point it is constant, and standardised away.
+    With the position as an input, one head serves all detection points, and also states that were taken some tokens
+    past one. With a single detection point it is constant, and standardising removes it.
 
     Raises:
-        ValueError: ``hidden`` is no vector, or ``position`` is below 1.
+        ValueError: ``hidden`` is not a vector, or ``position`` is below 1.
     """
     if hidden.ndim != 1:
         raise ValueError(f"hidden must be a vector, got shape {hidden.shape}")
@@ -36,7 +36,7 @@ def assembled(hidden: NDArray[np.floating], position: int) -> Single | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Standardiser:
-    """Running mean and variance. A value: `after` gives the next one, and this one stays as it is."""
+    """Running mean and variance. Immutable: `after` returns the next one."""
 
     count: int
     mean: Floats
@@ -47,14 +47,14 @@ class Standardiser:
         return Standardiser(0, np.zeros(width), np.zeros(width))
 
     def after(self, feature: Single) -> "Standardiser":
-        """With one more feature: exact for the first `MEMORY`, and from then on the older ones fade."""
+        """Add a feature: exactly for the first `MEMORY` ones; from then on, older ones lose weight exponentially."""
         count = min(self.count + 1, MEMORY)
-        off = feature - self.mean
-        mean = self.mean + off / count
-        return Standardiser(count, mean, self.variance + (off * (feature - mean) - self.variance) / count)
+        deviation = feature - self.mean
+        mean = self.mean + deviation / count
+        return Standardiser(count, mean, self.variance + (deviation * (feature - mean) - self.variance) / count)
 
     def apply(self, features: Single) -> Single:
-        """One feature, or rows of them, with mean 0 and variance 1."""
-        spread = np.where(self.variance > LEAST_VARIANCE, np.sqrt(self.variance), np.inf)
+        """Scale one feature, or rows of them, to mean 0 and variance 1."""
+        spread = np.where(self.variance > MIN_VARIANCE, np.sqrt(self.variance), np.inf)
         scaled: Floats = (features - self.mean) / spread
         return np.clip(scaled, -CLIP, CLIP).astype(np.float32)

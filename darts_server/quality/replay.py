@@ -1,4 +1,4 @@
-"""The labelled features that the head is trained on."""
+"""The replay buffer of labelled features that the head is trained on."""
 
 from dataclasses import dataclass
 
@@ -20,40 +20,40 @@ class Batch:
     weights: Single
 
 
-class Replay:
-    """The last ``capacity`` examples. Batches are drawn with replacement, newer ones more often.
+class ReplayBuffer:
+    """The last ``capacity`` examples. Batches are sampled with replacement, newer examples more often.
 
     Args:
         width: of a feature.
-        capacity: examples; each takes 4 ``width`` bytes, set aside at once.
-        half_life: examples after which one is drawn half as often.
-        most_weight: bound of the inverse propensity weights; ``None`` counts all examples as one.
-        rng: what batches are drawn with.
+        capacity: examples; each takes 4 ``width`` bytes, allocated at once.
+        half_life: an example that is so many examples older is sampled half as often.
+        max_weight: bound of the inverse propensity weights; ``None`` gives each example the weight 1.
+        rng: samples batches.
     """
 
     def __init__(
-        self, width: int, *, capacity: int, half_life: float, most_weight: float | None, rng: np.random.Generator
+        self, width: int, *, capacity: int, half_life: float, max_weight: float | None, rng: np.random.Generator
     ) -> None:
         self._features = np.zeros((capacity, width), dtype=np.float32)
         self._targets = np.zeros(capacity)
         self._survivals = np.ones(capacity)
         self._added = 0
         self._half_life = half_life
-        self._most_weight = most_weight
+        self._max_weight = max_weight
         self._rng = rng
 
     def __len__(self) -> int:
         return min(self._added, self._targets.size)
 
     @property
-    def one_class(self) -> bool:
-        """Whether all targets are the same, so that nothing tells one from another."""
-        known = self._targets[: len(self)]
-        return not known.size or float(np.ptp(known)) == 0.0
+    def is_one_class(self) -> bool:
+        """Whether all targets are equal, so that there is nothing to learn from them."""
+        targets = self._targets[: len(self)]
+        return not targets.size or float(np.ptp(targets)) == 0.0
 
     @property
     def prior(self) -> float:
-        """Weighted share of positives, with one imagined label of each class: never quite 0 or 1."""
+        """Weighted share of positives, with one pseudo-label of each class, so that it is never 0 or 1."""
         count = len(self)
         return float((self._weights() * self._targets[:count]).sum() + 1) / (count + 2)
 
@@ -63,19 +63,19 @@ class Replay:
         self._added += 1
 
     def sample(self, size: int) -> Batch:
-        """A batch of copies, from a buffer that is not empty."""
+        """Copy a batch out of the buffer, which must not be empty."""
         count = len(self)
         age = (self._added - 1 - np.arange(count)) % count
-        chances = np.exp2(-age / self._half_life)
-        drawn = self._rng.choice(count, size, p=chances / chances.sum())
+        probabilities = np.exp2(-age / self._half_life)
+        sampled = self._rng.choice(count, size, p=probabilities / probabilities.sum())
         return Batch(
-            features=self._features[drawn],
-            targets=self._targets[drawn].astype(np.float32),
-            weights=self._weights()[drawn].astype(np.float32),
+            features=self._features[sampled],
+            targets=self._targets[sampled].astype(np.float32),
+            weights=self._weights()[sampled].astype(np.float32),
         )
 
     def _weights(self) -> Floats:
         count = len(self)
-        if self._most_weight is None:
+        if self._max_weight is None:
             return np.ones(count)
-        return inverse_propensity_weights(self._survivals[:count], self._most_weight)
+        return inverse_propensity_weights(self._survivals[:count], self._max_weight)

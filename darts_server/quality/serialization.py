@@ -1,8 +1,7 @@
-"""A head as bytes: a line of ASCII, then safetensors.
+"""The file format of a head: a line of ASCII, then safetensors.
 
-The first line is ``darts-quality-head VERSION SHA256``, the SHA-256 (hex) being that of all bytes after it. The numbers
-that are no tensors are JSON in the metadata of the safetensors part. Nothing is pickled: bytes from the network can do
-no more than be refused.
+The line is ``darts-quality-head VERSION SHA256``, with the SHA-256 (hex) of all bytes after it. Integers are JSON in
+the metadata of the safetensors part. Nothing is pickled, so bytes from the network cannot run code.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ Arrays = Mapping[str, NDArray[np.generic]]
 
 
 def pack(arrays: Arrays, numbers: Mapping[str, int]) -> bytes:
-    """The arrays and numbers as bytes; the same ones give the same bytes."""
+    """Serialize arrays and numbers; equal ones give equal bytes."""
     body = safetensors.save(
         {name: np.asarray(x, order="C") for name, x in arrays.items()},
         metadata={_NUMBERS: json.dumps(dict(numbers), sort_keys=True)},
@@ -34,38 +33,41 @@ def pack(arrays: Arrays, numbers: Mapping[str, int]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[dict[str, NDArray[np.generic]], dict[str, int]]:
-    """What `pack` was given.
+    """Read the arrays and numbers that `pack` serialized.
 
     Raises:
-        StateDamaged: `pack` did not make this, or it is not whole.
+        StateDamaged: `pack` did not make this, or bytes are missing or changed.
         StateTooNew: a newer version made it.
     """
-    first = _FIRST_LINE.match(data)
-    if not first:
-        raise damaged("does not begin like one")
-    if int(first[1]) > VERSION:
+    line = _FIRST_LINE.match(data)
+    if not line:
+        raise state_damaged("does not begin like one")
+    if int(line[1]) > VERSION:
         raise StateTooNew(
-            f"the quality head given was saved by a newer darts-server (format {int(first[1])}, this one reads "
+            f"the quality head given was saved by a newer darts-server (format {int(line[1])}, this one reads "
             f"{VERSION}); nothing was changed. Upgrade this server"
         )
-    body = data[first.end() :]
-    if hashlib.sha256(body).hexdigest().encode() != first[2]:
-        raise damaged("is incomplete or was changed: its checksum is wrong")
+    body = data[line.end() :]
+    if hashlib.sha256(body).hexdigest().encode() != line[2]:
+        raise state_damaged("is incomplete or was changed: its checksum is wrong")
     try:
         numbers = json.loads(_metadata(body)[_NUMBERS])
         arrays = safetensors.load(body)
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(f"cannot be read ({error!r})") from error
+        raise state_damaged(f"cannot be read ({error!r})") from error
     if not isinstance(numbers, dict) or not all(type(n) is int and n >= 0 for n in numbers.values()):
-        raise damaged("has numbers that are none")
+        raise state_damaged("has numbers that are not integers of at least 0")
     return arrays, numbers
 
 
-def damaged(what: str) -> StateDamaged:
-    return StateDamaged(f"the quality head given {what}; nothing was changed. Give a saved one, byte for byte")
+def state_damaged(problem: str) -> StateDamaged:
+    return StateDamaged(f"the quality head given {problem}; nothing was changed. Give a saved one, byte for byte")
 
 
 def _metadata(body: bytes) -> dict[str, str]:
-    """The metadata of safetensors: its header is JSON, after its length as eight bytes, little-endian."""
+    """Read the metadata from the header of safetensors: JSON, after its length in eight bytes, little-endian.
+
+    The reader for bytes of the library returns tensors only.
+    """
     header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
     return dict(header["__metadata__"])

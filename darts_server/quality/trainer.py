@@ -1,100 +1,108 @@
-"""The process that trains a quality head: ``python -m darts_server.quality.trainer``, started by `remote`.
+"""The process that trains a quality head: ``python -m darts_server.quality.trainer``, started by `trainer_process`.
 
-Messages come on standard input and reports go out on what was standard output. It ends with its parent: at the end of
-its input. TrainingResult in a thread of the server would have to share one interpreter lock with the event loop.
+Its two arguments are file descriptors: of the pipe that messages come from, and of the pipe that reports go to. It ends
+when the parent closes the first one, as a parent that dies does. A training thread in the server instead would share
+one interpreter lock with the event loop.
 """
 
 import os
-import queue
 import signal
 import sys
-import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
-from typing import IO
+from multiprocessing.connection import Connection
 
 import torch
 
-from darts_server.quality.frames import Frame, read, read_examples, write
 from darts_server.quality.head import Head
+from darts_server.quality.messages import Message, PipeEnd, receive, send, unpack_examples
 from darts_server.quality.report import TrainerReport, TrainingSchedule
 from darts_server.quality.types import HeadSettings
 
 NICE = 10
 """Serving comes first, but a trainer that never ran would leave the head behind the policy."""
-WAITING = 64
-"""Messages read ahead; beyond it the parent waits."""
 
 
 class Trainer:
-    """A head, trained as its labels come. ``opened``: the first message, which says what head it is."""
+    """Trains a head as its labels come.
 
-    def __init__(self, opened: Frame, output: IO[bytes]) -> None:
-        self._opened = opened.says
-        self._output = output
-        self._schedule = TrainingSchedule(**opened.says["schedule"])
-        self._fresh = 0
+    Args:
+        opening: the first message, which says what head to make.
+        inbox: where messages come from.
+        outbox: where reports go to.
+    """
+
+    def __init__(self, opening: Message, inbox: PipeEnd, outbox: PipeEnd) -> None:
+        self._opening = opening.fields
+        self._inbox = inbox
+        self._outbox = outbox
+        self._schedule = TrainingSchedule(**opening.fields["schedule"])
+        self._new_labels = 0
         self._trained_at = time.monotonic()
-        self._report = TrainerReport(epoch=opened.says["epoch"])
-        self._head = self._new()
-        if opened.body:
-            self._head.restore(opened.body)
+        self._report = TrainerReport(restores=opening.fields["restores"])
+        self._head = self._create_head()
+        if opening.body:
+            self._head.restore(opening.body)
 
-    def run(self, messages: "queue.Queue[Frame | None]") -> None:
-        """Until there are no more."""
-        self._tell()
-        while (message := self._next(messages)) is not None:
-            while message is not None:
-                self._take(message)
-                message = self._at_hand(messages)
-            self._train() if self._fresh >= self._schedule.labels else self._tell()
+    def run(self) -> None:
+        """Learn and train until the parent closes its end.
 
-    def _next(self, messages: "queue.Queue[Frame | None]") -> Frame | None:
-        """The next message, with a training meanwhile where labels have waited long enough."""
-        if self._fresh:
-            due = self._trained_at + self._schedule.seconds
-            try:
-                return messages.get(timeout=max(0.0, due - time.monotonic()))
-            except queue.Empty:
+        Raises:
+            OSError: the parent has died.
+        """
+        self._send_report()
+        is_open = True
+        while is_open:
+            self._wait_for_message()
+            is_open = self._handle_messages()
+            if self._new_labels >= self._schedule.min_labels:
                 self._train()
-        return messages.get()
+            elif is_open:
+                self._send_report()
 
-    def _at_hand(self, messages: "queue.Queue[Frame | None]") -> Frame | None:
-        try:
-            message = messages.get_nowait()
-        except queue.Empty:
-            return None
-        if message is None:
-            messages.put(None)  # the end is for `run` to see
-        return message
+    def _wait_for_message(self) -> None:
+        """Wait for a message; train meanwhile if labels have waited for long enough."""
+        if self._new_labels:
+            due = self._trained_at + self._schedule.max_delay
+            if not self._inbox.poll(max(0.0, due - time.monotonic())):
+                self._train()
 
-    def _take(self, message: Frame) -> None:
-        if message.says["kind"] == "restore":
+    def _handle_messages(self) -> bool:
+        """Handle the next message and those behind it that have arrived; ``False`` after the last one."""
+        while (message := receive(self._inbox)) is not None:
+            self._handle(message)
+            if not self._inbox.poll():
+                return True
+        return False
+
+    def _handle(self, message: Message) -> None:
+        if message.fields["kind"] == "restore":
             if message.body:
                 self._head.restore(message.body)
-            else:  # everything learned was replaced, and no head was among it
-                self._head = self._new()
-            self._report = replace(self._report, epoch=message.says["epoch"])
-            self._fresh = 0
+            else:  # a restore without a head replaces all that was learned by nothing
+                self._head = self._create_head()
+            self._report = replace(self._report, restores=message.fields["restores"])
+            self._new_labels = 0
             return
-        for x in read_examples(message.body):
-            learned = self._head.learn(x.hidden, x.position, x.target, x.survival)
-            self._fresh += learned
-            self._report = replace(self._report, learned=self._report.learned + 1)
+        examples = unpack_examples(message.body)
+        for x in examples:
+            self._new_labels += self._head.learn(x.hidden, x.position, x.target, x.survival)
+        self._report = replace(self._report, labels=self._report.labels + len(examples))
 
     def _train(self) -> None:
-        begun = time.monotonic()
-        training = self._head.train(self._schedule.steps, self._schedule.limit)
-        self._fresh, self._trained_at = 0, time.monotonic()
+        started = time.monotonic()
+        result = self._head.train(self._schedule.max_steps, self._schedule.max_seconds)
+        self._new_labels, self._trained_at = 0, time.monotonic()
         self._report = replace(
             self._report,
-            made=self._report.made + training.steps,
-            seconds=self._report.seconds + self._trained_at - begun,
-            loss=self._report.loss if training.loss is None else training.loss,
+            trained_steps=self._report.trained_steps + result.steps,
+            trained_seconds=self._report.trained_seconds + self._trained_at - started,
+            loss=self._report.loss if result.loss is None else result.loss,
         )
-        self._tell(self._head.state() if training.steps else b"")
+        self._send_report(self._head.state() if result.steps else b"")
 
-    def _tell(self, state: bytes = b"") -> None:
+    def _send_report(self, state: bytes = b"") -> None:
         head = self._head
         self._report = replace(
             self._report,
@@ -104,38 +112,23 @@ class Trainer:
             steps=head.steps,
             divergences=head.divergences,
         )
-        write(self._output, Frame(self._report.says(), state))
+        send(self._outbox, Message(self._report.to_json(), state))
 
-    def _new(self) -> Head:
-        said = self._opened
-        return Head(said["width"], HeadSettings(**said["settings"]), device=said["device"])
+    def _create_head(self) -> Head:
+        fields = self._opening
+        return Head(fields["width"], HeadSettings(**fields["settings"]), device=fields["device"])
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's goes to the server, which ends this by itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the server then ends this one
     os.nice(NICE)
-    torch.set_num_threads(1)  # the cores are the engine's
-    source, output = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whoever prints does not print into the reports
-    opened = read(source)
-    if opened is None:
-        return 0
-    messages: queue.Queue[Frame | None] = queue.Queue(WAITING)
-    trainer = Trainer(opened, output)
-    threading.Thread(target=_listen, args=(source, messages), daemon=True).start()
-    try:
-        trainer.run(messages)
-    except BrokenPipeError:
-        os._exit(0)  # the parent is gone, and what is buffered for it cannot be written at a usual end
+    torch.set_num_threads(1)  # the cores are for the engine
+    inbox, outbox = Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
+    with inbox, outbox, suppress(OSError):  # the parent has died
+        opening = receive(inbox)
+        if opening is not None:
+            Trainer(opening, inbox, outbox).run()
     return 0
-
-
-def _listen(source: IO[bytes], messages: "queue.Queue[Frame | None]") -> None:
-    try:
-        while (message := read(source)) is not None:
-            messages.put(message)
-    finally:
-        messages.put(None)
 
 
 if __name__ == "__main__":

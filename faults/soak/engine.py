@@ -26,7 +26,7 @@ DOOMED = "doomed"
 INVALID = "invalid"
 """A prompt with this text is refused before anything starts."""
 TRAIN_EVERY, TRAIN_STEPS = 256, 4
-QUICK = HeadSettings(hidden=16, batch=32, capacity=512, half_life=256.0, fewest=64, learning_rate=1e-2)
+QUICK = HeadSettings(hidden=16, batch_size=32, capacity=512, half_life=256.0, min_labels=64, learning_rate=1e-2)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

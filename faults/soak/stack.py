@@ -76,7 +76,7 @@ class Stack:
             ScoringSettings(
                 (4, 8),
                 calibration=_calibration(retention.labels, cold_steps=1),
-                most_bytes=retention.flight_bytes,
+                max_bytes=retention.flight_bytes,
                 window=retention.window,
             ),
             lambda: WIDTH,

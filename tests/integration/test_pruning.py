@@ -79,7 +79,7 @@ def test_groups_are_pruned_once_the_head_is_trained_also_after_a_restart(serve: 
         assert server.metric("darts_probe_states_total", received="true") > 3 * GROUPS * SIZE / 2
         assert server.metric("darts_probe_states_total", received="false") == 0
         for name in ("auc", "brier"):
-            assert 0 < server.metric(f"darts_quality_{name}", of="score") < 1
+            assert 0 < server.metric(f"darts_quality_{name}", prediction="score") < 1
         assert server.metric("darts_quality_loss") > 0
         assert server.metric("darts_quality_training_steps_total") > 0
         assert not pruned(rollouts(server, [sample_problem(rng)], name="uniform"))

@@ -1,4 +1,4 @@
-"""Hidden states that tell something about what became of their trajectory."""
+"""A synthetic task: hidden states that correlate with the correctness of their trajectory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from darts_server.quality.head import Head
 from darts_server.quality.types import HeadSettings
 
 WIDTH = 16
-QUICK = HeadSettings(hidden=16, batch=32, capacity=512, half_life=256.0, fewest=32, learning_rate=1e-2)
+QUICK = HeadSettings(hidden=16, batch_size=32, capacity=512, half_life=256.0, min_labels=32, learning_rate=1e-2)
 Hidden = NDArray[np.float64]
 
 
 @dataclass
-class World:
-    """The chance to be right depends on where the hidden state lies along ``direction``, which may drift."""
+class SyntheticTask:
+    """The probability of being correct depends on the hidden state's component along ``direction``, which may drift."""
 
     seed: int = 0
     sharpness: float = 3.0
@@ -34,26 +34,27 @@ class World:
         self.direction = moved / np.linalg.norm(moved)
 
     def trajectories(self, count: int) -> Iterator[tuple[Hidden, float]]:
-        """Hidden states on a scale far from 0 and 1, and what came of them."""
+        """Yield hidden states on a scale far from 0 and 1, and whether their trajectory is correct."""
         for _ in range(count):
             x = self.rng.normal(size=WIDTH)
-            right = self.rng.random() < 1 / (1 + np.exp(-self.sharpness * x @ self.direction))
-            yield self.offset + self.scale * x, float(right)
+            is_correct = self.rng.random() < 1 / (1 + np.exp(-self.sharpness * x @ self.direction))
+            yield self.offset + self.scale * x, float(is_correct)
 
     def _unit(self) -> Hidden:
         x = self.rng.normal(size=WIDTH)
         return x / np.linalg.norm(x)
 
 
-def taught(world: World, rounds: int = 12, settings: HeadSettings = QUICK) -> Head:
-    """A head that has seen ``rounds`` steps of 64 trajectories, and was trained after each."""
+def trained_head(task: SyntheticTask, rounds: int = 12, settings: HeadSettings = QUICK) -> Head:
+    """Create a head and train it on ``rounds`` steps of 64 trajectories."""
     head = Head(WIDTH, settings)
     for _ in range(rounds):
-        teach(head, world)
+        train_step(head, task)
     return head
 
 
-def teach(head: Head, world: World) -> None:
-    for hidden, target in world.trajectories(64):
+def train_step(head: Head, task: SyntheticTask) -> None:
+    """Learn 64 trajectories and train."""
+    for hidden, target in task.trajectories(64):
         head.learn(hidden, 512, target)
     head.train(30)

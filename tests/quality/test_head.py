@@ -1,4 +1,4 @@
-"""The head: it learns, follows drift, and where something is wrong it is neutral and says why."""
+"""The head learns, follows drift, and returns the prior with a status while it cannot be trusted."""
 
 import math
 import threading
@@ -10,11 +10,11 @@ import pytest
 from darts_server.policy.pruning.score_metrics import auc
 from darts_server.quality.head import Head
 from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainingResult
-from tests.quality.synthetic import QUICK, WIDTH, World, taught, teach
+from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, train_step, trained_head
 
 
-def unseen_auc(head: Head, world: World) -> float:
-    seen = [(head.score(hidden, 512).value, target) for hidden, target in world.trajectories(600)]
+def unseen_auc(head: Head, task: SyntheticTask) -> float:
+    seen = [(head.score(hidden, 512).value, target) for hidden, target in task.trajectories(600)]
     found = auc(*zip(*seen, strict=True))
     assert found is not None
     return found
@@ -23,38 +23,38 @@ def unseen_auc(head: Head, world: World) -> float:
 # --- learning ---------------------------------------------------------------
 
 
-def test_it_tells_right_from_wrong_on_trajectories_it_has_not_seen() -> None:
-    """The best that can be had here is an AUC of about 0.94."""
-    head = taught(world := World())
+def test_it_separates_correct_from_wrong_trajectories_that_it_has_not_seen() -> None:
+    """The best possible AUC here is about 0.94."""
+    head = trained_head(task := SyntheticTask())
     assert head.status is HeadStatus.READY
-    assert unseen_auc(head, world) > 0.85
+    assert unseen_auc(head, task) > 0.85
 
 
 def test_it_follows_a_policy_that_drifts() -> None:
-    head = taught(world := World())
+    head = trained_head(task := SyntheticTask())
     for _ in range(25):
-        world.drift(0.25)
-        teach(head, world)
-    figures = head.metrics()
-    assert unseen_auc(head, world) > 0.8
-    assert unseen_auc(taught(World()), world) < 0.75  # the head of the start would not do
-    assert figures.auc is not None
-    assert figures.auc > 0.8
+        task.drift(0.25)
+        train_step(head, task)
+    metrics = head.metrics()
+    assert unseen_auc(head, task) > 0.8
+    assert unseen_auc(trained_head(SyntheticTask()), task) < 0.75  # without the later trainings
+    assert metrics.auc is not None
+    assert metrics.auc > 0.8
 
 
-def test_the_figures_are_of_labels_that_were_not_trained_on() -> None:
-    """Labels by the toss of a coin can be learned by heart, and not foreseen."""
-    head = taught(World(sharpness=0.0), rounds=16)
-    figures = head.metrics()
-    assert figures.labels == 15 * 64  # none before the first training
-    assert figures.auc is not None
-    assert 0.4 < figures.auc < 0.6
-    assert figures.brier is not None
-    assert figures.brier > 0.24
+def test_metrics_are_over_labels_that_were_not_trained_on() -> None:
+    """Random labels can be memorised, but not predicted."""
+    head = trained_head(SyntheticTask(sharpness=0.0), rounds=16)
+    metrics = head.metrics()
+    assert metrics.labels == 15 * 64  # none before the first training
+    assert metrics.auc is not None
+    assert 0.4 < metrics.auc < 0.6
+    assert metrics.brier is not None
+    assert metrics.brier > 0.24
 
 
-def test_positions_tell_on_one_head() -> None:
-    """Nearly all are right that are scored late, nearly none that are scored early."""
+def test_one_head_distinguishes_positions() -> None:
+    """Nearly all that are scored late are correct, nearly none that are scored early."""
     head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
     for _ in range(400):
         late = rng.random() < 0.5
@@ -66,8 +66,8 @@ def test_positions_tell_on_one_head() -> None:
     assert head.score(hidden, 513).value == pytest.approx(head.score(hidden, 512).value, abs=0.02)
 
 
-def test_labels_of_survivors_stand_for_the_pruned_ones() -> None:
-    """A feature says nothing, and right ones survive five times as often: only weights tell the true share, 1/2."""
+def test_labels_of_survivors_are_weighted_for_the_pruned_ones() -> None:
+    """Features carry no information, and correct ones survive five times as often: weights give the true share, 1/2."""
     shares = {}
     for corrected in (False, True):
         head, rng = Head(WIDTH, replace(QUICK, corrected=corrected, capacity=2048)), np.random.default_rng(0)
@@ -82,7 +82,7 @@ def test_labels_of_survivors_stand_for_the_pruned_ones() -> None:
     assert shares[True] == pytest.approx(0.5, abs=0.1)
 
 
-def test_soft_targets_are_learned_as_they_are() -> None:
+def test_soft_targets_are_learned_as_probabilities() -> None:
     head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
     for i in range(400):
         head.learn(np.full(WIDTH, i % 2) + 0.01 * rng.normal(size=WIDTH), 512, 0.8 if i % 2 else 0.3)
@@ -91,16 +91,16 @@ def test_soft_targets_are_learned_as_they_are() -> None:
     assert head.score(np.zeros(WIDTH), 512).value == pytest.approx(0.3, abs=0.07)
 
 
-def test_the_same_seed_learns_the_same() -> None:
-    one, other = taught(World(), rounds=3), taught(World(), rounds=3)
-    different = taught(World(), rounds=3, settings=replace(QUICK, seed=1))
+def test_equal_seeds_give_equal_heads() -> None:
+    one, other = trained_head(SyntheticTask(), rounds=3), trained_head(SyntheticTask(), rounds=3)
+    different = trained_head(SyntheticTask(), rounds=3, settings=replace(QUICK, seed=1))
     assert one.state() == other.state() != different.state()
 
 
-# --- being neutral ----------------------------------------------------------
+# --- returning the prior ----------------------------------------------------------
 
 
-def test_before_it_is_trained_it_is_neutral_and_says_why() -> None:
+def test_before_the_first_training_the_score_is_the_prior_and_the_status_says_why() -> None:
     head = Head(WIDTH, QUICK)
     hidden = np.zeros(WIDTH)
     assert head.score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
@@ -109,7 +109,7 @@ def test_before_it_is_trained_it_is_neutral_and_says_why() -> None:
     score = head.score(hidden, 512)
     assert score.value == pytest.approx(2 / 3)
     assert score.status is HeadStatus.FEW_LABELS
-    for i in range(QUICK.fewest):
+    for i in range(QUICK.min_labels):
         head.learn(hidden + i, 512, float(i % 2))
     assert head.score(hidden, 512).status is HeadStatus.UNTRAINED
     assert head.train(5).steps == 5
@@ -118,7 +118,7 @@ def test_before_it_is_trained_it_is_neutral_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("target", [0.0, 1.0, 0.3])
-def test_labels_of_one_class_teach_nothing(target: float) -> None:
+def test_with_labels_of_one_class_the_score_is_the_prior(target: float) -> None:
     head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
     for _ in range(200):
         head.learn(rng.normal(size=WIDTH), 512, target)
@@ -128,18 +128,18 @@ def test_labels_of_one_class_teach_nothing(target: float) -> None:
     assert score.status is HeadStatus.ONE_CLASS
 
 
-def test_a_trained_head_is_neutral_while_all_that_it_remembers_are_alike() -> None:
-    head = taught(World())
-    for hidden, _ in World(seed=1).trajectories(QUICK.capacity):
+def test_a_trained_head_returns_the_prior_while_all_labels_in_the_buffer_are_equal() -> None:
+    head = trained_head(SyntheticTask())
+    for hidden, _ in SyntheticTask(seed=1).trajectories(QUICK.capacity):
         head.learn(hidden, 512, 1.0)
     assert head.score(np.zeros(WIDTH), 512).status is HeadStatus.ONE_CLASS
-    teach(head, World())
+    train_step(head, SyntheticTask())
     assert head.status is HeadStatus.READY
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
 def test_features_that_are_not_finite_are_counted_and_change_nothing(bad: float) -> None:
-    head = taught(world := World())
+    head = trained_head(task := SyntheticTask())
     before, hidden = head.state(), np.zeros(WIDTH)
     hidden[3] = bad
     assert not head.learn(hidden, 512, 1.0)
@@ -148,23 +148,23 @@ def test_features_that_are_not_finite_are_counted_and_change_nothing(bad: float)
     assert 0 < score.value < 1
     assert head.rejected == 2
     assert head.state() == before
-    assert unseen_auc(head, world) > 0.85
+    assert unseen_auc(head, task) > 0.85
 
 
-def test_an_outlier_does_not_outweigh_all_else() -> None:
-    head = taught(world := World())
+def test_an_outlier_does_not_cause_a_divergence() -> None:
+    head = trained_head(task := SyntheticTask())
     head.learn(np.full(WIDTH, 1e30), 512, 1.0)
     head.train(30)
     assert head.status is HeadStatus.READY
     for _ in range(12):
-        teach(head, world)
+        train_step(head, task)
     assert head.divergences == 0
 
 
-def test_a_training_that_goes_wrong_is_undone() -> None:
-    world = World()
+def test_a_training_that_diverges_is_undone() -> None:
+    task = SyntheticTask()
     head = Head(WIDTH, replace(QUICK, learning_rate=1e36))
-    for hidden, target in world.trajectories(64):
+    for hidden, target in task.trajectories(64):
         head.learn(hidden, 512, target)
     before = head.state()
     assert head.train(50) == TrainingResult(0, None)
@@ -175,34 +175,34 @@ def test_a_training_that_goes_wrong_is_undone() -> None:
     assert head.divergences == 2
 
 
-def test_after_a_training_that_went_wrong_it_goes_on_from_what_was_good() -> None:
-    """Learned with a usual rate, restored into a head with an absurd one, and back."""
-    good = taught(world := World())
+def test_after_a_divergence_the_state_is_that_of_the_last_good_training() -> None:
+    """A state from a usual learning rate is restored into a head with an absurd one, and back."""
+    good = trained_head(task := SyntheticTask())
     head = Head(WIDTH, replace(QUICK, learning_rate=1e36))
     head.restore(good.state())
-    for hidden, target in world.trajectories(64):
+    for hidden, target in task.trajectories(64):
         head.learn(hidden, 512, target)
     assert head.train(10) == TrainingResult(0, None)
     assert head.status is HeadStatus.DIVERGED
     assert head.state() == good.state()
     again = Head(WIDTH, QUICK)
     again.restore(head.state())
-    assert unseen_auc(again, world) > 0.85
+    assert unseen_auc(again, task) > 0.85
 
 
-def test_after_a_training_that_was_undone_the_next_starts_from_good_weights() -> None:
-    """At this rate the first step from the first weights is good, and the second is not."""
+def test_the_training_after_a_divergence_starts_from_the_last_good_weights() -> None:
+    """At this learning rate the first step from the initial weights is good, and the second one diverges."""
     head = Head(WIDTH, replace(QUICK, learning_rate=1e4))
-    for hidden, target in World(sharpness=0.0).trajectories(64):
+    for hidden, target in SyntheticTask(sharpness=0.0).trajectories(64):
         head.learn(hidden, 512, target)
     assert head.train(2) == TrainingResult(0, None)
     assert head.train(1).steps == 1
     assert (head.status, head.divergences) == (HeadStatus.READY, 1)
 
 
-def test_a_loss_that_explodes_is_a_divergence_though_it_is_finite() -> None:
+def test_a_loss_that_explodes_is_a_divergence_even_if_it_is_finite() -> None:
     head = Head(WIDTH, replace(QUICK, learning_rate=1e4))
-    for hidden, target in World(sharpness=0.0).trajectories(64):
+    for hidden, target in SyntheticTask(sharpness=0.0).trajectories(64):
         head.learn(hidden, 512, target)
     assert head.train(1).steps == 1  # kept, so all its weights are finite
     assert head.train(1) == TrainingResult(0, None)
@@ -215,18 +215,18 @@ def test_a_loss_that_explodes_is_a_divergence_though_it_is_finite() -> None:
 def test_training_stops_when_its_time_is_up() -> None:
     ticks = iter(range(1000))
     head = Head(WIDTH, QUICK, clock=lambda: float(next(ticks)))
-    for hidden, target in World().trajectories(64):
+    for hidden, target in SyntheticTask().trajectories(64):
         head.learn(hidden, 512, target)
     assert head.train(100, seconds=3.5).steps == 3
     assert head.train(100, seconds=0.0) == TrainingResult(0, None)
     assert head.status is HeadStatus.READY
 
 
-def test_scoring_and_learning_go_on_while_it_is_trained() -> None:
-    """Each score is of one of the snapshots that there were, none of a head half trained."""
-    world = World()
+def test_scoring_and_learning_continue_during_a_training() -> None:
+    """Each score is from one of the snapshots, none from a half-finished training."""
+    task = SyntheticTask()
     head = Head(WIDTH, QUICK)
-    for hidden, target in world.trajectories(64):
+    for hidden, target in task.trajectories(64):
         head.learn(hidden, 512, target)
     probe, trained = np.full(WIDTH, 101.0), [head.score(np.full(WIDTH, 101.0), 512).value]
     done = threading.Event()
@@ -242,8 +242,8 @@ def test_scoring_and_learning_go_on_while_it_is_trained() -> None:
     thread = threading.Thread(target=train)
     thread.start()
     scores = []
-    while not done.wait(0.001):  # without a pause the two threads mostly wait for each other
-        hidden, target = next(world.trajectories(1))
+    while not done.wait(0.001):  # without a pause the threads mostly wait for each other's lock
+        hidden, target = next(task.trajectories(1))
         head.learn(hidden, 512, target)
         scores.append(head.score(probe, 512))
     thread.join(timeout=60)
@@ -252,14 +252,14 @@ def test_scoring_and_learning_go_on_while_it_is_trained() -> None:
     assert {s.value for s in scores if s.status is HeadStatus.READY} <= set(trained)
 
 
-def test_two_trainings_at_once_take_turns() -> None:
+def test_concurrent_trainings_run_one_after_the_other() -> None:
     head = Head(WIDTH, QUICK)
-    for hidden, target in World().trajectories(64):
+    for hidden, target in SyntheticTask().trajectories(64):
         head.learn(hidden, 512, target)
     threads = [threading.Thread(target=head.train, args=(20,)) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for hidden, target in World(seed=1).trajectories(64):
+    for hidden, target in SyntheticTask(seed=1).trajectories(64):
         head.learn(hidden, 512, target)
     for thread in threads:
         thread.join(timeout=60)
@@ -280,7 +280,7 @@ def test_two_trainings_at_once_take_turns() -> None:
         (np.zeros(WIDTH), 512, 1.0, 0.0),
     ],
 )
-def test_what_is_out_of_range_is_refused(
+def test_arguments_out_of_range_are_refused(
     hidden: np.ndarray[tuple[int, ...], np.dtype[np.float64]], position: int, target: float, survival: float
 ) -> None:
     head = Head(WIDTH, QUICK)
@@ -289,7 +289,9 @@ def test_what_is_out_of_range_is_refused(
     assert head.status is HeadStatus.NO_LABELS
 
 
-@pytest.mark.parametrize("wrong", [{"hidden": 0}, {"batch": 0}, {"fewest": 0}, {"capacity": 8}, {"half_life": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"hidden": 0}, {"batch_size": 0}, {"min_labels": 0}, {"capacity": 8}, {"half_life": 0.0}]
+)
 def test_settings_out_of_range_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be"):
         HeadSettings(**wrong)  # type: ignore[arg-type]

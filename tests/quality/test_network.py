@@ -1,5 +1,3 @@
-"""The MLP: what numpy scores is what torch trained."""
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,7 @@ def network(seed: int = 0) -> Network:
     return Network(5, 7, learning_rate=1e-2, weight_decay=0.0, seed=seed)
 
 
-def test_scores_are_those_of_the_trained_network() -> None:
+def test_scores_in_numpy_equal_those_of_the_trained_network() -> None:
     net = network()
     for i in range(20):
         net.fit(batch(5, i).features, batch(5, i))
@@ -27,10 +25,10 @@ def test_scores_are_those_of_the_trained_network() -> None:
     for x in batch(5, 99).features:
         hidden = torch.relu(a["hidden_weight"] @ torch.from_numpy(x) + a["hidden_bias"])
         expected = torch.sigmoid(a["out_weight"] @ hidden + a["out_bias"]).item()
-        assert net.weights().chance(x) == pytest.approx(expected, abs=1e-6)
+        assert net.weights().score(x) == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_first_loss_is_that_of_guessing_and_falls() -> None:
+def test_the_loss_starts_at_that_of_guessing_and_falls() -> None:
     net, one = network(), batch(5, 0)
     losses = [net.fit(one.features, one) for _ in range(100)]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-6)
@@ -43,35 +41,35 @@ def test_weights_scale_the_loss() -> None:
     assert network().fit(one.features, double) == pytest.approx(2 * network().fit(one.features, one))
 
 
-def test_a_copy_does_not_change_with_the_network() -> None:
+def test_copied_weights_do_not_change_with_the_network() -> None:
     net, one = network(), batch(5, 0)
     before = net.weights()
-    chance = before.chance(one.features[0])
+    chance = before.score(one.features[0])
     for _ in range(10):
         net.fit(one.features, one)
-    assert before.chance(one.features[0]) == chance != net.weights().chance(one.features[0])
+    assert before.score(one.features[0]) == chance != net.weights().score(one.features[0])
 
 
-def test_loaded_with_its_moments_it_goes_on_as_if_nothing_had_been_and_without_them_it_does_not() -> None:
-    going_on, fresh, saved, one = network(), network(1), network(2), batch(5, 0)
+def test_moments_must_be_loaded_to_continue_a_training_exactly() -> None:
+    continued, fresh, saved, one = network(), network(1), network(2), batch(5, 0)
     for _ in range(5):
         saved.fit(one.features, one)
-    going_on.load(saved.weights(), moments=True)
+    continued.load(saved.weights(), moments=True)
     fresh.load(saved.weights(), moments=False)
-    for net in (going_on, fresh, saved):
+    for net in (continued, fresh, saved):
         net.fit(one.features, one)
-    arrays = [net.weights().arrays["hidden_weight"] for net in (going_on, fresh, saved)]
+    arrays = [net.weights().arrays["hidden_weight"] for net in (continued, fresh, saved)]
     assert (arrays[0] == arrays[2]).all()
     assert (arrays[1] != arrays[2]).any()
 
 
-def test_the_names_and_shapes_are_as_said() -> None:
+def test_arrays_have_the_declared_names_and_shapes() -> None:
     arrays = network().weights().arrays
     assert {name: x.shape for name, x in arrays.items()} == shapes(5, 7)
-    assert network().weights().finite
+    assert network().weights().are_finite
 
 
-def test_torchs_own_generator_is_left_alone() -> None:
+def test_the_global_generator_of_torch_is_not_used() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)

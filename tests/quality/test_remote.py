@@ -1,4 +1,4 @@
-"""A head in a process of its own is the head in this one."""
+"""A head that is trained in another process behaves as one in this process."""
 
 import math
 import os
@@ -17,25 +17,28 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest, StateDamaged
 from darts_server.quality.head import Head
-from darts_server.quality.remote import DEATH_SECONDS, DEATHS, RemoteHead
+from darts_server.quality.remote import DEATH_SECONDS, MAX_DEATHS, RemoteHead
 from darts_server.quality.report import TrainerReport, TrainingSchedule
 from darts_server.quality.types import HeadSettings, HeadStatus, Score
-from tests.quality.synthetic import QUICK, WIDTH, World, taught
+from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, trained_head
 
-STEADY = TrainingSchedule(labels=64, seconds=3600.0, steps=30, limit=3600.0)
-"""Trained after each 64 labels, however busy the machine is."""
-PATIENCE = 60.0
+AFTER_64_LABELS = TrainingSchedule(min_labels=64, max_delay=3600.0, max_steps=30, max_seconds=3600.0)
+"""Whatever the load of the machine, each 64 labels are followed by a training of 30 steps."""
+TIMEOUT = 180.0
+WRITE = "import os, sys; os.write(int(sys.argv[2]), {!r})"
 
 
-def until(true: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end, f"waited in vain until {what}"
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < end, f"timeout: {what}"
         time.sleep(0.005)
 
 
 @contextmanager
-def a_head(settings: HeadSettings = QUICK, schedule: TrainingSchedule = STEADY, **more: Any) -> Iterator[RemoteHead]:
+def running_head(
+    settings: HeadSettings = QUICK, schedule: TrainingSchedule = AFTER_64_LABELS, **more: Any
+) -> Iterator[RemoteHead]:
     head = RemoteHead(WIDTH, settings, schedule=schedule, **more)
     head.start()
     try:
@@ -44,51 +47,53 @@ def a_head(settings: HeadSettings = QUICK, schedule: TrainingSchedule = STEADY, 
         head.close()
 
 
-def teach(head: RemoteHead, world: World, rounds: int = 1) -> None:
+def train(head: RemoteHead, task: SyntheticTask, rounds: int = 1) -> None:
     for _ in range(rounds):
         steps = head.report.steps
-        for hidden, target in world.trajectories(64):
+        for hidden, target in task.trajectories(64):
             head.learn(hidden.astype(np.float32), 512, target)
-        until(lambda before=steps: head.report.steps > before, "it is trained")  # type: ignore[misc]
+        wait_until(lambda before=steps: head.report.steps > before, "it is trained")  # type: ignore[misc]
 
 
-def test_scores_figures_and_status_are_those_of_the_head_in_this_process() -> None:
-    here, world = Head(WIDTH, QUICK), World(seed=3)
+def test_scores_metrics_and_status_equal_those_of_a_head_in_this_process() -> None:
+    local, task = Head(WIDTH, QUICK), SyntheticTask(seed=3)
     states: list[bytes] = []
-    with a_head(trained=lambda _, state: states.append(state)) as there:
-        for hidden, _ in World(seed=4).trajectories(3):
-            assert there.score(hidden, 512) == here.score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
+    with running_head(on_report=lambda _, state: states.append(state)) as remote:
+        for hidden, _ in SyntheticTask(seed=4).trajectories(3):
+            assert remote.score(hidden, 512) == local.score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
         for _ in range(6):
-            steps = there.report.steps
-            for hidden, target in world.trajectories(64):
+            steps = remote.report.steps
+            for hidden, target in task.trajectories(64):
                 single = hidden.astype(np.float32)
-                for head in (here, there):
+                for head in (local, remote):
                     head.learn(single, 512, target, 0.5 + target / 4)
-            here.train(30)
-            until(lambda before=steps: there.report.steps > before, "it is trained")  # type: ignore[misc]
-            assert (there.status, there.report.steps, there.report.prior) == (here.status, here.steps, here.prior)
-            assert there.metrics() == here.metrics()
-            for hidden, _ in World(seed=5).trajectories(20):
-                assert there.score(hidden, 512) == here.score(hidden, 512)
-        assert there.report.made == 180
-        assert [state for state in states if state][-1] == here.state()
+            local.train(30)
+            wait_until(lambda before=steps: remote.report.steps > before, "it is trained")  # type: ignore[misc]
+            report = remote.report
+            assert (remote.status, report.steps, report.prior) == (local.status, local.steps, local.prior)
+            assert remote.metrics() == local.metrics()
+            for hidden, _ in SyntheticTask(seed=5).trajectories(20):
+                assert remote.score(hidden, 512) == local.score(hidden, 512)
+        assert remote.report.trained_steps == 180
+        assert [state for state in states if state][-1] == local.state()
 
 
-def test_labels_that_are_few_and_alone_are_learned_after_a_while() -> None:
-    with a_head(replace(QUICK, fewest=4), TrainingSchedule(labels=64, seconds=0.05, steps=5)) as head:
-        for hidden, target in World().trajectories(8):
+def test_few_labels_are_trained_on_after_a_while() -> None:
+    schedule = TrainingSchedule(min_labels=64, max_delay=0.05, max_steps=5)
+    with running_head(replace(QUICK, min_labels=4), schedule) as head:
+        for hidden, target in SyntheticTask().trajectories(8):
             head.learn(hidden, 512, target)
-        until(lambda: head.status is HeadStatus.READY, "few labels are trained on")
+        wait_until(lambda: head.status is HeadStatus.READY, "few labels are trained on")
         assert 0 < head.score(hidden, 512).value < 1
 
 
-def test_before_it_is_started_and_with_labels_of_one_class_it_is_neutral() -> None:
+def test_the_score_is_the_prior_before_the_start_and_with_labels_of_one_class() -> None:
     hidden = np.zeros(WIDTH)
     assert RemoteHead(WIDTH).score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
-    with a_head() as head:
-        for x, _ in World().trajectories(64):
+    with running_head() as head:
+        for x, _ in SyntheticTask().trajectories(64):
             head.learn(x, 512, 1.0)
-        until(lambda: head.status is HeadStatus.ONE_CLASS, "all labels are learned")
+        wait_until(lambda: head.status is HeadStatus.ONE_CLASS, "all labels are learned")
         assert head.score(hidden, 512).value == pytest.approx(65 / 66)
 
 
@@ -105,47 +110,46 @@ def test_features_that_are_not_finite_are_counted_and_not_sent(bad: float) -> No
         head.learn(np.zeros(WIDTH), 512, 2.0)
 
 
-def test_one_that_diverges_is_neutral_and_says_so() -> None:
-    with a_head(replace(QUICK, learning_rate=1e30)) as head:
-        for hidden, target in World().trajectories(64):
+def test_after_a_divergence_the_score_is_the_prior() -> None:
+    with running_head(replace(QUICK, learning_rate=1e30)) as head:
+        for hidden, target in SyntheticTask().trajectories(64):
             head.learn(hidden, 512, target)
-        until(lambda: head.status is HeadStatus.DIVERGED, "it diverges")
+        wait_until(lambda: head.status is HeadStatus.DIVERGED, "it diverges")
         assert head.report.divergences == 1
         assert head.score(hidden, 512) == Score(head.report.prior, HeadStatus.DIVERGED)
 
 
-def test_a_saved_head_scores_at_once_and_goes_on_in_another_process() -> None:
-    saved, world = taught(World()), World(seed=6)
-    head = RemoteHead(WIDTH, QUICK, schedule=STEADY)
+def test_a_restored_head_scores_at_once_and_training_continues_in_the_process() -> None:
+    saved, task = trained_head(SyntheticTask()), SyntheticTask(seed=6)
+    head = RemoteHead(WIDTH, QUICK, schedule=AFTER_64_LABELS)
     head.restore(saved.state())
-    known = [(hidden, saved.score(hidden, 512).value) for hidden, _ in world.trajectories(5)]
-    for hidden, value in known:
-        assert head.score(hidden, 512) == Score(value, HeadStatus.READY)
+    for hidden, _ in task.trajectories(5):
+        assert head.score(hidden, 512) == Score(saved.score(hidden, 512).value, HeadStatus.READY)
     head.start()
     try:
-        teach(head, world)
+        train(head, task)
         assert head.report.steps == saved.steps + 30
     finally:
         head.close()
 
 
-def test_what_is_restored_while_it_runs_replaces_what_it_was() -> None:
-    saved = taught(World(seed=1))
-    with a_head() as head:
-        teach(head, World(), rounds=2)
+def test_a_restore_replaces_the_head_of_a_running_process() -> None:
+    saved = trained_head(SyntheticTask(seed=1))
+    with running_head() as head:
+        train(head, SyntheticTask(), rounds=2)
         head.restore(saved.state())
         assert head.report.steps == saved.steps
-        teach(head, World())
+        train(head, SyntheticTask())
         assert head.report.steps == saved.steps + 30
         head.restore(b"")
         assert head.status is HeadStatus.NO_LABELS
-        teach(head, World())
+        train(head, SyntheticTask())
         assert head.report.steps == 30
 
 
 def test_a_state_that_is_damaged_or_of_another_model_changes_nothing() -> None:
     head = RemoteHead(WIDTH, QUICK)
-    head.restore(taught(World()).state())
+    head.restore(trained_head(SyntheticTask()).state())
     before = head.score(np.ones(WIDTH), 512)
     with pytest.raises(InvalidRequest, match="is of a quality head with 17 inputs"):
         head.restore(Head(WIDTH + 1, QUICK).state())
@@ -154,37 +158,38 @@ def test_a_state_that_is_damaged_or_of_another_model_changes_nothing() -> None:
     assert head.score(np.ones(WIDTH), 512) == before
 
 
-def test_a_trainer_that_is_killed_is_replaced_and_goes_on_from_where_it_was(caplog: pytest.LogCaptureFixture) -> None:
-    with a_head() as head:
-        teach(head, World(), rounds=2)
+def test_a_killed_trainer_is_restarted_with_its_last_state(caplog: pytest.LogCaptureFixture) -> None:
+    with running_head() as head:
+        train(head, SyntheticTask(), rounds=2)
         first = head.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        until(lambda: head.pid not in (None, first), "another one is there")
+        wait_until(lambda: head.pid not in (None, first), "another process is started")
+        assert not is_alive(first)
         assert head.status is HeadStatus.READY
-        teach(head, World(seed=1))
+        train(head, SyntheticTask(seed=1))
         assert head.report.steps == 90
-    assert "another one is started" in caplog.text
+    assert "died and is restarted" in caplog.text
 
 
-def test_a_trainer_that_always_dies_is_left_dead_and_the_head_is_neutral(caplog: pytest.LogCaptureFixture) -> None:
-    begun = threading.Event()
+def test_a_trainer_that_always_dies_is_given_up_and_the_score_is_the_prior(caplog: pytest.LogCaptureFixture) -> None:
+    reported = threading.Event()
     head = RemoteHead(
-        WIDTH, QUICK, command=(sys.executable, "-c", "raise SystemExit(3)"), trained=lambda *_: begun.set()
+        WIDTH, QUICK, command=(sys.executable, "-c", "raise SystemExit(3)"), on_report=lambda *_: reported.set()
     )
-    head.restore(taught(World()).state())
+    head.restore(trained_head(SyntheticTask()).state())
     assert head.score(np.zeros(WIDTH), 512).status is HeadStatus.READY
     head.start()
-    until(lambda: head.lost, "nobody starts it any more")
+    wait_until(lambda: head.is_lost, "it is given up")
     assert head.score(np.zeros(WIDTH), 512).status is head.status is HeadStatus.TRAINER_LOST
-    assert caplog.text.count("another one is started") == DEATHS
-    assert "it is left dead" in caplog.text
+    assert caplog.text.count("died and is restarted") == MAX_DEATHS
+    assert "it is not restarted" in caplog.text
     assert head.learn(np.zeros(WIDTH), 512, 1.0)
-    assert not begun.is_set()
+    assert not reported.is_set()
     head.close()
 
 
-def test_rare_deaths_are_forgiven() -> None:
+def test_a_trainer_that_dies_rarely_is_always_restarted() -> None:
     now = 0.0
 
     def clock() -> float:
@@ -194,52 +199,77 @@ def test_rare_deaths_are_forgiven() -> None:
 
     deaths = 0
 
-    class Counting(RemoteHead):
-        def _live(self) -> None:
+    class CountingHead(RemoteHead):
+        def _run_process(self) -> None:
             nonlocal deaths
             deaths += 1
             if deaths == 20:
                 self._closed = True
 
-    head = Counting(WIDTH, clock=clock)
+    head = CountingHead(WIDTH, clock=clock)
     head.start()
-    until(lambda: deaths == 20, "it has died often")
+    wait_until(lambda: deaths == 20, "it has died often")
     head.close()
-    assert not head.lost
+    assert not head.is_lost
 
 
-@pytest.mark.parametrize("says", [b"not a message, but long enough for one", b"\x02\0\0\0" + b"\0" * 8 + b"[]"])
-def test_a_trainer_that_talks_nonsense_counts_as_dead(says: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    command = (sys.executable, "-c", f"import sys; sys.stdout.buffer.write({says!r})")
-    head = RemoteHead(WIDTH, QUICK, command=command)
+NOT_JSON = b"\0\0\0\1?" + b"\0\0\0\0"
+NO_REPORT = b"\0\0\0\2[]" + b"\0\0\0\0"
+
+
+@pytest.mark.parametrize("data", [b"not a message, but long enough for one", NOT_JSON, NO_REPORT, b"\0\0\0\7half"])
+def test_a_trainer_whose_reports_cannot_be_read_counts_as_dead(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    head = RemoteHead(WIDTH, QUICK, command=(sys.executable, "-c", WRITE.format(data)))
     head.start()
-    until(lambda: head.lost, "nobody starts it any more")
+    wait_until(lambda: head.is_lost, "it is given up")
     head.close()
     assert "cannot be read" in caplog.text
 
 
-def test_one_that_cannot_be_started_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_that_cannot_be_started_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     head = RemoteHead(WIDTH, QUICK, command=("/nonexistent/python",))
     head.start()
-    until(lambda: head.lost, "nobody starts it any more")
+    wait_until(lambda: head.is_lost, "it is given up")
     head.close()
     assert "cannot be started" in caplog.text
 
 
-def test_one_that_does_not_read_is_killed() -> None:
+def test_no_descriptor_is_left_open_by_processes_that_ended() -> None:
+    before = os.listdir("/proc/self/fd")
+    for command in ((sys.executable, "-c", "raise SystemExit(3)"), ("/nonexistent/python",)):
+        head = RemoteHead(WIDTH, QUICK, command=command)
+        head.start()
+        wait_until(lambda head=head: head.is_lost, "it is given up")  # type: ignore[misc]
+        head.close()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+def test_a_trainer_that_does_not_read_is_killed() -> None:
     head = RemoteHead(4096, command=(sys.executable, "-c", "import time; time.sleep(600)"), grace=0.1)
     head.start()
-    until(lambda: head.pid, "it runs")
+    wait_until(lambda: head.pid, "it runs")
     for _ in range(64):
         head.learn(np.zeros(4096, np.float32), 512, 1.0)
     head.close()
     assert head.pid is None
 
 
+def test_learning_does_not_wait_for_a_trainer_that_does_not_read() -> None:
+    head = RemoteHead(4096, command=(sys.executable, "-c", "import time; time.sleep(600)"), grace=0.1)
+    head.start()
+    wait_until(lambda: head.pid, "it runs")
+    try:
+        for _ in range(head.settings.capacity + 10):  # 64 MB, far more than a pipe holds
+            head.learn(np.zeros(4096, np.float32), 512, 1.0)
+        assert len(head._unsent) <= head.settings.capacity
+    finally:
+        head.close()
+
+
 def test_the_process_ends_with_its_parent() -> None:
     code = (
         "import time\nfrom darts_server.quality.remote import RemoteHead\nhead = RemoteHead(16)\nhead.start()\n"
-        "while not head.report.learned:\n    head.learn(__import__('numpy').zeros(16), 512, 1.0)\n    time.sleep(.05)\n"
+        "while not head.report.labels:\n    head.learn(__import__('numpy').zeros(16), 512, 1.0)\n    time.sleep(.05)\n"
         "print(head.pid, flush=True)\ntime.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -248,10 +278,10 @@ def test_the_process_ends_with_its_parent() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    until(lambda: not alive(child), "the trainer has ended")
+    wait_until(lambda: not is_alive(child), "the trainer has ended")
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -262,9 +292,9 @@ def test_the_process_that_scores_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_report_of_before_a_restore_does_not_undo_it() -> None:
+def test_a_report_from_before_a_restore_is_dropped() -> None:
     head = RemoteHead(WIDTH, QUICK)
-    head.restore(taught(World()).state())
+    head.restore(trained_head(SyntheticTask()).state())
     before = head.report
-    head._hear(TrainerReport(HeadStatus.ONE_CLASS, epoch=0), b"")
+    head._apply(TrainerReport(HeadStatus.ONE_CLASS, restores=0), b"")
     assert head.report == before

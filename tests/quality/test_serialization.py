@@ -1,5 +1,3 @@
-"""A head as bytes: whole, or refused with a word of what is wrong."""
-
 import hashlib
 
 import numpy as np
@@ -9,15 +7,15 @@ from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 from darts_server.quality.head import Head
 from darts_server.quality.serialization import pack, unpack
 from darts_server.quality.types import HeadSettings, HeadStatus
-from tests.quality.synthetic import QUICK, WIDTH, World, taught
+from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, trained_head
 
 
 def scores(head: Head) -> list[float]:
-    return [head.score(hidden, 512).value for hidden, _ in World(seed=5).trajectories(20)]
+    return [head.score(hidden, 512).value for hidden, _ in SyntheticTask(seed=5).trajectories(20)]
 
 
-def test_a_restored_head_scores_and_learns_as_the_saved_one_does() -> None:
-    saved = taught(World(), rounds=4)
+def test_a_restored_head_scores_as_the_saved_one() -> None:
+    saved = trained_head(SyntheticTask(), rounds=4)
     restored = Head(WIDTH, QUICK)
     restored.restore(saved.state())
     assert restored.status is HeadStatus.READY
@@ -26,13 +24,13 @@ def test_a_restored_head_scores_and_learns_as_the_saved_one_does() -> None:
     assert restored.state() == saved.state()
 
 
-def test_it_goes_on_with_the_optimiser_it_had() -> None:
-    """The same examples in the same order: only a lost optimiser could tell them apart."""
-    saved = taught(World(), rounds=1)
+def test_a_restored_head_continues_with_the_saved_optimiser() -> None:
+    """The examples and their order are the same, so only a lost optimiser could cause a difference."""
+    saved = trained_head(SyntheticTask(), rounds=1)
     heads = [Head(WIDTH, QUICK), Head(WIDTH, QUICK)]
     for head in heads:
         head.restore(saved.state())
-        for hidden, target in World(seed=2).trajectories(64):
+        for hidden, target in SyntheticTask(seed=2).trajectories(64):
             head.learn(hidden, 512, target)
         head.train(5)
     assert heads[0].state() == heads[1].state()
@@ -41,7 +39,7 @@ def test_it_goes_on_with_the_optimiser_it_had() -> None:
     assert np.abs(arrays["hidden_weight.exp_avg"]).max() > 0
 
 
-def test_a_head_restored_before_it_learned_anything_is_as_new() -> None:
+def test_a_restored_head_without_training_is_a_new_head() -> None:
     head = Head(WIDTH, QUICK)
     head.restore(Head(WIDTH, QUICK).state())
     assert head.status is HeadStatus.NO_LABELS
@@ -49,16 +47,16 @@ def test_a_head_restored_before_it_learned_anything_is_as_new() -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 10, 50, 200, 2000, -1])
-def test_a_state_that_is_not_whole_is_refused(kept: int) -> None:
-    data = taught(World(), rounds=1).state()
-    head = taught(World(seed=1), rounds=1)
+def test_a_truncated_state_is_refused(kept: int) -> None:
+    data = trained_head(SyntheticTask(), rounds=1).state()
+    head = trained_head(SyntheticTask(seed=1), rounds=1)
     before = head.state()
     with pytest.raises(StateDamaged, match="nothing was changed"):
         head.restore(data[:kept])
     assert head.state() == before
 
 
-def test_a_changed_byte_anywhere_is_noticed() -> None:
+def test_a_changed_byte_anywhere_is_detected() -> None:
     data = Head(WIDTH, QUICK).state()
     for at in range(0, len(data), 97):
         changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
@@ -71,7 +69,7 @@ def test_a_pickle_is_refused_unread() -> None:
         unpack(b"\x80\x04cos\nsystem\n(S'false'\ntR.")
 
 
-def test_a_newer_format_is_told_from_damage() -> None:
+def test_a_newer_format_is_not_reported_as_damage() -> None:
     with pytest.raises(StateTooNew, match="format 2"):
         unpack(pack({}, {}).replace(b"darts-quality-head 1", b"darts-quality-head 2"))
 
@@ -82,7 +80,7 @@ def test_a_head_of_another_model_is_refused(other: Head) -> None:
         other.restore(Head(WIDTH, QUICK).state())
 
 
-def test_what_is_well_packed_and_no_head_is_refused() -> None:
+def test_arrays_that_are_not_of_a_head_are_refused() -> None:
     arrays, numbers = unpack(Head(WIDTH, QUICK).state())
     nan, negative = dict(arrays), dict(arrays)
     nan["out_weight"] = np.full_like(arrays["out_weight"], np.nan)
@@ -90,7 +88,7 @@ def test_what_is_well_packed_and_no_head_is_refused() -> None:
     lacking = {name: x for name, x in arrays.items() if name != "mean"}
     for wrong, complaint in [
         (pack({}, {}), "lacks a number"),
-        (pack(arrays, {**numbers, "steps": -1}), "numbers that are none"),
+        (pack(arrays, {**numbers, "steps": -1}), "not integers of at least 0"),
         (pack(lacking, numbers), "other shapes"),
         (pack(nan, numbers), "not finite"),
         (pack(negative, numbers), "negative variances"),
@@ -99,7 +97,7 @@ def test_what_is_well_packed_and_no_head_is_refused() -> None:
             Head(WIDTH, QUICK).restore(wrong)
 
 
-def test_what_has_the_right_checksum_and_no_tensors_is_refused() -> None:
+def test_a_body_that_is_not_safetensors_is_refused() -> None:
     for body in (b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}", b"\x02\0\0\0\0\0\0\0[]"):
         line = b"darts-quality-head 1 " + hashlib.sha256(body).hexdigest().encode() + b"\n"
         with pytest.raises(StateDamaged, match="cannot be read"):

@@ -145,7 +145,7 @@ class VoteOut(BaseModel):
 def _voter(result: VoteResult, ballot: Ballot, candidate: CandidateRecord) -> VoterOut:
     trajectory_id = f"{result.vote_id}:{ballot.index}"
     return VoterOut(
-        **sample_fields(trajectory_id, ballot.sample, candidate, with_logprobs=result.question.wants_logprobs),
+        **sample_fields(trajectory_id, ballot.sample, candidate, with_logprobs=result.request.wants_logprobs),
         answer=ballot.answer,
         score=None if ballot.score is None else ballot.score.value,
         weight=result.count.weights.get(ballot.index),

@@ -1,4 +1,4 @@
-"""One detection point: what its scores are worth, and who survives there."""
+"""One detection point: the calibration of its scores, and the survival probabilities of trajectories there."""
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
@@ -9,81 +9,82 @@ from darts_server.policy.pruning.calibration import Calibration, CalibrationStat
 from darts_server.policy.pruning.survival import Pruning, SurvivalCurve
 from darts_server.rollout.learned.blobs import BlobStore
 
-RECENT = 1024
-"""Chances of trajectories scored last, whoever survived. Some steps of a usual batch."""
-AIM_EVERY = 32
-"""Chances between two solutions of delta, which takes half a millisecond."""
-MOST_RULES = 16
-"""Ways to prune whose aim is kept: callers may each bring their own."""
+RECENT_QUALITIES = 1024
+"""Qualities that a survival curve is fitted to, pruned trajectories included: several steps with a usual batch size."""
+FIT_INTERVAL = 32
+"""Qualities between two fits of a curve. One fit takes half a millisecond."""
+MAX_CURVES = 16
+"""Pruning settings whose curve is cached; each caller may send its own."""
 
 
 DetectionPoints = Mapping[int, "DetectionPoint"]
 
 
-class Survival:
-    """Aims each way to prune by the chances of the trajectories scored last."""
+class SurvivalEstimator:
+    """Computes survival probabilities from curves that are fitted to the recent qualities."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent: deque[float] = deque(maxlen=RECENT_QUALITIES)
         self._seen = 0
-        self._aims: OrderedDict[Pruning, tuple[SurvivalCurve, int]] = OrderedDict()
+        self._curves: OrderedDict[Pruning, tuple[SurvivalCurve, int]] = OrderedDict()
 
-    def of(self, chance: float, pruning: Pruning) -> float:
-        """The probability that a trajectory with this chance is to be kept with."""
-        self._recent.append(chance)
+    def survival(self, quality: float, pruning: Pruning) -> float:
+        """Add a trajectory's quality, and return the probability with which to keep the trajectory."""
+        self._recent.append(quality)
         self._seen += 1
-        aim, since = self._aims.get(pruning, (None, 0))
-        if aim is None or self._seen - since >= min(AIM_EVERY, 1 + since // 4):  # at first each one tells much
-            aim, since = pruning.fit(np.asarray(self._recent)), self._seen
-        self._aims[pruning] = aim, since
-        self._aims.move_to_end(pruning)
-        if len(self._aims) > MOST_RULES:
-            self._aims.popitem(last=False)
-        return aim.survival(chance)
+        curve, fitted_at = self._curves.get(pruning, (None, 0))
+        # Among few qualities each one changes the curve, so early fits are closer together.
+        if curve is None or self._seen - fitted_at >= min(FIT_INTERVAL, 1 + fitted_at // 4):
+            curve, fitted_at = pruning.fit(np.asarray(self._recent)), self._seen
+        self._curves[pruning] = curve, fitted_at
+        self._curves.move_to_end(pruning)
+        if len(self._curves) > MAX_CURVES:
+            self._curves.popitem(last=False)
+        return curve.survival(quality)
 
 
 class DetectionPoint:
-    """A kind of score after so many tokens. Its labels are kept in ``blobs`` under ``key``.
+    """Calibrates one kind of score after one number of tokens. Its labels are saved in ``blobs`` under ``key``.
 
-    ``width``: of the hidden states that scores are made from, 0 of log-probs. What was learned with another one is of
-    another model, and is not taken.
+    ``width``: of the hidden states that scores are made from; 0 for log-probs. Saved labels with another width are of
+    another model, and are not loaded.
     """
 
     def __init__(self, blobs: BlobStore, key: str, calibration: Calibration, width: int) -> None:
         self.key = key
-        self.survival = Survival()
-        self.changed = False
-        """Whether there is something to keep."""
+        self.estimator = SurvivalEstimator()
+        self.has_changes = False
+        """Whether something was learned since the last `save`."""
         self._blobs = blobs
         self._calibration = calibration
         self._width = width
         self._digest: str | None = None
         self.calibrator = Calibrator(calibration)
 
-    def refresh(self) -> str | None:
-        """Take what is kept, if it is not what this has kept or taken itself; what was wrong with it.
+    def reload(self) -> str | None:
+        """Load the saved labels if they are neither from here nor loaded already; return why they are unusable.
 
         Raises:
-            StateError: it cannot be read at present.
+            StateError: the store cannot be read at present.
         """
         digest = self._blobs.digest(self.key)
         if digest == self._digest:
             return None
-        self._digest, self.changed, self.survival = digest, False, Survival()
-        state, wrong = self._kept()
+        self._digest, self.has_changes, self.estimator = digest, False, SurvivalEstimator()
+        state, problem = self._load()
         self.calibrator = Calibrator(self._calibration, state)
-        return wrong
+        return problem
 
-    def keep(self) -> None:
-        """Raises ``StateError`` if it cannot be kept."""
-        if not self.changed:
+    def save(self) -> None:
+        """Raises ``StateError`` if the labels cannot be saved."""
+        if not self.has_changes:
             return
         state = self.calibrator.state
         labels = np.asarray(state.labels, dtype="<f8").tobytes()
         self._digest = self._blobs.save(self.key, labels, {"steps": state.steps, "width": self._width})
-        self.changed = False
+        self.has_changes = False
 
-    def _kept(self) -> tuple[CalibrationState | None, str | None]:
+    def _load(self) -> tuple[CalibrationState | None, str | None]:
         blob = self._blobs.load(self.key)
         if blob is None:
             return None, None
@@ -96,13 +97,13 @@ class DetectionPoint:
             return None, f"cannot be read ({error})"
 
 
-def points(
+def create_points(
     blobs: BlobStore, kind: str, detect_at: tuple[int, ...], calibration: Calibration, width: int
 ) -> DetectionPoints:
-    """The detection points of one kind of score, by number of tokens, ascending."""
+    """Create the detection points of one kind of score, by number of tokens, ascending."""
     return {tokens: DetectionPoint(blobs, f"{kind}@{tokens}", calibration, width) for tokens in detect_at}
 
 
-def reached(known: DetectionPoints, tokens: int) -> DetectionPoint:
-    """The last detection point that a trajectory of so many tokens has reached; it may be some tokens past it."""
-    return known[max((at for at in known if at <= tokens), default=min(known))]
+def last_reached(points: DetectionPoints, tokens: int) -> DetectionPoint:
+    """Return the last detection point at or before ``tokens``."""
+    return points[max((at for at in points if at <= tokens), default=min(points))]

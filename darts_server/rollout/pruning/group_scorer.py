@@ -1,4 +1,4 @@
-"""How one group's candidates are scored while they run: what is asked of the engine, and what of the scorer."""
+"""Scores the candidates of one group while they run: between the engine, the scorer, and the group."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -12,13 +12,13 @@ from darts_server.rollout.pruning.scorer import Assessment, CandidateScorer
 
 
 class GroupScorer:
-    """Has the scorer score each candidate of a group at its detection points, once at each.
+    """Scores each candidate of a group once at each detection point.
 
-    By log-probs, alone or beside hidden states, these are of exactly the first so many tokens, however late they are
-    looked at: the same tokens have the same score.
+    Log-probs, alone or together with hidden states, are always those of exactly the tokens up to the detection point,
+    however many more a candidate has by then: equal tokens get equal scores.
 
-    ``running``: the running candidates by index. ``on_score``: called with scores from hidden states, in the
-    event loop; also of candidates that have ended since, but never of those that were dropped.
+    ``running``: the running candidates by index. ``on_score``: called in the event loop with scores from hidden states,
+    also of candidates that have ended since, but not of dropped ones.
     """
 
     def __init__(
@@ -37,55 +37,55 @@ class GroupScorer:
         self._detect_at = scorer.detect_at
         self._uses_hidden_states = scorer.uses_hidden_states
         self._uses_logprobs = scorer.uses_logprobs
-        self._waiting: dict[int, list[Probed]] = {}  # hidden states whose log-probs are to be looked up
+        self._waiting: dict[int, list[Probed]] = {}  # hidden states whose log-probs have not arrived yet
         self._started: set[int] = set()
-        self._early: dict[int, list[Scored]] = {}  # of candidates that nobody has said to have started yet
-        self._passed: dict[int, int] = {}  # detection points at which a candidate's log-probs were looked at
+        self._early: dict[int, list[Scored]] = {}  # scores of candidates from before `mark_started`
+        self._passed: dict[int, int] = {}  # detection points at which a candidate was scored by log-probs
         self._dropped: set[int] = set()
 
     def probe_for(self, index: int) -> Probe:
-        """What the engine is to tell of a candidate."""
+        """Create the probe to start a candidate with."""
         points = self._detect_at if self._uses_hidden_states else ()
-        return Probe(points, partial(self._told, index), logprobs=self._uses_logprobs)
+        return Probe(points, partial(self._receive_state, index), logprobs=self._uses_logprobs)
 
     def mark_started(self, index: int) -> list[Scored]:
-        """The engine says that a candidate has started; its scores that came before that."""
+        """Mark a candidate as started; return its scores that came before: the engine may be faster than its answer."""
         self._started.add(index)
         return self._early.pop(index, [])
 
     def poll(self) -> list[Scored]:
-        """The scores that need log-probs and are due, of all candidates that run."""
+        """Score all running candidates for which new log-probs make that possible."""
         if self._uses_hidden_states:
-            return [scored for index in list(self._waiting) for scored in self._by_both(index)]
+            return [scored for index in list(self._waiting) for scored in self._score_waiting(index)]
         return [
             scored
             for index, candidate in self._running.items()
-            if index not in self._dropped and self._due(index, candidate.tokens())
-            for scored in self._by_tokens(index, candidate.generated(0))
+            if index not in self._dropped and self._is_due(index, candidate.tokens())
+            for scored in self._score_logprobs(index, candidate.generated(0))
         ]
 
     def record_kept(self, index: int, survival: float) -> None:
-        """A candidate was kept, with that probability."""
+        """Record that the group kept a candidate, with that probability."""
         self._scorer.record_kept(self._group_id, index, survival)
 
     def drop(self, index: int) -> None:
-        """A candidate will not be returned. Said to the scorer once, however often it is said here."""
+        """Record, once per candidate, that it will not be returned."""
         if index not in self._dropped:
             self._dropped.add(index)
             self._scorer.record_dropped(self._group_id, index)
 
     def close(self, candidates: Iterable[Candidate]) -> None:
-        """The group has ended: nobody will reward those that were not selected."""
+        """Drop the candidates of the ended group that were not selected: no reward will come for them."""
         for candidate in candidates:
             if candidate.selected_as is None:
                 self.drop(candidate.index)
 
-    def _told(self, index: int, probed: Probed) -> None:
+    def _receive_state(self, index: int, probed: Probed) -> None:
         if index in self._dropped:
             return
         if self._uses_logprobs:
             self._waiting.setdefault(index, []).append(probed)
-            scores = list(self._by_both(index))
+            scores = list(self._score_waiting(index))
         else:
             scores = [_scored(index, self._scorer.score_state(self._group_id, index, probed, (), self._pruning))]
         for scored in scores:
@@ -94,8 +94,12 @@ class GroupScorer:
             else:
                 self._early.setdefault(index, []).append(scored)
 
-    def _by_both(self, index: int) -> Iterator[Scored]:
-        """A state may be here before the engine told its tokens, and waits for these. One that has ended has none."""
+    def _score_waiting(self, index: int) -> Iterator[Scored]:
+        """Score the hidden states of a candidate whose log-probs are there.
+
+        A state can arrive before the engine reports its tokens, and then waits for them. A candidate that has ended has
+        no log-probs any more, so its states are dropped.
+        """
         states, running = self._waiting.pop(index), self._running.get(index)
         if running is None and index not in self._started:
             self._waiting[index] = states
@@ -111,17 +115,17 @@ class GroupScorer:
             so_far = tuple(logprobs[: probed.tokens])
             yield _scored(index, self._scorer.score_state(self._group_id, index, probed, so_far, self._pruning))
 
-    def _due(self, index: int, tokens: int | None) -> bool:
+    def _is_due(self, index: int, tokens: int | None) -> bool:
         passed = self._passed.get(index, 0)
         return passed < len(self._detect_at) and tokens is not None and tokens >= self._detect_at[passed]
 
-    def _by_tokens(self, index: int, generated: Generated | None) -> Iterator[Scored]:
+    def _score_logprobs(self, index: int, generated: Generated | None) -> Iterator[Scored]:
         if generated is None:
             return
         if generated.logprobs is None:
-            self._passed[index] = len(self._detect_at)  # nor will they ever be at hand
+            self._passed[index] = len(self._detect_at)  # this candidate will never have any
             return
-        while self._due(index, len(generated.logprobs)):
+        while self._is_due(index, len(generated.logprobs)):
             passed = self._passed.get(index, 0)
             self._passed[index] = passed + 1
             logprobs = tuple(generated.logprobs[: self._detect_at[passed]])

@@ -1,4 +1,4 @@
-"""Judges running trajectories by quality (ARRoL), and learns from the rewards that come for them."""
+"""Scores running trajectories by quality (ARRoL), and learns from the rewards that come for them."""
 
 import logging
 import time
@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from darts_server.engine.port import Probed
 from darts_server.exceptions import StateError
 from darts_server.observers import GroupObserver, PruningObserver
-from darts_server.policy.pruning.calibration import CalibrationStatus as CalibrationStatus
-from darts_server.policy.pruning.calibration import Label
+from darts_server.policy.pruning.calibration import CalibrationStatus, Label
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.evaluation import Evaluation, ScoreMetrics
 from darts_server.quality.report import TrainerReport
@@ -20,31 +19,30 @@ from darts_server.quality.types import HeadStatus, Score
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.learned.documents import DocumentStore
-from darts_server.rollout.pruning.detection_point import DetectionPoint, DetectionPoints, points, reached
+from darts_server.rollout.pruning.detection_point import (
+    DetectionPoint,
+    DetectionPoints,
+    create_points,
+    last_reached,
+)
 from darts_server.rollout.pruning.head_checkpoint import HeadCheckpoint
 from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingScore, compact
-from darts_server.rollout.pruning.score_kinds import (
-    STATUS_REASONS,
-    ScoreKind,
-    ScoringSettings,
-    features,
-    logprob_score,
-    width_of,
-)
+from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings, head_input, head_width, logprob_score
 from darts_server.rollout.pruning.scorer import Assessment
+from darts_server.rollout.pruning.status import StatusLog, point_status
 from darts_server.types import GroupRecord, PruningStatus
 
 logger = logging.getLogger(__name__)
 
-KIND = "quality"
+BLOB_KIND = "quality"
 STEP_GROUPS = 256
-"""Groups with rewards that make a step where the weights never change: a usual number of prompts."""
-KEEP_SECONDS = 0.3
-"""From what is learned to the store, which takes half a second more: a killed process loses the last second at most."""
-REFRESH_SECONDS = 1.0
-"""Between two looks for what a restore has put into the store."""
-UNPROBED_TOKENS = 64
-"""Past its detection point, without a score: the state of such a trajectory is not on its way any more."""
+"""Groups with rewards that count as one step while the weights never change: a usual number of prompts per step."""
+SAVE_SECONDS = 0.3
+"""From learning to saving; the store takes half a second more, so a killed process loses at most the last second."""
+RELOAD_SECONDS = 1.0
+"""Between two checks whether a restore has replaced what is in the store."""
+MISSING_STATE_TOKENS = 64
+"""Without a score this many tokens past its detection point, a trajectory's hidden state will not come any more."""
 
 
 class TrainedHead(Protocol):
@@ -67,84 +65,84 @@ class TrainedHead(Protocol):
     def restore(self, data: bytes) -> None: ...
 
 
-NewHead = Callable[[int, Callable[[bytes], None]], TrainedHead]
-"""Makes the head for hidden states of some width; it tells of each state that it is trained to."""
+CreateHead = Callable[[int, Callable[[bytes], None]], TrainedHead]
+"""Creates a head for hidden states of that width, which passes each newly trained state to the callback."""
 
 
 class Pruner(GroupObserver):
-    """Implements the judge, and hears of rewards and of groups that ended.
+    """Implements `CandidateScorer`, and observes rewards and ended groups.
 
-    Nothing is loaded or started before the first trajectory is to be scored, or `begin`.
+    Nothing is loaded or started before the first trajectory is scored, or before `start`.
 
     Args:
-        judging: how trajectories are judged.
-        width: asks the engine for the width of its hidden states, which is ``None`` when it cannot tell them.
-        new_head: makes the head.
-        documents: where what is learned is kept.
-        weight_version: asks for the one that is served.
-        observer: hears of scores and labels.
-        prunes: whether a policy of that name prunes.
+        settings: how trajectories are scored.
+        width: returns the width of the engine's hidden states; ``None`` while the engine cannot provide any.
+        create_head: creates the quality head.
+        documents: where everything learned is saved.
+        weight_version: returns the served version of the weights.
+        observer: is notified of scores and labels.
+        prunes: whether the policy of that name prunes.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        judging: ScoringSettings,
+        settings: ScoringSettings,
         width: Callable[[], int | None],
-        new_head: NewHead,
+        create_head: CreateHead,
         documents: DocumentStore,
         weight_version: Callable[[], int],
         observer: PruningObserver,
         prunes: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._judging = judging
+        self._settings = settings
         self._width = width
-        self._new_head = new_head
-        self._blobs = BlobStore(documents, KIND)
+        self._create_head = create_head
+        self._blobs = BlobStore(documents, BLOB_KIND)
         self._checkpoint = HeadCheckpoint(self._blobs, clock)
         self._weight_version = weight_version
         self._observer = observer
         self._prunes = prunes
         self._clock = clock
-        self._keep = Debounce(KEEP_SECONDS, self._write)
-        self._pending = PendingLabels(judging.most_bytes)
+        self._save_soon = Debounce(SAVE_SECONDS, self._save)
+        self._pending = PendingLabels(settings.max_bytes)
         self._points: dict[ScoreKind, DetectionPoints] = {}
         self._head: TrainedHead | None = None
-        calibration = judging.calibration
-        most_weight = calibration.max_weight if calibration.corrected else None
-        self._by_score, self._by_chance = (Evaluation(most_weight, judging.window) for _ in range(2))
-        self._said: PruningStatus | None = None
-        self._version: int | None = None
-        self._groups = 0
-        self._refreshed_at = -REFRESH_SECONDS
-        self._unreadable = False
-        self._begun = False
+        max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
+        self._score_evaluation = Evaluation(max_weight, settings.window)
+        self._calibrated_evaluation = Evaluation(max_weight, settings.window)
+        self._status_log = StatusLog()
+        self._last_version: int | None = None
+        self._step_groups = 0
+        self._reloaded_at = -RELOAD_SECONDS
+        self._is_unreadable = False
+        self._has_started = False
 
-    def begin(self) -> None:
-        """Take what was learned before, and have the head trained. Done once."""
-        self._begun = True
+    def start(self) -> None:
+        """Load what was learned before, and start the training of the head."""
+        self._has_started = True
         kind, width = self._kind, self._width()
-        if not kind.trained or width is not None:
-            self._known(kind, width_of(kind, width or 0))
-        self._say()
+        if not kind.uses_head or width is not None:
+            self._ensure_points(kind, head_width(kind, width or 0))
+        self._status_log.update(self.status)
 
     def close(self) -> None:
-        """Keep what was learned, and end what was begun."""
-        self._write()
+        """Save what was learned, and end the training."""
+        self._save()
         if self._head is not None:
             self._head.close()
-            self._checkpoint.keep()
+            self._checkpoint.save()
 
-    # --- the judge ----------------------------------------------------------
+    # --- CandidateScorer ------------------------------------------------------
 
     @property
     def detect_at(self) -> tuple[int, ...]:
-        return self._judging.detect_at
+        return self._settings.detect_at
 
     @property
     def uses_hidden_states(self) -> bool:
-        return self._kind.trained
+        return self._kind.uses_head
 
     @property
     def uses_logprobs(self) -> bool:
@@ -153,209 +151,194 @@ class Pruner(GroupObserver):
     def score_state(
         self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
-        kind = self._judging.kind
-        seen = features(kind, probed.state, logprobs)
-        known = self._known(kind, seen.size)
+        kind = self._settings.kind
+        hidden = head_input(kind, probed.state, logprobs)
+        points = self._ensure_points(kind, hidden.size)
         assert self._head is not None
         self._observer.hidden_state_expected(received=True)
-        score = self._head.score(seen, probed.tokens)
-        scored = PendingScore(reached(known, probed.tokens), probed.tokens, compact(seen))
-        return self._judge(group_id, index, scored, score, pruning)
+        score = self._head.score(hidden, probed.tokens)
+        pending = PendingScore(last_reached(points, probed.tokens), probed.tokens, compact(hidden))
+        return self._assess(group_id, index, pending, score, pruning)
 
     def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
-        kind = ScoreKind.LOGPROB if self._kind.trained else self._kind
-        known = self._known(kind, 0)
+        kind = ScoreKind.LOGPROB if self._kind.uses_head else self._kind
+        points = self._ensure_points(kind, 0)
         value = logprob_score(kind, logprobs)
         score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
-        scored = PendingScore(reached(known, len(logprobs)), len(logprobs), None)
-        return self._judge(group_id, index, scored, score, pruning)
+        pending = PendingScore(last_reached(points, len(logprobs)), len(logprobs), None)
+        return self._assess(group_id, index, pending, score, pruning)
 
     def record_kept(self, group_id: str, index: int, survival: float) -> None:
-        pending = self._pending.find(group_id, index)
-        if pending is not None:
-            pending.survival *= survival
-            if pending.asked:
+        label = self._pending.find(group_id, index)
+        if label is not None:
+            label.survival *= survival
+            if label.is_undecided:
                 self._observer.pruning_decided(kept=True)
-            pending.asked = False
+            label.is_undecided = False
 
     def record_dropped(self, group_id: str, index: int) -> None:
-        pending = self._pending.pop(group_id, index)
-        if pending is not None and pending.asked:
+        label = self._pending.pop(group_id, index)
+        if label is not None and label.is_undecided:
             self._observer.pruning_decided(kept=False)
 
-    def _judge(self, group_id: str, index: int, scored: PendingScore, score: Score, pruning: Pruning) -> Assessment:
-        self._say()
+    def _assess(self, group_id: str, index: int, pending: PendingScore, score: Score, pruning: Pruning) -> Assessment:
+        """Calibrate a score, remember it until its reward comes, and compute the survival probability."""
+        self._status_log.update(self.status)
         usable = score.status is not HeadStatus.BAD_FEATURE
         self._observer.trajectory_scored(usable=usable)
-        calibrator = scored.point.calibrator
+        calibrator = pending.point.calibrator
         if score.status is HeadStatus.READY:
-            scored.score = score.value
+            pending.score = score.value
             if calibrator.status is CalibrationStatus.READY:
-                scored.chance = calibrator.probability(score.value)
-        if usable and (forgotten := self._pending.add(group_id, index, scored)):
-            self._observer.pending_labels_dropped(forgotten)
-        if scored.chance is None:
-            known = calibrator.status is not CalibrationStatus.NO_LABELS or score.status is HeadStatus.READY
-            return Assessment(calibrator.prior if known else score.value, 1.0)
-        survival = scored.point.survival.of(scored.chance, pruning)
-        if (pending := self._pending.find(group_id, index)) is not None:
-            pending.asked = survival < 1
-        return Assessment(scored.chance, survival)
+                pending.quality = calibrator.probability(score.value)
+        if usable and (dropped := self._pending.add(group_id, index, pending)):
+            self._observer.pending_labels_dropped(dropped)
+        if pending.quality is None:
+            has_prior = calibrator.status is not CalibrationStatus.NO_LABELS or score.status is HeadStatus.READY
+            return Assessment(calibrator.prior if has_prior else score.value, 1.0)
+        survival = pending.point.estimator.survival(pending.quality, pruning)
+        if (label := self._pending.find(group_id, index)) is not None:
+            label.is_undecided = survival < 1
+        return Assessment(pending.quality, survival)
 
-    # --- what comes of it ---------------------------------------------------
+    # --- learning -------------------------------------------------------------
 
     def learn_reward(self, group_id: str, index: int, reward: float, correct: bool) -> None:
-        """A trajectory got its reward."""
-        pending = self._pending.pop(group_id, index)
-        if pending is None:
+        """Learn from the reward of a trajectory, if it was scored."""
+        label = self._pending.pop(group_id, index)
+        if label is None:
             return
-        self._refresh()
-        target = self._judging.target(reward, correct)
-        for scored in pending.scores:
-            self._learn(scored, target, pending.survival)
+        self._reload()
+        target = self._settings.target(reward, correct)
+        for pending in label.scores:
+            self._learn(pending, target, label.survival)
         self._observer.label_learned()
-        self._keep.request()
+        self._save_soon.request()
 
     def record_rewarded_group(self) -> None:
-        """All trajectories of a group have rewards.
+        """Record that all trajectories of a group have rewards, which may complete a step of the trainer.
 
-        A step ends when the weight version changes, as the trainer's does, or after `STEP_GROUPS` groups.
+        A step is complete when the weight version has changed, or after `STEP_GROUPS` groups.
         """
-        version, before = self._weight_version(), self._version
-        self._version = version
-        self._groups += 1
-        if before in (None, version) and self._groups < STEP_GROUPS:
+        version, last = self._weight_version(), self._last_version
+        self._last_version = version
+        self._step_groups += 1
+        if last in (None, version) and self._step_groups < STEP_GROUPS:
             return
-        self._groups = 0
+        self._step_groups = 0
         for point in self._all_points():
             point.calibrator.count_step()
-            point.changed = True
-        self._keep.request()
+            point.has_changes = True
+        self._save_soon.request()
 
     def group_ended(self, record: GroupRecord) -> None:
-        """See whether all hidden states were told."""
+        """Count the trajectories whose hidden state did not come."""
         if not self._prunes(record.policy):
             return
-        self._say()
-        late = self.detect_at[0] + UNPROBED_TOKENS
+        self._status_log.update(self.status)
         if self.uses_hidden_states:
             for candidate in record.candidates:
-                if candidate.quality is None and candidate.tokens > late:
+                if candidate.quality is None and candidate.tokens > self.detect_at[0] + MISSING_STATE_TOKENS:
                     self._observer.hidden_state_expected(received=False)
 
-    def _learn(self, scored: PendingScore, target: float, survival: float) -> None:
-        if scored.hidden is not None:
+    def _learn(self, pending: PendingScore, target: float, survival: float) -> None:
+        if pending.hidden is not None:
             assert self._head is not None
-            if scored.score is None:
-                now = self._head.score(scored.hidden, scored.tokens)
-                scored.score = now.value if now.status is HeadStatus.READY else None
-            self._head.learn(scored.hidden, scored.tokens, target, survival)
-        if scored.score is not None:
-            label = Label(scored.score, target, survival)
-            scored.point.calibrator.add(label)
-            scored.point.changed = True
-            self._by_score.add(label)
-        if scored.chance is not None:
-            self._by_chance.add(Label(scored.chance, target, survival))
+            if pending.score is None:  # the head may be ready by now
+                score = self._head.score(pending.hidden, pending.tokens)
+                pending.score = score.value if score.status is HeadStatus.READY else None
+            self._head.learn(pending.hidden, pending.tokens, target, survival)
+        if pending.score is not None:
+            label = Label(pending.score, target, survival)
+            pending.point.calibrator.add(label)
+            pending.point.has_changes = True
+            self._score_evaluation.add(label)
+        if pending.quality is not None:
+            self._calibrated_evaluation.add(Label(pending.quality, target, survival))
 
-    # --- how it is ----------------------------------------------------------
+    # --- status and metrics ---------------------------------------------------
 
     @property
     def status(self) -> PruningStatus:
-        """Whether any detection point prunes and, if none does, why the first does not."""
+        """``READY`` if any detection point prunes; otherwise the reason why the first one does not."""
         kind = self._kind
-        if not self._begun:
+        if not self._has_started:
             return PruningStatus.UNUSED
-        if kind.trained and self._width() is None:
+        if kind.uses_head and self._width() is None:
             return PruningStatus.PROBE_LOST
-        statuses = [self._status_of(kind, point) for point in self._points.get(kind, {}).values()]
+        head = self._head if kind.uses_head else None
+        args = () if head is None else (head.status, head.report.labels)
+        statuses = [point_status(point.calibrator.status, *args) for point in self._points.get(kind, {}).values()]
         if not statuses:
             return PruningStatus.UNUSED
         return PruningStatus.READY if PruningStatus.READY in statuses else statuses[0]
 
     @property
     def report(self) -> TrainerReport:
-        """What is known of the head's training."""
+        """The last report of the head's trainer."""
         return TrainerReport() if self._head is None else self._head.report
 
     def score_metrics(self) -> ScoreMetrics:
-        """How good scores are, by labels that they were not trained on."""
-        return (
-            self._by_score.metrics() if not self.uses_hidden_states or self._head is None else self._head.report.metrics
-        )
+        """How good scores are, on labels that they were not trained on."""
+        if self._head is None or not self.uses_hidden_states:
+            return self._score_evaluation.metrics()
+        return self._head.report.metrics
 
     def calibrated_metrics(self) -> ScoreMetrics:
-        """How good the chances are that scores were calibrated to, by labels that came after."""
-        return self._by_chance.metrics()
+        """How good calibrated scores are, on labels that came after them."""
+        return self._calibrated_evaluation.metrics()
 
-    def _status_of(self, kind: ScoreKind, point: DetectionPoint) -> PruningStatus:
-        status = PruningStatus(point.calibrator.status.value)
-        if kind.trained and self._head is not None:
-            if self._head.status is not HeadStatus.READY:
-                return PruningStatus(self._head.status.value)
-            if status is PruningStatus.NO_LABELS and self._head.report.learned:  # of before it was trained
-                return PruningStatus.FEW_LABELS
-        return status
-
-    def _say(self) -> None:
-        """Say so when the status has changed."""
-        status = self.status
-        if status is not self._said:
-            neutral = "" if status is PruningStatus.READY else " and all are kept"
-            # A warning each time: vLLM leaves nothing below to be read.
-            logger.warning("pruning by quality is %s%s: %s", status, neutral, STATUS_REASONS[status])
-        self._said = status
-
-    # --- what is learned ----------------------------------------------------
+    # --- detection points, head and store -------------------------------------
 
     @property
     def _kind(self) -> ScoreKind:
-        judging = self._judging
-        if judging.kind.trained and judging.fallback is not None and self._width() is None:
-            return judging.fallback
-        return judging.kind
+        settings = self._settings
+        if settings.kind.uses_head and settings.fallback is not None and self._width() is None:
+            return settings.fallback
+        return settings.kind
 
-    def _known(self, kind: ScoreKind, width: int) -> DetectionPoints:
-        self._begun = True
-        known = self._points.get(kind)
-        if known is None:
-            known = points(self._blobs, kind, self.detect_at, self._judging.calibration, width)
-            self._points[kind] = known
-            if kind.trained:
-                self._head = self._new_head(width, self._checkpoint.trained)
-            self._refreshed_at = -REFRESH_SECONDS
-            self._refresh()
+    def _ensure_points(self, kind: ScoreKind, width: int) -> DetectionPoints:
+        """Return the detection points of a kind of score; the first time, load them and start the head they need."""
+        self._has_started = True
+        points = self._points.get(kind)
+        if points is None:
+            points = create_points(self._blobs, kind, self.detect_at, self._settings.calibration, width)
+            self._points[kind] = points
+            if kind.uses_head:
+                self._head = self._create_head(width, self._checkpoint.update)
+            self._reloaded_at = -RELOAD_SECONDS
+            self._reload()
             if self._head is not None:
                 self._head.start()
-        self._refresh()
-        return known
+        self._reload()
+        return points
 
     def _all_points(self) -> Iterator[DetectionPoint]:
-        for known in self._points.values():
-            yield from known.values()
+        for points in self._points.values():
+            yield from points.values()
 
-    def _refresh(self) -> None:
-        """Take what a restore has put into the store."""
+    def _reload(self) -> None:
+        """Load what a restore has put into the store."""
         now = self._clock()
-        if now < self._refreshed_at + REFRESH_SECONDS:
+        if now < self._reloaded_at + RELOAD_SECONDS:
             return
-        self._refreshed_at = now
+        self._reloaded_at = now
         try:
             for point in self._all_points():
-                if (wrong := point.refresh()) is not None:
-                    logger.warning("what was learned of %s %s; it is learned anew", point.key, wrong)
+                if (problem := point.reload()) is not None:
+                    logger.warning("the saved calibration %s %s; it is learned from scratch", point.key, problem)
             if self._head is not None:
-                self._checkpoint.refresh(self._head)
+                self._checkpoint.reload(self._head)
         except StateError as error:
-            if not self._unreadable:
-                logger.warning("what was learned of quality cannot be read: %s", error)
-            self._unreadable = True
+            if not self._is_unreadable:
+                logger.warning("the saved quality head and calibration cannot be read: %s", error)
+            self._is_unreadable = True
         else:
-            self._unreadable = False
+            self._is_unreadable = False
 
-    def _write(self) -> None:
+    def _save(self) -> None:
         try:
             for point in self._all_points():
-                point.keep()
+                point.save()
         except StateError as error:
-            logger.warning("what was learned of quality was not kept: %s", error)
+            logger.warning("the calibration of quality was not saved: %s", error)

@@ -1,4 +1,4 @@
-"""How trajectories are judged, and what is said of it."""
+"""The kinds of scores, what each is computed from, and the settings of scoring."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,43 +10,32 @@ from numpy.typing import NDArray
 from darts_server.policy.pruning.calibration import Calibration, label_from_reward
 from darts_server.policy.pruning.logprob_scores import logprob_to_score, lowest_window_logprob, mean_logprob
 from darts_server.quality.evaluation import WINDOW
-from darts_server.rollout.pruning.pending_labels import MOST_BYTES
-from darts_server.types import PruningStatus
-
-STATUS_REASONS = {
-    PruningStatus.READY: "trajectories are pruned by their chance to end correct",
-    PruningStatus.UNUSED: "no trajectory was scored yet",
-    PruningStatus.NO_LABELS: "no reward was reported for a scored trajectory yet",
-    PruningStatus.COLD: "it learns in its first steps, see --cold-steps",
-    PruningStatus.FEW_LABELS: "rewards are still too few, see --cold-labels",
-    PruningStatus.UNTRAINED: "the quality head is not trained yet",
-    PruningStatus.ONE_CLASS: "all rewarded trajectories that are remembered are right, or all are wrong",
-    PruningStatus.DIVERGED: "the quality head's last training went wrong and was undone",
-    PruningStatus.TRAINER_LOST: "the process that trains the quality head died too often; restart the server",
-    PruningStatus.PROBE_LOST: "the engine does not tell hidden states any more; restart the server",
-}
+from darts_server.rollout.pruning.pending_labels import MAX_BYTES
 
 
 class ScoreKind(StrEnum):
-    """What scores are made from: hidden states, log-probs, or both; of all tokens, or of those it was least sure of."""
+    """The inputs of a score: hidden states, log-probs, or both."""
 
     HEAD = "head"
     HEAD_LOGPROB = "head+logprob"
     LOGPROB = "logprob"
+    """The mean log-prob of all tokens."""
     LOWEST_LOGPROB = "lowest_logprob"
+    """The lowest mean log-prob of any window of tokens."""
 
     @property
-    def trained(self) -> bool:
-        """Whether a head makes them, which has to be trained and is told hidden states."""
+    def uses_head(self) -> bool:
+        """Whether a quality head computes it, which must be trained and needs hidden states."""
         return self in (ScoreKind.HEAD, ScoreKind.HEAD_LOGPROB)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """``detect_at``: numbers of tokens, ascending. ``kind``: of score. ``fallback``: what is used where ``kind`` needs
-    the head, and the engine cannot tell hidden states; ``None`` scores nothing then. ``reward_threshold``: rewards from
-    it on are right; without one, ``soft`` takes the reward itself for the target, and else the trainer's word counts.
-    ``most_bytes``: of hidden states that wait for a reward. ``window``: labels that figures are taken over.
+    """``detect_at``: numbers of tokens, ascending. ``kind``: of the scores. ``fallback``: kind of the scores where
+    ``kind`` needs hidden states and the engine cannot provide them; ``None`` scores nothing then.
+    ``reward_threshold``: a trajectory is correct if its reward reaches it; without one, ``soft`` uses the reward itself
+    as target, and otherwise the trainer's ``correct`` does. ``max_bytes``: of hidden states that wait for a reward.
+    ``window``: labels that metrics are taken over.
     """
 
     detect_at: tuple[int, ...] = (512,)
@@ -55,7 +44,7 @@ class ScoringSettings:
     calibration: Calibration = field(default_factory=Calibration)
     reward_threshold: float | None = None
     soft: bool = False
-    most_bytes: int = MOST_BYTES
+    max_bytes: int = MAX_BYTES
     window: int = WINDOW
 
     def target(self, reward: float, correct: bool) -> float:
@@ -64,33 +53,31 @@ class ScoringSettings:
         return label_from_reward(reward, self.reward_threshold)
 
 
-def features(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[float, ...]) -> NDArray[np.float32]:
-    """What the head sees: the hidden state and, if scores are made from both, the mean and the least log-prob, in nats.
+def head_input(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[float, ...]) -> NDArray[np.float32]:
+    """Assemble the head's input: the hidden state and, if the kind uses both, the mean and lowest log-prob, in nats.
 
-    Where log-probs are no finite numbers, or there is none, these are not finite either.
+    The two are NaN where there are no log-probs, or some are not finite.
     """
     if kind is not ScoreKind.HEAD_LOGPROB:
         return state
-    rounded = _rounded(logprobs)
-    both = (math.nan, math.nan) if rounded is None else (mean_logprob(rounded), min(rounded))
+    usable = _usable_logprobs(logprobs)
+    both = (math.nan, math.nan) if usable is None else (mean_logprob(usable), min(usable))
     return np.append(state, np.asarray(both, dtype=np.float32))
 
 
-def width_of(kind: ScoreKind, width: int) -> int:
-    """Of what the head sees, for hidden states of that width."""
+def head_width(kind: ScoreKind, width: int) -> int:
+    """Return the width of the head's input for hidden states of ``width``."""
     return width + 2 if kind is ScoreKind.HEAD_LOGPROB else width
 
 
 def logprob_score(kind: ScoreKind, logprobs: tuple[float, ...]) -> float | None:
-    """A score of that kind, in [0, 1]; ``None`` if the log-probs are no finite numbers, or there is none."""
-    rounded = _rounded(logprobs)
-    if rounded is None:
+    """Compute a score in [0, 1] from log-probs; ``None`` if there are none, or some are not finite."""
+    usable = _usable_logprobs(logprobs)
+    if usable is None:
         return None
-    return logprob_to_score(
-        lowest_window_logprob(rounded) if kind is ScoreKind.LOWEST_LOGPROB else mean_logprob(rounded)
-    )
+    return logprob_to_score(lowest_window_logprob(usable) if kind is ScoreKind.LOWEST_LOGPROB else mean_logprob(usable))
 
 
-def _rounded(logprobs: tuple[float, ...]) -> list[float] | None:
-    rounded = [min(x, 0.0) for x in logprobs]  # a log-softmax may round to just above 0
-    return rounded if rounded and all(map(math.isfinite, rounded)) else None
+def _usable_logprobs(logprobs: tuple[float, ...]) -> list[float] | None:
+    clipped = [min(x, 0.0) for x in logprobs]  # rounding can put a log-softmax slightly above 0
+    return clipped if clipped and all(map(math.isfinite, clipped)) else None

@@ -1,4 +1,4 @@
-"""The port to what judges trajectories while they run."""
+"""The port to the scorer of running trajectories."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +9,7 @@ from darts_server.policy.pruning.survival import Pruning
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """``quality``: the calibrated chance q to end correct. ``survival``: the probability to be kept with.
+    """``quality``: the calibrated probability q of being correct. ``survival``: the probability to keep it with.
 
     Survival is 1 while there is no score to trust.
     """
@@ -19,9 +19,9 @@ class Assessment:
 
 
 class CandidateScorer(Protocol):
-    """Scores trajectories, named by their group's id and candidate index, and learns from their rewards.
+    """Scores trajectories, identified by group id and candidate index, and learns from their rewards.
 
-    All calls are made in the event loop, return fast and never raise.
+    All methods are called in the event loop, return fast and never raise.
     """
 
     @property
@@ -42,7 +42,7 @@ class CandidateScorer(Protocol):
     def score_state(
         self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
-        """Score a trajectory by its hidden state, and by the log-probs of its tokens so far if it goes by both."""
+        """Score a trajectory by its hidden state and, if it uses both, by the log-probs of its tokens so far."""
         ...
 
     def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
@@ -50,9 +50,9 @@ class CandidateScorer(Protocol):
         ...
 
     def record_kept(self, group_id: str, index: int, survival: float) -> None:
-        """It was kept, with this probability: not the one asked for where the group could not spare it."""
+        """Record that a trajectory was kept, with this probability: 1 if the group could not spare it."""
         ...
 
     def record_dropped(self, group_id: str, index: int) -> None:
-        """It will not be returned, so no reward will come."""
+        """Record that a trajectory will not be returned, so that no reward will come for it."""
         ...

@@ -1,4 +1,4 @@
-"""One vote while it runs: the trajectories that came so far, what they answer, and whether the rest is needed."""
+"""The ballots of one vote while it runs: answers, their scores, and whether the rest of the trajectories is needed."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ from darts_server.types import Sample
 
 BOXED = "boxed"
 MAJORITY, RANK, LOG_ODDS = WEIGHTS = ("majority", "rank", "log_odds")
-UNKNOWN = 0.5
-"""The score of all votes where none has one: they weigh the same then."""
+DEFAULT_SCORE = 0.5
+"""Of all votes if none has a score: equal scores give equal weights."""
 SHORT_TEXT = 2048
-"""Characters that are searched in some milliseconds, whatever the pattern. Longer texts are searched in a thread."""
+"""Characters that any pattern searches within milliseconds. Longer texts are searched in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class BallotScore:
-    """``value``: the score that the caller sees. ``probability``: the weight is computed from it; equal to ``value``
-    where only ranks count.
+    """``value``: the score that the caller sees. ``probability``: what the weight of the vote is computed from; equal
+    to ``value`` where only ranks count.
     """
 
     value: float
@@ -30,12 +30,12 @@ class BallotScore:
 
 
 ScoreBallot = Callable[[int, Sample], BallotScore | None]
-"""What a trajectory, by its candidate's index, is worth; ``None`` while that is not known."""
+"""Scores a trajectory, given its candidate's index; ``None`` while it has no score."""
 
 
 @dataclass(slots=True)
 class Ballot:
-    """A trajectory that counts. ``answer``: ``None`` if there is none in it. ``measured``: of those with an answer."""
+    """A finished trajectory. ``answer``: ``None`` if none was found in it, and then it is not scored either."""
 
     index: int
     sample: Sample
@@ -45,75 +45,75 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True)
 class VoteCount:
-    """How a vote ended. ``weights``: what each vote weighs, by candidate index."""
+    """The result of counting. ``weights``: of each vote, by candidate index."""
 
     tally: Tally
     weights: dict[int, float]
 
 
 class BallotBox:
-    """Takes trajectories and counts them.
+    """Collects and counts ballots.
 
-    ``measure``: ``None`` where votes weigh the same. A score that was once known stays, so that no vote that counted
-    for a decision changes after it.
+    ``score_ballot``: ``None`` if all votes weigh the same. Once a ballot has a score it keeps it, so that no vote that
+    has decided an election can change later.
     """
 
-    def __init__(self, extractor: Extractor, weighting: Weighting, measure: ScoreBallot | None) -> None:
+    def __init__(self, extractor: Extractor, weighting: Weighting, score_ballot: ScoreBallot | None) -> None:
         self.ballots: list[Ballot] = []
         self._extractor = extractor
         self._weighting = weighting
-        self._measure = measure
+        self._score_ballot = score_ballot
 
-    async def take(self, index: int, sample: Sample) -> None:
-        """A trajectory came to its end."""
-        find = self._extractor.extract
-        short = len(sample.text) <= SHORT_TEXT
-        answer = find(sample.text) if short else await asyncio.to_thread(find, sample.text)
+    async def add(self, index: int, sample: Sample) -> None:
+        """Extract the answer of a finished trajectory, and add its ballot."""
+        extract = self._extractor.extract
+        is_short = len(sample.text) <= SHORT_TEXT
+        answer = extract(sample.text) if is_short else await asyncio.to_thread(extract, sample.text)
         self.ballots.append(Ballot(index, sample, answer))
 
-    def decided(self, remaining: Sequence[int]) -> bool:
-        """Whether the winner stays the winner whatever the candidates ``remaining`` answer.
+    def is_decided(self, remaining: Sequence[int]) -> bool:
+        """Whether the winner cannot change, whatever the candidates ``remaining`` answer.
 
-        A vote whose score is not known may yet weigh anything, so it counts with those that remain. Nothing is decided
-        by fewer votes than are missing: then all of these can be for another answer.
+        A vote without a score could still get any weight, so it counts as remaining. While more votes remain than are
+        counted nothing is decided, because all of them could be for one other answer.
         """
-        known, unknown = self._votes()
-        missing = [*remaining, *(ballot.index for ballot in unknown)]
-        return len(known) >= len(missing) and is_decided(known, missing, self._weighting)
+        votes, unscored = self._split_votes()
+        missing = [*remaining, *(ballot.index for ballot in unscored)]
+        return len(votes) >= len(missing) and is_decided(votes, missing, self._weighting)
 
     def count(self) -> VoteCount:
-        """The result. Votes without a score get the mean of the others'."""
-        known, unknown = self._votes()
-        mean = fmean(vote.score for vote in known) if known else UNKNOWN
-        votes = [*known, *(Vote(b.index, b.answer, mean) for b in unknown if b.answer is not None)]
+        """Count the votes. Those without a score get the mean score of the others."""
+        scored, unscored = self._split_votes()
+        mean = fmean(vote.score for vote in scored) if scored else DEFAULT_SCORE
+        votes = [*scored, *(Vote(b.index, b.answer, mean) for b in unscored if b.answer is not None)]
         weights = self._weighting.weights(votes)
         return VoteCount(
             tally=count_votes(votes, self._weighting),
             weights={vote.index: float(weight) for vote, weight in zip(votes, weights, strict=True)},
         )
 
-    def _votes(self) -> tuple[list[Vote], list[Ballot]]:
-        """Votes that weigh what they will weigh, and ballots with an answer whose score is not known."""
-        known, unknown = [], []
+    def _split_votes(self) -> tuple[list[Vote], list[Ballot]]:
+        """Split the ballots that have an answer into votes and ballots that still need a score."""
+        votes, unscored = [], []
         for ballot in self.ballots:
             if ballot.answer is None:
                 continue
-            if self._measure is None:
-                known.append(Vote(ballot.index, ballot.answer))
+            if self._score_ballot is None:
+                votes.append(Vote(ballot.index, ballot.answer))
                 continue
-            ballot.score = ballot.score or self._measure(ballot.index, ballot.sample)
+            ballot.score = ballot.score or self._score_ballot(ballot.index, ballot.sample)
             if ballot.score is None:
-                unknown.append(ballot)
+                unscored.append(ballot)
             else:
-                known.append(Vote(ballot.index, ballot.answer, ballot.score.probability))
-        return known, unknown
+                votes.append(Vote(ballot.index, ballot.answer, ballot.score.probability))
+        return votes, unscored
 
 
-def extractor_of(pattern: str | Sequence[str]) -> Extractor:
-    """What finds answers: a regular expression with one group, ``boxed``, or a list of the answers there may be.
+def create_extractor(pattern: str | Sequence[str]) -> Extractor:
+    """Create an extractor from a regular expression with one group, ``boxed``, or a list of possible answers.
 
     Raises:
-        InvalidRequest: it cannot be used.
+        InvalidRequest: the pattern cannot be used.
     """
     if isinstance(pattern, str):
         return BoxedExtractor() if pattern == BOXED else RegexExtractor(pattern)
@@ -123,8 +123,8 @@ def extractor_of(pattern: str | Sequence[str]) -> Extractor:
         raise InvalidRequest("pattern.choices", error.message) from error
 
 
-def weighting_of(weights: str, pattern: str | Sequence[str]) -> Weighting:
-    """What votes weigh, by its name. Where the possible answers are listed, all but one of them are wrong.
+def create_weighting(weights: str, pattern: str | Sequence[str]) -> Weighting:
+    """Create a weighting by its name. If the pattern lists the possible answers, all but one of them are wrong.
 
     Raises:
         InvalidRequest: there is no such weighting.
@@ -134,7 +134,7 @@ def weighting_of(weights: str, pattern: str | Sequence[str]) -> Weighting:
     if weights == RANK:
         return RankWeighting()
     if weights == LOG_ODDS:
-        return (
-            LogOddsWeighting() if isinstance(pattern, str) else LogOddsWeighting(wrong_answers=max(1, len(pattern) - 1))
-        )
+        if isinstance(pattern, str):
+            return LogOddsWeighting()
+        return LogOddsWeighting(wrong_answers=max(1, len(pattern) - 1))
     raise InvalidRequest("weights", f"must be one of {', '.join(WEIGHTS)}, got {weights!r}")

@@ -1,7 +1,7 @@
-"""How sure the model was of a trajectory, and what that is worth: learned from the rewards of votes.
+"""The confidence of the model in its trajectories, from log-probs, and its calibration by the rewards of votes.
 
-The scores are the mean and the lowest mean log-prob (`policy.confidence`). They say nothing of the chance to be right
-before rewards came for trajectories that had result.
+Scores are the mean and the lowest mean log-prob (`policy.pruning.logprob_scores`). They become probabilities of being
+correct once rewards came for trajectories of votes.
 """
 
 import logging
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 KINDS = (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB)
 CALIBRATION = Calibration(cold_steps=0)
-"""There are no steps at test time."""
-KEEP_SECONDS = 2.0
-"""Between two writes of what was learned: up to some 100 KB for each kind."""
+"""Votes are for test time, where the trainer makes no steps."""
+SAVE_SECONDS = 2.0
+"""Between two writes of up to some 100 KB for each kind."""
 
 
 class Confidence:
-    """Calibrates the scores of trajectories with an answer, of the newest ``kept`` votes."""
+    """Calibrates scores, by the rewards of trajectories with an answer in the newest ``kept`` votes."""
 
     def __init__(
         self, documents: DocumentStore, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION
@@ -39,47 +39,47 @@ class Confidence:
             kind: DetectionPoint(blobs, kind, calibration, width=0) for kind in KINDS
         }
         self._scores: OrderedDict[str, Mapping[int, Mapping[str, float]]] = OrderedDict()
-        self._keep = Debounce(KEEP_SECONDS, self._write)
-        self._read()
+        self._save_soon = Debounce(SAVE_SECONDS, self._save)
+        self._load()
 
     def status(self, kind: str) -> CalibrationStatus:
-        """Whether `chance` knows anything, or why not."""
+        """``READY``, or the reason why `probability` returns the prior for each score."""
         return self._points[kind].calibrator.status
 
-    def chance(self, kind: str, score: float) -> float:
-        """The chance that a trajectory with this score is right."""
+    def probability(self, kind: str, score: float) -> float:
+        """Return the probability that a trajectory with this score is correct."""
         return self._points[kind].calibrator.probability(score)
 
     def remember(self, group_id: str, scores: Mapping[int, Mapping[str, float]]) -> None:
-        """The trajectories of a vote, by candidate index, with their `scores_of`."""
+        """Store the `logprob_scores` of a vote's trajectories, by candidate index, until their rewards come."""
         self._scores[group_id] = scores
         while len(self._scores) > self._kept:
             self._scores.popitem(last=False)
 
-    def learn_reward(self, group_id: str, index: int, _: float, right: bool) -> None:
-        """A trajectory got its first reward, of which only counts whether it is right."""
+    def learn_reward(self, group_id: str, index: int, _: float, correct: bool) -> None:
+        """Learn whether a trajectory is correct from its first reward; its value does not count."""
         for kind, score in self._scores.get(group_id, {}).get(index, {}).items():
-            self._points[kind].calibrator.add(Label(score, float(right)))
-            self._points[kind].changed = True
-            self._keep.request()
+            self._points[kind].calibrator.add(Label(score, float(correct)))
+            self._points[kind].has_changes = True
+            self._save_soon.request()
 
-    def _read(self) -> None:
+    def _load(self) -> None:
         try:
             for kind, point in self._points.items():
-                if (wrong := point.refresh()) is not None:
-                    logger.warning("what was learned of votes by %s %s; it is learned anew", kind, wrong)
+                if (problem := point.reload()) is not None:
+                    logger.warning("the saved calibration of votes by %s %s; it is learned from scratch", kind, problem)
         except StateError as error:
-            logger.warning("what was learned of votes cannot be read: %s", error)
+            logger.warning("the saved calibration of votes cannot be read: %s", error)
 
-    def _write(self) -> None:
+    def _save(self) -> None:
         try:
             for point in self._points.values():
-                point.keep()
+                point.save()
         except StateError as error:
-            logger.warning("what was learned of votes was not kept: %s", error)
+            logger.warning("the calibration of votes was not saved: %s", error)
 
 
-def scores_of(sample: Sample) -> dict[str, float]:
-    """Each kind of score, in [0, 1], of a trajectory with log-probs; none without usable ones."""
+def logprob_scores(sample: Sample) -> dict[str, float]:
+    """Compute each kind of score, in [0, 1]; kinds without usable log-probs are left out."""
     scores = {kind: logprob_score(kind, tuple(sample.logprobs or ())) for kind in KINDS}
     return {kind: score for kind, score in scores.items() if score is not None}

@@ -1,4 +1,4 @@
-"""Votes: several trajectories of one prompt, of which the rest is stopped once they cannot change the answer."""
+"""Votes of several trajectories of one prompt, which stop early once the remaining ones cannot change the answer."""
 
 import time
 import uuid
@@ -19,34 +19,34 @@ from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.ballots import (
+    DEFAULT_SCORE,
     LOG_ODDS,
     MAJORITY,
-    UNKNOWN,
     Ballot,
     BallotBox,
     BallotScore,
     ScoreBallot,
     VoteCount,
-    extractor_of,
-    weighting_of,
+    create_extractor,
+    create_weighting,
 )
-from darts_server.rollout.voting.confidence import KINDS, Confidence, scores_of
+from darts_server.rollout.voting.confidence import KINDS, Confidence, logprob_scores
 from darts_server.types import DiscardReason, GroupRecord, PromptSpec, RequestOptions, Sample, VoteOutcome
 
 POLICY = "vote"
-"""Under which the groups of votes are recorded. They are not shaped."""
+"""Under this name the groups of votes are recorded. They are not shaped."""
 HEAD = "head"
 LOGPROBS = "logprobs"
-LOOKS = 64
-"""Times, at most, that it is asked whether a vote is decided. For a thousand trajectories that takes 20 ms and more."""
+MAX_DECISION_CHECKS = 64
+"""Per vote. With a thousand trajectories one check takes 20 ms or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class VoteRequest:
-    """What is put to the vote: ``n`` trajectories of ``prompt``.
+    """A vote of ``n`` trajectories of ``prompt``.
 
-    ``sampling``: the engine's sampling parameters by their names. ``pattern``: see `extractor_of`. ``weights``: what a
-    vote weighs. ``score``: by which it does, ``head`` or one of `KINDS`; majorities need none.
+    ``sampling``: the engine's sampling parameters by name. ``pattern``: see `create_extractor`. ``weights``: one of
+    `WEIGHTS`. ``score``: what weights are computed from, ``head`` or one of `KINDS`; majorities need none.
     """
 
     prompt: PromptSpec
@@ -58,34 +58,34 @@ class VoteRequest:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the caller asked for log-probs."""
-        asked = self.sampling.get(LOGPROBS)
-        return asked is not None and asked is not False
+        """Whether the caller requested log-probs."""
+        logprobs = self.sampling.get(LOGPROBS)
+        return logprobs is not None and logprobs is not False
 
     @property
-    def by_logprobs(self) -> bool:
+    def uses_logprobs(self) -> bool:
         return self.score in KINDS
 
     @property
-    def by_quality(self) -> bool:
+    def uses_quality(self) -> bool:
         return self.score == HEAD and self.weights != MAJORITY
 
     @property
-    def calibrated(self) -> bool:
-        """Whether its scores must first be made chances by what was learned from votes."""
-        return self.weights == LOG_ODDS and self.by_logprobs
+    def needs_calibration(self) -> bool:
+        """Whether its scores must be turned into probabilities by the rewards of earlier votes."""
+        return self.weights == LOG_ODDS and self.uses_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """How a vote ended. ``ballots``: the trajectories that count, by candidate index.
+    """The result of a vote. ``ballots``: of the finished trajectories, by candidate index.
 
-    ``decided_early``: whether candidates were stopped because they could change nothing. ``calibration``: why scores
-    told nothing, if they did not; ``None`` where none had to be calibrated.
+    ``decided_early``: whether candidates were stopped because they could not change the answer. ``calibration``:
+    ``READY`` or why scores had no effect; ``None`` if no calibration was needed.
     """
 
     vote_id: str
-    question: VoteRequest
+    request: VoteRequest
     count: VoteCount
     ballots: Sequence[Ballot]
     decided_early: bool
@@ -95,11 +95,11 @@ class VoteResult:
 
 
 class VoteRunner(Generic[RequestT, OutputT]):
-    """Holds votes.
+    """Runs votes.
 
     Args:
-        confidence: what log-probs are worth.
-        observer: hears of every vote.
+        confidence: calibrates scores from log-probs.
+        observer: is notified of every vote.
         clock: monotonic seconds.
     """
 
@@ -117,80 +117,80 @@ class VoteRunner(Generic[RequestT, OutputT]):
         self._observer = observer
         self._clock = clock
 
-    async def run(self, question: VoteRequest) -> VoteResult:
-        """Sample, count, and stop what is left when the answer is certain. Being cancelled stops all of it.
+    async def run(self, vote: VoteRequest) -> VoteResult:
+        """Sample and count until the answer is certain, then stop the rest. Cancellation stops all candidates.
 
         Raises:
             InvalidRequest: names the field; nothing was started.
             Overloaded, QuotaReached
             EngineError, GroupFailed, GroupAborted: too few candidates could finish.
         """
-        self._check(question)
-        self._rollouts.admission.check(question.n)
-        extractor, weighting = extractor_of(question.pattern), weighting_of(question.weights, question.pattern)
+        self._check(vote)
+        self._rollouts.admission.check(vote.n)
+        extractor, weighting = create_extractor(vote.pattern), create_weighting(vote.weights, vote.pattern)
         vote_id = f"vote-{uuid.uuid4().hex}"
-        request = await self._request(question, vote_id)
-        calibration = self._confidence.status(question.score) if question.calibrated and question.score else None
-        began = self._clock()
-        with self._rollouts.admission.held(question.n) as ticket:
+        request = await self._create_request(vote, vote_id)
+        calibration = self._confidence.status(vote.score) if vote.needs_calibration and vote.score else None
+        started_at = self._clock()
+        with self._rollouts.admission.held(vote.n) as ticket:
             async with self._rollouts.gate.held():
-                run = self._begin(question, request, vote_id)
+                run = self._start_group(vote, request, vote_id)
                 ticket.begun()
-                poll = BallotBox(extractor, weighting, self._measure(question, run, calibration))
-                early = await self._collect(run, poll)
+                box = BallotBox(extractor, weighting, self._score_ballot(vote, run, calibration))
+                early = await self._collect(run, box)
         assert run.record is not None
-        count, ballots = poll.count(), sorted(poll.ballots, key=lambda ballot: ballot.index)
-        self._confidence.remember(vote_id, {b.index: scores_of(b.sample) for b in ballots if b.answer is not None})
-        self._observer.vote_ended(_outcome(count, early), _stopped(run.record))
-        return VoteResult(vote_id, question, count, ballots, early, calibration, run.record, self._clock() - began)
+        count, ballots = box.count(), sorted(box.ballots, key=lambda ballot: ballot.index)
+        scores = {ballot.index: logprob_scores(ballot.sample) for ballot in ballots if ballot.answer is not None}
+        self._confidence.remember(vote_id, scores)
+        self._observer.vote_ended(_outcome(count, early), _count_stopped(run.record))
+        return VoteResult(vote_id, vote, count, ballots, early, calibration, run.record, self._clock() - started_at)
 
-    def _check(self, question: VoteRequest) -> None:
-        self._rollouts.plan(question.n, RequestOptions(OFF))  # refuses sizes beyond the limit
-        if question.sampling.get("detokenize") is False:
-            raise InvalidRequest("sampling.detokenize", "answers are found in texts; leave it out")
-        if question.weights == MAJORITY:
+    def _check(self, vote: VoteRequest) -> None:
+        self._rollouts.plan(vote.n, RequestOptions(OFF))  # refuses sizes beyond the limit
+        if vote.sampling.get("detokenize") is False:
+            raise InvalidRequest("sampling.detokenize", "must not be false: answers are extracted from text")
+        if vote.weights == MAJORITY:
             return
-        if question.score is None:
+        kinds = ", ".join((HEAD, *KINDS))
+        if vote.score is None:
+            raise InvalidRequest("score", f"is required for weights {vote.weights!r}: one of {kinds}")
+        if vote.score not in (HEAD, *KINDS):
+            raise InvalidRequest("score", f"must be one of {kinds}, got {vote.score!r}")
+        if vote.score == HEAD and not self._rollouts.can_score:
             raise InvalidRequest(
-                "score", f"say by what {question.weights!r} is to weigh: one of {', '.join((HEAD, *KINDS))}"
-            )
-        if question.score not in (HEAD, *KINDS):
-            raise InvalidRequest("score", f"must be one of {', '.join((HEAD, *KINDS))}, got {question.score!r}")
-        if question.score == HEAD and not self._rollouts.can_score:
-            raise InvalidRequest(
-                "score", f"nothing scores quality on this server (see --quality); choose {' or '.join(KINDS)}"
+                "score", f"this server does not score quality (see --quality); choose {' or '.join(KINDS)}"
             )
 
-    async def _request(self, question: VoteRequest, vote_id: str) -> RequestT:
-        sampling = question.sampling
-        if question.by_logprobs and not question.wants_logprobs:
+    async def _create_request(self, vote: VoteRequest, vote_id: str) -> RequestT:
+        sampling = vote.sampling
+        if vote.uses_logprobs and not vote.wants_logprobs:
             sampling = {**sampling, LOGPROBS: True}
         try:
-            return await self._prompter.request(question.prompt, sampling, question.n, vote_id)
+            return await self._prompter.request(vote.prompt, sampling, vote.n, vote_id)
         except InvalidRequest as error:
             if error.field in ("text", "token_ids"):
                 raise InvalidRequest("prompt", error.message) from error
             raise
 
-    def _begin(self, question: VoteRequest, request: RequestT, vote_id: str) -> GroupRun[RequestT, OutputT]:
+    def _start_group(self, vote: VoteRequest, request: RequestT, vote_id: str) -> GroupRun[RequestT, OutputT]:
         spec = GroupSpec(
             request,
-            vote_id,
             POLICY,
-            question.prompt.key or self._prompter.key(request),
+            vote_id,
+            vote.prompt.key or self._prompter.key(request),
             self._prompter.tail_seed(request),
             early=True,
-            pruning=Pruning() if question.by_quality else None,  # nobody is pruned, for none can be spared
+            pruning=Pruning() if vote.uses_quality else None,  # a group that needs all its candidates prunes none
         )
         run = self._rollouts.collect(spec)
-        run.open(InOrder(question.n), Allocation(question.n))
+        run.open(InOrder(vote.n), Allocation(vote.n))
         return run
 
-    def _measure(
-        self, question: VoteRequest, run: GroupRun[RequestT, OutputT], calibration: CalibrationStatus | None
+    def _score_ballot(
+        self, vote: VoteRequest, run: GroupRun[RequestT, OutputT], calibration: CalibrationStatus | None
     ) -> ScoreBallot | None:
-        kind = question.score
-        if question.weights == MAJORITY or kind is None:
+        kind = vote.score
+        if vote.weights == MAJORITY or kind is None:
             return None
 
         def by_quality(index: int, _: Sample) -> BallotScore | None:
@@ -198,35 +198,36 @@ class VoteRunner(Generic[RequestT, OutputT]):
             return None if quality is None else BallotScore(quality, quality)
 
         def by_logprobs(_: int, sample: Sample) -> BallotScore | None:
-            score = scores_of(sample).get(kind)
-            return None if score is None else BallotScore(score, chance(score))
+            score = logprob_scores(sample).get(kind)
+            return None if score is None else BallotScore(score, probability(score))
 
-        def chance(score: float) -> float:
+        def probability(score: float) -> float:
             if calibration is None:
                 return score
-            return self._confidence.chance(kind, score) if calibration is CalibrationStatus.READY else UNKNOWN
+            is_ready = calibration is CalibrationStatus.READY
+            return self._confidence.probability(kind, score) if is_ready else DEFAULT_SCORE
 
-        return by_logprobs if question.by_logprobs else by_quality
+        return by_logprobs if vote.uses_logprobs else by_quality
 
-    async def _collect(self, run: GroupRun[RequestT, OutputT], poll: BallotBox) -> bool:
-        """Take trajectories until all are there or the rest can be stopped; whether they were."""
-        taken: set[int] = set()
-        step = max(1, len(run.candidates) // LOOKS)
+    async def _collect(self, run: GroupRun[RequestT, OutputT], box: BallotBox) -> bool:
+        """Collect ballots until all are there, or stop the rest when the vote is decided; return whether it did."""
+        collected: set[int] = set()
+        interval = max(1, len(run.candidates) // MAX_DECISION_CHECKS)
         async with aclosing(run.trajectories()) as trajectories:
             async for trajectory in trajectories:
-                taken.add(trajectory.index)
-                await poll.take(trajectory.index, self._prompter.sample(trajectory.output))
-                if run.has_ended or run.has_deliveries:  # what has come to its end counts, needed or not
+                collected.add(trajectory.index)
+                await box.add(trajectory.index, self._prompter.sample(trajectory.output))
+                if run.has_ended or run.has_deliveries:  # others have finished already, and count whether needed or not
                     continue
-                if len(taken) % step:
+                if len(collected) % interval:
                     continue
-                if poll.decided([c.index for c in run.candidates if c.alive and c.index not in taken]):
+                if box.is_decided([c.index for c in run.candidates if c.alive and c.index not in collected]):
                     run.finish_early()
                     return True
         return False
 
 
-def _stopped(record: GroupRecord) -> int:
+def _count_stopped(record: GroupRecord) -> int:
     return sum(candidate.reason is DiscardReason.DECIDED for candidate in record.candidates)
 
 

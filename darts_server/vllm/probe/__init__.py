@@ -1,5 +1,6 @@
-"""The hidden states of running candidates, from vLLM's workers to the API process.
+"""The hidden states of running candidates, sent from vLLM's workers to the API process.
 
-In a worker: ``watch`` knows who is to be told of what, ``steps`` reads what a step of either model runner has made,
-``capture`` takes it out of the step, ``sender`` sends it. In the API process: ``receiver``. Between them: ``wire``.
+In a worker, `probed_requests` tracks the requests that have a probe, `steps` reads a step of either model runner,
+`capture` takes states out of the steps, and `sender` sends them. In the API process, `receiver` passes them on. `wire`
+is the format between them.
 """

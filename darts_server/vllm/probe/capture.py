@@ -1,4 +1,4 @@
-"""Takes states out of the steps of a worker."""
+"""Takes hidden states out of the steps of a worker."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,105 +9,106 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from darts_server.vllm.probe import wire
 from darts_server.vllm.probe.probed_requests import ProbedRequest, ProbedRequests
 from darts_server.vllm.probe.sender import CapturedRows, HostCopies, Sender
-from darts_server.vllm.probe.steps import Step, reader_of
+from darts_server.vllm.probe.steps import Step, reader_for
 
 
 def install(worker: Any, address: str) -> str | None:
-    """Have this worker tell states to ``address``; why it cannot, if so. It does not raise.
+    """Send states of this worker's requests to ``address``; return the reason if that is impossible. Never raises.
 
-    Of an engine's workers one tells: the first of those that have the model's last layer. The others do nothing.
+    One worker of an engine sends states: the first of those that have the model's last layer. For the others this does
+    nothing.
     """
     try:
         if get_tp_group().rank_in_group != 0 or not get_pp_group().is_last_rank:
             return None
         sender = Sender(address)
         capture = Capture(worker.model_runner, sender.put)
-        sender.broken = capture.end
+        sender.on_failure = capture.stop
         sender.start()
-        capture.begin()
+        capture.start()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 class Capture:
-    """Stands before the runner's ``execute_model``.
+    """Wraps the model runner's ``execute_model``.
 
     Args:
-        put: takes what is to be sent, and returns at once.
+        put: queues what is to be sent, and returns at once.
 
     Raises:
-        ValueError: see `reader_of`.
+        ValueError: see `reader_for`.
     """
 
     def __init__(self, runner: Any, put: Callable[[CapturedRows | Sequence[bytes]], None]) -> None:
-        self._name, self._read = reader_of(runner)
+        self._name, self._read_step = reader_for(runner)
         self._runner = runner
         self._execute = runner.execute_model
         self._width: int = runner.model_config.get_hidden_size()
-        self._watches = ProbedRequests(1 + runner.vllm_config.num_speculative_tokens)
+        self._requests = ProbedRequests(1 + runner.vllm_config.num_speculative_tokens)
         self._copy = HostCopies(runner.device)
         self._put = put
 
-    def begin(self) -> None:
-        """Take the runner's steps from now on, and say so. What will not work on this device fails here."""
+    def start(self) -> None:
+        """Wrap the runner's steps from now on, and announce it. Whatever fails on this device fails here."""
         self._copy([torch.zeros(1, device=self._runner.device)])
         self._put([wire.READY, str(self._width).encode(), self._name.encode()])
         self._runner.execute_model = self.execute_model
 
-    def end(self) -> None:
-        """Leave the runner as it was."""
+    def stop(self) -> None:
+        """Unwrap the runner."""
         self._runner.__dict__.pop("execute_model", None)
 
     def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
-        """The runner's, with a look at what it has made if anyone asked."""
+        """Execute the step, then take states out of it if requests with a probe are in it."""
         if options.get("dummy_run"):
             return self._execute(scheduled, *args, **options)
-        if self._watches or scheduled.scheduled_new_reqs:
+        if self._requests or scheduled.scheduled_new_reqs:
             try:
-                self._watches.update(scheduled)
+                self._requests.update(scheduled)
             except Exception as error:
-                self._give_up(error)
+                self._disable(error)
         output = self._execute(scheduled, *args, **options)
-        if self._watches:
+        if self._requests:
             try:
-                self._look(scheduled)
+                self._capture_step(scheduled)
             except Exception as error:
-                self._give_up(error)
+                self._disable(error)
         return output
 
-    def _look(self, scheduled: Any) -> None:
-        due = self._watches.due()
+    def _capture_step(self, scheduled: Any) -> None:
+        due = self._requests.due()
         if not due:
             return
-        step = self._read(self._runner, scheduled)
+        step = self._read_step(self._runner, scheduled)
         reached: list[tuple[ProbedRequest, int]] = []
-        for watch in due:
-            computed = None if step is None else step.computed(watch.request_id)
-            if computed is not None and watch.reaches(computed):
-                reached.append((watch, computed))
+        for request in due:
+            computed = None if step is None else step.computed(request.request_id)
+            if computed is not None and request.reaches(computed):
+                reached.append((request, computed))
             else:
-                self._watches.again(watch, computed)
+                self._requests.reschedule(request, computed)
         if step is not None and reached:
-            self._take(step, reached)
+            self._capture_rows(step, reached)
 
-    def _take(self, step: Step, reached: Sequence[tuple[ProbedRequest, int]]) -> None:
-        watches = [watch for watch, _ in reached]
-        # If the step does not know how many tokens there are, the sender decides: it has what the device says.
-        tokens = [computed - watch.prompt for watch, computed in reached] if step.exact else None
+    def _capture_rows(self, step: Step, reached: Sequence[tuple[ProbedRequest, int]]) -> None:
+        requests = [request for request, _ in reached]
+        # If the host does not know the numbers of tokens, the sender decides by those that are copied from the device.
+        tokens = [computed - request.prompt_tokens for request, computed in reached] if step.exact else None
         with torch.inference_mode():
-            rows, counts = step.states([watch.request_id for watch in watches])
+            rows, counts = step.states([request.request_id for request in requests])
             if rows.shape[1] != self._width:
                 raise ValueError(f"states are {rows.shape[1]} wide, and the model's width is {self._width}")
             (rows, *more), ready = self._copy([rows] if counts is None else [rows, counts])
-        self._put(CapturedRows(watches, rows, tokens, more[0] if more else None, ready))
-        for watch, computed in reached:
+        self._put(CapturedRows(requests, rows, tokens, more[0] if more else None, ready))
+        for request, computed in reached:
             if step.exact:
-                watch.take(computed)
-            self._watches.again(watch, computed)
+                request.take(computed)
+            self._requests.reschedule(request, computed)
 
-    def _give_up(self, error: Exception) -> None:
-        """The engine goes on without being looked at."""
-        self.end()
-        self._watches = ProbedRequests(1)
+    def _disable(self, error: Exception) -> None:
+        """Stop capturing, so that a fault of the probe does not stop the engine."""
+        self.stop()
+        self._requests = ProbedRequests(1)
         self._put([wire.FAULT, f"{type(error).__name__}: {error}".encode()])

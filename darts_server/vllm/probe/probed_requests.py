@@ -1,4 +1,4 @@
-"""Who is to be told of what, and when to look: the bookkeeping of a worker."""
+"""The requests of a worker that have a probe, and the steps in which each can reach its next point."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,84 +9,86 @@ from darts_server.vllm.probe.wire import ARGUMENT
 
 @dataclass(slots=True, eq=False)
 class ProbedRequest:
-    """A request whose states are wanted.
+    """A request with a probe.
 
-    ``number``: what the API process knows it by. ``prompt``: its tokens. ``points``: numbers of generated tokens,
-    ascending, of which nothing was told yet.
+    ``number``: identifies it in the API process. ``prompt_tokens``: their number. ``points``: numbers of generated
+    tokens, ascending, at which no state was taken yet.
     """
 
     request_id: str
     number: int
-    prompt: int
+    prompt_tokens: int
     points: tuple[int, ...]
-    began: int | None = None
+    prompt_step: int | None = None
     """The step that computed the last token of its prompt."""
 
     def reaches(self, computed: int) -> bool:
         """Whether the ``computed``-th token, prompt included, is at or past a point."""
-        points = self.points  # which the sender may take away meanwhile
-        return bool(points) and computed - self.prompt >= points[0]
+        points = self.points  # one read, because the sender's thread may replace them
+        return bool(points) and computed - self.prompt_tokens >= points[0]
 
     def take(self, computed: int) -> int | None:
-        """The number of generated tokens, if a state at the ``computed``-th token is wanted.
+        """Remove the points that the ``computed``-th token has reached; return its number of generated tokens.
 
-        It stands for every point that it has reached, so nothing is told twice.
+        ``None`` if there are none. One state stands for all points that it has reached, so it is sent once.
         """
         if not self.reaches(computed):
             return None
-        tokens = computed - self.prompt
+        tokens = computed - self.prompt_tokens
         self.points = tuple(point for point in self.points if point > tokens)
         return tokens
 
 
 class ProbedRequests:
-    """The requests that asked, from their first step to their end.
+    """The requests with a probe, from their first step to their end, and when to look at each.
 
-    vLLM's second model runner is given one that was preempted as if it were new, so all are kept until they end, and
-    those of which everything was told too. One is looked at again when it can have reached its next point: what it has
-    generated since its prompt was computed is at most so much a step, however often it is put aside.
+    Requests whose points are all taken are kept as well: vLLM's second model runner receives a preempted request as if
+    it were new, and it must not be probed a second time. A request is looked at when it can have reached its next
+    point: however often it is preempted, a step adds at most ``max_step_tokens`` to what it has generated since its
+    prompt was computed.
 
     Args:
-        most: tokens that a step generates of a request, at most.
+        max_step_tokens: generated tokens of a request per step, with speculative decoding.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._watches: dict[str, ProbedRequest] = {}
+    def __init__(self, max_step_tokens: int) -> None:
+        self._max_step_tokens = max_step_tokens
+        self._requests: dict[str, ProbedRequest] = {}
         self._due: dict[int, list[ProbedRequest]] = {}
         self._step = 0
 
     def __len__(self) -> int:
-        return len(self._watches)
+        return len(self._requests)
 
     def update(self, scheduled: Any) -> None:
-        """Before a step: who ended, and who is new. ``scheduled``: vLLM's ``SchedulerOutput``."""
-        if self._watches:
-            for request_id in scheduled.finished_req_ids:  # first: the name of one that ended may be taken again
-                self._watches.pop(request_id, None)
+        """Remove ended and add new requests before a step. ``scheduled``: vLLM's ``SchedulerOutput``."""
+        if self._requests:
+            for request_id in scheduled.finished_req_ids:  # first, because a new request may reuse the id
+                self._requests.pop(request_id, None)
         for new in scheduled.scheduled_new_reqs:
-            asked = new.sampling_params and new.sampling_params.extra_args
-            if asked and ARGUMENT in asked and new.req_id not in self._watches:
-                number, *points = asked[ARGUMENT]
-                watch = ProbedRequest(new.req_id, number, prompt_tokens(new), tuple(points))
-                self._watches[new.req_id] = watch
-                self._due.setdefault(self._step + 1, []).append(watch)
+            arguments = new.sampling_params and new.sampling_params.extra_args
+            if arguments and ARGUMENT in arguments and new.req_id not in self._requests:
+                number, *points = arguments[ARGUMENT]
+                request = ProbedRequest(new.req_id, number, count_prompt_tokens(new), tuple(points))
+                self._requests[new.req_id] = request
+                self._due.setdefault(self._step + 1, []).append(request)
 
     def due(self) -> Sequence[ProbedRequest]:
-        """Those that this step may have brought to a point. To be called once a step, while there are any."""
+        """Return the requests that this step may have brought to a point. Call it in each step while there are any."""
         self._step += 1
-        return [w for w in self._due.pop(self._step, ()) if w.points and self._watches.get(w.request_id) is w]
+        return [r for r in self._due.pop(self._step, ()) if r.points and self._requests.get(r.request_id) is r]
 
-    def again(self, watch: ProbedRequest, computed: int | None) -> None:
-        """Look again, now that the step has computed so many of its tokens, prompt included, or none of them."""
-        if not (points := watch.points):
+    def reschedule(self, request: ProbedRequest, computed: int | None) -> None:
+        """Schedule the next look at a request of which this step computed the ``computed``-th token, if any."""
+        if not (points := request.points):
             return
-        if watch.began is None and computed is not None and computed >= watch.prompt:
-            watch.began = self._step
-        soonest = 0 if watch.began is None else watch.began + -(-points[0] // self._most)
-        self._due.setdefault(max(self._step + 1, soonest), []).append(watch)
+        if request.prompt_step is None and computed is not None and computed >= request.prompt_tokens:
+            request.prompt_step = self._step
+        steps = -(-points[0] // self._max_step_tokens)  # rounded up
+        earliest = 0 if request.prompt_step is None else request.prompt_step + steps
+        self._due.setdefault(max(self._step + 1, earliest), []).append(request)
 
 
-def prompt_tokens(new: Any) -> int:
-    """Of vLLM's ``NewRequestData``, which has either."""
+def count_prompt_tokens(new: Any) -> int:
+    """Count them in vLLM's ``NewRequestData``, which has either their ids or their embeddings."""
     return len(new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds)

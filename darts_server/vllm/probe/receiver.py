@@ -1,4 +1,4 @@
-"""What the API process asks of its workers, and hears from them."""
+"""Receives the hidden states that workers send to the API process."""
 
 import asyncio
 import logging
@@ -18,58 +18,58 @@ from darts_server.vllm.probe import wire
 logger = logging.getLogger(__name__)
 
 READY_SECONDS = 10.0
-"""A worker answers within milliseconds, or not at all: it may run on another host."""
-LATE_SECONDS = 5.0
-"""After a candidate's end its last states may still be on their way. A step takes less."""
+"""A worker answers within milliseconds, or never: it may run on another host, which this socket does not reach."""
+LINGER_SECONDS = 5.0
+"""The last states of a candidate can arrive after its end, by less than the duration of a step."""
 
 
 class ProbeReceiver:
-    """Who asked, and who is to be told.
+    """Passes received states on to the probes of candidates.
 
-    Messages are heard, and `Probe.tell` called, in the event loop. A candidate is forgotten when all was told, or some
-    seconds after its end.
+    Messages are received, and `Probe.tell` is called, in the event loop. A candidate is removed after its last state or
+    some seconds after its end.
 
     Args:
-        late: seconds after a candidate's end within which states of it are still told.
-        patience: seconds within which engines must answer.
+        linger: seconds after a candidate's end in which its states are still passed on.
+        timeout: seconds within which engines must answer.
     """
 
-    def __init__(self, late: float = LATE_SECONDS, patience: float = READY_SECONDS) -> None:
+    def __init__(self, linger: float = LINGER_SECONDS, timeout: float = READY_SECONDS) -> None:
         self.fault: str | None = "no probe was installed"
-        """Why no states are told; ``None`` if they are."""
+        """Why no states are received; ``None`` if they are."""
         self.runner: str | None = None
         """Which of vLLM's model runners the workers have: ``first`` or ``second``."""
-        self._late, self._patience = late, patience
+        self._linger, self._timeout = linger, timeout
         self._width: int | None = None
-        self._asked: dict[int, Probe] = {}
-        self._next = 0
+        self._probes: dict[int, Probe] = {}
+        self._last_number = 0
         self._ready: asyncio.Queue[str | None] = asyncio.Queue()
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._probes)
 
     @property
     def width(self) -> int | None:
-        """Of the states; ``None`` unless every engine tells them."""
+        """Width of the states; ``None`` unless every engine sends them."""
         return self._width if self.fault is None else None
 
     def register(self, probe: Probe) -> int:
-        """The number of the candidate that is to be watched."""
-        self._next += 1
-        self._asked[self._next] = probe
-        return self._next
+        """Register a candidate's probe; return the number to start the candidate with."""
+        self._last_number += 1
+        self._probes[self._last_number] = probe
+        return self._last_number
 
     def unregister(self, number: int) -> None:
-        """The candidate of this number has ended, or was never started."""
-        if number in self._asked:
-            asyncio.get_running_loop().call_later(self._late, self._asked.pop, number, None)
+        """Remove the probe of a candidate that has ended or was not started, after the linger time."""
+        if number in self._probes:
+            asyncio.get_running_loop().call_later(self._linger, self._probes.pop, number, None)
 
     def receive(self, frames: Sequence[bytes]) -> None:
-        """A message of a worker."""
+        """Handle a message of a worker."""
         kind, *rest = frames
         if kind == wire.STATES:
             for number, tokens, state in wire.unpack_states(*rest):
-                self._tell(number, Probed(tokens, state))
+                self._deliver(number, Probed(tokens, state))
         elif kind == wire.READY:
             self._width, self.runner = int(rest[0]), rest[1].decode()
             self._ready.put_nowait(None)
@@ -78,10 +78,10 @@ class ProbeReceiver:
             self._ready.put_nowait(self.fault)
 
     async def wait_ready(self, engines: int) -> None:
-        """Wait until each engine has said that it will tell states, or that it cannot."""
+        """Wait until every engine has announced states, or one has reported a fault."""
         answered = 0
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout):
                 while answered < engines:
                     if await self._ready.get() is not None:
                         return
@@ -89,63 +89,63 @@ class ProbeReceiver:
         if answered == engines:
             self.fault = None
         else:
-            self.disable(f"{answered} of {engines} engines have answered within {self._patience:.0f} s")
+            self.disable(f"{answered} of {engines} engines have answered within {self._timeout:.0f} s")
 
-    def disable(self, why: str) -> None:
-        """Nothing is told from now on."""
-        if why != self.fault:
-            logger.warning("hidden states of candidates are not told: %s", why)
-        self.fault = why
+    def disable(self, reason: str) -> None:
+        """Report no width from now on, so that no probe is registered any more."""
+        if reason != self.fault:
+            logger.warning("hidden states of candidates are not received: %s", reason)
+        self.fault = reason
 
-    def _tell(self, number: int, probed: Probed) -> None:
-        if (probe := self._asked.get(number)) is None:
+    def _deliver(self, number: int, probed: Probed) -> None:
+        if (probe := self._probes.get(number)) is None:
             return
-        # A turn of its own, so that one listener's fault does not keep the others from hearing.
+        # In its own turn of the loop, so that an exception of one probe does not skip the others of this message.
         asyncio.get_running_loop().call_soon(probe.tell, probed)
         if probed.tokens >= probe.detect_at[-1]:
-            del self._asked[number]
+            del self._probes[number]
 
 
 @asynccontextmanager
 async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
-    """The probe in this engine's workers, until the block ends. One that could not be installed says why."""
+    """Install the probe in this engine's workers. If that fails, the receiver's ``fault`` says why."""
     probes = ProbeReceiver()
     folder = Path(tempfile.mkdtemp(prefix="darts-probe-"))
     context = zmq.asyncio.Context()
-    listening: asyncio.Task[None] | None = None
+    receiving: asyncio.Task[None] | None = None
     try:
         try:
             socket = context.socket(zmq.PULL)
             socket.setsockopt(zmq.RCVHWM, 0)
             address = f"ipc://{folder / 'states'}"
             socket.bind(address)
-            listening = asyncio.create_task(_listen(socket, probes))
-            said = await llm.collective_rpc("darts_install_probe", args=(address,))
+            receiving = asyncio.create_task(_receive_all(socket, probes))
+            answers = await llm.collective_rpc("darts_install_probe", args=(address,))
         except Exception as error:
             probes.disable(f"{type(error).__name__}: {error}")
         else:
-            await _settle(llm, probes, said)
+            await _wait_for_engines(llm, probes, answers)
         yield probes
     finally:
-        if listening is not None:
-            listening.cancel()
+        if receiving is not None:
+            receiving.cancel()
         context.destroy(linger=0)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _settle(llm: AsyncLLM, probes: ProbeReceiver, said: Sequence[str | None]) -> None:
-    # Of several data-parallel engines only the first one's answer comes back, but each sends word.
-    if wrong := [why for why in said if why is not None]:
-        probes.disable(wrong[0])
+async def _wait_for_engines(llm: AsyncLLM, probes: ProbeReceiver, answers: Sequence[str | None]) -> None:
+    # `collective_rpc` returns the answers of the first data-parallel engine only, but each engine sends `READY`.
+    if faults := [fault for fault in answers if fault is not None]:
+        probes.disable(faults[0])
     else:
         await probes.wait_ready(len(llm.engine_core.core_engines))
 
 
-async def _listen(socket: zmq.asyncio.Socket, probes: ProbeReceiver) -> None:
+async def _receive_all(socket: zmq.asyncio.Socket, probes: ProbeReceiver) -> None:
     while True:
         frames = await socket.recv_multipart()
         try:
             probes.receive(frames)
         except Exception as error:
-            probes.disable(f"a worker was not understood: {type(error).__name__}: {error}")
-        await asyncio.sleep(0)  # a queue that is not empty does not make its reader wait
+            probes.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")
+        await asyncio.sleep(0)  # receiving from a queue that is not empty does not yield to the loop

@@ -1,20 +1,13 @@
 """Blobs in the store: any size, complete or absent."""
 
-import logging
 from collections.abc import Mapping
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.exceptions import StateError
-from darts_server.policy.pruning.calibration import Calibration
 from darts_server.rollout.learned.blobs import PART_BYTES, Blob, BlobStore
 from darts_server.rollout.learned.documents import Scalar
-from darts_server.rollout.pruning.detection_point import DetectionPoint
-from darts_server.rollout.pruning.head_checkpoint import KEY, SECONDS, HeadCheckpoint
-from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingScore, compact
 from darts_server.store import Store
 from tests.rollout.helpers import Documents
 
@@ -96,101 +89,3 @@ def test_the_parts_of_the_previous_blob_are_emptied() -> None:
         blobs.save("a", b"x" * (4 * PART_BYTES), {})
     taken = sum(len(str(document)) for document in store.kept.values())
     assert taken < 1.5 * 4 * PART_BYTES * 4 / 3
-
-
-# --- the head's state ---------------------------------------------------------
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Restored:
-    def __init__(self) -> None:
-        self.told: list[bytes] = []
-
-    def restore(self, data: bytes) -> None:
-        self.told.append(data)
-
-
-def test_a_head_is_saved_at_intervals_and_at_the_end() -> None:
-    blobs, clock = BlobStore(Documents(), "test"), Clock()
-    state = HeadCheckpoint(blobs, clock)
-    state.trained(b"1")
-    state.trained(b"2")
-    state.trained(b"")
-    assert blobs.load(KEY) == Blob(b"1", {})
-    clock.now += SECONDS
-    state.trained(b"3")
-    state.trained(b"4")
-    assert blobs.load(KEY) == Blob(b"3", {})
-    state.keep()
-    assert blobs.load(KEY) == Blob(b"4", {})
-    digest = blobs.digest(KEY)
-    state.keep()
-    assert blobs.digest(KEY) == digest
-
-
-def test_a_head_that_another_process_saved_is_restored_and_not_overwritten() -> None:
-    store, clock, head = Documents(), Clock(), Restored()
-    state = HeadCheckpoint(BlobStore(store, "test"), clock)
-    state.refresh(head)
-    assert head.told == []
-    state.trained(b"mine")
-    state.refresh(head)
-    assert head.told == []
-    BlobStore(store, "test").save(KEY, b"restored", {})
-    clock.now += SECONDS
-    state.trained(b"mine, later")
-    state.refresh(head)
-    state.keep()
-    assert head.told == [b"restored"]
-    assert BlobStore(store, "test").load(KEY) == Blob(b"restored", {})
-    store.kept.clear()
-    state.refresh(head)
-    assert head.told[-1] == b""
-
-
-def test_a_failing_store_loses_no_head(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Documents):
-        fails = True
-
-        def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
-            if self.fails:
-                raise StateError("the disk is gone")
-            return super().get(kind, key)
-
-    caplog.set_level(logging.WARNING)
-    store = Failing()
-    state = HeadCheckpoint(BlobStore(store, "test"), Clock())
-    state.trained(b"1")
-    state.refresh(Restored())
-    assert "the disk is gone" in caplog.text
-    store.fails = False
-    state.keep()
-    assert BlobStore(store, "test").load(KEY) == Blob(b"1", {})
-
-
-# --- trajectories in pending -----------------------------------------------------
-
-
-def test_half_precision_is_used_where_it_can_represent_the_numbers() -> None:
-    assert compact(np.asarray([1.5, -2.0], np.float32)).dtype == np.float16
-    wide = np.asarray([1.5, 1e6], np.float32)
-    assert compact(wide).dtype == np.float32
-    assert compact(wide).tolist() == wide.tolist()
-
-
-def test_memory_is_bounded_and_released() -> None:
-    point = DetectionPoint(BlobStore(Documents(), "test"), "head@10", Calibration(), 100)
-    pending = PendingLabels(10_000)
-    forgotten = sum(pending.add(f"g{i}", 0, PendingScore(point, 10, np.zeros(100, np.float16))) for i in range(50))
-    assert (len(pending), forgotten) == (14, 36)
-    for i in range(50):
-        pending.pop(f"g{i}", 0)
-    assert pending._bytes == len(pending) == 0
-    assert pending.add("large", 0, PendingScore(point, 10, np.zeros(100_000, np.float16))) == 0
-    assert pending.find("large", 0) is not None

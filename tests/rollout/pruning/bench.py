@@ -1,4 +1,4 @@
-"""A pruner on a head that is trained in this process, and worlds for it."""
+"""A pruner whose head is trained in this process, and a trainer that rewards its trajectories."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,22 +18,23 @@ from darts_server.rollout.learned.documents import DocumentStore as Store
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoringSettings
 from darts_server.rollout.pruning.scorer import Assessment
-from tests.quality.synthetic import QUICK, WIDTH, World
+from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
 
-EVERY = 64
-QUICKLY = ScoringSettings(detect_at=(10,), calibration=Calibration(cold_steps=1, cold_labels=64, bins=16))
+TRAIN_INTERVAL = 64
+"""Labels."""
+FAST = ScoringSettings(detect_at=(10,), calibration=Calibration(cold_steps=1, cold_labels=64, bins=16))
 
 
 class LocalHead(Head):
-    """What `RemoteHead` is to the pruner, without a process: trained after each 64 labels, in the call."""
+    """Replaces `RemoteHead` without a process: it is trained after each 64 labels, in `learn`."""
 
-    def __init__(self, width: int, trained: Callable[[bytes], None], settings: HeadSettings = QUICK) -> None:
+    def __init__(self, width: int, on_state: Callable[[bytes], None], settings: HeadSettings = QUICK) -> None:
         super().__init__(width, settings)
         self.started = self.closed = False
         self.lost = False
-        self._learned = 0
-        self._trained = trained
+        self._labels = 0
+        self._on_state = on_state
 
     @property
     def status(self) -> HeadStatus:
@@ -41,7 +42,7 @@ class LocalHead(Head):
 
     @property
     def report(self) -> TrainerReport:
-        return TrainerReport(self.status, self.prior, self.metrics(), self._learned, self.steps)
+        return TrainerReport(self.status, self.prior, self.metrics(), self._labels, self.steps)
 
     def start(self) -> None:
         self.started = True
@@ -55,9 +56,9 @@ class LocalHead(Head):
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
         learned = super().learn(hidden, position, target, survival)
-        self._learned += learned
-        if self._learned % EVERY == 0 and self.train(30).steps:
-            self._trained(self.state())
+        self._labels += learned
+        if self._labels % TRAIN_INTERVAL == 0 and self.train(30).steps:
+            self._on_state(self.state())
         return learned
 
     def restore(self, data: bytes) -> None:
@@ -65,7 +66,7 @@ class LocalHead(Head):
 
 
 class Counter(PruningObserver):
-    """An observer that counts."""
+    """Counts the events of the pruner."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -91,26 +92,26 @@ class Counter(PruningObserver):
 
 @dataclass
 class Bench:
-    """A pruner, and a trainer whose trajectories have hidden states that tell."""
+    """A pruner, and a trainer whose trajectories are those of a synthetic task."""
 
-    judging: ScoringSettings = QUICKLY
+    scoring: ScoringSettings = FAST
     store: Store = field(default_factory=Documents)
     settings: HeadSettings = QUICK
-    world: World = field(default_factory=World)
+    task: SyntheticTask = field(default_factory=SyntheticTask)
     width: int | None = WIDTH
     version: int = 0
     now: float = 0.0
     pruning: Pruning = field(default_factory=Pruning)
-    lots: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
 
     def __post_init__(self) -> None:
         self.heads: list[LocalHead] = []
         self.counter = Counter()
         self.groups = 0
         self.pruner = Pruner(
-            self.judging,
+            self.scoring,
             lambda: self.width,
-            self._new_head,
+            self._create_head,
             self.store,
             lambda: self.version,
             self.counter,
@@ -122,22 +123,22 @@ class Bench:
     def head(self) -> LocalHead:
         return self.heads[-1]
 
-    def _new_head(self, width: int, trained: Callable[[bytes], None]) -> LocalHead:
-        self.heads.append(LocalHead(width, trained, self.settings))
+    def _create_head(self, width: int, on_state: Callable[[bytes], None]) -> LocalHead:
+        self.heads.append(LocalHead(width, on_state, self.settings))
         return self.heads[-1]
 
     def scored(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Assessment:
         return self.pruner.score_state(group_id, index, Probed(tokens, hidden.astype(np.float32)), (), self.pruning)
 
     def group(self, size: int = 8) -> tuple[list[Assessment], int]:
-        """A group whose survivors are all rewarded: its assessments, and how many survived."""
+        """Score a group and reward its survivors; return its assessments and the number of survivors."""
         self.groups += 1
         self.now += 1
-        name, told, kept = f"g{self.groups}", [], []
-        for index, (hidden, target) in enumerate(self.world.trajectories(size)):
+        name, assessments, kept = f"g{self.groups}", [], []
+        for index, (hidden, target) in enumerate(self.task.trajectories(size)):
             assessment = self.scored(name, index, hidden)
-            told.append(assessment)
-            if self.lots.random() < assessment.survival:
+            assessments.append(assessment)
+            if self.rng.random() < assessment.survival:
                 self.pruner.record_kept(name, index, assessment.survival)
                 kept.append((index, target))
             else:
@@ -145,13 +146,13 @@ class Bench:
         for index, target in kept:
             self.pruner.learn_reward(name, index, target, target > 0)
         self.pruner.record_rewarded_group()
-        return told, len(kept)
+        return assessments, len(kept)
 
     def step(self, groups: int = 16) -> list[tuple[list[Assessment], int]]:
-        """Groups, and new weights after them."""
-        done = [self.group() for _ in range(groups)]
+        """Run groups, then change the weights."""
+        results = [self.group() for _ in range(groups)]
         self.version += 1
-        return done
+        return results
 
     def warm(self, steps: int = 4) -> "Bench":
         for _ in range(steps):

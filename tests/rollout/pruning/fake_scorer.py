@@ -1,4 +1,4 @@
-"""A judge that says what hidden states and log-probs tell it to, and remembers what it was asked and told."""
+"""A scorer whose scores are set by the test, and which records its calls."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,8 +10,8 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.pruning.scorer import Assessment
 
 
-class Oracle:
-    """A hidden state is quality and survival; by log-probs they are ``quality`` and ``survival`` of the last token."""
+class FakeScorer:
+    """A hidden state is quality and survival; by log-probs alone quality is a half and survival ``survival``."""
 
     def __init__(
         self, *detect_at: int, uses_hidden_states: bool = True, uses_logprobs: bool = False, survival: float = 0.0
@@ -20,36 +20,36 @@ class Oracle:
         self.uses_hidden_states = uses_hidden_states
         self.uses_logprobs = uses_logprobs
         self.survival = survival
-        self.states: list[tuple[int, int]] = []
-        """Candidate and its tokens, as it was scored by hidden states."""
-        self.logprobs: list[tuple[int, int]] = []
-        """The same by log-probs."""
-        self.draws: list[tuple[int, float]] = []
-        self.drops: list[int] = []
+        self.scored_states: list[tuple[int, int]] = []
+        """Candidates and their numbers of tokens."""
+        self.scored_logprobs: list[tuple[int, int]] = []
+        """The same."""
+        self.kept: list[tuple[int, float]] = []
+        self.dropped: list[int] = []
 
     def score_state(
         self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
-        self.states.append((index, probed.tokens))
+        self.scored_states.append((index, probed.tokens))
         assert logprobs == (tuple(-token / 8 for token in range(probed.tokens)) if self.uses_logprobs else ())
         return Assessment(*map(float, probed.state))
 
     def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
-        self.logprobs.append((index, len(logprobs)))
+        self.scored_logprobs.append((index, len(logprobs)))
         assert logprobs == tuple(-token / 8 for token in range(len(logprobs)))
         return Assessment(0.5, self.survival)
 
     def record_kept(self, group_id: str, index: int, survival: float) -> None:
-        self.draws.append((index, survival))
+        self.kept.append((index, survival))
 
     def record_dropped(self, group_id: str, index: int) -> None:
-        self.drops.append(index)
+        self.dropped.append(index)
 
 
-def states(
+def create_script(
     lengths: Sequence[int], scores: Mapping[int, tuple[float, float]], lag: int = 0
 ) -> Callable[[str, int], Script]:
-    """Candidate i has the i-th length, later ones the last; its hidden state is its quality and survival throughout."""
+    """Script candidates of these lengths, later ones of the last; their hidden states are quality and survival."""
 
     def script(_: str, index: int) -> Script:
         score = scores.get(index, (0.5, 1.0))
@@ -58,8 +58,8 @@ def states(
     return script
 
 
-class Hasty(ScriptedEngine):
-    """It tells a state before it says that the candidate has started."""
+class EarlyStateEngine(ScriptedEngine):
+    """Sends a hidden state before its ``start`` returns."""
 
     async def start(self, request: str, index: int, probe: Probe | None = None) -> ScriptedCandidate:
         candidate = await super().start(request, index, probe)

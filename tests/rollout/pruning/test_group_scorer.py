@@ -24,26 +24,26 @@ from darts_server.rollout.spec import GroupSpec
 from darts_server.types import CandidateRecord, DiscardReason, PromptSpec, RequestOptions, SelectedAs
 from tests.rollout.batches.test_submission import Texts, play
 from tests.rollout.helpers import House, lengths
-from tests.rollout.pruning.fake_scorer import Hasty, Oracle, states
+from tests.rollout.pruning.fake_scorer import EarlyStateEngine, FakeScorer, create_script
 
 pytestmark = pytest.mark.anyio
 SHAPINGS = {
     **build_policies(Shaping(), Deadline(), Pruning()),
     "refill": build_policies(Shaping(max_redundancy=3.0), Deadline(), Pruning(), refill=True)["arrol"],
 }
-NEVER, SURELY = 0.0, 1.0
+PRUNED, KEPT = 0.0, 1.0
 LOGPROBS_ONLY = {"uses_hidden_states": False, "uses_logprobs": True}
 
 
-def a_house(
-    scorer: Oracle | None, lengths: list[int], scores: Mapping[int, tuple[float, float]], lag: int = 0
+def create_house(
+    scorer: FakeScorer | None, lengths: list[int], scores: Mapping[int, tuple[float, float]], lag: int = 0
 ) -> House:
-    house = House(states(lengths, scores, lag), SHAPINGS, scorer=scorer)
+    house = House(create_script(lengths, scores, lag), SHAPINGS, scorer=scorer)
     house.engine.probe_width = 2
     return house
 
 
-async def played(house: House, size: int = 2, policy: str = "arrol") -> list[CandidateRecord]:
+async def run_group(house: House, size: int = 2, policy: str = "arrol") -> list[CandidateRecord]:
     run = house.run(size, policy)
     trajectories = await house.group(run)
     record = house.record("g")
@@ -54,87 +54,87 @@ async def played(house: House, size: int = 2, policy: str = "arrol") -> list[Can
 # --- by hidden states -------------------------------------------------------
 
 
-async def test_a_candidate_that_does_not_survive_its_score_is_stopped_there() -> None:
-    scorer = Oracle(4)
-    house = a_house(scorer, [20], {0: (0.9, NEVER), 2: (0.25, SURELY)})
-    candidates = await played(house)
+async def test_a_candidate_that_does_not_survive_its_score_is_stopped() -> None:
+    scorer = FakeScorer(4)
+    house = create_house(scorer, [20], {0: (0.9, PRUNED), 2: (0.25, KEPT)})
+    candidates = await run_group(house)
     assert [c.reason for c in candidates] == [DiscardReason.PRUNED, None, DiscardReason.MIDDLE, None]
     assert (candidates[0].tokens, candidates[0].finish_reason) == (4, None)
     assert candidates[0].quality == pytest.approx(0.9)
     assert [c.survival for c in candidates] == [0.0, 1.0, 1.0, 1.0]
     assert {c.selected_as for c in candidates} == {None, SelectedAs.BALANCED}
-    assert sorted(scorer.draws) == [(1, 1.0), (2, 1.0), (3, 1.0)]
-    assert sorted(scorer.drops) == [0, 2]
+    assert sorted(scorer.kept) == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert sorted(scorer.dropped) == [0, 2]
 
 
-async def test_those_are_returned_whose_scores_are_nearest_the_target() -> None:
-    house = a_house(Oracle(4), [20], {0: (1.0, 1.0), 1: (0.75, 1.0), 2: (1.0, 1.0), 3: (0.0, 1.0)})
-    candidates = await played(house)
+async def test_the_candidates_whose_mean_quality_is_nearest_the_target_are_returned() -> None:
+    house = create_house(FakeScorer(4), [20], {0: (1.0, 1.0), 1: (0.75, 1.0), 2: (1.0, 1.0), 3: (0.0, 1.0)})
+    candidates = await run_group(house)
     assert [c.index for c in candidates if c.selected_as is SelectedAs.BALANCED] == [0, 3]
 
 
-async def test_no_more_are_pruned_than_the_group_can_spare_and_the_judge_knows() -> None:
-    scorer = Oracle(4)
-    house = a_house(scorer, [20], dict.fromkeys(range(6), (0.5, NEVER)))
-    candidates = await played(house, size=3)
+async def test_no_more_are_pruned_than_the_group_can_spare_and_the_others_are_kept_with_probability_1() -> None:
+    scorer = FakeScorer(4)
+    house = create_house(scorer, [20], dict.fromkeys(range(6), (0.5, PRUNED)))
+    candidates = await run_group(house, size=3)
     assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 3
-    assert scorer.draws == [(3, 1.0), (4, 1.0), (5, 1.0)]
-    assert sorted(scorer.drops) == [0, 1, 2]
+    assert scorer.kept == [(3, 1.0), (4, 1.0), (5, 1.0)]
+    assert sorted(scorer.dropped) == [0, 1, 2]
 
 
-async def test_one_that_ends_before_the_detection_point_is_not_scored() -> None:
-    scorer = Oracle(4)
-    candidates = await played(a_house(scorer, [3, 20], dict.fromkeys(range(4), (0.5, NEVER))))
+async def test_a_candidate_that_ends_before_the_detection_point_is_not_scored() -> None:
+    scorer = FakeScorer(4)
+    candidates = await run_group(create_house(scorer, [3, 20], dict.fromkeys(range(4), (0.5, PRUNED))))
     assert candidates[0].quality is None
-    assert 0 not in {index for index, _ in scorer.states}
+    assert 0 not in {index for index, _ in scorer.scored_states}
     assert candidates[0].reason is not DiscardReason.PRUNED
 
 
 async def test_the_latest_score_counts_and_survival_multiplies() -> None:
-    scorer = Oracle(2, 6)
+    scorer = FakeScorer(2, 6)
 
     def script(_: str, index: int) -> Script:
         return Script(20, hidden=lambda n: (n / 10, 1.0 if index else n / 8))
 
     house = House(script, SHAPINGS, scorer=scorer)
     house.engine.probe_width = 2
-    candidates = await played(house)
+    candidates = await run_group(house)
     assert [c.quality for c in candidates[1:]] == pytest.approx([0.6, 0.6, 0.6])
-    assert scorer.states[:4] == [(i, 2) for i in range(4)]
+    assert scorer.scored_states[:4] == [(i, 2) for i in range(4)]
     assert candidates[0].survival in (pytest.approx(2 / 8), pytest.approx(2 / 8 * 6 / 8))
-    assert [index for index, _ in scorer.draws].count(1) == 2
+    assert [index for index, _ in scorer.kept].count(1) == 2
 
 
-async def test_a_late_score_prunes_nobody_that_has_ended_and_is_noted_while_the_group_runs() -> None:
-    scorer = Oracle(4)
-    house = a_house(scorer, [5, 20], {0: (0.25, NEVER)}, lag=3)
-    candidates = await played(house)
+async def test_a_score_of_an_ended_candidate_does_not_prune_it_and_is_recorded_while_the_group_runs() -> None:
+    scorer = FakeScorer(4)
+    house = create_house(scorer, [5, 20], {0: (0.25, PRUNED)}, lag=3)
+    candidates = await run_group(house)
     assert (candidates[0].quality, candidates[0].survival) == (0.25, 1.0)
-    assert 0 not in {index for index, _ in scorer.draws}
+    assert 0 not in {index for index, _ in scorer.kept}
 
 
-async def test_of_a_score_after_the_groups_end_the_judge_hears_if_the_candidate_was_returned() -> None:
-    scorer = Oracle(4)
-    house = a_house(scorer, [5], {}, lag=3)
-    candidates = await played(house)
-    assert not scorer.states
+async def test_after_the_groups_end_only_returned_candidates_are_scored() -> None:
+    scorer = FakeScorer(4)
+    house = create_house(scorer, [5], {}, lag=3)
+    candidates = await run_group(house)
+    assert not scorer.scored_states
     for _ in range(3):
         await house.engine.step()
     returned = [(c.index, 4) for c in candidates if c.selected_as is not None]
-    assert scorer.states == returned
-    assert sorted([*scorer.drops, *(index for index, _ in returned)]) == [0, 1, 2, 3]
+    assert scorer.scored_states == returned
+    assert sorted([*scorer.dropped, *(index for index, _ in returned)]) == [0, 1, 2, 3]
 
 
-async def test_a_state_that_comes_before_the_start_was_told_waits_for_it() -> None:
-    scorer = Oracle(4)
-    house = House(states([20], {0: (0.9, NEVER)}), SHAPINGS, scorer=scorer, engine=Hasty)
+async def test_a_state_that_comes_before_the_candidate_is_marked_as_started_waits() -> None:
+    scorer = FakeScorer(4)
+    house = House(create_script([20], {0: (0.9, PRUNED)}), SHAPINGS, scorer=scorer, engine=EarlyStateEngine)
     house.engine.probe_width = 2
-    candidates = await played(house)
+    candidates = await run_group(house)
     assert (candidates[0].reason, candidates[0].tokens) == (DiscardReason.PRUNED, 0)
 
 
-async def test_the_judge_need_not_remember_failed_stopped_and_cancelled_ones() -> None:
-    scorer = Oracle(4)
+async def test_failed_stopped_and_cancelled_candidates_are_dropped() -> None:
+    scorer = FakeScorer(4)
 
     def script(_: str, index: int) -> Script:
         return Script(6, error=CandidateFailed("broken")) if index == 0 else Script(20, hidden=lambda _: (0.5, 1.0))
@@ -145,21 +145,21 @@ async def test_the_judge_need_not_remember_failed_stopped_and_cancelled_ones() -
     await settle()
     for _ in range(7):
         await house.engine.step()
-    assert scorer.drops == []
+    assert scorer.dropped == []
     run.cancel()
-    assert sorted(scorer.drops) == [0, 1, 2, 3]
+    assert sorted(scorer.dropped) == [0, 1, 2, 3]
 
 
 async def test_a_pruned_candidate_is_replaced_if_the_policy_refills() -> None:
-    scorer = Oracle(4)
-    house = a_house(scorer, [20], dict.fromkeys(range(10), (0.5, NEVER)))
-    candidates = await played(house, policy="refill")
-    assert len(candidates) == 6  # three times the group's size, instead of two
+    scorer = FakeScorer(4)
+    house = create_house(scorer, [20], dict.fromkeys(range(10), (0.5, PRUNED)))
+    candidates = await run_group(house, policy="refill")
+    assert len(candidates) == 6  # three times the group's size instead of two
     assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 4
 
 
-async def test_darts_chooses_by_length_among_the_survivors() -> None:
-    house = a_house(Oracle(4), [10, 5, 7, 30], {1: (0.5, NEVER)})
+async def test_darts_selects_by_length_among_the_survivors() -> None:
+    house = create_house(FakeScorer(4), [10, 5, 7, 30], {1: (0.5, PRUNED)})
     run = house.run(2, "darts+arrol")
     trajectories = await house.group(run)
     candidates = house.record("g").candidates
@@ -169,105 +169,105 @@ async def test_darts_chooses_by_length_among_the_survivors() -> None:
 
 
 @pytest.mark.parametrize("policy", ["uniform", "darts", "shadow:darts"])
-async def test_policies_that_do_not_prune_are_not_probed(policy: str) -> None:
-    scorer = Oracle(4)
-    house = a_house(scorer, [20], dict.fromkeys(range(6), (0.5, NEVER)))
-    candidates = await played(house, policy=policy)
+async def test_candidates_of_policies_that_do_not_prune_are_not_probed(policy: str) -> None:
+    scorer = FakeScorer(4)
+    house = create_house(scorer, [20], dict.fromkeys(range(6), (0.5, PRUNED)))
+    candidates = await run_group(house, policy=policy)
     assert all(started.probe is None for started in house.engine.started)
     assert [(c.quality, c.survival) for c in candidates] == [(None, 1.0)] * len(candidates)
-    assert (scorer.states, scorer.draws, scorer.drops) == ([], [], [])
+    assert (scorer.scored_states, scorer.kept, scorer.dropped) == ([], [], [])
 
 
-async def test_the_lots_of_the_tail_are_those_without_pruning_and_decisions_can_be_repeated() -> None:
-    def drawn(policy: str) -> list[float]:
-        run = a_house(Oracle(4), [20], {}).run(4, policy)
+async def test_pruning_does_not_change_the_draws_of_the_tail_and_decisions_are_repeatable() -> None:
+    def tail_draws(policy: str) -> list[float]:
+        run = create_house(FakeScorer(4), [20], {}).run(4, policy)
         run.cancel()
         return [c.tail_draw for c in run.candidates]
 
-    assert drawn("darts") == drawn("darts+arrol")
-    fates = []
+    assert tail_draws("darts") == tail_draws("darts+arrol")
+    reasons = []
     for _ in range(2):
-        house = a_house(Oracle(4), [20], dict.fromkeys(range(16), (0.5, 0.5)))
-        fates.append([c.reason for c in await played(house, size=8)])
-    assert fates[0] == fates[1]
+        house = create_house(FakeScorer(4), [20], dict.fromkeys(range(16), (0.5, 0.5)))
+        reasons.append([c.reason for c in await run_group(house, size=8)])
+    assert reasons[0] == reasons[1]
 
 
-# --- by both ----------------------------------------------------------------
+# --- by hidden states and log-probs ----------------------------------------------------------------
 
 
-async def test_by_both_a_state_is_scored_with_the_log_probs_of_its_tokens() -> None:
-    scorer = Oracle(4, 8, uses_logprobs=True)
-    house = a_house(scorer, [20], {0: (0.9, NEVER), 2: (0.25, SURELY)})
-    candidates = await played(house)
+async def test_a_state_is_scored_with_the_log_probs_of_its_tokens() -> None:
+    scorer = FakeScorer(4, 8, uses_logprobs=True)
+    house = create_house(scorer, [20], {0: (0.9, PRUNED), 2: (0.25, KEPT)})
+    candidates = await run_group(house)
     assert [c.reason for c in candidates] == [DiscardReason.PRUNED, None, DiscardReason.MIDDLE, None]
-    assert sorted(scorer.states) == [(0, 4), *((i, tokens) for i in (1, 2, 3) for tokens in (4, 8))]
+    assert sorted(scorer.scored_states) == [(0, 4), *((i, tokens) for i in (1, 2, 3) for tokens in (4, 8))]
 
 
-async def test_by_both_a_state_that_comes_after_the_end_has_no_log_probs_and_no_score() -> None:
-    scorer = Oracle(4, uses_logprobs=True)
-    candidates = await played(a_house(scorer, [5, 20], dict.fromkeys(range(4), (0.5, SURELY)), lag=3))
+async def test_a_state_that_comes_after_the_end_has_no_log_probs_and_no_score() -> None:
+    scorer = FakeScorer(4, uses_logprobs=True)
+    candidates = await run_group(create_house(scorer, [5, 20], dict.fromkeys(range(4), (0.5, KEPT)), lag=3))
     assert [c.quality is None for c in candidates] == [True, False, False, False]
-    assert sorted(index for index, _ in scorer.states) == [1, 2, 3]
+    assert sorted(index for index, _ in scorer.scored_states) == [1, 2, 3]
 
 
-async def test_by_both_a_state_waits_until_its_candidate_is_said_to_run() -> None:
-    scorer = Oracle(4, uses_logprobs=True)
-    script = states([20], dict.fromkeys(range(4), (0.5, SURELY)))
+async def test_a_state_waits_until_its_candidate_runs_and_its_log_probs_are_there() -> None:
+    scorer = FakeScorer(4, uses_logprobs=True)
+    script = create_script([20], dict.fromkeys(range(4), (0.5, KEPT)))
     running: dict[int, Running[list[int]]] = {}
-    heard: list[Scored] = []
-    scorer_of_group = GroupScorer(scorer, "g", Pruning(), running, heard.append)
-    probe = scorer_of_group.probe_for(0)
+    received: list[Scored] = []
+    group_scorer = GroupScorer(scorer, "g", Pruning(), running, received.append)
+    probe = group_scorer.probe_for(0)
     assert (probe.detect_at, probe.logprobs) == ((4,), True)
     probe.tell(Probed(4, np.asarray([0.5, 1.0], dtype=np.float32)))
-    assert (scorer_of_group.poll(), heard) == ([], [])
+    assert (group_scorer.poll(), received) == ([], [])
     engine = ScriptedEngine(script)
     running[0] = await engine.start("g", 0)
-    scorer_of_group.mark_started(0)
+    group_scorer.mark_started(0)
     await engine.step()
-    assert scorer_of_group.poll() == [], "the engine has told fewer tokens"
+    assert group_scorer.poll() == [], "the engine has reported fewer tokens"
     for _ in range(4):
         await engine.step()
-    assert [scored.index for scored in scorer_of_group.poll()] == [0]
-    assert scorer_of_group.poll() == []
+    assert [scored.index for scored in group_scorer.poll()] == [0]
+    assert group_scorer.poll() == []
 
 
 # --- by log-probs -----------------------------------------------------------
 
 
-async def test_by_log_probs_each_point_is_scored_once_by_just_the_tokens_up_to_it() -> None:
-    scorer = Oracle(4, 6, **LOGPROBS_ONLY, survival=1.0)
+async def test_log_probs_are_scored_once_per_point_for_exactly_the_tokens_up_to_it() -> None:
+    scorer = FakeScorer(4, 6, **LOGPROBS_ONLY, survival=1.0)
     house = House(lengths(20), SHAPINGS, scorer=scorer)
-    await played(house)
-    assert sorted(scorer.logprobs) == [(i, n) for i in range(4) for n in (4, 6)]
+    await run_group(house)
+    assert sorted(scorer.scored_logprobs) == [(i, n) for i in range(4) for n in (4, 6)]
     assert all(c.probe is not None and c.probe.logprobs and not c.probe.detect_at for c in house.engine.started)
-    assert sorted(scorer.draws) == [(i, 1.0) for i in range(4) for _ in (4, 6)]
+    assert sorted(scorer.kept) == [(i, 1.0) for i in range(4) for _ in (4, 6)]
 
 
-async def test_by_log_probs_candidates_are_pruned_too() -> None:
-    scorer = Oracle(4, **LOGPROBS_ONLY)
-    candidates = await played(House(lengths(20), SHAPINGS, scorer=scorer))
+async def test_candidates_are_pruned_by_log_probs_too() -> None:
+    scorer = FakeScorer(4, **LOGPROBS_ONLY)
+    candidates = await run_group(House(lengths(20), SHAPINGS, scorer=scorer))
     assert [c.reason for c in candidates] == [DiscardReason.PRUNED, DiscardReason.PRUNED, None, None]
-    assert sorted(scorer.drops) == [0, 1]
+    assert sorted(scorer.dropped) == [0, 1]
 
 
-async def test_a_look_that_comes_late_scores_all_points_that_were_passed() -> None:
-    scorer = Oracle(2, 3, 9, **LOGPROBS_ONLY, survival=1.0)
+async def test_a_late_poll_scores_all_points_that_were_passed() -> None:
+    scorer = FakeScorer(2, 3, 9, **LOGPROBS_ONLY, survival=1.0)
     house = House(lengths(20), SHAPINGS, scorer=scorer)
     run = house.run(2, "arrol")
     await settle()
     for candidate in house.engine.started:
         candidate.made = 5
     run.poll()
-    assert scorer.logprobs == [(i, n) for i in range(4) for n in (2, 3)]
+    assert scorer.scored_logprobs == [(i, n) for i in range(4) for n in (2, 3)]
     run.cancel()
 
 
 # --- groups of single requests ----------------------------------------------
 
 
-async def test_single_requests_are_scored_as_they_come_and_pruned_when_all_are_there() -> None:
-    scorer = Oracle(2)
-    house = a_house(scorer, [30], {0: (0.5, NEVER)})
+async def test_single_requests_are_scored_at_once_and_pruned_when_the_group_is_complete() -> None:
+    scorer = FakeScorer(2)
+    house = create_house(scorer, [30], {0: (0.5, PRUNED)})
     plan = house.rollouts.plan(1, RequestOptions("arrol", group_size=2))
     assert plan is not None
 
@@ -278,7 +278,7 @@ async def test_single_requests_are_scored_as_they_come_and_pruned_when_all_are_t
     await settle()
     for _ in range(4):
         await house.engine.step()
-    assert scorer.states == [(0, 2)]
+    assert scorer.scored_states == [(0, 2)]
     assert house.engine.started[0].alive
     second = asyncio.create_task(call("b"))
     await settle()
@@ -294,22 +294,26 @@ async def test_single_requests_are_scored_as_they_come_and_pruned_when_all_are_t
     ("scorer", "width", "message"),
     [
         (None, 2, "'arrol' prunes by quality, which this server cannot score; use another policy"),
-        (Oracle(4), None, "'arrol' prunes by hidden states, which this engine does not report; .* --quality logprob"),
-        (Oracle(4), 2, None),
-        (Oracle(4, **LOGPROBS_ONLY), None, None),
+        (
+            FakeScorer(4),
+            None,
+            "'arrol' prunes by hidden states, which this engine does not report; .* --quality logprob",
+        ),
+        (FakeScorer(4), 2, None),
+        (FakeScorer(4, **LOGPROBS_ONLY), None, None),
     ],
 )
 async def test_pruning_is_refused_where_nothing_can_be_scored(
-    scorer: Oracle | None, width: int | None, message: str | None
+    scorer: FakeScorer | None, width: int | None, message: str | None
 ) -> None:
     house = House(lengths(5), SHAPINGS, scorer=scorer)
     house.engine.probe_width = width
     planner = Planner(SHAPINGS, "arrol", Limits(64))
+    request = BatchRequest([PromptSpec(text="5")], 2)
 
     async def prepare() -> Submission[str, list[int]]:
-        return await Submission.prepare(asked, house.rollouts, Texts(), lambda _: planner)
+        return await Submission.prepare(request, house.rollouts, Texts(), lambda _: planner)
 
-    asked = BatchRequest([PromptSpec(text="5")], 2)
     if message is None:
         assert house.plan(2, "arrol").policy == "arrol"
         assert (await prepare()).size == 1
@@ -322,9 +326,9 @@ async def test_pruning_is_refused_where_nothing_can_be_scored(
     assert house.plan(2, "darts").policy == "darts"
 
 
-async def test_a_group_that_has_nobody_to_prune_is_refused() -> None:
+async def test_a_group_without_a_candidate_to_spare_is_refused() -> None:
     shapings = build_policies(Shaping(), Deadline(), Pruning(keep_ratio=0.9))
-    house = House(lengths(5), shapings, scorer=Oracle(4, **LOGPROBS_ONLY))
+    house = House(lengths(5), shapings, scorer=FakeScorer(4, **LOGPROBS_ONLY))
     with pytest.raises(InvalidRequest, match=r"n / keep_ratio = 2 / 0\.9"):
         house.plan(2, "arrol")
     assert not house.engine.started
@@ -343,17 +347,17 @@ async def submit_under(house: House, policy: str, batch: BatchRequest) -> Submis
 async def test_a_caller_who_wants_all_survivors_gets_them_and_no_fewer_than_the_groups_size(
     policy: str, pruned: int
 ) -> None:
-    house = a_house(Oracle(4), [20], dict.fromkeys(range(pruned), (0.5, NEVER)))
-    asked = BatchRequest([PromptSpec(text="5")], 2, survivors=True, budget=4)
-    [result] = await play(house, await submit_under(house, policy, asked))
+    house = create_house(FakeScorer(4), [20], dict.fromkeys(range(pruned), (0.5, PRUNED)))
+    request = BatchRequest([PromptSpec(text="5")], 2, survivors=True, budget=4)
+    [result] = await play(house, await submit_under(house, policy, request))
     assert result.record is not None
-    gone = [c.index for c in result.record.candidates if c.reason is DiscardReason.PRUNED]
-    assert gone == list(range(min(pruned, 2)))
-    assert list(result.samples) == [i for i in range(4) if i not in gone]
+    pruned_ones = [c.index for c in result.record.candidates if c.reason is DiscardReason.PRUNED]
+    assert pruned_ones == list(range(min(pruned, 2)))
+    assert list(result.samples) == [i for i in range(4) if i not in pruned_ones]
 
 
 async def test_survivors_of_a_policy_that_does_not_prune_are_refused() -> None:
-    house = a_house(Oracle(4), [20], {})
+    house = create_house(FakeScorer(4), [20], {})
     with pytest.raises(
         InvalidRequest, match="'darts' does not prune; leave it out, or use a policy that prunes"
     ) as refused:
@@ -361,8 +365,8 @@ async def test_survivors_of_a_policy_that_does_not_prune_are_refused() -> None:
     assert refused.value.field == "survivors"
 
 
-async def test_who_listens_to_tokens_hears_of_survivors_when_all_have_ended() -> None:
-    house = a_house(Oracle(4), [10, 20], {1: (0.5, NEVER)})
+async def test_a_stream_of_tokens_yields_survivors_when_all_have_ended() -> None:
+    house = create_house(FakeScorer(4), [10, 20], {1: (0.5, PRUNED)})
     plan = house.plan(2, "arrol")
     plan = replace(plan, shaping=replace(plan.shaping, return_survivors=True))
     spec = GroupSpec.of_plan(plan, "p", "g", tail_seed=(7,), early=True)

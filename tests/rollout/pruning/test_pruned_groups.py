@@ -1,4 +1,4 @@
-"""The whole way on the scripted engine: groups are scored, returned and rewarded, and pruned once that has taught."""
+"""The whole path on the scripted engine: groups are scored, returned and rewarded, and later ones are pruned."""
 
 import asyncio
 from dataclasses import replace
@@ -15,9 +15,9 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.feedback import Feedback, Reward
 from darts_server.types import DiscardReason
-from tests.quality.synthetic import WIDTH, World
+from tests.quality.synthetic import WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents, House
-from tests.rollout.pruning.bench import QUICKLY, Bench
+from tests.rollout.pruning.bench import FAST, Bench
 
 pytestmark = pytest.mark.anyio
 POINT = 4
@@ -29,9 +29,9 @@ class Trained:
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
-        self.world = World()
+        self.task = SyntheticTask()
         self.right: dict[tuple[str, int], bool] = {}
-        self.bench = Bench(replace(QUICKLY, detect_at=(POINT,)))
+        self.bench = Bench(replace(FAST, detect_at=(POINT,)))
         shapings = build_policies(Shaping(num_longest=1), Deadline(), Pruning())
         self.house = House(self._script, shapings, scorer=self.bench.pruner)
         self.house.engine.probe_width = WIDTH
@@ -44,9 +44,9 @@ class Trained:
         self.bench.pruner.record_rewarded_group()
 
     def _script(self, group: str, index: int) -> Script:
-        [(hidden, target)] = self.world.trajectories(1)
+        [(hidden, target)] = self.task.trajectories(1)
         self.right[group, index] = target > 0
-        length = int(self.world.rng.integers(2, 14))
+        length = int(self.task.rng.integers(2, 14))
         return Script(length, hidden=lambda _: hidden.astype(np.float32).tolist())
 
     async def group(self) -> int:

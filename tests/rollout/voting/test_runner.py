@@ -21,7 +21,7 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.voting.ballots import SHORT_TEXT, BallotBox, extractor_of, weighting_of
+from darts_server.rollout.voting.ballots import SHORT_TEXT, BallotBox, create_extractor, create_weighting
 from darts_server.rollout.voting.confidence import KINDS, Confidence
 from darts_server.rollout.voting.runner import VoteRequest, VoteResult, VoteRunner
 from darts_server.serving.admission import Admission, Bounds
@@ -35,16 +35,16 @@ LABELS = 300
 
 @dataclass(frozen=True)
 class Voter:
-    """A candidate that ends after ``length`` tokens. ``sure``: the log-prob of each of them."""
+    """A candidate that finishes after ``length`` tokens. ``logprob``: of each of them."""
 
     length: int
     answer: str | None = None
-    sure: float = -1.0
+    logprob: float = -1.0
     script: Script | None = None
 
 
-class Opinion:
-    """A scorer whose score is the hidden state itself."""
+class StateScorer:
+    """A scorer whose quality is the hidden state itself."""
 
     detect_at = (5,)
     uses_hidden_states = True
@@ -52,7 +52,7 @@ class Opinion:
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, float]] = []
-        self.gone: list[int] = []
+        self.dropped: list[int] = []
 
     def score_state(
         self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
@@ -66,19 +66,19 @@ class Opinion:
         self.kept.append((index, survival))
 
     def record_dropped(self, group_id: str, index: int) -> None:
-        self.gone.append(index)
+        self.dropped.append(index)
 
 
-class Booth(VoteObserver):
-    """A house in which candidate i is the i-th voter. Their lengths differ: by these the prompter knows them."""
+class Election(VoteObserver):
+    """Runs votes in which candidate i is the i-th voter. The prompter recognises voters by their different lengths."""
 
     def __init__(self, *voters: Voter, documents: Documents | None = None) -> None:
         self._script = lambda _, i: voters[i].script or Script(voters[i].length)
         self.house = House(self._script)
-        self.scorer = Opinion()
+        self.scorer = StateScorer()
         self.confidence = Confidence(documents or Documents())
         self.sampling: Mapping[str, object] = {}
-        self.ended: list[tuple[VoteOutcome, int]] = []
+        self.outcomes: list[tuple[VoteOutcome, int]] = []
         self.votes = VoteRunner(self.house.rollouts, self, self.confidence, self, lambda: self.house.engine.now)
         self._voters = {voter.length: voter for voter in voters}
 
@@ -96,152 +96,154 @@ class Booth(VoteObserver):
 
     def sample(self, output: list[int]) -> Sample:
         voter = self._voters[len(output)]
-        logprobs = [voter.sure] * len(output) if self.sampling.get("logprobs") else None
+        logprobs = [voter.logprob] * len(output) if self.sampling.get("logprobs") else None
         text = "no answer" if voter.answer is None else f"so it is #{voter.answer}"
         return Sample(output, logprobs, text, FinishReason.STOP)
 
     def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
-        self.ended.append((outcome, stopped))
+        self.outcomes.append((outcome, stopped))
 
-    def with_scorer(self) -> "Booth":
+    def with_scorer(self) -> "Election":
         """Score candidates by their hidden states."""
         self.house = House(self._script, scorer=self.scorer)
         self.house.engine.probe_width = 1
         self.votes = VoteRunner(self.house.rollouts, self, self.confidence, self, lambda: self.house.engine.now)
         return self
 
-    async def run(self, question: VoteRequest) -> VoteResult:
-        waiting = asyncio.create_task(self.votes.run(question))
+    async def run(self, vote: VoteRequest) -> VoteResult:
+        waiting = asyncio.create_task(self.votes.run(vote))
         await settle()
         await self.house.engine.run()
         return await waiting
 
 
-def question(n: int, **more: object) -> VoteRequest:
+def create_vote(n: int, **more: object) -> VoteRequest:
     return VoteRequest(PromptSpec(text="p"), n, "#(.*)", **more)  # type: ignore[arg-type]
 
 
-def voters(answers: str, sure: float = -1.0) -> list[Voter]:
-    """One for each letter, which is its answer; ``-`` has none. Each is longer than the one before."""
-    return [Voter(10 * (i + 1), None if a == "-" else a, sure) for i, a in enumerate(answers)]
+def voters(answers: str, logprob: float = -1.0) -> list[Voter]:
+    """Create a voter for each letter, its answer (``-``: none). Each is longer than the one before."""
+    return [Voter(10 * (i + 1), None if a == "-" else a, logprob) for i, a in enumerate(answers)]
 
 
 # --- stopping ---------------------------------------------------------------
 
 
-async def test_the_rest_is_stopped_once_the_leader_cannot_be_caught() -> None:
-    booth = Booth(*voters("abaaabbb"))
-    result = await booth.run(question(8))
+async def test_the_rest_is_stopped_once_the_leader_cannot_be_overtaken() -> None:
+    election = Election(*voters("abaaabbb"))
+    result = await election.run(create_vote(8))
     assert (result.count.tally.winner, dict(result.count.tally.votes)) == ("a", {"a": 4, "b": 1})
     assert result.decided_early
     assert [ballot.index for ballot in result.ballots] == [0, 1, 2, 3, 4]
-    assert booth.house.engine.now == 50
+    assert election.house.engine.now == 50
     reasons = [candidate.reason for candidate in result.record.candidates]
     assert reasons == [None] * 5 + [DiscardReason.DECIDED] * 3
     assert result.record.outcome is Outcome.DECIDED
-    assert booth.ended == [(VoteOutcome.DECIDED_EARLY, 3)]
-    assert booth.house.rollouts.running == 0
-    assert booth.house.rollouts.gate.inside == 0
+    assert election.outcomes == [(VoteOutcome.DECIDED_EARLY, 3)]
+    assert election.house.rollouts.running == 0
+    assert election.house.rollouts.gate.inside == 0
 
 
-async def test_a_close_vote_waits_for_all() -> None:
-    booth = Booth(*voters("abba"))
-    result = await booth.run(question(4))
+async def test_a_close_vote_waits_for_all_candidates() -> None:
+    election = Election(*voters("abba"))
+    result = await election.run(create_vote(4))
     assert (result.count.tally.winner, result.decided_early) == ("a", False)
     assert len(result.ballots) == 4
     assert result.record.outcome is Outcome.COMPLETED
-    assert booth.ended == [(VoteOutcome.COUNTED, 0)]
+    assert election.outcomes == [(VoteOutcome.COUNTED, 0)]
 
 
 async def test_trajectories_without_an_answer_have_no_vote() -> None:
-    booth = Booth(*voters("--a"))
-    result = await booth.run(question(3))
+    election = Election(*voters("--a"))
+    result = await election.run(create_vote(3))
     assert (result.count.tally.winner, result.count.weights) == ("a", {2: 1.0})
     assert [ballot.answer for ballot in result.ballots] == [None, None, "a"]
 
 
-async def test_without_any_answer_there_is_none() -> None:
-    booth = Booth(*voters("---"))
-    result = await booth.run(question(3))
+async def test_without_any_answer_the_vote_has_none() -> None:
+    election = Election(*voters("---"))
+    result = await election.run(create_vote(3))
     assert (result.count.tally.winner, result.count.weights, result.decided_early) == (None, {}, False)
-    assert booth.ended == [(VoteOutcome.NO_ANSWER, 0)]
+    assert election.outcomes == [(VoteOutcome.NO_ANSWER, 0)]
 
 
-async def test_what_ended_in_the_same_step_counts_though_it_is_not_needed() -> None:
-    """Candidates 2 and 3 end with the one that decides, and 4 is stopped."""
+async def test_candidates_that_finish_in_the_deciding_step_count_too() -> None:
+    """Candidates 2 and 3 finish with the deciding one, and 4 is stopped."""
     steps = [Script(10), Script(11, delay=0), Script(12), Script(13), Script(99)]
-    booth = Booth(*(Voter(s.length, "a", script=replace(s, delay=13 - s.length)) for s in steps[:4]), Voter(99, "b"))
-    result = await booth.run(question(5))
+    election = Election(
+        *(Voter(s.length, "a", script=replace(s, delay=13 - s.length)) for s in steps[:4]), Voter(99, "b")
+    )
+    result = await election.run(create_vote(5))
     assert [ballot.index for ballot in result.ballots] == [0, 1, 2, 3]
     assert [c.reason for c in result.record.candidates] == [None] * 4 + [DiscardReason.DECIDED]
 
 
 async def test_a_failed_candidate_is_replaced() -> None:
     broken = Voter(5, script=Script(5, error=CandidateFailed("broken")))
-    booth = Booth(broken, *voters("ab"), Voter(35, "b"))
-    result = await booth.run(question(3))
+    election = Election(broken, *voters("ab"), Voter(35, "b"))
+    result = await election.run(create_vote(3))
     assert dict(result.count.tally.votes) == {"b": 2, "a": 1}
     assert [ballot.index for ballot in result.ballots] == [1, 2, 3]
 
 
 async def test_a_vote_fails_with_its_group() -> None:
-    booth = Booth(*(Voter(5, script=Script(5, error=CandidateFailed("broken"))) for _ in range(4)))
+    election = Election(*(Voter(5, script=Script(5, error=CandidateFailed("broken"))) for _ in range(4)))
     with pytest.raises(CandidateFailed, match="broken"):
-        await booth.run(question(2))
-    assert booth.ended == []
-    assert booth.house.rollouts.gate.inside == 0
+        await election.run(create_vote(2))
+    assert election.outcomes == []
+    assert election.house.rollouts.gate.inside == 0
 
 
-async def test_a_caller_that_leaves_stops_all() -> None:
-    booth = Booth(*voters("aaa"))
-    waiting = asyncio.create_task(booth.votes.run(question(3)))
+async def test_cancellation_stops_all_candidates() -> None:
+    election = Election(*voters("aaa"))
+    waiting = asyncio.create_task(election.votes.run(create_vote(3)))
     await settle()
-    await booth.house.engine.step()
+    await election.house.engine.step()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert not booth.house.engine.running
-    assert booth.house.recorder.records[0].outcome is Outcome.CANCELLED
+    assert not election.house.engine.running
+    assert election.house.recorder.records[0].outcome is Outcome.CANCELLED
 
 
-async def test_long_texts_are_searched_too() -> None:
-    booth = Booth(Voter(10, "y" * SHORT_TEXT))
-    waiting = asyncio.create_task(booth.votes.run(question(1)))
+async def test_long_texts_are_searched_in_a_thread() -> None:
+    election = Election(Voter(10, "y" * SHORT_TEXT))
+    waiting = asyncio.create_task(election.votes.run(create_vote(1)))
     await settle()
-    await booth.house.engine.run()
+    await election.house.engine.run()
     assert (await waiting).count.tally.winner == "y" * SHORT_TEXT
 
 
 # --- weights ----------------------------------------------------------------
 
 
-async def test_log_probs_are_asked_for_where_votes_are_weighed_by_them() -> None:
-    booth = Booth(Voter(10, "a", -2.0), Voter(20, "b", -0.5), Voter(30, "a", -3.0))
-    result = await booth.run(question(3, weights="rank", score="logprob"))
-    assert booth.sampling == {"logprobs": True}
-    assert not result.question.wants_logprobs
+async def test_log_probs_are_requested_if_weights_are_computed_from_them() -> None:
+    election = Election(Voter(10, "a", -2.0), Voter(20, "b", -0.5), Voter(30, "a", -3.0))
+    result = await election.run(create_vote(3, weights="rank", score="logprob"))
+    assert election.sampling == {"logprobs": True}
+    assert not result.request.wants_logprobs
     assert (result.count.tally.winner, dict(result.count.tally.weights)) == ("b", {"b": 1.0, "a": 0.5})
     assert result.count.weights == {0: 0.5, 1: 1.0, 2: 0.0}
-    await booth.run(question(3))
-    assert booth.sampling == {}
+    await election.run(create_vote(3))
+    assert election.sampling == {}
 
 
-async def test_a_trajectory_without_a_score_gets_the_mean_of_the_others() -> None:
-    booth = Booth(Voter(10, "a", -1.0), Voter(20, "b", float("nan")), Voter(30, "c", -3.0))
-    result = await booth.run(question(3, weights="rank", score="logprob"))
+async def test_a_vote_without_a_score_gets_the_mean_of_the_others() -> None:
+    election = Election(Voter(10, "a", -1.0), Voter(20, "b", float("nan")), Voter(30, "c", -3.0))
+    result = await election.run(create_vote(3, weights="rank", score="logprob"))
     assert result.count.weights == {0: 1.0, 1: 0.5, 2: 0.0}
     assert result.ballots[1].score is None
 
 
-async def test_without_any_score_all_weigh_the_same_and_nothing_is_decided_early() -> None:
-    booth = Booth(*voters("aaab", sure=float("-inf")))
-    result = await booth.run(question(4, weights="rank", score="lowest_logprob"))
+async def test_without_any_score_all_votes_weigh_the_same_and_nothing_is_decided_early() -> None:
+    election = Election(*voters("aaab", logprob=float("-inf")))
+    result = await election.run(create_vote(4, weights="rank", score="lowest_logprob"))
     assert (result.count.tally.winner, result.decided_early) == ("a", False)
     assert set(result.count.weights.values()) == {0.5}
 
 
-def trained() -> Confidence:
-    """One that knows: the likelier a trajectory, the likelier it is right."""
+def calibrated_confidence() -> Confidence:
+    """Create one whose labels say: the higher the score, the likelier the trajectory is correct."""
     rng, documents = Random(0), Documents()
     labels = [(score, float(rng.random() < score), 1.0) for score in (rng.random() for _ in range(LABELS))]
     for kind in KINDS:
@@ -250,55 +252,55 @@ def trained() -> Confidence:
     return Confidence(documents)
 
 
-async def test_log_odds_are_of_what_rewards_said() -> None:
-    booth = Booth(*voters("ab"))
-    asked = question(2, weights="log_odds", score="logprob")
-    result = await booth.run(asked)
+async def test_log_odds_are_computed_from_probabilities_calibrated_by_rewards() -> None:
+    election = Election(*voters("ab"))
+    vote = create_vote(2, weights="log_odds", score="logprob")
+    result = await election.run(vote)
     assert result.calibration is CalibrationStatus.NO_LABELS
-    assert len(set(result.count.weights.values())) == 1, "nothing is known, so all weigh the same"
-    booth = Booth(Voter(10, "a", -2.5), Voter(20, "b", -0.1), Voter(30, "a", -2.0))
-    booth.votes._confidence = trained()
-    result = await booth.run(replace(asked, n=3))
+    assert len(set(result.count.weights.values())) == 1, "without labels all weigh the same"
+    election = Election(Voter(10, "a", -2.5), Voter(20, "b", -0.1), Voter(30, "a", -2.0))
+    election.votes._confidence = calibrated_confidence()
+    result = await election.run(replace(vote, n=3))
     assert (result.calibration, result.count.tally.winner) == (CalibrationStatus.READY, "b")
 
 
-async def test_rewards_of_votes_are_what_scores_are_worth_and_outlive_a_restart() -> None:
+async def test_labels_from_rewards_of_votes_survive_a_restart() -> None:
     documents = Documents()
-    booth = Booth(*voters("a-"), documents=documents)
-    result = await booth.run(question(2, sampling={"logprobs": True}))
+    election = Election(*voters("a-"), documents=documents)
+    result = await election.run(create_vote(2, sampling={"logprobs": True}))
     for index in (0, 1, 7):
-        booth.confidence.learn_reward(result.vote_id, index, 1.0, True)
-    booth.confidence.learn_reward("unknown", 0, 1.0, True)
-    assert [booth.confidence.status(kind) for kind in KINDS] == [CalibrationStatus.FEW_LABELS] * 2
-    booth.confidence._keep.run_pending()
+        election.confidence.learn_reward(result.vote_id, index, 1.0, True)
+    election.confidence.learn_reward("unknown", 0, 1.0, True)
+    assert [election.confidence.status(kind) for kind in KINDS] == [CalibrationStatus.FEW_LABELS] * 2
+    election.confidence._save_soon.run_pending()
     [label] = Confidence(documents)._points["logprob"].calibrator.state.labels
     assert label == pytest.approx((math.exp(-1.0), 1.0, 1.0))
 
 
-async def test_as_many_labels_as_are_remembered_outlive_a_restart() -> None:
+async def test_a_full_buffer_of_labels_survives_a_restart() -> None:
     with Store() as store:
         confidence, rng = Confidence(store), Random(0)
         for number in range(BUFFER):
             confidence.remember("vote", {number: {kind: rng.random() for kind in KINDS}})
             confidence.learn_reward("vote", number, 1.0, True)
-        confidence._keep.run_pending()
+        confidence._save_soon.run_pending()
         for kind in KINDS:
             assert len(Confidence(store)._points[kind].calibrator.state.labels) == BUFFER
 
 
-async def test_votes_that_cannot_be_kept_or_read_are_counted_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+async def test_votes_work_while_the_store_fails(caplog: pytest.LogCaptureFixture) -> None:
     store = Store()
     confidence = Confidence(store)
     confidence.remember("vote", {0: {"logprob": 0.5}})
     confidence.learn_reward("vote", 0, 1.0, True)
     store.close()
-    confidence._keep.run_pending()
-    assert "was not kept" in caplog.text
+    confidence._save_soon.run_pending()
+    assert "was not saved" in caplog.text
     assert Confidence(store).status("logprob") is CalibrationStatus.NO_LABELS
     assert "cannot be read" in caplog.text
 
 
-async def test_only_the_newest_votes_are_remembered() -> None:
+async def test_scores_of_the_newest_votes_are_remembered() -> None:
     confidence = Confidence(Documents(), kept=1)
     for name in ("old", "new"):
         confidence.remember(name, {0: {"logprob": 0.5}})
@@ -307,37 +309,41 @@ async def test_only_the_newest_votes_are_remembered() -> None:
     assert len(confidence._points["logprob"].calibrator.state.labels) == 2
 
 
-def scored(length: int, answer: str | None, quality: float, lag: int = 0, delay: int = 0) -> Voter:
+def scored_voter(length: int, answer: str | None, quality: float, lag: int = 0, delay: int = 0) -> Voter:
     return Voter(length, answer, script=Script(length, delay=delay, hidden=lambda _: [quality], lag=lag))
 
 
-async def test_votes_by_quality_are_scored_and_nobody_is_pruned() -> None:
-    """Candidate 2 ends before it could be scored."""
-    booth = Booth(scored(10, "a", 0.25), scored(20, "b", 0.75), scored(3, "c", 0.9)).with_scorer()
-    result = await booth.run(question(3, weights="rank", score="head"))
+async def test_votes_by_quality_are_scored_and_no_candidate_is_pruned() -> None:
+    """Candidate 2 finishes before its detection point."""
+    election = Election(
+        scored_voter(10, "a", 0.25), scored_voter(20, "b", 0.75), scored_voter(3, "c", 0.9)
+    ).with_scorer()
+    result = await election.run(create_vote(3, weights="rank", score="head"))
     assert [b.score and b.score.value for b in result.ballots] == [0.25, 0.75, None]
     assert result.count.weights == {0: 0.0, 1: 1.0, 2: 0.5}
     assert (result.count.tally.winner, result.decided_early, result.calibration) == ("b", False, None)
-    assert booth.scorer.kept == [(0, 1.0), (1, 1.0)], "none can be spared, so all are kept for sure"
-    assert booth.scorer.gone == []
+    assert election.scorer.kept == [(0, 1.0), (1, 1.0)], "the group can spare none, so all are kept with probability 1"
+    assert election.scorer.dropped == []
 
 
-async def test_the_judge_forgets_whom_the_vote_does_not_wait_for() -> None:
-    booth = Booth(*(scored(length, "a", 0.75) for length in (10, 20, 30, 40))).with_scorer()
-    result = await booth.run(question(4, weights="log_odds", score="head"))
+async def test_candidates_that_a_decided_vote_stops_are_dropped_from_the_scorer() -> None:
+    election = Election(*(scored_voter(length, "a", 0.75) for length in (10, 20, 30, 40))).with_scorer()
+    result = await election.run(create_vote(4, weights="log_odds", score="head"))
     assert result.decided_early
-    assert booth.scorer.gone == [i for i, c in enumerate(result.record.candidates) if c.reason is DiscardReason.DECIDED]
+    assert election.scorer.dropped == [
+        i for i, c in enumerate(result.record.candidates) if c.reason is DiscardReason.DECIDED
+    ]
 
 
-async def test_a_majority_has_nobody_scored() -> None:
-    booth = Booth(scored(10, "a", 0.25), scored(20, "b", 0.75)).with_scorer()
-    await booth.run(question(2, score="head"))
-    assert booth.scorer.kept == []
+async def test_candidates_of_a_majority_vote_are_not_scored() -> None:
+    election = Election(scored_voter(10, "a", 0.25), scored_voter(20, "b", 0.75)).with_scorer()
+    await election.run(create_vote(2, score="head"))
+    assert election.scorer.kept == []
 
 
-async def test_a_score_that_comes_after_the_end_counts() -> None:
-    booth = Booth(scored(6, "a", 0.25, lag=9), scored(30, "b", 0.5)).with_scorer()
-    result = await booth.run(question(2, weights="rank", score="head"))
+async def test_a_score_that_comes_after_the_candidates_end_counts() -> None:
+    election = Election(scored_voter(6, "a", 0.25, lag=9), scored_voter(30, "b", 0.5)).with_scorer()
+    result = await election.run(create_vote(2, weights="rank", score="head"))
     assert [b.score and b.score.value for b in result.ballots] == [0.25, 0.5]
 
 
@@ -358,39 +364,41 @@ async def test_a_score_that_comes_after_the_end_counts() -> None:
         ({"prompt": PromptSpec(text="bad")}, "prompt"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_its_field_and_starts_nothing(change: dict[str, object], field: str) -> None:
-    booth = Booth(*voters("a"))
+async def test_an_invalid_vote_is_refused_naming_the_field_and_starts_nothing(
+    change: dict[str, object], field: str
+) -> None:
+    election = Election(*voters("a"))
     with pytest.raises(InvalidRequest) as refused:
-        await booth.votes.run(replace(question(1), **change))  # type: ignore[arg-type]
+        await election.votes.run(replace(create_vote(1), **change))  # type: ignore[arg-type]
     assert refused.value.field == field
-    assert not booth.house.engine.started
+    assert not election.house.engine.started
 
 
-async def test_a_vote_passes_the_gate_and_counts_as_load() -> None:
-    booth = Booth(*voters("aa"))
-    rollouts = booth.house.rollouts
+async def test_a_vote_waits_at_the_gate_and_counts_as_load() -> None:
+    election = Election(*voters("aa"))
+    rollouts = election.house.rollouts
     rollouts.gate.close()
-    waiting = asyncio.create_task(booth.votes.run(question(2)))
+    waiting = asyncio.create_task(election.votes.run(create_vote(2)))
     await settle()
-    assert (rollouts.admission.ahead, len(booth.house.engine.started)) == (2, 0)
+    assert (rollouts.admission.ahead, len(election.house.engine.started)) == (2, 0)
     rollouts.gate.open()
     await settle()
-    assert (rollouts.admission.ahead, len(booth.house.engine.started)) == (0, 2)
-    await booth.house.engine.run()
+    assert (rollouts.admission.ahead, len(election.house.engine.started)) == (0, 2)
+    await election.house.engine.run()
     assert (await waiting).count.tally.winner == "a"
 
 
-async def test_a_vote_is_refused_while_too_much_waits() -> None:
-    booth = Booth(*voters("aa"))
-    booth.house.rollouts.admission = Admission(lambda: 9, 1, Bounds(most_waiting=1))
+async def test_a_vote_is_refused_when_too_many_wait() -> None:
+    election = Election(*voters("aa"))
+    election.house.rollouts.admission = Admission(lambda: 9, 1, Bounds(most_waiting=1))
     with pytest.raises(Overloaded):
-        await booth.votes.run(question(2))
+        await election.votes.run(create_vote(2))
 
 
 # --- whatever happens -------------------------------------------------------
 
-WAYS = [("majority", None), *((w, s) for w in ("rank", "log_odds") for s in (*KINDS, "head"))]
-TRAINED = trained()
+WEIGHTINGS = [("majority", None), *((w, s) for w in ("rank", "log_odds") for s in (*KINDS, "head"))]
+CALIBRATED = calibrated_confidence()
 
 
 @st.composite
@@ -410,29 +418,29 @@ def electorates(draw: st.DrawFn) -> list[Voter]:
     ]
 
 
-async def everyone(votes: VoteRunner[str, list[int]], run: GroupRun[str, list[int]], poll: BallotBox) -> bool:
-    """Wait for all, decided or not."""
+async def collect_all(votes: VoteRunner[str, list[int]], run: GroupRun[str, list[int]], box: BallotBox) -> bool:
+    """Collect all ballots, even when the vote is decided."""
     async for trajectory in run.trajectories():
-        await poll.take(trajectory.index, votes._prompter.sample(trajectory.output))
-        poll.decided([])  # scores count from the moment they are known
+        await box.add(trajectory.index, votes._prompter.sample(trajectory.output))
+        box.is_decided([])  # a ballot keeps its first score
     return False
 
 
-@given(electorates(), st.sampled_from(WAYS), st.booleans())
+@given(electorates(), st.sampled_from(WEIGHTINGS), st.booleans())
 def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
-    electorate: list[Voter], way: tuple[str, str | None], listed: bool
+    electorate: list[Voter], weighting: tuple[str, str | None], has_choices: bool
 ) -> None:
-    weights, score = way
-    pattern: str | list[str] = ["a", "b", "c"] if listed else "#(.*)"
+    weights, score = weighting
+    pattern: str | list[str] = ["a", "b", "c"] if has_choices else "#(.*)"
 
-    async def play(patient: bool) -> VoteResult:
-        booth = Booth(*electorate).with_scorer()
-        booth.votes._confidence = TRAINED
-        if patient:
-            booth.votes._collect = partial(everyone, booth.votes)  # type: ignore[method-assign]
-        return await booth.run(VoteRequest(PromptSpec(text="p"), len(electorate), pattern, weights, score))
+    async def play(waits_for_all: bool) -> VoteResult:
+        election = Election(*electorate).with_scorer()
+        election.votes._confidence = CALIBRATED
+        if waits_for_all:
+            election.votes._collect = partial(collect_all, election.votes)  # type: ignore[method-assign]
+        return await election.run(VoteRequest(PromptSpec(text="p"), len(electorate), pattern, weights, score))
 
-    result, whole = asyncio.run(play(patient=False)), asyncio.run(play(patient=True))
+    result, whole = asyncio.run(play(waits_for_all=False)), asyncio.run(play(waits_for_all=True))
     assert len(whole.ballots) == len(electorate)
     assert result.count.tally.winner == whole.count.tally.winner
     assert result.decided_early == (len(result.ballots) < len(electorate))
@@ -440,7 +448,7 @@ def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
         assert ballot.answer == electorate[ballot.index].answer
 
 
-def test_choices_are_found_and_weighed_as_such() -> None:
-    assert extractor_of(["yes", "no"]).extract("yes or no? yes") == "yes"
-    assert extractor_of("boxed").extract(r"\boxed{7}") == "7"
-    assert weighting_of("log_odds", ["yes", "no"]) == weighting_of("log_odds", ["only"])
+def test_listed_choices_are_extracted_and_set_the_number_of_wrong_answers() -> None:
+    assert create_extractor(["yes", "no"]).extract("yes or no? yes") == "yes"
+    assert create_extractor("boxed").extract(r"\boxed{7}") == "7"
+    assert create_weighting("log_odds", ["yes", "no"]) == create_weighting("log_odds", ["only"])

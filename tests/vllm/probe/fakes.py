@@ -1,7 +1,7 @@
-"""Model runners that compute nothing, and a scheduler that does to them all that vLLM's may do.
+"""Model runners that compute nothing, and a scheduler that does all that vLLM's may do.
 
-The state of request r at its p-th token is [r, p], so that a row says where it was taken. Guesses that were wrong, and
-rows that only pad, are [-1, -1].
+The state of request r at its p-th token is [r, p], so that a row shows where it was taken. Rejected drafts and
+padding rows are [-1, -1].
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch
 
 from darts_server.vllm.probe import wire
 from darts_server.vllm.probe.capture import Capture
-from darts_server.vllm.probe.sender import CapturedRows, message_of
+from darts_server.vllm.probe.sender import CapturedRows, create_message
 
 WIDTH = 2
 
@@ -31,9 +31,9 @@ class Request:
     computed: int = 0
     announced: bool = False
     overestimated: int = 0
-    """By how much the host believes to have computed more than it has: guesses of the last step that were wrong."""
+    """By how much the host overestimates the computed tokens: rejected drafts of the last step."""
     certain: list[int] = field(default_factory=list)
-    """Generated tokens that were certain at each of its steps."""
+    """Generated tokens that were certain after each of its steps."""
 
     @property
     def known(self) -> int:
@@ -46,23 +46,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Part:
-    """What a step computes of a request: tokens that are known, then guesses, of which the first are right."""
+    """The part of a request that a step computes: known tokens, then drafts, of which the first ones are accepted."""
 
     request: Request
     known: int
-    guesses: int
-    right: int
+    drafts: int
+    accepted: int
 
 
 class Runner:
-    """What both runners have. ``most``: guesses a step."""
+    """Base of both runners. ``max_drafts``: per step."""
 
     is_pooling_model = False
     device = torch.device("cpu")
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_drafts: int) -> None:
         self.model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH)
-        self.vllm_config = SimpleNamespace(num_speculative_tokens=most)
+        self.vllm_config = SimpleNamespace(num_speculative_tokens=max_drafts)
         self.execute_model_state: Any = None
         self.parts: Sequence[Part] = ()
 
@@ -74,19 +74,19 @@ class Runner:
         raise NotImplementedError
 
     def announces_again(self) -> bool:
-        """Whether one that was put aside comes back as if it were new."""
+        """Whether a preempted request comes back as if it were new."""
         raise NotImplementedError
 
 
 def row(part: Part, place: int) -> list[float]:
-    """The state of a part's ``place``-th token."""
+    """Create the state of a part's ``place``-th token."""
     computed = part.request.computed + place + 1
-    return [float(part.request.number), float(computed)] if place < part.known + part.right else [-1.0, -1.0]
+    return [float(part.request.number), float(computed)] if place < part.known + part.accepted else [-1.0, -1.0]
 
 
 class FirstRunner(Runner):
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
+    def __init__(self, max_drafts: int) -> None:
+        super().__init__(max_drafts)
         self.input_batch = SimpleNamespace()
 
     def announces_again(self) -> bool:
@@ -97,16 +97,16 @@ class FirstRunner(Runner):
         self.input_batch.req_ids = ids
         self.input_batch.req_id_to_index = {request_id: place for place, request_id in enumerate(ids)}
         self.input_batch.num_computed_tokens_cpu = np.array([p.request.computed for p in self.parts], dtype=np.int32)
-        rows = [row(p, place) for p in self.parts for place in range(p.known - 1, p.known + p.guesses)]
+        rows = [row(p, place) for p in self.parts for place in range(p.known - 1, p.known + p.drafts)]
         self.execute_model_state = SimpleNamespace(
             scheduler_output=scheduled, sample_hidden_states=torch.tensor(rows, dtype=torch.bfloat16)
         )
 
 
 class SecondRunner(Runner):
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
-        self.num_speculative_steps = most
+    def __init__(self, max_drafts: int) -> None:
+        super().__init__(max_drafts)
+        self.num_speculative_steps = max_drafts
         self.req_states = self.pcp_manager = None
         self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
 
@@ -119,53 +119,52 @@ class SecondRunner(Runner):
         first = [0]
         for p in self.parts:
             start = len(hidden)
-            hidden += [row(p, place) for place in range(p.known + p.guesses)]
-            indices += list(range(start + p.known - 1, start + p.known + p.guesses))
+            hidden += [row(p, place) for place in range(p.known + p.drafts)]
+            indices += list(range(start + p.known - 1, start + p.known + p.drafts))
             first.append(len(indices))
         hidden.append([-1.0, -1.0])
-        believed = [p.request.computed + p.request.overestimated for p in self.parts]
+        estimated = [p.request.computed + p.request.overestimated for p in self.parts]
         batch = SimpleNamespace(
             req_ids=[p.request.request_id for p in self.parts],
-            num_computed_tokens_np=np.array(believed, dtype=np.int32),
+            num_computed_tokens_np=np.array(estimated, dtype=np.int32),
             cu_num_logits=torch.tensor(first, dtype=torch.int32),
             logits_indices=torch.tensor(indices, dtype=torch.int64),
-            seq_lens=torch.tensor([p.request.computed + p.known + p.guesses for p in self.parts], dtype=torch.int32),
+            seq_lens=torch.tensor([p.request.computed + p.known + p.drafts for p in self.parts], dtype=torch.int32),
         )
         self.execute_model_state = SimpleNamespace(
             input_batch=batch, hidden_states=torch.tensor(hidden, dtype=torch.float32)
         )
 
 
-class World:
-    """A scheduler over one of the runners, with the probe in it. ``sent``: what came out, by request number."""
+class FakeScheduler:
+    """A scheduler over one of the runners, with the probe installed. ``sent``: tokens and states by request number."""
 
     def __init__(self, runner: Runner, rng: Random, requests: Sequence[Request]) -> None:
         self.sent: dict[int, list[tuple[int, list[float]]]] = {}
         self.faults: list[bytes] = []
-        self.asked_about = 0
         self._runner = runner
         self._rng = rng
-        self._most = int(runner.vllm_config.num_speculative_tokens)
+        self._max_drafts = int(runner.vllm_config.num_speculative_tokens)
         self._waiting = list(requests)
         self._running: list[Request] = []
         self._finished: set[str] = set()
         self._queue: list[CapturedRows | Sequence[bytes]] = []
         self._capture = Capture(runner, self._queue.append)
-        self._capture.begin()
+        self._capture.start()
 
     def run(self) -> None:
-        """Until all requests ended, and one step more."""
+        """Run until all requests have ended, and one step more."""
         while self._waiting or self._running:
             self._step()
         self._step()
         self._deliver(len(self._queue))
 
     @property
-    def watched(self) -> int:
-        return len(self._capture._watches)
+    def tracked(self) -> int:
+        return len(self._capture._requests)
 
     def _step(self) -> None:
-        for request in [r for r in self._running if r.done or self._rng.random() < 0.01]:  # or it is aborted
+        for request in [r for r in self._running if r.done or self._rng.random() < 0.01]:  # or aborted
             self._running.remove(request)
             self._finished.add(request.request_id)
         names = {r.request_id for r in self._running}
@@ -174,13 +173,13 @@ class World:
             self._running.append(self._waiting.pop(0))
         new = []
         for request in self._running:
-            if request.announced and self._rng.random() < 0.1:  # put aside
+            if request.announced and self._rng.random() < 0.1:  # preempted
                 request.computed = request.overestimated = 0
                 request.announced = not self._runner.announces_again()
         parts = self._parts()
         for request in [p.request for p in parts if not p.request.announced]:
             request.announced = True
-            if self._rng.random() < 0.3:  # found in the cache
+            if self._rng.random() < 0.3:  # a prefix is in the cache
                 request.computed = self._rng.randrange(request.known)
             new.append(self._new(request))
         self._runner.parts = parts = [self._filled(p) for p in parts]
@@ -189,8 +188,8 @@ class World:
             SimpleNamespace(
                 scheduled_new_reqs=new,
                 finished_req_ids=self._finished,
-                num_scheduled_tokens={p.request.request_id: p.known + p.guesses for p in parts},
-                scheduled_spec_decode_tokens={p.request.request_id: [0] * p.guesses for p in parts if p.guesses},
+                num_scheduled_tokens={p.request.request_id: p.known + p.drafts for p in parts},
+                scheduled_spec_decode_tokens={p.request.request_id: [0] * p.drafts for p in parts if p.drafts},
             ),
             None,
         )
@@ -207,8 +206,8 @@ class World:
     def _filled(self, part: Part) -> Part:
         missing = part.request.known - part.request.computed
         known = self._rng.randint(1, missing) if self._rng.random() < 0.5 else missing
-        guesses = self._rng.randint(0, self._most) if known == missing else 0
-        return Part(part.request, known, guesses, self._rng.randint(0, guesses))
+        drafts = self._rng.randint(0, self._max_drafts) if known == missing else 0
+        return Part(part.request, known, drafts, self._rng.randint(0, drafts))
 
     @staticmethod
     def _sample(part: Part) -> None:
@@ -217,14 +216,14 @@ class World:
         request.certain.append(request.computed - request.prompt)
         if request.computed < request.known:
             return
-        request.computed += part.right
-        request.generated += part.right + 1
-        request.overestimated = part.guesses - part.right
+        request.computed += part.accepted
+        request.generated += part.accepted + 1
+        request.overestimated = part.drafts - part.accepted
 
     def _deliver(self, count: int) -> None:
         for _ in range(count):
             taken = self._queue.pop(0)
-            frames = message_of(taken) if isinstance(taken, CapturedRows) else taken
+            frames = create_message(taken) if isinstance(taken, CapturedRows) else taken
             if frames is None:
                 continue
             kind, *rest = frames

@@ -1,5 +1,3 @@
-"""What the API process makes of what its workers send."""
-
 import asyncio
 from typing import Any
 
@@ -20,17 +18,17 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def states(*told: tuple[int, int]) -> list[bytes]:
-    """A message of these numbers and tokens; a state has its number in all places."""
-    rows = np.array([[number] * 3 for number, _ in told], dtype=np.float32)
-    return wire.pack_states([number for number, _ in told], [tokens for _, tokens in told], rows)
+def states(*pairs: tuple[int, int]) -> list[bytes]:
+    """Create a message of these numbers and tokens; each state is filled with its number."""
+    rows = np.array([[number] * 3 for number, _ in pairs], dtype=np.float32)
+    return wire.pack_states([number for number, _ in pairs], [tokens for _, tokens in pairs], rows)
 
 
 async def turn() -> None:
     await asyncio.sleep(0)
 
 
-async def test_each_is_told_its_own_and_is_forgotten_with_its_last_point() -> None:
+async def test_each_probe_gets_its_states_and_is_removed_after_its_last_point() -> None:
     probes, one, other = ProbeReceiver(), list[Probed](), list[Probed]()
     first, second = probes.register(Probe((4, 9), one.append)), probes.register(Probe((4,), other.append))
     probes.receive(states((first, 4), (second, 4)))
@@ -43,36 +41,36 @@ async def test_each_is_told_its_own_and_is_forgotten_with_its_last_point() -> No
     assert len(probes) == 0
 
 
-async def test_one_listeners_fault_does_not_keep_others_from_hearing() -> None:
+async def test_an_exception_of_one_probe_does_not_skip_others() -> None:
     def fails(_: Probed) -> None:
         raise RuntimeError("no")
 
     faults: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context["exception"]))
-    probes, heard = ProbeReceiver(), list[Probed]()
-    numbers = [probes.register(Probe((1,), fails)), probes.register(Probe((1,), heard.append))]
+    probes, received = ProbeReceiver(), list[Probed]()
+    numbers = [probes.register(Probe((1,), fails)), probes.register(Probe((1,), received.append))]
     probes.receive(states(*((number, 1) for number in numbers)))
     await turn()
-    assert len(heard) == 1
+    assert len(received) == 1
     assert [str(fault) for fault in faults] == ["no"]
 
 
-async def test_what_comes_soon_after_the_end_is_told_and_later_it_is_forgotten() -> None:
-    probes, heard = ProbeReceiver(late=0.05), list[Probed]()
-    number = probes.register(Probe((4, 9), heard.append))
+async def test_states_are_passed_on_for_some_time_after_the_end() -> None:
+    probes, received = ProbeReceiver(linger=0.05), list[Probed]()
+    number = probes.register(Probe((4, 9), received.append))
     probes.unregister(number)
     probes.receive(states((number, 4)))
     await turn()
-    assert [p.tokens for p in heard] == [4]
+    assert [p.tokens for p in received] == [4]
     async with asyncio.timeout(10):
         while len(probes):
             await asyncio.sleep(0.01)
     probes.receive(states((number, 9)))
     await turn()
-    assert len(heard) == 1
+    assert len(received) == 1
 
 
-async def test_it_works_when_every_engine_has_said_so() -> None:
+async def test_there_is_a_width_once_every_engine_is_ready() -> None:
     probes = ProbeReceiver()
     assert (probes.width, probes.fault) == (None, "no probe was installed")
     waiting = asyncio.create_task(probes.wait_ready(2))
@@ -86,14 +84,14 @@ async def test_it_works_when_every_engine_has_said_so() -> None:
 
 
 async def test_an_engine_that_does_not_answer_is_a_fault() -> None:
-    probes = ProbeReceiver(patience=0.05)
+    probes = ProbeReceiver(timeout=0.05)
     probes.receive([wire.READY, b"64", b"first"])
     await probes.wait_ready(2)
     assert probes.width is None
     assert (probes.fault or "").startswith("1 of 2 engines have answered")
 
 
-async def test_a_workers_fault_ends_it_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_workers_fault_disables_the_probe_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     probes = ProbeReceiver()
     probes.receive([wire.READY, b"64", b"first"])
     await probes.wait_ready(1)
@@ -103,7 +101,7 @@ async def test_a_workers_fault_ends_it_and_is_said(caplog: pytest.LogCaptureFixt
 
 
 class FakeLLM:
-    """An engine whose worker says ``answer`` when the probe is installed, and sends ``frames``."""
+    """An engine whose worker returns ``answer`` when the probe is installed, and sends ``frames``."""
 
     def __init__(self, answer: str | None, *frames: list[bytes]) -> None:
         self.engine_core = self
@@ -120,25 +118,25 @@ class FakeLLM:
         return [self._answer]
 
 
-async def test_what_a_worker_sends_arrives() -> None:
-    heard: list[Probed] = []
+async def test_states_that_a_worker_sends_are_received() -> None:
+    received: list[Probed] = []
     async with probing(FakeLLM(None, [wire.READY, b"3", b"first"], states((1, 5)))) as probes:  # type: ignore[arg-type]
         assert probes.width == 3
-        assert probes.register(Probe((5,), heard.append)) == 1
+        assert probes.register(Probe((5,), received.append)) == 1
         async with asyncio.timeout(10):
-            while not heard:
+            while not received:
                 await asyncio.sleep(0.01)
-    assert heard[0].state.tolist() == [1, 1, 1]
+    assert received[0].state.tolist() == [1, 1, 1]
 
 
-async def test_why_it_cannot_be_installed_is_at_hand() -> None:
+async def test_the_reason_of_a_failed_installation_is_the_fault() -> None:
     async with probing(FakeLLM("ValueError: a pooling model generates nothing")) as probes:  # type: ignore[arg-type]
         assert (probes.width, probes.fault) == (None, "ValueError: a pooling model generates nothing")
 
 
-async def test_a_worker_that_is_not_understood_is_a_fault() -> None:
+async def test_a_message_that_cannot_be_read_is_a_fault() -> None:
     async with probing(FakeLLM(None, [wire.READY, b"3", b"first"], [wire.STATES, b"?", b"?"])) as probes:  # type: ignore[arg-type]
         async with asyncio.timeout(10):
             while probes.fault is None:
                 await asyncio.sleep(0.01)
-    assert "not understood" in (probes.fault or "")
+    assert "cannot be read" in (probes.fault or "")
