@@ -11,17 +11,17 @@ from darts_server.control import Control
 from darts_server.doctor import findings
 from darts_server.doctor.findings import Finding
 from darts_server.doctor.serving import check_address, check_local, check_vllm
+from darts_server.event_log import EventLog
 from darts_server.exceptions import InvalidSetting
 from darts_server.http import errors, page
 from darts_server.http.body import BodyLimits
-from darts_server.http.resources.monitor import Viewed
+from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.shaping.group_id import GroupIdHeader
 from darts_server.http.shaping.headers import read_options
 from darts_server.http.shaping.options import merge_options
-from darts_server.journal import Journal
 from darts_server.metrics import (
     AccessMetrics,
     QualityMetrics,
@@ -47,8 +47,8 @@ from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRunner
-from darts_server.serving.admission import Admission, Bounds, most_queued
-from darts_server.serving.lifecycle import Life
+from darts_server.serving.admission import Admission, Bounds, default_max_waiting
+from darts_server.serving.lifecycle import Lifecycle
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.types import GroupRecord
@@ -118,7 +118,7 @@ class Rooms:
 
 async def _serve(settings: Settings, args: Namespace, access: Access, store: Store, staging: Staging) -> int:
     exit_on_signals()
-    supervision = Supervision(Life(), set_grace_seconds(args, settings.grace_seconds), settings.engine_watchdog)
+    supervision = Supervision(Lifecycle(), set_grace_seconds(args, settings.grace_seconds), settings.engine_watchdog)
     with server.bound_socket(args) as sock, ExitStack() as closing:
         async with start_engine(args) as engine:
             if settings.api_key_file or settings.admin_api_key_file:
@@ -126,9 +126,9 @@ async def _serve(settings: Settings, args: Namespace, access: Access, store: Sto
             rooms = make_rooms(settings, engine, store, staging, server.traces(args), closing)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             application = await server.make_app(engine.llm, args, read_options)
-            extend(application, rooms, settings, access, store, supervision.life, engine.model_name)
+            extend(application, rooms, settings, access, store, supervision.lifecycle, engine.model_name)
             await server.serve(engine.llm, application, args, sock, rooms.batches, supervision)
-    return exit_code(engine.llm, supervision.life)
+    return exit_code(engine.llm, supervision.lifecycle)
 
 
 def make_rooms(
@@ -140,12 +140,13 @@ def make_rooms(
     closing: ExitStack,
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
-    control, journal = Control(settings), Journal()
+    control, event_log = Control(settings), EventLog()
     port, gate = engine.port, engine.llm.gate
     statistics = Statistics(store, port.capacity)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
     closing.callback(pruner.close)
-    bounds = Bounds(settings.max_queued_candidates or most_queued(port.capacity), settings.max_candidates_per_key)
+    max_waiting = settings.max_queued_candidates or default_max_waiting(port.capacity)
+    bounds = Bounds(max_waiting, settings.max_candidates_per_key)
     rollouts: VllmRollouts = Rollouts(
         port,
         control.planner,
@@ -153,7 +154,7 @@ def make_rooms(
         Intervals(settings.poll_interval, settings.cohort_window, settings.group_wait),
         gate=gate,
         admission=Admission(lambda: port.unfinished, port.capacity, bounds),
-        brownout=Brownout.for_queue(bounds.most_waiting or 0, port.capacity or 0, settings.brownout),
+        brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0, settings.brownout),
         scorer=pruner,
     )
     control.apply_to(rollouts)
@@ -168,7 +169,7 @@ def make_rooms(
     feedback = Feedback(
         statistics.rewards, learn_rewards, metrics, on_reward=[confidence.learn_reward, pruner.learn_reward]
     )
-    rollouts.observe(metrics, provenance, bias, feedback, monitor, pruner, journal, *traces)
+    rollouts.observe(metrics, provenance, bias, feedback, monitor, pruner, event_log, *traces)
 
     retention = BatchRetention(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
     batches: VllmBatches = BatchRegistry(
@@ -177,7 +178,7 @@ def make_rooms(
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.prompter, confidence, metrics)
 
     limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
-    update_observers = (WeightMetrics(engine.model_name), journal)
+    update_observers = (WeightMetrics(engine.model_name), event_log)
     hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts, hosts)
     return Rooms(provenance, rollouts, feedback, monitor, batches, votes, updates, control)
@@ -189,14 +190,14 @@ def extend(
     settings: Settings,
     access: Access,
     store: Store,
-    life: Life,
+    lifecycle: Lifecycle,
     model_name: str,
 ) -> None:
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
     application.add_middleware(GroupIdHeader)
     statistics = rooms.rollouts.statistics
-    viewed = Viewed(
+    monitored = MonitorSources(
         rooms.monitor,
         statistics.rewards,
         rooms.updates,
@@ -214,14 +215,16 @@ def extend(
             rooms.votes,
             rooms.feedback,
             rooms.updates,
-            viewed,
+            monitored,
             access.needs_key,
         )
     )
     application.include_router(page.routes())
     limits, refusals = BodyLimits(settings.max_body_bytes, flag="--max-body-bytes"), AccessMetrics(model_name)
     # Added last, so that it is the outermost.
-    application.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=refusals.refused, life=life)
+    application.add_middleware(
+        SecurityMiddleware, access=access, limits=limits, on_refusal=refusals.refused, lifecycle=lifecycle
+    )
 
 
 def _metric_sources(rollouts: VllmRollouts, control: Control, store: Store, bias: LengthBias) -> RolloutSources:

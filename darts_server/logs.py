@@ -1,4 +1,4 @@
-"""What the log looks like: vLLM's lines, the HTTP server's and ours, in every process of the server."""
+"""Set up logging: vLLM's lines, the HTTP server's and ours, in every process of the server."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from darts_server.serving.admission import caller
 
 LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
-"""vLLM reads these when it is imported, and so do its processes."""
+"""vLLM reads these when it is imported, in each of its processes."""
 DEFAULT_LEVEL = "INFO"
 OURS = "darts_server"
 STREAM = "ext://sys.stdout"
@@ -24,30 +24,30 @@ NAMES = {"asctime": "time", "levelname": "level", "name": "logger"}
 
 
 def set_up(form: str, level: str | None) -> None:
-    """Log so from now on. To be called before vLLM is imported. ``level``: ``None`` for that of vLLM's variable.
+    """Configure logging; call it before vLLM is imported. ``level``: ``None`` for the one in vLLM's variable.
 
     Raises:
-        InvalidSetting: vLLM was told to log in another way.
+        InvalidSetting: JSON, and vLLM has a logging configuration of its own.
     """
     level = level or os.environ.get(LEVEL_VARIABLE, "").upper() or DEFAULT_LEVEL
     os.environ[LEVEL_VARIABLE] = level
     if form == "json":
         if other := os.environ.get(CONFIG_VARIABLE):
-            raise InvalidSetting(f"--log-format json and {CONFIG_VARIABLE} = {other} exclude each other; leave one out")
-        config = as_json(level)
-        os.environ[CONFIG_VARIABLE] = str(_written(config))
+            raise InvalidSetting(f"--log-format json and {CONFIG_VARIABLE} = {other} exclude each other; omit one")
+        config = json_config(level)
+        os.environ[CONFIG_VARIABLE] = str(_write(config))
     else:
-        config = on_a_console(level)
+        config = console_config(level)
     logging.config.dictConfig(config)
 
 
-def on_a_console(level: str) -> dict[str, Any]:
-    """Ours as vLLM's lines look by themselves."""
+def console_config(level: str) -> dict[str, Any]:
+    """Return a logging configuration with our lines in the format of vLLM's."""
     return _config({"format": CONSOLE, "datefmt": CONSOLE_TIME}, level, {OURS: level})
 
 
-def as_json(level: str) -> dict[str, Any]:
-    """One object a line, with what the line is about in fields of its own."""
+def json_config(level: str) -> dict[str, Any]:
+    """Return a logging configuration with one JSON object per line, with our values as fields."""
     formatter = {
         "()": "pythonjsonlogger.json.JsonFormatter",
         "fmt": FIELDS,
@@ -60,7 +60,7 @@ def as_json(level: str) -> dict[str, Any]:
 
 
 class RequestId(logging.Filter):
-    """Has lines that are written on behalf of a request tell its id, as the caller gave it in ``X-Request-Id``."""
+    """Add the caller's ``X-Request-Id`` to lines logged while its request is handled."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if (request_id := caller.get().request_id) is not None:
@@ -87,8 +87,8 @@ def _config(formatter: dict[str, Any], level: str, loggers: dict[str, str]) -> d
     }
 
 
-def _written(config: dict[str, Any]) -> Path:
-    """In a file that stays as long as the machine keeps temporary files: processes may start at any time."""
+def _write(config: dict[str, Any]) -> Path:
+    """Write the configuration to a temporary file that is never deleted: processes may start at any time."""
     with tempfile.NamedTemporaryFile("w", prefix="darts-log-", suffix=".json", delete=False) as file:
         json.dump(config, file)
     return Path(file.name)

@@ -1,4 +1,4 @@
-"""Routes of our own API, under ``/darts/v1``."""
+"""All routes of our own API, under ``/darts/v1``."""
 
 from dataclasses import asdict
 from typing import Any
@@ -28,30 +28,33 @@ def router(
     votes: VoteRunner[Any, Any],
     feedback: Feedback,
     updates: Updates,
-    viewed: monitor.Viewed,
-    guarded: bool,
+    monitored: monitor.MonitorSources,
+    needs_key: bool,
 ) -> APIRouter:
-    """The routes. ``guarded``: whether their description names a key; `SecurityMiddleware` checks it."""
-    asking = [Depends(BEARER)] if guarded else []
-    api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=asking, responses=FAILURES)
+    """Create the routes. ``needs_key``: whether their description names a key, which `SecurityMiddleware` checks."""
+    dependencies = [Depends(BEARER)] if needs_key else []
+    api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=dependencies, responses=FAILURES)
 
     @api.get("/groups/{group_id}")
     async def groups(group_id: str) -> GroupsAnswer:
-        """Provenance of a group, or of all groups of a response: every candidate's length and fate."""
+        """Return the provenance of a group, or of all groups of a response: how every candidate ended."""
         records = provenance.find(group_id)
         if not records:
-            raise NotFound("group_id", f"no group {group_id!r} is kept; only the latest are, and only shaped ones")
+            raise NotFound("group_id", f"there is no group {group_id!r}; only the latest shaped groups are kept")
         return GroupsAnswer(groups=[GroupAnswer.of(record, feedback.of(record)) for record in records])
 
     @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
     async def prompt(prompt_key: str) -> PromptAnswer:
-        """What is known of a prompt's lengths and rewards. Its key is told with its groups."""
+        """Return statistics of a prompt's lengths and rewards. Its groups have its key."""
         stats = prompts.stats(prompt_key)
         if stats is None:
-            raise NotFound("prompt_key", f"no prompt {prompt_key!r} is known; GET /darts/v1/groups/ID tells keys")
-        rewarded = summary(learned.of_prompt(prompt_key))
-        told = None if rewarded is None else PromptRewardsAnswer(**asdict(rewarded))
-        return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=told)
+            raise NotFound(
+                "prompt_key",
+                f"there are no statistics of prompt {prompt_key!r}; GET /darts/v1/groups/ID returns its key",
+            )
+        reward_stats = summary(learned.of_prompt(prompt_key))
+        answer = None if reward_stats is None else PromptRewardsAnswer(**asdict(reward_stats))
+        return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)
 
     api.include_router(rollouts.routes(batches))
     api.include_router(vote.routes(votes))
@@ -60,5 +63,5 @@ def router(
     api.include_router(policy.routes(control))
     api.include_router(weights.routes(updates))
     api.include_router(lora.routes(updates))
-    api.include_router(monitor.routes(viewed))
+    api.include_router(monitor.routes(monitored))
     return api

@@ -1,4 +1,4 @@
-"""Who is let in while much waits for the engine: by candidates, not by requests."""
+"""Admission of requests by the number of candidates that wait for the engine."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -9,22 +9,19 @@ from dataclasses import dataclass, field
 from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
 
 RETRY_SECONDS = 5
-"""What a refused caller is told to wait: some hundred decode steps, in which some of what waits has begun."""
-
-
-MOST_ROUNDS = 64
-LEAST_QUEUE = 16_384
-"""What waits unless the operator says otherwise: so many times what runs at once, and at least so many. Trainers send a
-step's prompts all together, often as single requests, and none of these should be refused."""
+"""``Retry-After`` of a refused request: some hundred decode steps, after which some waiting candidates have started."""
+QUEUE_ROUNDS = 64
+MIN_QUEUE = 16_384
+"""The default queue holds 64 times the candidates that run at once, at least 16,384. Trainers send all prompts of a
+step at once, often as single requests, and none of these should be refused."""
 
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """Who sent the request that is being handled.
+    """The caller of the request that is being handled.
 
-    ``name``: equal for requests with the same key; ``None`` without one. ``request_id``: by which the caller knows the
-    request, if it said so. ``trace``: where the request belongs in the caller's trace, by header. ``refused``: why its
-    request is not served.
+    ``name``: equal for requests with the same key; ``None`` without one. ``refused``: why the request is refused.
+    ``request_id``: the caller's own id of the request. ``trace``: trace context headers.
     """
 
     name: str | None = None
@@ -33,132 +30,132 @@ class Caller:
     trace: Mapping[str, str] = field(default_factory=dict)
 
 
-NOBODY = Caller()
-caller: ContextVar[Caller] = ContextVar("darts_caller", default=NOBODY)
+NO_CALLER = Caller()
+caller: ContextVar[Caller] = ContextVar("darts_caller", default=NO_CALLER)
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """``most_waiting``: candidates that wait when no others are let in any more. ``most_per_caller``: candidates of one
-    caller's unanswered requests. ``None`` for no such bound.
+    """``max_waiting``: number of waiting candidates from which requests are refused. ``max_per_caller``: candidates in
+    flight for one caller. ``None`` for no bound.
     """
 
-    most_waiting: int | None = None
-    most_per_caller: int | None = None
+    max_waiting: int | None = None
+    max_per_caller: int | None = None
 
 
-def most_queued(capacity: int | None) -> int | None:
-    """How many candidates may wait for an engine of that capacity."""
-    return None if capacity is None else max(MOST_ROUNDS * capacity, LEAST_QUEUE)
+def default_max_waiting(capacity: int | None) -> int | None:
+    """Return how many candidates may wait for an engine with that capacity."""
+    return None if capacity is None else max(QUEUE_ROUNDS * capacity, MIN_QUEUE)
 
 
 class Ticket:
-    """The place of one request's candidates."""
+    """The candidates of one admitted request."""
 
-    def __init__(self, ledger: "Admission", name: str | None) -> None:
-        self._ledger = ledger
+    def __init__(self, admission: "Admission", name: str | None) -> None:
+        self._admission = admission
         self._name = name
         self._candidates = 0
-        self._ahead = True
+        self._is_ahead = True
 
-    def grow(self, candidates: int) -> None:
-        """It has so many now, before it has `begun`."""
+    def resize(self, candidates: int) -> None:
+        """Change the number of candidates, before `mark_started`."""
         more = candidates - self._candidates
         self._candidates = candidates
-        self._ledger.ahead += more
-        self._ledger.count(self._name, more)
+        self._admission.ahead += more
+        self._admission.add_to_caller(self._name, more)
 
-    def begun(self) -> None:
-        """The engine counts them from now on."""
-        if self._ahead:
-            self._ahead = False
-            self._ledger.ahead -= self._candidates
+    def mark_started(self) -> None:
+        """Count the candidates as the engine's from now on."""
+        if self._is_ahead:
+            self._is_ahead = False
+            self._admission.ahead -= self._candidates
 
-    def end(self) -> None:
-        self.begun()
-        self._ledger.count(self._name, -self._candidates)
+    def release(self) -> None:
+        self.mark_started()
+        self._admission.add_to_caller(self._name, -self._candidates)
 
 
 class Admission:
-    """Counts what is ahead of the engine and whose it is. One event loop.
+    """Count candidates ahead of the engine, in total and per caller. One event loop.
 
     Args:
-        unfinished: candidates that the engine runs or keeps waiting.
-        capacity: most candidates that it runs at once; ``None`` for no such bound, and then nothing ever waits.
+        unfinished: returns the number of candidates that the engine runs or queues.
+        capacity: maximum number of candidates that it runs at once; ``None``: unlimited, so none ever wait.
     """
 
     def __init__(self, unfinished: Callable[[], int], capacity: int | None, bounds: Bounds | None = None) -> None:
         self._unfinished = unfinished
         self._capacity = capacity
         self._bounds = bounds or Bounds()
-        self._held: Counter[str] = Counter()
+        self._by_caller: Counter[str] = Counter()
         self.requests = 0
-        """Requests that are let in and not answered."""
+        """Admitted requests that have not been answered."""
         self.ahead = 0
-        """Candidates that are let in and have not come to the engine."""
+        """Admitted candidates that have not reached the engine."""
 
     @property
     def waiting(self) -> int:
-        """Candidates for which the engine has no room now."""
+        """Number of candidates beyond the engine's capacity."""
         return 0 if self._capacity is None else max(0, self._unfinished() + self.ahead - self._capacity)
 
     def check(self, candidates: int, field: str = "n") -> None:
-        """Whether a request for so many more may begin.
+        """Check whether a request for so many candidates may start.
 
-        How many they are matters to their caller's share alone: if they had to fit into what is left of the queue, a
-        large request might never begin.
+        The number counts only towards the caller's quota. If the request had to fit into the rest of the queue, a large
+        one might never start.
 
         Raises:
-            Overloaded: too much waits.
-            QuotaReached: the caller has too many already.
-            InvalidRequest: more than the caller may ever have; ``field`` says where it is asked for.
+            Overloaded: too many candidates wait.
+            QuotaReached: the caller has too many in flight.
+            InvalidRequest: the request exceeds the caller's quota by itself; ``field`` names its parameter.
         """
         try:
             self._check(candidates, field)
         except DartsError as error:
-            if (who := caller.get()) is not NOBODY:
+            if (who := caller.get()) is not NO_CALLER:
                 who.refused = error
             raise
 
     @contextmanager
-    def held(self, candidates: int) -> Iterator[Ticket]:
-        """The place of a request for so many candidates, until the block ends."""
+    def reserve(self, candidates: int) -> Iterator[Ticket]:
+        """Count the candidates of an admitted request until the block ends."""
         ticket = Ticket(self, caller.get().name)
-        ticket.grow(candidates)
+        ticket.resize(candidates)
         self.requests += 1
         try:
             yield ticket
         finally:
             self.requests -= 1
-            ticket.end()
+            ticket.release()
 
-    def count(self, name: str | None, candidates: int) -> None:
-        """So many more candidates are a caller's."""
+    def add_to_caller(self, name: str | None, candidates: int) -> None:
+        """Add to the number of a caller's candidates in flight."""
         if name is None:
             return
-        self._held[name] += candidates
-        if not self._held[name]:
-            del self._held[name]
+        self._by_caller[name] += candidates
+        if not self._by_caller[name]:
+            del self._by_caller[name]
 
     def _check(self, candidates: int, field: str) -> None:
-        most, name = self._bounds.most_per_caller, caller.get().name
-        if most is not None and name is not None:
-            if candidates > most:
+        limit, name = self._bounds.max_per_caller, caller.get().name
+        if limit is not None and name is not None:
+            if candidates > limit:
                 raise InvalidRequest(
                     field,
-                    f"asks for {candidates} candidates at once, and a key may have {most} (--max-candidates-per-key); "
-                    "ask for fewer at a time",
+                    f"requests {candidates} candidates, and a key may have {limit} in flight "
+                    "(--max-candidates-per-key); request fewer at a time",
                 )
-            if self._held[name] + candidates > most:
+            if self._by_caller[name] + candidates > limit:
                 raise QuotaReached(
-                    f"this key has {self._held[name]} candidates under way, and {candidates} more would be above its "
-                    f"{most} (--max-candidates-per-key); send this again when some have ended",
+                    f"this key has {self._by_caller[name]} candidates in flight, and {candidates} more would exceed "
+                    f"its quota of {limit} (--max-candidates-per-key); retry when some have finished",
                     RETRY_SECONDS,
                 )
-        most, waiting = self._bounds.most_waiting, self.waiting
-        if most is not None and waiting >= most:
+        limit, waiting = self._bounds.max_waiting, self.waiting
+        if limit is not None and waiting >= limit:
             raise Overloaded(
-                f"{waiting} candidates wait for the engine, and from {most} on (--max-queued-candidates) none are "
-                "taken; send this again later",
+                f"{waiting} candidates wait for the engine, and at most {limit} may (--max-queued-candidates); retry "
+                "later",
                 RETRY_SECONDS,
             )

@@ -1,4 +1,4 @@
-"""The gate before an engine: work passes it, unless the engine's weights are about to change."""
+"""A gate in front of the engine: closed while the engine's weights are about to change."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,83 +6,80 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Counts what is inside, and keeps the rest outside while it is closed. One event loop."""
+    """Count the work that is inside, and hold new work back while closed. One event loop."""
 
     def __init__(self) -> None:
         self._inside = 0
-        self._alone: set[object] = set()
-        self._closed: set[str] = set()
+        self._unshaped: set[object] = set()
+        self._closed_by: set[str] = set()
         self._opened = asyncio.Event()
         self._opened.set()
         self._left = asyncio.Event()
-        self._condemned: Exception | None = None
+        self._error: Exception | None = None
 
     @property
     def inside(self) -> int:
-        """Pieces of work that have passed and not left."""
+        """Number of pieces of work that have entered and not left."""
         return self._inside
 
     @property
     def closed(self) -> bool:
-        return bool(self._closed)
+        return bool(self._closed_by)
 
     @asynccontextmanager
-    async def held(self, *, at_once: bool = False, alone: bool = False) -> AsyncIterator[None]:
-        """Pass, waiting while the gate is closed; leave with the block.
+    async def enter(self, *, skip_wait: bool = False, unshaped: bool = False) -> AsyncIterator[None]:
+        """Enter as soon as the gate is open, and leave at the end of the block.
 
-        ``at_once``: pass a closed gate too. For work that others wait for, who are inside already. ``alone``: no group
-        is made of it.
+        ``skip_wait``: enter a closed gate too, for work that others inside wait for. ``unshaped``: the work is not a
+        group.
         """
-        while not (at_once or self._opened.is_set()):
+        while not (skip_wait or self._opened.is_set()):
             await self._opened.wait()
         self.let_in()
-        me = object()
-        if alone:
-            self._alone.add(me)
+        entry = object()
+        if unshaped:
+            self._unshaped.add(entry)
         try:
             yield
         finally:
-            self._alone.discard(me)
+            self._unshaped.discard(entry)
             self.leave()
 
     def let_in(self) -> None:
-        """What is inside already begins more work, which has to `leave` too.
+        """Count one more piece of work, which must call `leave`.
 
         Raises:
-            Exception: that of `condemn`.
+            Exception: that of `fail`.
         """
         self.check()
         self._inside += 1
 
     def check(self) -> None:
-        """
-        Raises:
-            Exception: that of `condemn`.
-        """
-        if self._condemned is not None:
-            raise self._condemned
+        """Raise the error of `fail`, if the gate has failed."""
+        if self._error is not None:
+            raise self._error
 
     def leave(self) -> None:
         self._inside -= 1
         self._left.set()
 
     def close(self, by: str = "") -> None:
-        """Let nobody in until all who closed it, each by its own name, have opened it."""
-        self._closed.add(by)
+        """Hold new work back until everyone who closed the gate, each with its own name, has opened it."""
+        self._closed_by.add(by)
         self._opened.clear()
 
     def open(self, by: str = "") -> None:
-        self._closed.discard(by)
-        if not self._closed:
+        self._closed_by.discard(by)
+        if not self._closed_by:
             self._opened.set()
 
-    def condemn(self, error: Exception) -> None:
-        """Nothing passes any more; all who wait or come get the error."""
-        self._condemned = error
+    def fail(self, error: Exception) -> None:
+        """Raise this error in all work that waits or comes later."""
+        self._error = error
         self._opened.set()
 
-    async def emptied(self, *, but_for_groups: bool = False) -> None:
+    async def wait_until_empty(self, *, except_groups: bool = False) -> None:
         """Wait until nothing is inside, or nothing but groups."""
-        while self._alone or (self._inside and not but_for_groups):
+        while self._unshaped or (self._inside and not except_groups):
             self._left.clear()
             await self._left.wait()

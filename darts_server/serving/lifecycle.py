@@ -1,4 +1,4 @@
-"""The end of a server's life: from when on it takes no work, why, and what becomes of the work that runs."""
+"""Shutdown of a server: when it stops accepting work, why, and what happens to running work."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -8,37 +8,37 @@ from typing import Protocol
 from darts_server.exceptions import DartsError, ServerStopping
 
 ANSWER_SECONDS = 2.0
-"""For errors to reach their callers; those who are here need milliseconds."""
-LOOK_SECONDS = 0.05
+"""For errors to reach their callers; on the same machine that takes milliseconds."""
+POLL_SECONDS = 0.05
 RETRY_SECONDS = 30
-"""What callers of a server that stops are told to wait: about what another one takes to start."""
+"""``Retry-After`` of a stopping server: about the time in which another one starts."""
 
 
-class Life:
-    """Whether the server takes work. One event loop."""
+class Lifecycle:
+    """Whether the server accepts work. One event loop."""
 
     def __init__(self) -> None:
-        self.over: DartsError | None = None
-        """Why no work is taken any more; ``None`` while it is."""
+        self.stop_reason: DartsError | None = None
+        """Why the server accepts no more work; ``None`` while it does."""
         self.requests = 0
-        """Requests inside that ask for work."""
-        self._ended = asyncio.Event()
+        """Requests for work that are being handled."""
+        self._stopped = asyncio.Event()
 
-    def end(self, error: DartsError) -> None:
-        """Take no more work, for that reason. Of several, the first stays."""
-        if self.over is None:
-            self.over = error
-            self._ended.set()
+    def stop(self, reason: DartsError) -> None:
+        """Accept no more work. Later reasons are ignored."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+            self._stopped.set()
 
-    async def ended(self) -> DartsError:
-        """Wait for its end; the reason."""
-        await self._ended.wait()
-        assert self.over is not None
-        return self.over
+    async def wait_for_stop(self) -> DartsError:
+        """Wait until the server accepts no more work, and return the reason."""
+        await self._stopped.wait()
+        assert self.stop_reason is not None
+        return self.stop_reason
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """A request that asks for work is inside until the block ends."""
+    def track_request(self) -> Iterator[None]:
+        """Count a request for work while it is handled."""
         self.requests += 1
         try:
             yield
@@ -46,64 +46,69 @@ class Life:
             self.requests -= 1
 
 
-class Work(Protocol):
-    """What runs on a server."""
+class RunningWork(Protocol):
+    """The work that runs on a server."""
 
     @property
-    def busy(self) -> bool:
-        """Whether anyone waits for anything that runs."""
+    def is_busy(self) -> bool:
+        """Whether any caller waits for running work."""
         ...
 
-    def hurry(self) -> None:
-        """Nothing more will come: go on with what is there, and let go what nobody will ask for."""
+    def drain(self) -> None:
+        """Stop waiting for further requests, and cancel work that has no connected caller."""
         ...
 
     def fail(self, error: DartsError) -> None:
-        """End all that runs, with this error for its callers."""
+        """Fail all running work with this error."""
         ...
 
 
-class Ending:
-    """Brings a life that is over to its end.
+class Shutdown:
+    """Drain running work after a stop, fail what is left, and exit.
 
     Args:
-        grace: seconds that running work may take when the server is told to stop.
-        leave: has the server go.
-        look: seconds between two looks at whether work still runs.
+        grace: seconds that running work may take after a stop by signal.
+        exit: stops the HTTP server.
+        poll_seconds: interval at which running work is checked.
     """
 
     def __init__(
-        self, life: Life, work: Work, grace: float, leave: Callable[[], None], look: float = LOOK_SECONDS
+        self,
+        lifecycle: Lifecycle,
+        work: RunningWork,
+        grace: float,
+        exit: Callable[[], None],
+        poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        self._life = life
+        self._lifecycle = lifecycle
         self._work = work
         self._grace = grace
-        self._leave = leave
-        self._look = look
+        self._exit = exit
+        self._poll_seconds = poll_seconds
 
-    def stop(self) -> None:
-        """The server is told to stop."""
-        self._life.end(
-            ServerStopping("the server is stopping; send this to another one, or again later", RETRY_SECONDS)
+    def begin(self) -> None:
+        """Stop accepting work, and drain."""
+        self._lifecycle.stop(
+            ServerStopping("the server is stopping; send this to another one, or retry later", RETRY_SECONDS)
         )
-        self._work.hurry()
+        self._work.drain()
 
     async def run(self) -> None:
-        """Wait for the end of the life, then for that of the work; have what is left fail."""
-        error = await self._life.ended()
-        if isinstance(error, ServerStopping):
-            await self._quiet(self._grace)
-        if self._busy:
-            self._work.fail(error)
-            await self._quiet(ANSWER_SECONDS)
-        self._leave()
+        """Wait for the stop, give running work its grace time, fail what is left, and exit."""
+        reason = await self._lifecycle.wait_for_stop()
+        if isinstance(reason, ServerStopping):
+            await self._wait_until_idle(self._grace)
+        if self._is_busy:
+            self._work.fail(reason)
+            await self._wait_until_idle(ANSWER_SECONDS)
+        self._exit()
 
     @property
-    def _busy(self) -> bool:
-        return self._work.busy or self._life.requests > 0
+    def _is_busy(self) -> bool:
+        return self._work.is_busy or self._lifecycle.requests > 0
 
-    async def _quiet(self, seconds: float) -> None:
-        left = seconds
-        while self._busy and left > 0:
-            await asyncio.sleep(self._look)
-            left -= self._look
+    async def _wait_until_idle(self, timeout: float) -> None:
+        remaining = timeout
+        while self._is_busy and remaining > 0:
+            await asyncio.sleep(self._poll_seconds)
+            remaining -= self._poll_seconds

@@ -99,10 +99,10 @@ class ShapingLLM(ControlledLLM):
     async def _generate_unshaped(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        with self.admission.held(params.n) as ticket:
+        with self.admission.reserve(params.n) as ticket:
             outputs = super().generate(prompt, params, request_id, **options)
-            async with self.gate.held(alone=True), aclosing(outputs):
-                ticket.begun()
+            async with self.gate.enter(unshaped=True), aclosing(outputs):
+                ticket.mark_started()
                 with _unwrap_own_errors():
                     async for output in outputs:
                         yield output
@@ -114,12 +114,12 @@ class ShapingLLM(ControlledLLM):
         # CUMULATIVE is what the token route of 0.26 requests without streaming: it reads the last output alone.
         streaming = request.params.output_kind is RequestOutputKind.DELTA
         spec = GroupSpec.of_plan(plan, request, request.request_id, prompt_key, request.tail_seed, early=streaming)
-        with self.admission.held(plan.size) as ticket, raise_vllm_errors():
-            async with self.gate.held():
+        with self.admission.reserve(plan.size) as ticket, raise_vllm_errors():
+            async with self.gate.enter():
                 allocation = await self.rollouts.allocator.allocate(plan, prompt_key)
-                ticket.grow(allocation.candidates)
+                ticket.resize(allocation.candidates)
                 run = self.rollouts.start(spec, plan, allocation)
-                ticket.begun()
+                ticket.mark_started()
                 try:
                     if streaming:
                         async for output in self._stream(request, run.trajectories(), plan.size):
@@ -142,10 +142,10 @@ class ShapingLLM(ControlledLLM):
     async def _generate_joined(self, request: JoinRequest[PromptRequest]) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
         joiner = self.rollouts.joiner
-        with self.admission.held(1) as ticket, raise_vllm_errors():
+        with self.admission.reserve(1) as ticket, raise_vllm_errors():
             # A closed gate must not keep out a request that a running group waits for.
-            async with self.gate.held(at_once=joiner.expects(request.join_key)):
-                ticket.begun()
+            async with self.gate.enter(skip_wait=joiner.expects(request.join_key)):
+                ticket.mark_started()
                 output = await joiner.join(request, note_shaped)
         yield as_choice(request.request_id, output, 0, last=True)
 
@@ -181,7 +181,7 @@ class ShapingLLM(ControlledLLM):
 
     def fail(self, error: DartsError) -> None:
         """End everything that runs and refuse everything that arrives; all callers get this error."""
-        self.gate.condemn(error)
+        self.gate.fail(error)
         if self.rollouts is not None:
             self.rollouts.fail_all(error)
         self.output_processor.propagate_error(error)

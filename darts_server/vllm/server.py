@@ -121,11 +121,11 @@ async def serve(
     batches: VllmBatches,
     supervision: Supervision,
 ) -> None:
-    """Serve the app until the server's life is over."""
+    """Serve the app until the server stops."""
     async with supervise(llm, batches, application, supervision) as ending:
 
         async def handle_own_signals() -> None:
-            handle_signals(ending, supervision.life)
+            handle_signals(ending, supervision.lifecycle)
 
         shutdown = await _serve_http(application, args, sock, handle_own_signals)
     await shutdown

@@ -16,7 +16,7 @@ import psutil
 from fastapi import FastAPI
 
 from darts_server.exceptions import DartsError, EngineDead, EngineHung, ServerStopping
-from darts_server.serving.lifecycle import Ending, Life
+from darts_server.serving.lifecycle import Lifecycle, Shutdown
 from darts_server.vllm.engine import VllmBatches
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.watchdog import cause_of_death, wait_until_hung
@@ -38,7 +38,7 @@ class Supervision:
     send nothing; 0 switches the watchdog off.
     """
 
-    life: Life
+    lifecycle: Lifecycle
     grace: float
     watchdog: float = 300.0
 
@@ -62,32 +62,32 @@ def exit_on_signals() -> None:
 @asynccontextmanager
 async def supervise(
     llm: ShapingLLM, batches: VllmBatches, application: FastAPI, supervision: Supervision
-) -> AsyncIterator[Ending]:
-    """Watch the engine, and shut the HTTP server down when the server's life is over."""
+) -> AsyncIterator[Shutdown]:
+    """Watch the engine, and shut the HTTP server down when the server stops."""
 
     def stop_http_server() -> None:
         application.state.server.should_exit = True
 
     def report_death() -> None:
-        supervision.life.end(EngineDead(f"the engine died: {cause_of_death(llm.engine_core)}"))
+        supervision.lifecycle.stop(EngineDead(f"the engine died: {cause_of_death(llm.engine_core)}"))
 
-    ending = Ending(supervision.life, _EngineWork(llm, batches), supervision.grace, stop_http_server)
+    shutdown = Shutdown(supervision.lifecycle, _EngineWork(llm, batches), supervision.grace, stop_http_server)
     llm.pulse.on_death = report_death
-    tasks = [asyncio.create_task(ending.run())]
+    tasks = [asyncio.create_task(shutdown.run())]
     if supervision.watchdog:
         tasks.append(asyncio.create_task(_watch(llm, supervision)))
     try:
-        yield ending
+        yield shutdown
     finally:
         for task in tasks:
             task.cancel()
 
 
-def handle_signals(ending: Ending, life: Life) -> None:
+def handle_signals(shutdown: Shutdown, lifecycle: Lifecycle) -> None:
     """Shut down in order on the first signal and at once on the second. vLLM's own handlers know no groups."""
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
-        loop.add_signal_handler(number, partial(_handle_signal, number, ending, life))
+        loop.add_signal_handler(number, partial(_handle_signal, number, shutdown, lifecycle))
 
 
 def exit_at_once(number: int, _: object = None) -> None:
@@ -108,26 +108,26 @@ def exit_at_once(number: int, _: object = None) -> None:
     os._exit(128 + number)
 
 
-def exit_code(llm: ShapingLLM, life: Life) -> int:
+def exit_code(llm: ShapingLLM, lifecycle: Lifecycle) -> int:
     """1 if the engine failed; the last line of the log then says why."""
-    if isinstance(life.over, ServerStopping) or not (life.over or llm.died):
+    if isinstance(lifecycle.stop_reason, ServerStopping) or not (lifecycle.stop_reason or llm.died):
         return 0
-    logger.critical("%s", life.over or f"the engine died: {cause_of_death(llm.engine_core)}")
+    logger.critical("%s", lifecycle.stop_reason or f"the engine died: {cause_of_death(llm.engine_core)}")
     return 1
 
 
 class _EngineWork:
-    """Implements :class:`darts_server.serving.lifecycle.Work`."""
+    """Implements :class:`darts_server.serving.lifecycle.RunningWork`."""
 
     def __init__(self, llm: ShapingLLM, batches: VllmBatches) -> None:
         self._llm = llm
         self._batches = batches
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return self._llm.admission.requests > 0
 
-    def hurry(self) -> None:
+    def drain(self) -> None:
         self._batches.drain()
         if self._llm.rollouts is not None:
             self._llm.rollouts.joiner.drain()
@@ -146,19 +146,19 @@ def _descendants(pid: int | None) -> list[psutil.Process]:
 
 async def _watch(llm: ShapingLLM, supervision: Supervision) -> None:
     await wait_until_hung(llm.pulse, lambda: llm.should_respond, supervision.watchdog)
-    supervision.life.end(
+    supervision.lifecycle.stop(
         EngineHung(
             f"the engine is hung: it has requests, and sent nothing for {supervision.watchdog:g} s (--engine-watchdog)"
         )
     )
 
 
-def _handle_signal(number: int, ending: Ending, life: Life) -> None:
-    if life.over is not None:
+def _handle_signal(number: int, shutdown: Shutdown, lifecycle: Lifecycle) -> None:
+    if lifecycle.stop_reason is not None:
         logger.warning("%s again: exiting at once", signal.Signals(number).name)
         exit_at_once(number)
     logger.warning(
         "%s: shutting down; running requests may take the grace time, another signal ends them",
         signal.Signals(number).name,
     )
-    ending.stop()
+    shutdown.begin()

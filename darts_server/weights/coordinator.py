@@ -119,7 +119,7 @@ class Coordinator:
         """Record that the model's weights are lost, and refuse all requests. Returns the error to raise."""
         self._machine.apply(Transition.LOSE)
         error = f"{reason}; restart the server"
-        self._gate.condemn(WeightsLost(error))
+        self._gate.fail(WeightsLost(error))
         return WeightsLost(error)
 
     async def finish(self, update: Update, error: Exception | None = None) -> UpdateRecord:
@@ -161,7 +161,7 @@ class Coordinator:
         self._gate.close(TRAINER)
         try:
             if mode == "wait" and not self.paused_by_trainer:
-                await Update(TRAINER, None).run_phase("wait", self._gate.emptied, self.settings.wait_timeout)
+                await Update(TRAINER, None).run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
             elif mode == "abort" and self._groups is not None:
                 self._groups.abort_all(
                     "the engine was paused with mode=abort while its group was running; send it again"
@@ -194,14 +194,14 @@ class Coordinator:
                 raise UpdateFailed(
                     "groups cannot finish: the engine is paused; POST /resume first, or use the rule keep"
                 )
-            await update.run_phase("wait", self._gate.emptied, self.settings.wait_timeout)
+            await update.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
         elif update.rule is Rule.RESTART:
             await update.run_phase("wait", self._halt_groups, self.settings.wait_timeout)
 
     async def _halt_groups(self) -> None:
         if self._groups is not None:
             await self._groups.suspend()
-        await self._gate.emptied(but_for_groups=True)
+        await self._gate.wait_until_empty(except_groups=True)
 
     async def _resume(self, update: Update) -> None:
         try:

@@ -85,12 +85,12 @@ class Callers:
         rollouts.admission.check(plan.size)
         if self._rng.random() < ABORTED:
             asyncio.get_running_loop().call_later(self._rng.uniform(0, MAX_CANCEL_DELAY), rollouts.abort, group_id)
-        with rollouts.admission.held(plan.size) as ticket:
-            async with rollouts.gate.held():
+        with rollouts.admission.reserve(plan.size) as ticket:
+            async with rollouts.gate.enter():
                 allocation = await rollouts.allocator.allocate(plan, key)
-                ticket.grow(allocation.candidates)
+                ticket.resize(allocation.candidates)
                 run = rollouts.start(GroupSpec.of_plan(plan, request, group_id, key, early=early), plan, allocation)
-                ticket.begun()
+                ticket.mark_started()
                 try:
                     indices = [trajectory.index async for trajectory in run.trajectories()]
                 finally:
@@ -125,9 +125,9 @@ class Callers:
     async def _single(self, plan: Plan, prompt: str, name: str, request_id: str) -> list[int]:
         rollouts = self._stack.rollouts
         joining = JoinRequest(f"{prompt}#{request_id}", request_id, plan, prompt, f"{plan.policy}/{name}", name)
-        with rollouts.admission.held(1) as ticket:
-            async with rollouts.gate.held(at_once=rollouts.joiner.expects(joining.join_key)):
-                ticket.begun()
+        with rollouts.admission.reserve(1) as ticket:
+            async with rollouts.gate.enter(skip_wait=rollouts.joiner.expects(joining.join_key)):
+                ticket.mark_started()
                 return await rollouts.joiner.join(joining, lambda _: None)
 
     async def _vote(self, number: int, _: Iterator[int]) -> str:

@@ -164,7 +164,7 @@ async def _train(stack: Stack) -> None:
             stack.gate.close("weights")
         try:
             if rule == "finish":
-                await stack.gate.emptied()
+                await stack.gate.wait_until_empty()
             elif rule == "restart":
                 await stack.rollouts.suspend()
             stack.engine.weight_version += 1

@@ -175,8 +175,8 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             votes=votes,
             feedback=feedback,
             updates=Mock(),
-            viewed=Mock(),
-            guarded=False,
+            monitored=Mock(),
+            needs_key=False,
         )
         app.include_router(routes)
         yield app, engine

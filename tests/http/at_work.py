@@ -16,7 +16,7 @@ from darts_server.control import Control
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http import errors, page
 from darts_server.http.body import BodyLimits
-from darts_server.http.resources.monitor import Viewed
+from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
@@ -125,7 +125,7 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
     seconds = {"transfer": 0.2, "check": 0.1, "wait": 1.4, "load": 0.3}
     updates = Mock(spec=Updates, version=7, state=State.SERVING)
     updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, seconds)
-    viewed = Viewed(work.live, work.rewards, updates, lambda: store.fault, lambda: work.stopping())
+    monitored = MonitorSources(work.live, work.rewards, updates, lambda: store.fault, lambda: work.stopping())
     control = Control(load({}, None))
     app.include_router(
         router(
@@ -138,8 +138,8 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
             votes=Mock(),
             feedback=work.feedback,
             updates=updates,
-            viewed=viewed,
-            guarded=bool(keys),
+            monitored=monitored,
+            needs_key=bool(keys),
         )
     )
     app.include_router(page.routes())

@@ -71,8 +71,8 @@ def client(
                 votes=Mock(),
                 feedback=feedback,
                 updates=updates or Mock(spec=Updates),
-                viewed=Mock(),
-                guarded=bool(keys),
+                monitored=Mock(),
+                needs_key=bool(keys),
             )
         )
         access, limits = Access(Keys(keys), Keys(admin_keys)), BodyLimits(LARGEST)

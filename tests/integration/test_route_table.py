@@ -20,7 +20,7 @@ from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http.security.access import Access
 from darts_server.http.security.route_table import access_of_route
 from darts_server.serving.gate import Gate
-from darts_server.serving.lifecycle import Life
+from darts_server.serving.lifecycle import Lifecycle
 from darts_server.store import Store
 from darts_server.vllm import server
 from darts_server.vllm.compat.entrypoints import build_app
@@ -51,7 +51,7 @@ def full_app() -> Iterator[FastAPI]:
         defaults = settings.load({}, None)
         rooms = app.make_rooms(defaults, engine, store, staging, [], closing)
         built.middleware_stack = None
-        app.extend(built, rooms, defaults, Access(), store, Life(), "routes")
+        app.extend(built, rooms, defaults, Access(), store, Lifecycle(), "routes")
         yield built
 
 

@@ -115,7 +115,7 @@ def test_a_key_cannot_exceed_its_candidates_by_sending_many_prompts(server: Serv
     body = COMPLETION | {"prompt": ["7a-5b*4>"] * 3, "n": 16}
     answer = call(server, "POST", "/v1/completions", GIVEN, json=body)
     assert answer.status_code == 400
-    assert "asks for 48 candidates at once" in answer.json()["error"]["message"]
+    assert "requests 48 candidates" in answer.json()["error"]["message"]
     assert server.busy() == 0
     assert call(server, "POST", "/v1/completions", ADMIN, json=body).status_code == 200
 

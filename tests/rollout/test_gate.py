@@ -50,7 +50,7 @@ async def test_a_batch_waits_before_a_closed_gate_and_goes_in_as_a_whole() -> No
     await settle()
     house.rollouts.gate.close()
     second = asyncio.create_task(given(await submit(house, asked("10"))))
-    emptied = asyncio.create_task(house.rollouts.gate.emptied())
+    emptied = asyncio.create_task(house.rollouts.gate.wait_until_empty())
     await settle()
     assert {candidate.request for candidate in house.engine.started} == {"20", "30"}
     assert not emptied.done()
@@ -113,7 +113,7 @@ async def test_no_group_that_waits_for_the_gate_mixes_versions_or_is_lost(seed: 
         for _ in range(8):
             await settle()
             house.rollouts.gate.close()
-            await house.rollouts.gate.emptied()
+            await house.rollouts.gate.wait_until_empty()
             house.engine.weight_version += 1
             house.rollouts.gate.open()
 

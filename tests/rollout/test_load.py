@@ -24,17 +24,17 @@ PROMPTS = ["20", "30", "40"]
 class Full(House):
     """A house whose engine runs ``CAPACITY`` candidates at once, and whose redundancy falls from there on."""
 
-    def __init__(self, most_waiting: int = 16) -> None:
+    def __init__(self, max_waiting: int = 16) -> None:
         super().__init__(lengths(5))
         self.engine.capacity = CAPACITY
-        admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(most_waiting))
+        admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(max_waiting))
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
             Planner({"uniform": Shaping(redundancy=2.0, num_longest=0)}, "uniform", self.limits),
             Statistics(Documents(), CAPACITY),
             Intervals(poll=0),
             admission=admission,
-            brownout=Brownout.for_queue(most_waiting, CAPACITY, 0.0),
+            brownout=Brownout.for_queue(max_waiting, CAPACITY, 0.0),
         )
         self.rollouts.observe(self.recorder)
 
@@ -60,7 +60,7 @@ async def test_redundancy_falls_as_the_queue_grows_and_is_back_when_it_has_gone(
 async def test_a_batch_is_refused_while_the_queue_is_too_long_and_nothing_of_it_begins() -> None:
     house = House(script)
     waiting = 0
-    house.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(most_waiting=8))
+    house.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(max_waiting=8))
     waiting = 7
     await submit(house, asked(*PROMPTS))
     waiting = 8
@@ -72,7 +72,7 @@ async def test_a_batch_is_refused_while_the_queue_is_too_long_and_nothing_of_it_
 async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> None:
     house = House(script)
     most = len(PROMPTS) * SIZE
-    house.rollouts.admission = Admission(lambda: 0, None, Bounds(most_per_caller=most))
+    house.rollouts.admission = Admission(lambda: 0, None, Bounds(max_per_caller=most))
     token = caller.set(Caller("one"))
     with pytest.raises(InvalidRequest, match="a key may have") as error:
         await submit(house, asked(*PROMPTS, "50"))

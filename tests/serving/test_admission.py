@@ -5,12 +5,12 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest, Overloaded, QuotaReached
 from darts_server.serving.admission import (
-    LEAST_QUEUE,
+    MIN_QUEUE,
     Admission,
     Bounds,
     Caller,
     caller,
-    most_queued,
+    default_max_waiting,
 )
 
 CAPACITY = 10
@@ -21,7 +21,7 @@ class Engine:
 
 
 @pytest.fixture(autouse=True)
-def nobody() -> Iterator[None]:
+def no_caller() -> Iterator[None]:
     token = caller.set(Caller())
     yield
     caller.reset(token)
@@ -36,7 +36,7 @@ def an_admission(engine: Engine, capacity: int | None = CAPACITY, **bounds: int)
     return Admission(lambda: engine.unfinished, capacity, Bounds(**bounds))
 
 
-def test_what_waits_is_what_the_engine_has_no_room_for(engine: Engine) -> None:
+def test_candidates_beyond_the_capacity_wait(engine: Engine) -> None:
     admission = an_admission(engine)
     assert admission.waiting == 0
     engine.unfinished = CAPACITY
@@ -46,12 +46,12 @@ def test_what_waits_is_what_the_engine_has_no_room_for(engine: Engine) -> None:
     assert an_admission(engine, None).waiting == 0
 
 
-def test_candidates_on_their_way_wait_too_until_the_engine_counts_them(engine: Engine) -> None:
+def test_admitted_candidates_count_until_the_engine_counts_them(engine: Engine) -> None:
     admission = an_admission(engine)
-    with admission.held(8) as ticket:
-        ticket.grow(12)
+    with admission.reserve(8) as ticket:
+        ticket.resize(12)
         assert admission.waiting == 2
-        ticket.begun()
+        ticket.mark_started()
         assert admission.waiting == 0
         engine.unfinished = 12
         assert admission.waiting == 2
@@ -59,15 +59,15 @@ def test_candidates_on_their_way_wait_too_until_the_engine_counts_them(engine: E
     assert admission.waiting == 0
 
 
-def test_a_request_that_ends_before_it_began_leaves_nothing_behind(engine: Engine) -> None:
+def test_a_request_that_ends_before_it_starts_is_no_longer_counted(engine: Engine) -> None:
     admission = an_admission(engine)
-    with pytest.raises(KeyError), admission.held(50):
+    with pytest.raises(KeyError), admission.reserve(50):
         raise KeyError
     assert admission.waiting == admission.ahead == 0
 
 
-def test_any_request_is_taken_while_the_queue_is_short_and_none_when_it_is_not(engine: Engine) -> None:
-    admission = an_admission(engine, most_waiting=20)
+def test_requests_of_any_size_are_admitted_until_the_queue_is_full(engine: Engine) -> None:
+    admission = an_admission(engine, max_waiting=20)
     engine.unfinished = CAPACITY + 19
     admission.check(10_000)
     engine.unfinished += 1
@@ -76,22 +76,22 @@ def test_any_request_is_taken_while_the_queue_is_short_and_none_when_it_is_not(e
     assert error.value.retry_after > 0
 
 
-def test_without_bounds_everything_is_taken(engine: Engine) -> None:
+def test_without_bounds_every_request_is_admitted(engine: Engine) -> None:
     engine.unfinished = 10**9
     an_admission(engine).check(10**9)
 
 
-def test_a_key_has_its_share_and_others_theirs(engine: Engine) -> None:
-    admission = an_admission(engine, most_per_caller=8)
+def test_each_key_has_its_own_quota(engine: Engine) -> None:
+    admission = an_admission(engine, max_per_caller=8)
     one, other = Caller("one"), Caller("other")
     with ExitStack() as requests:
         caller.set(one)
-        requests.enter_context(admission.held(5))
+        requests.enter_context(admission.reserve(5))
         admission.check(3)
-        with pytest.raises(QuotaReached, match="5 candidates under way, and 4 more"):
+        with pytest.raises(QuotaReached, match="5 candidates in flight, and 4 more"):
             admission.check(4)
         assert isinstance(one.refused, QuotaReached)
-        with pytest.raises(InvalidRequest, match="asks for 9 candidates at once, and a key may have 8") as error:
+        with pytest.raises(InvalidRequest, match="requests 9 candidates, and a key may have 8") as error:
             admission.check(9, "prompts")
         assert error.value.field == "prompts"
         caller.set(other)
@@ -103,17 +103,17 @@ def test_a_key_has_its_share_and_others_theirs(engine: Engine) -> None:
     admission.check(8)
 
 
-def test_a_share_counts_the_candidates_that_a_group_got(engine: Engine) -> None:
-    admission = an_admission(engine, most_per_caller=8)
+def test_a_quota_counts_the_allocated_candidates(engine: Engine) -> None:
+    admission = an_admission(engine, max_per_caller=8)
     caller.set(Caller("one"))
-    with admission.held(4) as ticket:
-        ticket.grow(6)
-        ticket.begun()
+    with admission.reserve(4) as ticket:
+        ticket.resize(6)
+        ticket.mark_started()
         with pytest.raises(QuotaReached):
             admission.check(3)
 
 
-def test_the_queue_is_generous_where_nobody_says_how_long_it_may_be() -> None:
-    assert most_queued(None) is None
-    assert most_queued(1) == LEAST_QUEUE
-    assert most_queued(1024) == 65_536
+def test_the_default_queue_is_large() -> None:
+    assert default_max_waiting(None) is None
+    assert default_max_waiting(1) == MIN_QUEUE
+    assert default_max_waiting(1024) == 65_536

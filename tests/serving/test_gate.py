@@ -15,67 +15,67 @@ pytestmark = pytest.mark.anyio
 
 
 class Work:
-    """Something that passes the gate and stays inside until it is told to end."""
+    """Work that enters the gate and stays inside until ``finish`` is set."""
 
-    def __init__(self, gate: Gate, *, at_once: bool = False) -> None:
+    def __init__(self, gate: Gate, *, skip_wait: bool = False) -> None:
         self.inside = False
-        self.over = asyncio.Event()
-        self.task = asyncio.create_task(self._run(gate, at_once))
+        self.finish = asyncio.Event()
+        self.task = asyncio.create_task(self._run(gate, skip_wait))
 
-    async def _run(self, gate: Gate, at_once: bool) -> None:
-        async with gate.held(at_once=at_once):
+    async def _run(self, gate: Gate, skip_wait: bool) -> None:
+        async with gate.enter(skip_wait=skip_wait):
             self.inside = True
-            await self.over.wait()
+            await self.finish.wait()
         self.inside = False
 
 
-async def test_an_open_gate_lets_all_in_and_counts_them() -> None:
+async def test_an_open_gate_counts_the_work_inside() -> None:
     gate = Gate()
     works = [Work(gate) for _ in range(3)]
     await settle()
     assert gate.inside == 3
     for work in works:
-        work.over.set()
+        work.finish.set()
     await settle()
     assert gate.inside == 0
 
 
-async def test_a_closed_gate_keeps_newcomers_waiting_and_tells_when_it_is_empty() -> None:
+async def test_a_closed_gate_holds_new_work_back_and_reports_when_it_is_empty() -> None:
     gate = Gate()
     old = Work(gate)
     await settle()
     gate.close()
-    new, needed = Work(gate), Work(gate, at_once=True)
-    empty = asyncio.create_task(gate.emptied())
+    new, needed = Work(gate), Work(gate, skip_wait=True)
+    empty = asyncio.create_task(gate.wait_until_empty())
     await settle()
     assert (old.inside, new.inside, needed.inside) == (True, False, True)
-    old.over.set()
+    old.finish.set()
     await settle()
     assert not empty.done()
-    needed.over.set()
+    needed.finish.set()
     await settle()
     assert empty.done()
     assert not new.inside
     gate.open()
     await settle()
     assert new.inside
-    new.over.set()
+    new.finish.set()
     await new.task
 
 
-async def test_what_begins_inside_is_waited_for_too() -> None:
+async def test_work_started_inside_is_waited_for_too() -> None:
     gate = Gate()
-    async with gate.held():
+    async with gate.enter():
         gate.close()
         gate.let_in()
-    empty = asyncio.create_task(gate.emptied())
+    empty = asyncio.create_task(gate.wait_until_empty())
     await settle()
     assert not empty.done()
     gate.leave()
     await asyncio.wait_for(empty, 1)
 
 
-async def test_one_that_gives_up_while_it_waits_was_never_inside() -> None:
+async def test_work_cancelled_while_waiting_was_never_inside() -> None:
     gate = Gate()
     gate.close()
     work = Work(gate)
@@ -86,7 +86,7 @@ async def test_one_that_gives_up_while_it_waits_was_never_inside() -> None:
     assert gate.inside == 0
 
 
-async def test_one_that_is_cancelled_inside_leaves() -> None:
+async def test_work_cancelled_inside_leaves() -> None:
     gate = Gate()
     work = Work(gate)
     await settle()
@@ -95,13 +95,13 @@ async def test_one_that_is_cancelled_inside_leaves() -> None:
     assert gate.inside == 0
 
 
-async def test_a_condemned_gate_turns_away_those_who_wait_and_those_who_come() -> None:
+async def test_a_failed_gate_raises_in_waiting_and_new_work() -> None:
     gate = Gate()
     gate.close()
     waiting = Work(gate)
     await settle()
-    gate.condemn(LookupError("lost"))
-    for work in (waiting, Work(gate), Work(gate, at_once=True)):
+    gate.fail(LookupError("lost"))
+    for work in (waiting, Work(gate), Work(gate, skip_wait=True)):
         with pytest.raises(LookupError):
             await work.task
     with pytest.raises(LookupError):

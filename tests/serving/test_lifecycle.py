@@ -1,4 +1,4 @@
-"""The end of a server's life, with work that the test ends."""
+"""The end of a server's lifecycle, with work that the test ends."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from darts_server.exceptions import DartsError, EngineDead, ServerStopping
-from darts_server.serving.lifecycle import ANSWER_SECONDS, Ending, Life
+from darts_server.serving.lifecycle import ANSWER_SECONDS, Lifecycle, Shutdown
 
 pytestmark = pytest.mark.anyio
 GRACE = 30.0
-LOOK = 0.5
+POLL = 0.5
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
-    """Its timers are due at once, and its clock is where they are due."""
+    """Timers fire at once, and the clock jumps to them."""
 
     now = 0.0
 
@@ -34,80 +34,80 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 
 @dataclass
 class Work:
-    """``lasts``: looks until it has ended by itself. ``stuck``: it does not even end when it fails."""
+    """``lasts``: polls until it has finished. ``stuck``: it does not stop when it fails."""
 
     lasts: int = 0
     stuck: bool = False
-    hurried: int = 0
+    drained: int = 0
     failed: list[DartsError] = field(default_factory=list)
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         self.lasts -= 1
         return self.lasts >= 0 and (self.stuck or not self.failed)
 
-    def hurry(self) -> None:
-        self.hurried += 1
+    def drain(self) -> None:
+        self.drained += 1
 
     def fail(self, error: DartsError) -> None:
         self.failed.append(error)
 
 
-async def end(work: Work, life: Life, error: DartsError | None = None) -> float:
-    """Seconds from the end of the life to the end of the server; ``None`` for one that is told to stop."""
-    left: list[float] = []
+async def shut_down(work: Work, lifecycle: Lifecycle, error: DartsError | None = None) -> float:
+    """Return the seconds from the stop to the exit. ``error``: the reason; ``None`` for a signal."""
+    exited_at: list[float] = []
     loop = asyncio.get_running_loop()
-    ending = Ending(life, work, GRACE, lambda: left.append(loop.time()), LOOK)
-    running = asyncio.create_task(ending.run())
+    shutdown = Shutdown(lifecycle, work, GRACE, lambda: exited_at.append(loop.time()), POLL)
+    running = asyncio.create_task(shutdown.run())
     await asyncio.sleep(0)
-    began = loop.time()
+    stopped_at = loop.time()
     if error is None:
-        ending.stop()
+        shutdown.begin()
     else:
-        life.end(error)
+        lifecycle.stop(error)
     await running
-    assert len(left) == 1
-    return left[0] - began
+    assert len(exited_at) == 1
+    return exited_at[0] - stopped_at
 
 
-async def test_a_server_without_work_goes_at_once() -> None:
-    work, life = Work(), Life()
-    assert await end(work, life) == 0
+async def test_a_server_without_work_exits_at_once() -> None:
+    work, lifecycle = Work(), Lifecycle()
+    assert await shut_down(work, lifecycle) == 0
     assert not work.failed
-    assert isinstance(life.over, ServerStopping)
-    assert life.over.retry_after > 0
+    assert isinstance(lifecycle.stop_reason, ServerStopping)
+    assert lifecycle.stop_reason.retry_after > 0
 
 
-async def test_work_may_end_within_the_grace_time() -> None:
+async def test_work_may_finish_within_the_grace_time() -> None:
     work = Work(lasts=10)
-    assert await end(work, Life()) == 10 * LOOK
-    assert work.hurried == 1
+    assert await shut_down(work, Lifecycle()) == 10 * POLL
+    assert work.drained == 1
     assert not work.failed
 
 
-async def test_what_has_not_ended_then_fails_and_its_callers_get_a_moment() -> None:
-    work, life = Work(lasts=1000), Life()
-    assert await end(work, life) == GRACE
-    assert work.failed == [life.over]
-    assert await end(Work(lasts=1000, stuck=True), Life()) == GRACE + ANSWER_SECONDS
+async def test_work_that_exceeds_the_grace_time_fails_and_its_callers_get_their_errors() -> None:
+    work, lifecycle = Work(lasts=1000), Lifecycle()
+    assert await shut_down(work, lifecycle) == GRACE
+    assert work.failed == [lifecycle.stop_reason]
+    assert await shut_down(Work(lasts=1000, stuck=True), Lifecycle()) == GRACE + ANSWER_SECONDS
 
 
-async def test_a_request_that_is_inside_counts_as_work() -> None:
-    life = Life()
-    with life.inside():
-        assert await end(Work(), life) == GRACE + ANSWER_SECONDS
-    assert life.requests == 0
+async def test_a_tracked_request_counts_as_work() -> None:
+    lifecycle = Lifecycle()
+    with lifecycle.track_request():
+        assert await shut_down(Work(), lifecycle) == GRACE + ANSWER_SECONDS
+    assert lifecycle.requests == 0
 
 
-async def test_a_dead_engine_is_given_no_time() -> None:
-    work, life, error = Work(lasts=1000), Life(), EngineDead("it was killed")
-    assert await end(work, life, error) == 0
+async def test_a_dead_engine_gets_no_grace_time() -> None:
+    work, lifecycle, error = Work(lasts=1000), Lifecycle(), EngineDead("it was killed")
+    assert await shut_down(work, lifecycle, error) == 0
     assert work.failed == [error]
-    assert not work.hurried
+    assert not work.drained
 
 
-async def test_of_several_reasons_the_first_stays() -> None:
-    life, first = Life(), EngineDead("first")
-    life.end(first)
-    life.end(EngineDead("second"))
-    assert await life.ended() is first
+async def test_the_first_stop_reason_is_kept() -> None:
+    lifecycle, first = Lifecycle(), EngineDead("first")
+    lifecycle.stop(first)
+    lifecycle.stop(EngineDead("second"))
+    assert await lifecycle.wait_for_stop() is first

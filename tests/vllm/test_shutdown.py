@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from darts_server.exceptions import EngineHung, ServerStopping
-from darts_server.serving.lifecycle import Ending, Life
+from darts_server.serving.lifecycle import Lifecycle, Shutdown
 from darts_server.vllm import shutdown
 
 
@@ -26,12 +26,12 @@ def test_both_grace_times_are_the_same_and_ours_goes_first(ours: float | None, v
 def test_the_first_signal_stops_in_order_and_the_second_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     monkeypatch.setattr(shutdown, "exit_at_once", left.append)
-    life = Life()
-    ending = Ending(life, Mock(), 30.0, Mock())
-    shutdown._handle_signal(signal.SIGTERM, ending, life)
-    assert isinstance(life.over, ServerStopping)
+    lifecycle = Lifecycle()
+    stop = Shutdown(lifecycle, Mock(), 30.0, Mock())
+    shutdown._handle_signal(signal.SIGTERM, stop, lifecycle)
+    assert isinstance(lifecycle.stop_reason, ServerStopping)
     assert not left
-    shutdown._handle_signal(signal.SIGTERM, ending, life)
+    shutdown._handle_signal(signal.SIGTERM, stop, lifecycle)
     assert left == [signal.SIGTERM]
 
 
@@ -51,9 +51,9 @@ def test_the_exit_code_and_the_last_line_tell_why(
     llm: Any = SimpleNamespace(
         died=died, engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
     )
-    life = Life()
+    lifecycle = Lifecycle()
     if over is not None:
-        life.end(over)
-    assert shutdown.exit_code(llm, life) == code
+        lifecycle.stop(over)
+    assert shutdown.exit_code(llm, lifecycle) == code
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL] * code
     assert says is None or says in caplog.text

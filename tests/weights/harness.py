@@ -95,5 +95,5 @@ async def until(harness: Harness, state: State) -> None:
 
 
 async def enter(gate: Gate) -> None:
-    async with gate.held():
+    async with gate.enter():
         pass

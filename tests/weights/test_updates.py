@@ -154,7 +154,7 @@ async def test_keep_does_not_wait_but_admits_no_new_groups_while_it_loads(harnes
     entered: list[State] = []
 
     async def watch() -> None:
-        async with harness.gate.held():
+        async with harness.gate.enter():
             entered.append(harness.updates.state)
 
     begins: list[asyncio.Task[None]] = []
@@ -215,7 +215,7 @@ async def test_restart_halts_groups_at_once_and_waits_for_unshaped_requests(harn
     single, passed = asyncio.Event(), asyncio.Event()
 
     async def alone() -> None:
-        async with harness.gate.held(alone=True):
+        async with harness.gate.enter(unshaped=True):
             passed.set()
             await single.wait()
 

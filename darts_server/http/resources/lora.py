@@ -19,11 +19,10 @@ from darts_server.http.resources.weights import (
 from darts_server.weights.rules import Rule
 from darts_server.weights.updates import Updates
 
-LARGEST_CONFIG = 4096
-"""Characters in a query."""
+MAX_CONFIG_CHARS = 4096
 Name = Annotated[
     str,
-    Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Under which requests name it as their model."),
+    Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Model name in requests."),
 ]
 
 
@@ -47,26 +46,26 @@ def routes(updates: Updates) -> APIRouter:
         config: Annotated[
             str,
             Query(
-                max_length=LARGEST_CONFIG, description="PEFT's adapter_config.json; `r` and `lora_alpha` are enough."
+                max_length=MAX_CONFIG_CHARS, description="PEFT's adapter_config.json; `r` and `lora_alpha` are enough."
             ),
         ],
         rule: Annotated[Literal["finish", "keep", "restart"] | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
     ) -> WeightsAnswer:
-        """Serves this adapter under that name, in place of the one before, or changes nothing."""
+        """Serve this adapter under that name, replacing an earlier one, or change nothing."""
         await updates.loras.push(name, config, body_of(request), _rule(rule), version)
         return answer(updates)
 
     @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load(name: Name, request: Request) -> WeightsAnswer:
-        """Serves the adapter in that folder under that name, or changes nothing."""
+        """Serve the adapter in that folder under that name, or change nothing."""
         body = parsed(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await updates.loras.load(name, body.path, _rule(body.rule), body.version)
         return answer(updates)
 
     @api.delete("/weights/lora/{name}")
     async def remove(name: Name) -> WeightsAnswer:
-        """Serves the adapter no more, when all that runs has ended."""
+        """Stop serving the adapter, after all running requests have finished."""
         await updates.loras.remove(name)
         return answer(updates)
 

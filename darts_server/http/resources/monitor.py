@@ -107,17 +107,17 @@ class MonitorAnswer(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Viewed:
-    """Where it is looked up. ``fault``: of the store. ``stopping``: whether viewers should leave."""
+class MonitorSources:
+    """Objects that the monitor reads. ``fault``: of the store. ``stopping``: whether streams should end."""
 
-    live: Monitor
+    monitor: Monitor
     rewards: Rewards
     updates: Updates
     fault: Callable[[], str | None]
     stopping: Callable[[], bool] = lambda: False
 
     def health(self) -> dict[str, Any]:
-        """As `MonitorHealth`."""
+        """Return a `MonitorHealth` as JSON values."""
         updates, learned = self.updates, summary(self.rewards.dataset)
         last = None if updates.last is None else UpdateAnswer.of(updates.last)
         rewards = None
@@ -132,48 +132,48 @@ class Viewed:
         return MonitorHealth(weights=weights, rewards=rewards, store_fault=self.fault()).model_dump(mode="json")
 
 
-def routes(viewed: Viewed) -> APIRouter:
-    """The routes."""
+def routes(sources: MonitorSources) -> APIRouter:
+    """Create the route."""
     api = APIRouter()
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
 
     @api.get("/live", response_model=MonitorAnswer, responses=stream)
     async def live(request: Request) -> Response:
-        """What runs and what has just ended. To callers who accept server-sent events: again and again."""
-        viewer = Viewer(viewed.live)
+        """Return running and recently ended groups; with ``Accept: text/event-stream``, stream them."""
+        viewer = Viewer(sources.monitor)
         if MEDIA_TYPE in request.headers.get("accept", ""):
-            return stream_events(viewer, viewed)
-        return JSONResponse(_told(viewer.look(), viewed.health()))
+            return stream_events(viewer, sources)
+        return JSONResponse(_to_json(viewer.look(), sources.health()))
 
     return api
 
 
-def stream_events(viewer: Viewer, viewed: Viewed, send_timeout: float = STALL_SECONDS) -> EventStream:
+def stream_events(viewer: Viewer, sources: MonitorSources, send_timeout: float = STALL_SECONDS) -> EventStream:
     """Stream events to a viewer. Each is made when the previous one was sent, so a slow viewer skips states."""
-    return EventStream(pieces(viewer, viewed), viewer, ping_seconds=0, send_timeout=send_timeout)
+    return EventStream(event_chunks(viewer, sources), viewer, ping_seconds=0, send_timeout=send_timeout)
 
 
-async def pieces(
-    viewer: Viewer, viewed: Viewed, interval: float = INTERVAL_SECONDS, quiet: float = QUIET_SECONDS
+async def event_chunks(
+    viewer: Viewer, sources: MonitorSources, interval: float = INTERVAL_SECONDS, quiet: float = QUIET_SECONDS
 ) -> AsyncGenerator[bytes, None]:
-    """A ``snapshot``, then an ``update`` whenever something is new, every ``interval`` seconds at most.
+    """Yield a ``snapshot``, then an ``update`` for changes, at most every ``interval`` seconds.
 
-    ``quiet``: seconds after which there is an update in any case.
+    ``quiet``: seconds after which an update is sent in any case.
     """
-    name, spoke, health = "snapshot", 0.0, None
-    while not viewed.stopping():
-        began, used, piece = time.monotonic(), time.thread_time(), b""
-        view, health_before, health = viewer.look(), health, viewed.health()
-        if view.groups or view.left or health != health_before or began - spoke >= quiet:
-            piece = encode(name, _told(view, health))
-            name, spoke = "update", began
-        used = time.thread_time() - used
-        if piece:
-            yield piece
-        await anyio.sleep(max(interval, min(quiet, used * viewer.live.viewers / MAX_CPU_SHARE)))
+    name, sent_at, health = "snapshot", 0.0, None
+    while not sources.stopping():
+        now, cpu, chunk = time.monotonic(), time.thread_time(), b""
+        view, previous_health, health = viewer.look(), health, sources.health()
+        if view.groups or view.left or health != previous_health or now - sent_at >= quiet:
+            chunk = encode(name, _to_json(view, health))
+            name, sent_at = "update", now
+        cpu = time.thread_time() - cpu
+        if chunk:
+            yield chunk
+        await anyio.sleep(max(interval, min(quiet, cpu * viewer.live.viewers / MAX_CPU_SHARE)))
 
 
-def _told(view: View, health: dict[str, Any]) -> dict[str, Any]:
+def _to_json(view: View, health: dict[str, Any]) -> dict[str, Any]:
     return {
         "now": view.now,
         "running": view.running,

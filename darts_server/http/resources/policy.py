@@ -1,4 +1,4 @@
-"""``/darts/v1/policy``: read and change shaping while the server runs."""
+"""``/darts/v1/policy``: read and change the runtime settings."""
 
 import json
 from collections.abc import Mapping
@@ -9,44 +9,44 @@ from fastapi import APIRouter, Request
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import read_body
 
-LARGEST_PATCH = 16 * 1024
-"""Bytes; all settings together have some hundred."""
+MAX_PATCH_BYTES = 16 * 1024
+"""All settings together have some hundred bytes."""
 
 
 class PolicyControl(Protocol):
-    """Whoever holds the settings."""
+    """Holds the runtime settings."""
 
     def current(self) -> dict[str, object]:
-        """Every setting that can change while running, and ``policies``: the names that a request may give."""
+        """Return the runtime settings, and in ``policies`` the names that a request may use."""
         ...
 
     def schema(self) -> dict[str, object]:
-        """JSON schema of an object with some of these settings."""
+        """Return the JSON schema of an object with any of these settings."""
         ...
 
     def change(self, patch: Mapping[str, object]) -> dict[str, object]:
-        """Changes all that the patch names, or nothing; then as ``current``.
+        """Apply the whole patch or nothing, and return the settings as ``current`` does.
 
         Raises:
-            InvalidRequest: names the key.
+            InvalidRequest: names the invalid key.
         """
         ...
 
 
 def routes(control: PolicyControl) -> APIRouter:
-    """The routes."""
+    """Create the routes."""
     api = APIRouter()
     settings = {"application/json": {"schema": control.schema()}}
     in_force: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": _all(control)}}}}
 
     @api.get("/policy", response_model=None, responses=in_force)
     async def read() -> dict[str, object]:
-        """The settings that can change while running, and the policies that a request may name."""
+        """Return the runtime settings, and the policies that a request may use."""
         return control.current()
 
     @api.get("/policy/schema", response_model=None)
     async def describe() -> dict[str, object]:
-        """JSON schema of an object with some of these settings: types, limits, defaults and what each does."""
+        """Return the JSON schema of the runtime settings: types, limits, defaults and descriptions."""
         return control.schema()
 
     @api.patch(
@@ -56,15 +56,15 @@ def routes(control: PolicyControl) -> APIRouter:
         openapi_extra={"requestBody": {"required": True, "content": settings}},
     )
     async def change(request: Request) -> dict[str, object]:
-        """Changes some of these settings, all at once or none. Groups that run keep what they began with."""
-        return control.change(_object(await read_body(request, LARGEST_PATCH)))
+        """Change runtime settings, all in the body or none. Running groups keep theirs."""
+        return control.change(_object(await read_body(request, MAX_PATCH_BYTES)))
 
     return api
 
 
 def _all(control: PolicyControl) -> dict[str, object]:
-    """JSON schema of what is told."""
-    names = {"type": "array", "items": {"type": "string"}, "description": "What a request may name as its policy."}
+    """Return the JSON schema of the response."""
+    names = {"type": "array", "items": {"type": "string"}, "description": "Policies that a request may use."}
     schema = control.schema()
     properties = schema["properties"]
     assert isinstance(properties, dict)
@@ -73,14 +73,14 @@ def _all(control: PolicyControl) -> dict[str, object]:
 
 def _object(body: bytes) -> dict[str, object]:
     try:
-        patch = json.loads(body, parse_constant=_refuse)
-        json.dumps(patch, ensure_ascii=False).encode()  # a lone surrogate could not be said in an answer
+        patch = json.loads(body, parse_constant=_reject_constant)
+        json.dumps(patch, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded in a response
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest("body", "is not JSON; send an object with the settings to change") from error
+        raise InvalidRequest("body", "must be JSON: an object with the settings to change") from error
     if not isinstance(patch, dict):
         raise InvalidRequest("body", "must be a JSON object with the settings to change")
     return patch
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")

@@ -1,4 +1,4 @@
-"""``/darts/v1/rollouts``: groups for a whole batch of prompts, as one answer or as events."""
+"""``/darts/v1/rollouts``: groups for a batch of prompts, as one answer or as events."""
 
 import hashlib
 from typing import Annotated, Any
@@ -25,21 +25,21 @@ from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.types import PromptSpec
 
-LARGEST_BODY = 256 * 1024 * 1024
-"""Bytes: 4,096 prompts of 8,192 tokens have half of that."""
-KEY_CHARS = 200
-LAST_HEADER = "Last-Event-ID"
-LAST_DIGITS = 18
-"""More events than any batch has."""
+MAX_BODY_BYTES = 256 * 1024 * 1024
+"""Twice the size of 4,096 prompts of 8,192 tokens."""
+MAX_KEY_CHARS = 200
+LAST_EVENT_HEADER = "Last-Event-ID"
+MAX_EVENT_DIGITS = 18
+"""No batch has so many events."""
 KEY = Header(
     alias=KEY_HEADER,
-    description="A name of your choice: the same one again gives the same batch again.",
-    json_schema_extra={"minLength": 1, "maxLength": KEY_CHARS},
+    description="A name of your choice. The same name returns the same batch.",
+    json_schema_extra={"minLength": 1, "maxLength": MAX_KEY_CHARS},
 )
 LAST = Header(
-    alias=LAST_HEADER,
-    description="Of a stream: the number of the event that it is to go on after.",
-    json_schema_extra={"pattern": f"^[0-9]{{1,{LAST_DIGITS}}}$"},
+    alias=LAST_EVENT_HEADER,
+    description="Of a stream: the number of the last event that was received.",
+    json_schema_extra={"pattern": f"^[0-9]{{1,{MAX_EVENT_DIGITS}}}$"},
 )
 ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
 
@@ -52,12 +52,12 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         request: Request,
         idempotency_key: Annotated[str | None, KEY] = None,
     ) -> Response:
-        """A shaped group for each prompt, as one answer; with ``stream`` as server-sent events."""
-        raw = await read_body(request, LARGEST_BODY)
+        """Generate a shaped group for each prompt; with ``stream`` as server-sent events."""
+        raw = await read_body(request, MAX_BODY_BYTES)
         key = None if idempotency_key is None else _idempotency_key(request, idempotency_key, raw)
         body = parsed(RolloutsIn, raw)
-        batch = await batches.open(_asked(body), AnswerFormat(StreamMode(body.stream), body.chunk_tokens), key)
-        return await _told(request, batch, 0)
+        batch = await batches.open(_batch_request(body), AnswerFormat(StreamMode(body.stream), body.chunk_tokens), key)
+        return await _respond(request, batch, 0)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
     async def attach(
@@ -65,24 +65,24 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         request: Request,
         last_event_id: Annotated[str | None, LAST] = None,
     ) -> Response:
-        """A batch that was sent with an Idempotency-Key, while it runs and for a time after: answered as at first."""
+        """Reconnect to a batch that was sent with an Idempotency-Key, while it runs or is kept."""
         after = 0 if last_event_id is None else _event_number(last_event_id)
         batch = batches.find(batch_id)
         if batch.answer_format.stream is not StreamMode.OFF and after > batch.feed.last_number:
             raise InvalidRequest(
-                LAST_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {after}"
+                LAST_EVENT_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {after}"
             )
-        return await _told(request, batch, after)
+        return await _respond(request, batch, after)
 
     @api.delete("/rollouts/{batch_id}")
     async def cancel(batch_id: str) -> CancelledOut:
-        """Stops a batch. Those who wait for it get an error."""
+        """Cancel a batch. Callers that wait for it get an error."""
         return CancelledOut(id=batch_id, cancelled=batches.cancel(batch_id))
 
     return api
 
 
-async def _told(request: Request, batch: BatchRun, after: int) -> Response:
+async def _respond(request: Request, batch: BatchRun, after: int) -> Response:
     if batch.answer_format.stream is not StreamMode.OFF:
         return stream_events(batch, after)
     with batch.listen():
@@ -92,7 +92,7 @@ async def _told(request: Request, batch: BatchRun, after: int) -> Response:
 async def _answer(batch: BatchRun) -> Response:
     done = await batch.wait()
     errors = [result.error for result in done.results if result.error is not None]
-    if len(errors) == len(done.results):  # there is nothing to answer with
+    if len(errors) == len(done.results):  # no group to return
         raise errors[0]
     answer = RolloutsOut(
         id=batch.batch_id,
@@ -104,7 +104,7 @@ async def _answer(batch: BatchRun) -> Response:
     return JSONResponse(answer.model_dump(mode="json"))
 
 
-def _asked(body: RolloutsIn) -> BatchRequest:
+def _batch_request(body: RolloutsIn) -> BatchRequest:
     return BatchRequest(
         prompts=[PromptSpec(p.token_ids, p.messages, p.text, p.key, p.metadata) for p in body.prompts],
         group_size=body.group_size,
@@ -117,13 +117,13 @@ def _asked(body: RolloutsIn) -> BatchRequest:
 
 
 def _idempotency_key(request: Request, key: str, body: bytes) -> IdempotencyKey:
-    if not (1 <= len(key) <= KEY_CHARS and key.isprintable() and not key.isspace()):
-        raise InvalidRequest(KEY_HEADER, f"must be 1 to {KEY_CHARS} printable characters; send that, or leave it out")
+    if not (1 <= len(key) <= MAX_KEY_CHARS and key.isprintable() and not key.isspace()):
+        raise InvalidRequest(KEY_HEADER, f"must be 1 to {MAX_KEY_CHARS} printable characters, if it is sent")
     caller = request.headers.get("authorization", "")
     return IdempotencyKey(hashlib.sha256(caller.encode()).digest(), key, hashlib.sha256(body).digest())
 
 
 def _event_number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= LAST_DIGITS):
-        raise InvalidRequest(LAST_HEADER, f"must be the number of an event, got {text[:KEY_CHARS]!r}")
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_EVENT_DIGITS):
+        raise InvalidRequest(LAST_EVENT_HEADER, f"must be the number of an event, got {text[:MAX_KEY_CHARS]!r}")
     return int(text)

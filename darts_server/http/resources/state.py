@@ -1,4 +1,4 @@
-"""``/darts/v1/state``: everything learned as one file, to save and restore with a training checkpoint."""
+"""``/darts/v1/state``: learned state as one file, to save and restore with a training checkpoint."""
 
 from typing import Protocol
 
@@ -13,12 +13,12 @@ from darts_server.http.resources.groups import StateAnswer
 from darts_server.rollout.learned.prompts import KIND
 
 FILE_NAME = "darts-state"
-LARGEST_FILE = 1024**3
-"""Bytes. The store takes as many when decompressed, so no file that it restores is larger."""
+MAX_FILE_BYTES = 1024**3
+"""The store's own limit for decompressed files, so no valid file is larger."""
 
 
 class State(Protocol):
-    """The part of the store that is used here. Its methods wait for the disk."""
+    """The part of the store that these routes use. Its methods block on the disk."""
 
     def export(self) -> bytes: ...
 
@@ -27,10 +27,10 @@ class State(Protocol):
     def count(self, kind: str) -> int: ...
 
 
-def routes(state: State, largest: int = LARGEST_FILE) -> APIRouter:
-    """The routes. ``largest``: bytes of a file that is taken."""
+def routes(state: State, max_bytes: int = MAX_FILE_BYTES) -> APIRouter:
+    """Create the routes. ``max_bytes``: of a file."""
     api = APIRouter()
-    restoring, exporting = anyio.Lock(), anyio.Lock()  # each holds a whole file in memory
+    restoring, exporting = anyio.Lock(), anyio.Lock()  # each request holds a whole file in memory
 
     @api.get(
         "/state",
@@ -38,7 +38,7 @@ def routes(state: State, largest: int = LARGEST_FILE) -> APIRouter:
         responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
     )
     async def save() -> Response:
-        """Everything learned as one file."""
+        """Return learned state as one file."""
         async with exporting:
             data = await run_sync(state.export)
         return Response(
@@ -49,9 +49,9 @@ def routes(state: State, largest: int = LARGEST_FILE) -> APIRouter:
 
     @api.put("/state", openapi_extra=binary_body("A saved file."))
     async def restore(request: Request) -> StateAnswer:
-        """Replaces everything learned by what a saved file holds, or changes nothing."""
+        """Replace learned state by a saved file, or change nothing."""
         async with restoring:
-            data = await read_body(request, largest)
+            data = await read_body(request, max_bytes)
             return StateAnswer(prompts=await run_sync(_restore, state, data))
 
     return api

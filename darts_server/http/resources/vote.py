@@ -1,4 +1,4 @@
-"""``POST /darts/v1/vote``: the answer that most of several trajectories give."""
+"""``POST /darts/v1/vote``: answer a question by a vote of several trajectories."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from darts_server.http.openapi import json_body
 from darts_server.http.resources.vote_models import VoteIn, VoteOut
 from darts_server.rollout.voting.runner import VoteRequest, VoteRunner
 
-LARGEST_BODY = 16 * 1024 * 1024
-"""Bytes: a prompt of a million tokens has less."""
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""Enough for a prompt of a million tokens."""
 EXAMPLES = (
     {"prompt": "7a-5b*4>", "n": 8, "sampling": {"max_tokens": 200}, "pattern": "#([0-9])"},
     {
@@ -30,9 +30,9 @@ def routes(votes: VoteRunner[Any, Any]) -> APIRouter:
 
     @api.post("/vote", response_model=VoteOut, openapi_extra=json_body(VoteIn, *EXAMPLES))
     async def vote(request: Request) -> Response:
-        """Samples one prompt until the answer of the vote is certain; stops what is left then."""
-        body = parsed(VoteIn, await read_body(request, LARGEST_BODY))
-        return await while_connected(request, _answer(votes, body.asked))
+        """Sample one prompt until the result of the vote is certain; stop the remaining candidates."""
+        body = parsed(VoteIn, await read_body(request, MAX_BODY_BYTES))
+        return await while_connected(request, _answer(votes, body.question))
 
     return api
 

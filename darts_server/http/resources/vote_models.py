@@ -79,7 +79,7 @@ class VoteIn(BaseModel):
         return self
 
     @property
-    def asked(self) -> VoteRequest:
+    def question(self) -> VoteRequest:
         text = self.prompt if isinstance(self.prompt, str) else None
         tokens = self.prompt if isinstance(self.prompt, list) else None
         return VoteRequest(

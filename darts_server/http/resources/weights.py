@@ -95,7 +95,7 @@ def routes(updates: Updates) -> APIRouter:
 
     @api.get("/weights")
     async def read() -> WeightsAnswer:
-        """Which version is served, and how updates went."""
+        """Return the served version and the result of the last update."""
         return answer(updates)
 
     @api.put("/weights", openapi_extra=binary_body("A safetensors file."))
@@ -105,13 +105,13 @@ def routes(updates: Updates) -> APIRouter:
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
     ) -> WeightsAnswer:
-        """Gives the model these weights, or changes nothing. Answers when they are served."""
+        """Replace the weights by those in the body, or change nothing. Responds when they are served."""
         await updates.push(body_of(request), _options(rule, version, partial))
         return answer(updates)
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
-        """Gives the model weights from there, or changes nothing. Answers when they are served."""
+        """Replace the weights by those at a path or URL, or change nothing. Responds when they are served."""
         body = parsed(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
         options = _options(body.rule, body.version, body.partial)
         if "path" in body.model_fields_set:
@@ -133,7 +133,7 @@ def _options(rule: str | None, version: int | None, partial: bool) -> UpdateOpti
 
 
 def answer(updates: Updates) -> WeightsAnswer:
-    """What is served now."""
+    """Return the weights that are served now."""
     return WeightsAnswer(
         version=updates.version,
         state=updates.state.value,

@@ -24,7 +24,7 @@ from darts_server.http.errors import body_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess
 from darts_server.http.security.route_table import access_of, has_own_limits
 from darts_server.serving.admission import Caller, caller
-from darts_server.serving.lifecycle import Life
+from darts_server.serving.lifecycle import Lifecycle
 
 MIN_ERROR_STATUS = 400
 SAFE = ("GET", "HEAD", "DELETE")
@@ -42,7 +42,7 @@ class SecurityMiddleware:
 
     Args:
         limits: of request bodies, except for routes with limits of their own.
-        life: of the server; when it is over, requests for work are refused.
+        lifecycle: of the server; when it is over, requests for work are refused.
         on_refusal: called with the reason of each refusal, for metrics.
     """
 
@@ -52,10 +52,10 @@ class SecurityMiddleware:
         access: Access,
         limits: BodyLimits,
         on_refusal: Callable[[str], None],
-        life: Life | None = None,
+        lifecycle: Lifecycle | None = None,
     ) -> None:
         self._app = app
-        self._life = life or Life()
+        self._lifecycle = lifecycle or Lifecycle()
         self._access = access
         self._limits = limits
         self._on_refusal = on_refusal
@@ -67,15 +67,15 @@ class SecurityMiddleware:
             return
         try:
             name = self._check_access(scope)
-            if self._life.over is not None and _is_refused_at_shutdown(scope):
-                raise self._life.over
+            if self._lifecycle.stop_reason is not None and _is_refused_at_shutdown(scope):
+                raise self._lifecycle.stop_reason
         except DartsError as error:
             await self._refuse(error, scope, receive, send)
             return
         who = Caller(name, request_id=_request_id(scope), trace=_trace(scope))
         token = caller.set(who)
         try:
-            with self._life.inside() if scope.get("method") not in SAFE else nullcontext():
+            with self._lifecycle.track_request() if scope.get("method") not in SAFE else nullcontext():
                 await self._app(
                     scope, self._limit_body(scope, receive, who), self._replace_errors(scope, receive, send, who)
                 )
@@ -127,7 +127,7 @@ class SecurityMiddleware:
         """Return the error of ours that caused a response with this status, if there is one."""
         if who.refused is not None and status >= MIN_ERROR_STATUS:
             return who.refused
-        return self._life.over if status == HTTPStatus.INTERNAL_SERVER_ERROR else None
+        return self._lifecycle.stop_reason if status == HTTPStatus.INTERNAL_SERVER_ERROR else None
 
     async def _refuse(self, error: DartsError, scope: Scope, receive: Receive, send: Send) -> None:
         self._on_refusal(_reason(error))

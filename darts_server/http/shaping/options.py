@@ -1,4 +1,4 @@
-"""What may stand in a caller's options, whether they come in headers or in the body."""
+"""Options of shaping in a request: from headers, from the model alias and from ``vllm_xargs``."""
 
 import re
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.types import RequestOptions
 
 NAME_CHARS = 256
-"""Enough for a path or a hash; some thousand names in memory stay small."""
-LARGEST_GROUP = 16384
-"""What ``--max-group-size`` takes at most."""
+"""Enough for a path or a hash, and small enough to keep thousands in memory."""
+MAX_GROUP_SIZE = 16384
+"""The maximum of ``--max-group-size``."""
 _NAMES = {
     "policy": "the name of a policy",
     "prompt_key": "a key of the caller's choice for the prompt",
@@ -25,7 +25,7 @@ HEADERS = {
     "group_id": "header X-Darts-Group",
     "group_size": "header X-Darts-Group",
 }
-"""Where each option may stand instead of ``vllm_xargs``."""
+"""Alternatives to ``vllm_xargs`` for each option."""
 
 
 def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> RequestOptions:
@@ -40,7 +40,9 @@ def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> Req
             continue
         where, option = f"vllm_xargs.{name}", name.removeprefix(XARG_PREFIX)
         if option not in HEADERS:
-            raise InvalidRequest(where, f"unknown; known ones are {', '.join(XARG_PREFIX + o for o in HEADERS)}")
+            raise InvalidRequest(
+                where, f"unknown option; supported options are {', '.join(XARG_PREFIX + o for o in HEADERS)}"
+            )
         merged[option] = checked_option(option, value, where)
         if (other := getattr(options, option)) not in (None, merged[option]):
             raise InvalidRequest(
@@ -50,21 +52,21 @@ def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> Req
 
 
 def checked_option(option: str, value: object, where: str) -> str | int:
-    """The value of one of the ``RequestOptions``, wherever a caller wrote it. A size may be text or a float.
+    """Validate the value of one of the `RequestOptions`. A size may be text or a float.
 
     Raises:
-        InvalidRequest: names ``where`` (header or argument) and what may stand there.
+        InvalidRequest: names ``where`` (header or argument) and the allowed values.
     """
     if option == "group_size":
         size = _whole(value)
-        if size is not None and 1 <= size <= LARGEST_GROUP:
+        if size is not None and 1 <= size <= MAX_GROUP_SIZE:
             return size
-        wanted = f"the group's size, a whole number from 1 to {LARGEST_GROUP}"
+        wanted = f"the group's size, a whole number from 1 to {MAX_GROUP_SIZE}"
     else:
         if isinstance(value, str) and _is_name(value) and (option != "group_id" or ";" not in value):
             return value
         wanted = f"{_NAMES[option]}, 1 to {NAME_CHARS} printable characters"
-    raise InvalidRequest(where, f"must be {wanted}, got {shortened(value)}; send that, or leave it out")
+    raise InvalidRequest(where, f"must be {wanted}, got {shortened(value)}; correct or omit it")
 
 
 def _is_name(text: str) -> bool:

@@ -171,10 +171,10 @@ class Submission(Generic[RequestT, OutputT]):
         missing = self._wanted
         try:
             candidates = sum(group.allocation.candidates for group in self._groups)
-            with self._rollouts.admission.held(candidates) as ticket:
-                async with self._rollouts.gate.held():
+            with self._rollouts.admission.reserve(candidates) as ticket:
+                async with self._rollouts.gate.enter():
                     tasks += [asyncio.create_task(self._run(group, observer)) for group in self._longest_first()]
-                    ticket.begun()
+                    ticket.mark_started()
                     for next_result in asyncio.as_completed(tasks):
                         result = await next_result
                         self._decided.add(result.number)

@@ -132,10 +132,10 @@ class VoteRunner(Generic[RequestT, OutputT]):
         request = await self._create_request(vote, vote_id)
         calibration = self._confidence.status(vote.score) if vote.needs_calibration and vote.score else None
         started_at = self._clock()
-        with self._rollouts.admission.held(vote.n) as ticket:
-            async with self._rollouts.gate.held():
+        with self._rollouts.admission.reserve(vote.n) as ticket:
+            async with self._rollouts.gate.enter():
                 run = self._start_group(vote, request, vote_id)
-                ticket.begun()
+                ticket.mark_started()
                 box = BallotBox(extractor, weighting, self._score_ballot(vote, run, calibration))
                 early = await self._collect(run, box)
         assert run.record is not None

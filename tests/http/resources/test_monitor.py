@@ -14,7 +14,7 @@ from httpx import ASGITransport, AsyncClient
 from starlette.types import Message
 
 from darts_server.engine.scripted import settle
-from darts_server.http.resources.monitor import MonitorAnswer, Viewed, pieces, routes, stream_events
+from darts_server.http.resources.monitor import MonitorAnswer, MonitorSources, event_chunks, routes, stream_events
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.rollout.learned.rewards import Rewards
@@ -34,7 +34,7 @@ def anyio_backend() -> str:
 
 
 class Server:
-    """What is viewed, and how it is."""
+    """Sources of the monitor, set by the test."""
 
     def __init__(self, house: House, **most: int) -> None:
         self.live = watched(house, **most)
@@ -42,18 +42,18 @@ class Server:
         self.updates = Mock(spec=Updates, version=3, state=State.SERVING, last=None)
         self.fault: str | None = None
         self.stopping = False
-        self.viewed = Viewed(self.live, self.rewards, self.updates, lambda: self.fault, lambda: self.stopping)
+        self.sources = MonitorSources(self.live, self.rewards, self.updates, lambda: self.fault, lambda: self.stopping)
 
     def events(self, quiet: float = 60.0) -> AsyncGenerator[bytes, None]:
-        return pieces(Viewer(self.live), self.viewed, interval=0, quiet=quiet)
+        return event_chunks(Viewer(self.live), self.sources, interval=0, quiet=quiet)
 
 
-def read(piece: bytes) -> tuple[str, dict[str, Any]]:
+def read(chunk: bytes) -> tuple[str, dict[str, Any]]:
     """The name of an event, and its data in its documented form."""
-    name, data = piece.decode().removesuffix("\n\n").split("\n")
-    told = json.loads(data.removeprefix("data: "))
-    MonitorAnswer.model_validate(told)
-    return name.removeprefix("event: "), told
+    name, data = chunk.decode().removesuffix("\n\n").split("\n")
+    answer = json.loads(data.removeprefix("data: "))
+    MonitorAnswer.model_validate(answer)
+    return name.removeprefix("event: "), answer
 
 
 async def test_the_first_event_has_everything_and_later_ones_the_changes() -> None:
@@ -62,13 +62,13 @@ async def test_the_first_event_has_everything_and_later_ones_the_changes() -> No
     house.run(2, group_id="g")
     await settle()
     async with aclosing(server.events()) as stream:
-        name, told = read(await anext(stream))
-        assert (name, told["running"], told["candidates"]) == ("snapshot", 1, 3)
-        assert [c["state"] for c in told["groups"][0]["candidates"]] == ["running"] * 3
+        name, answer = read(await anext(stream))
+        assert (name, answer["running"], answer["candidates"]) == ("snapshot", 1, 3)
+        assert [c["state"] for c in answer["groups"][0]["candidates"]] == ["running"] * 3
         await house.engine.step()
-        name, told = read(await anext(stream))
-        assert (name, told["now"]) == ("update", 1)
-        assert told["groups"] == [{"group_id": "g", "candidates": [{"index": i, "tokens": 1} for i in range(3)]}]
+        name, answer = read(await anext(stream))
+        assert (name, answer["now"]) == ("update", 1)
+        assert answer["groups"] == [{"group_id": "g", "candidates": [{"index": i, "tokens": 1} for i in range(3)]}]
 
 
 async def test_events_are_sent_for_changes_and_after_a_quiet_interval() -> None:
@@ -88,27 +88,27 @@ async def test_events_are_sent_for_changes_and_after_a_quiet_interval() -> None:
 async def test_health_has_weights_and_rewards() -> None:
     server = Server(House(lengths(1)))
     server.updates.last = UpdateRecord(3, UpdateOutcome.FAILED, "push", "keep", False, {"load": 2.0}, "too large")
-    health = server.viewed.health()
+    health = server.sources.health()
     assert health["weights"]["last"]["error"] == "too large"
     assert health["rewards"] is None
     server.rewards.learn({None: RewardStats(right=single_length(5), wrong=single_length(9), groups=4, zero_variance=1)})
     rewards = {"rewarded": 2, "pass_rate": 0.5, "rewarded_groups": 4, "zero_variance_groups": 1}
-    assert server.viewed.health()["rewards"] == rewards
+    assert server.sources.health()["rewards"] == rewards
 
 
 async def test_a_slow_reader_gets_one_event_for_all_changes_and_no_queue() -> None:
     house = House(lengths(4))
     server = Server(house, most_groups=10)
     viewer = Viewer(server.live)
-    async with aclosing(pieces(viewer, server.viewed, interval=0)) as stream:
+    async with aclosing(event_chunks(viewer, server.sources, interval=0)) as stream:
         await anext(stream)
         for number in range(60):
             house.run(8, group_id=f"g{number}")
             await settle()
             await house.engine.run()
         assert viewer._known == {}
-        _, told = read(await anext(stream))
-        assert [group["group_id"] for group in told["groups"]] == [f"g{number}" for number in range(50, 60)]
+        _, answer = read(await anext(stream))
+        assert [group["group_id"] for group in answer["groups"]] == [f"g{number}" for number in range(50, 60)]
         waiting = asyncio.ensure_future(anext(stream))
         await settle()
         assert not waiting.done()  # that was all
@@ -118,7 +118,7 @@ async def test_a_slow_reader_gets_one_event_for_all_changes_and_no_queue() -> No
 
 async def test_a_viewer_that_accepts_nothing_is_dropped() -> None:
     server = Server(House(lengths(1)))
-    answer = stream_events(Viewer(server.live), server.viewed, send_timeout=0.01)
+    answer = stream_events(Viewer(server.live), server.sources, send_timeout=0.01)
 
     async def receive() -> Message:
         await anyio.sleep_forever()
@@ -147,7 +147,7 @@ async def test_without_accepting_events_the_answer_is_json() -> None:
     house.run(2, group_id="g")
     await settle()
     app = FastAPI()
-    app.include_router(routes(server.viewed))
+    app.include_router(routes(server.sources))
     async with AsyncClient(transport=ASGITransport(app), base_url="http://here") as client:
         answer = await client.get("/live")
         assert [group["group_id"] for group in MonitorAnswer.model_validate(answer.json()).model_dump()["groups"]] == [

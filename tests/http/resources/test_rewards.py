@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from darts_server.http.resources.rewards import MOST_REWARDS
+from darts_server.http.resources.rewards import MAX_REWARDS
 from tests.http.serving import client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
@@ -140,7 +140,7 @@ def test_a_reward_is_finite(opened: TestClient, number: str) -> None:
         (b"{}", "rewards"),
         (b'{"rewards": {}}', "rewards"),
         (b'{"rewards": [], "more": 1}', "more"),
-        (json.dumps({"rewards": [GOOD] * (MOST_REWARDS + 1)}).encode(), "rewards"),
+        (json.dumps({"rewards": [GOOD] * (MAX_REWARDS + 1)}).encode(), "rewards"),
         (b'{"rewards": [{"trajectory_id": "\\ud800", "reward": 1}]}', "body"),
     ],
     ids=lambda part: repr(part)[:30],
@@ -152,8 +152,8 @@ def test_a_body_that_is_no_list_of_rewards_is_refused(opened: TestClient, body: 
 
 
 def test_as_many_as_are_taken_at_once(opened: TestClient) -> None:
-    answer = report(opened, *[GOOD] * MOST_REWARDS)
-    assert (answer["matched"], answer["repeated"]) == (1, MOST_REWARDS - 1)
+    answer = report(opened, *[GOOD] * MAX_REWARDS)
+    assert (answer["matched"], answer["repeated"]) == (1, MAX_REWARDS - 1)
 
 
 def test_a_key_guards_it_and_without_one_it_is_open_to_other_hosts() -> None:

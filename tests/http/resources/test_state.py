@@ -132,7 +132,7 @@ async def test_a_file_above_the_limit_is_refused_before_all_of_it_came() -> None
     slow, taken = Slow(), list[int]()
     app = FastAPI()
     errors.install(app)
-    app.include_router(routes(slow, largest=5000))
+    app.include_router(routes(slow, max_bytes=5000))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as caller:
         answer = await caller.put("/state", content=_chunks(taken))
         assert (answer.status_code, answer.json()["error"]["type"]) == (413, "RequestTooLargeError")

@@ -19,10 +19,10 @@ def read(body: dict[str, Any]) -> VoteIn:
 
 
 def test_a_prompt_is_text_token_ids_or_a_chat() -> None:
-    assert read(ASKED).asked.prompt.text == "7a-5b*4>"
-    assert read(ASKED | {"prompt": [5, 6], "key": "k"}).asked.prompt.token_ids == [5, 6]
+    assert read(ASKED).question.prompt.text == "7a-5b*4>"
+    assert read(ASKED | {"prompt": [5, 6], "key": "k"}).question.prompt.token_ids == [5, 6]
     chat = [{"role": "user", "content": "7"}]
-    asked = read({"messages": chat, "n": 1, "pattern": {"choices": ["7", "8"]}}).asked
+    asked = read({"messages": chat, "n": 1, "pattern": {"choices": ["7", "8"]}}).question
     assert (asked.prompt.messages, asked.pattern) == (chat, ["7", "8"])
     assert (asked.weights, asked.score) == ("majority", None)
 

@@ -15,7 +15,7 @@ from darts_server.http.body import BodyLimits
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.serving.admission import Admission, Bounds, caller
-from darts_server.serving.lifecycle import Life
+from darts_server.serving.lifecycle import Lifecycle
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Using `httpx`"), pytest.mark.anyio]
 LIMIT = 1000
@@ -39,11 +39,15 @@ class App:
         self.app = FastAPI()
         errors.install(self.app)
         limits = BodyLimits(LIMIT, stall, "--max-body-bytes")
-        self.life = Life()
+        self.lifecycle = Lifecycle()
         self.app.add_middleware(
-            SecurityMiddleware, access=access or Access(), limits=limits, on_refusal=self.refused.append, life=self.life
+            SecurityMiddleware,
+            access=access or Access(),
+            limits=limits,
+            on_refusal=self.refused.append,
+            lifecycle=self.lifecycle,
         )
-        admission = Admission(unfinished, 10, Bounds(most_waiting=20, most_per_caller=8))
+        admission = Admission(unfinished, 10, Bounds(max_waiting=20, max_per_caller=8))
         for path in ("/pause", "/collective_rpc"):
             self.app.add_api_route(path, self.record, methods=["POST"])
         self.app.add_api_route("/darts/v1/rewards", self.record, methods=["POST"])
@@ -54,7 +58,7 @@ class App:
         async def generate(request: Request) -> str | None:
             body = await request.json()
             admission.check(body["n"])
-            with admission.held(body["n"]):
+            with admission.reserve(body["n"]):
                 return caller.get().name
 
         @self.app.post("/v1/messages")
@@ -285,7 +289,7 @@ def test_a_request_beyond_the_quota_of_its_key_is_invalid() -> None:
 
 def test_a_stopping_server_refuses_work_with_retry_after() -> None:
     app = App()
-    app.life.end(ServerStopping("the server is stopping", 30))
+    app.lifecycle.stop(ServerStopping("the server is stopping", 30))
     for answer in (app.client().post("/v1/completions", json={"n": 1}), app.client().get("/health")):
         assert answer.status_code == 503
         assert answer.headers["Retry-After"] == "30"
@@ -298,7 +302,7 @@ def test_a_stopping_server_refuses_work_with_retry_after() -> None:
 
 def test_a_stopping_server_still_returns_results_and_accepts_rewards() -> None:
     app = App()
-    app.life.end(ServerStopping("the server is stopping", 30))
+    app.lifecycle.stop(ServerStopping("the server is stopping", 30))
     assert app.client().get("/brand_new").status_code == 200
     assert app.client().post("/darts/v1/rewards").status_code == 200
 
@@ -309,14 +313,14 @@ def test_requests_in_flight_when_the_engine_dies_get_its_error() -> None:
 
     @app.app.post("/v1/chat/completions/batch")
     async def dies() -> None:
-        assert app.life.requests == 1
-        app.life.end(EngineDead("the engine died: it was killed"))
+        assert app.lifecycle.requests == 1
+        app.lifecycle.stop(EngineDead("the engine died: it was killed"))
         raise HTTPException(500, "EngineCore encountered an issue")
 
     answer = app.client().post("/v1/chat/completions/batch")
     assert answer.status_code == 503
     assert "it was killed" in answer.json()["error"]["message"]
-    assert app.life.requests == 0
+    assert app.lifecycle.requests == 0
 
 
 def test_a_callers_request_id_and_trace_are_recorded() -> None:

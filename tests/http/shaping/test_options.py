@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.shaping.options import LARGEST_GROUP, NAME_CHARS, checked_option, merge_options
+from darts_server.http.shaping.options import MAX_GROUP_SIZE, NAME_CHARS, checked_option, merge_options
 from darts_server.types import RequestOptions
 
 NAMES = ("policy", "prompt_key", "group_id")
@@ -54,7 +54,7 @@ def test_anything_gives_a_value_or_is_refused(option: str, value: Any) -> None:
         taken = checked_option(option, value, "here")
     except InvalidRequest:
         return
-    assert taken == value if option != "group_size" else isinstance(taken, int) and 1 <= taken <= LARGEST_GROUP
+    assert taken == value if option != "group_size" else isinstance(taken, int) and 1 <= taken <= MAX_GROUP_SIZE
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,11 @@ def test_header_and_body_are_alike_and_add_up(
         (RequestOptions(), {"darts_group_id": "a;b"}, "vllm_xargs.darts_group_id: must be an id"),
         (RequestOptions(), {"darts_group_size": 0}, "from 1 to 16384, got 0"),
         (RequestOptions(), {"darts_group_size": [8]}, "whole number"),
-        (RequestOptions(), {"darts_polcy": "off"}, "unknown; known ones are darts_policy, darts_prompt_key"),
+        (
+            RequestOptions(),
+            {"darts_polcy": "off"},
+            "unknown option; supported options are darts_policy, darts_prompt_key",
+        ),
     ],
 )
 def test_contradictions_and_misspellings_are_refused(header: RequestOptions, xargs: dict[str, Any], words: str) -> None:

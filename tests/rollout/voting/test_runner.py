@@ -390,7 +390,7 @@ async def test_a_vote_waits_at_the_gate_and_counts_as_load() -> None:
 
 async def test_a_vote_is_refused_when_too_many_wait() -> None:
     election = Election(*voters("aa"))
-    election.house.rollouts.admission = Admission(lambda: 9, 1, Bounds(most_waiting=1))
+    election.house.rollouts.admission = Admission(lambda: 9, 1, Bounds(max_waiting=1))
     with pytest.raises(Overloaded):
         await election.votes.run(create_vote(2))
 

@@ -1,6 +1,6 @@
-"""What runs, in the log: a line for each group at debug, for each batch and update of the weights at info.
+"""Log lines for groups (DEBUG), cohorts and weight updates (INFO).
 
-No text of a prompt, no token and no key is in it.
+They contain no prompt text, tokens or keys.
 """
 
 import logging
@@ -12,13 +12,13 @@ from darts_server.types import CohortRecord, GroupRecord, UpdateOutcome, UpdateR
 logger = logging.getLogger(__name__)
 
 
-class Journal(GroupObserver):
-    """Implements the observer protocols of the rollout and the weights room."""
+class EventLog(GroupObserver):
+    """Log ended groups, cohorts and updates. Implements the observers of the rollout and the weights room."""
 
     def group_ended(self, record: GroupRecord) -> None:
         if not logger.isEnabledFor(logging.DEBUG):
             return
-        about = {
+        fields = {
             "group_id": record.group_id,
             "prompt_key": record.prompt_key,
             "policy": record.policy,
@@ -30,10 +30,10 @@ class Journal(GroupObserver):
             "seconds": round(record.ended_at - record.started_at, 3),
             "deadline": record.deadline,
         }
-        logger.debug("group %s", _words(about), extra=about)
+        logger.debug("group %s", _join(fields), extra=fields)
 
     def cohort_ended(self, record: CohortRecord) -> None:
-        about = {
+        fields = {
             "policy": record.policy,
             "prompts": record.groups,
             "candidates": round(record.groups * record.mean_candidates),
@@ -43,21 +43,21 @@ class Journal(GroupObserver):
             "deadline": record.deadline,
             "explored": record.explored,
         }
-        logger.info("batch %s", _words(about), extra=about)
+        logger.info("cohort %s", _join(fields), extra=fields)
 
     def update_announced(self, version: int) -> None:
-        logger.info("weights version=%d are coming", version, extra={"version": version})
+        logger.info("weight update announced version=%d", version, extra={"version": version})
 
     def update_ended(self, record: UpdateRecord) -> None:
-        about = {
+        fields = {
             "version": record.version,
             "outcome": str(record.outcome),
             "source": record.source,
             "seconds": round(sum(record.seconds.values()), 3),
         }
-        if record.outcome is UpdateOutcome.COMPLETED:  # what failed is said where it failed
-            logger.info("weights %s", _words(about), extra=about)
+        if record.outcome is UpdateOutcome.COMPLETED:  # failures are logged where they happen
+            logger.info("weight update %s", _join(fields), extra=fields)
 
 
-def _words(about: Mapping[str, object]) -> str:
-    return " ".join(f"{name}={value}" for name, value in about.items() if value is not None)
+def _join(fields: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
