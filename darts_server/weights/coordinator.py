@@ -99,7 +99,7 @@ class Coordinator:
         self._gate.close(UPDATE)
         try:
             await self._apply_rule(update)
-            self._paused_by_update = True
+            self._paused_by_update = True  # before it is paused: a pause that fails half-way must be resumed too
             if update.rule is not None:
                 await update.run_phase("pause", self._model.pause)
             self._machine.apply(Transition.PAUSE)
@@ -208,7 +208,7 @@ class Coordinator:
             if not self.paused_by_trainer:
                 await update.run_phase("resume", self._model.resume)
         except Exception as error:
-            if self.state is State.LOST:
+            if self.state is State.LOST:  # the first error has been reported, and nothing is served anyway
                 return
             raise self.mark_lost(f"the engine does not resume after an update ({error})") from error
 

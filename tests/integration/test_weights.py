@@ -335,4 +335,4 @@ async def test_weights_are_pulled_from_allowed_hosts_only(server: Server, traine
         other_host = await client.post(f"{server.url}/darts/v1/weights", json={"url": "http://127.0.0.1:1/weights"})
     assert check_served(server, answer, perturbed(12))["source"] == "http"
     assert other_host.status_code == 400
-    assert f"127.0.0.1:{trainers_port} alone" in other_host.json()["error"]["message"]
+    assert f"only from 127.0.0.1:{trainers_port}" in other_host.json()["error"]["message"]
