@@ -271,17 +271,17 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
     )
     metrics = QualityMetrics(model_name, sources)
 
-    def new_head(width: int, keep: Callable[[bytes], None]) -> RemoteHead:
-        def trained(report: TrainerReport, state: bytes) -> None:
+    def create_head(width: int, update_checkpoint: Callable[[bytes], None]) -> RemoteHead:
+        def on_report(report: TrainerReport, state: bytes) -> None:
             metrics.trained(report.trained_steps, report.trained_seconds, report.divergences)
-            keep(state)
+            update_checkpoint(state)
 
-        return RemoteHead(width, device=settings.quality_device, on_report=trained)
+        return RemoteHead(width, device=settings.quality_device, on_report=on_report)
 
     pruner = Pruner(
         scoring_settings,
         lambda: engine.probe_width,
-        new_head,
+        create_head,
         store,
         lambda: engine.weight_version,
         metrics,
@@ -290,7 +290,7 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
     if control.prunes(settings.policy):
         if engine.probe_width is None and pruner.uses_hidden_states:
             raise InvalidSetting(
-                f"--policy {settings.policy} prunes by hidden states, which this engine cannot tell; score by "
+                f"--policy {settings.policy} prunes by hidden states, which this engine does not report; score by "
                 "log-probs with --quality logprob, or allow that with --quality-fallback logprob"
             )
         pruner.start()

@@ -92,7 +92,7 @@ class PruningStatus(StrEnum):
     TRAINER_LOST = "trainer_lost"
     """The process that trains the head died too often."""
     PROBE_LOST = "probe_lost"
-    """The engine does not tell hidden states any more."""
+    """The engine no longer sends hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
