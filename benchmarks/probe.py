@@ -28,7 +28,7 @@ import psutil
 from benchmarks.overhead import cpu_seconds
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import ENVIRONMENT
-from darts_server.engine.port import Probe, Probed
+from darts_server.engine.port import HiddenState, Probe
 from darts_server.policy.shaping import Shaping
 from darts_server.vllm.engine import VllmEngine
 from darts_server.vllm.prompt_request import PromptRequest
@@ -133,7 +133,7 @@ async def measure(rounds: int, candidates: int, tokens: int) -> dict[str, list[R
 async def run_round(engine: TinyEngine, kind: str, candidates: int, tokens: int) -> Round:
     """Run all candidates at once."""
     rng = Random(0)
-    reports: list[Probed] = []
+    reports: list[HiddenState] = []
     probe = Probe(DETECT_AT, reports.append) if kind == PROBED else None
     params = final_only(max_tokens=tokens, ignore_eos=True)
     prompts = [engine.prompt(sample_problem(rng).prompt) for _ in range(candidates)]
@@ -144,7 +144,7 @@ async def run_round(engine: TinyEngine, kind: str, candidates: int, tokens: int)
 
     async def one(number: int, prompt: Any) -> None:
         running = await engine.port.start(PromptRequest(prompt, params, f"{kind}-{number}"), 0, probe)
-        await running.ended()
+        await running.result()
 
     await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
     seconds = time.perf_counter() - start

@@ -173,9 +173,9 @@ def make_rooms(
 
     retention = BatchRetention(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
     batches: VllmBatches = BatchRegistry(
-        rollouts, engine.prompter, control.new_planner, retention, settings.poll_interval
+        rollouts, engine.renderer, control.new_planner, retention, settings.poll_interval
     )
-    votes: VllmVoteRunner = VoteRunner(rollouts, engine.prompter, confidence, metrics)
+    votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics)
 
     limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_observers = (WeightMetrics(engine.model_name), event_log)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
-from darts_server.engine.port import Ended, Generated, Probe, Running
+from darts_server.engine.port import CandidateResult, Probe, RunningCandidate, TokenSlice
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import VllmPort
 from darts_server.vllm.prompt_request import PromptRequest
@@ -32,27 +32,27 @@ class _Sized(PromptRequest):
 
 
 class TracedCandidate:
-    """Implements :class:`darts_server.engine.port.Running`."""
+    """Implements :class:`darts_server.engine.port.RunningCandidate`."""
 
-    def __init__(self, running: Running[RequestOutput], reason: FinishReason) -> None:
+    def __init__(self, running: RunningCandidate[RequestOutput], reason: FinishReason) -> None:
         self._running = running
         self._reason = reason
 
     def tokens(self) -> int | None:
         return self._running.tokens()
 
-    def generated(self, start: int) -> Generated | None:
-        return self._running.generated(start)
+    def tokens_from(self, start: int) -> TokenSlice | None:
+        return self._running.tokens_from(start)
 
     def stop(self) -> int:
         return self._running.stop()
 
-    async def ended(self) -> Ended[RequestOutput]:
-        ended = await self._running.ended()
-        if ended.reason is None:
-            return ended
-        ended.output.outputs[0].finish_reason = self._reason.value
-        return Ended(ended.tokens, self._reason, ended.output)
+    async def result(self) -> CandidateResult[RequestOutput]:
+        result = await self._running.result()
+        if result.finish_reason is None:
+            return result
+        result.output.outputs[0].finish_reason = self._reason.value
+        return CandidateResult(result.tokens, self._reason, result.output)
 
 
 class TracedEngine:
@@ -83,11 +83,11 @@ class TracedEngine:
         sized = _Sized(request.prompt, request.params, request.request_id, request.options, length)
         return TracedCandidate(await self._port.start(sized, index, probe), reason)
 
-    def cut(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
-        return self._port.cut(request, output, tokens)
+    def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
+        return self._port.truncate(request, output, tokens)
 
-    def generated(self, output: RequestOutput, start: int) -> Generated:
-        return self._port.generated(output, start)
+    def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
+        return self._port.tokens_from(output, start)
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
         return self._port.token_ids(request, output)

@@ -1,7 +1,7 @@
-"""The port to any inference engine: what the rollout room needs and nothing more.
+"""The port to an inference engine: the calls that running a group needs, and nothing more.
 
-``RequestT`` is whatever the adapter needs to start a candidate of one prompt, ``OutputT`` whatever it makes of a
-finished one. Both pass through the rooms above unread.
+``RequestT`` is the engine's own request for the candidates of one prompt, ``OutputT`` its own output of one candidate.
+The rooms above pass both on without reading them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,75 +20,80 @@ OutputT_contra = TypeVar("OutputT_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Generic[OutputT]):
-    """A candidate's end. ``reason`` is ``None`` for one that was aborted, whoever asked for it.
+class CandidateResult(Generic[OutputT]):
+    """The output of a candidate that finished or was aborted.
 
-    ``tokens`` is the number of generated tokens in ``output``.
+    ``tokens``: number of generated tokens in ``output``. ``finish_reason``: ``None`` if it was aborted, by us or by
+    another client of the engine.
     """
 
     tokens: int
-    reason: FinishReason | None
+    finish_reason: FinishReason | None
     output: OutputT
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
-    """Tokens of a candidate from some place on, and their log-probs if these were asked for.
+class TokenSlice:
+    """A candidate's generated tokens from some position on, with their log-probs if the engine computes them.
 
-    ``asked``: whether the request did. If not they are there for a `Probe`, and not for the caller.
+    ``logprobs_requested``: whether the request asks for log-probs. If it does not, they were computed for a `Probe`
+    only, and are not to be returned to the caller.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
-    asked: bool = True
+    logprobs_requested: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Probed:
-    """``state``: the model's final hidden state at the last of a candidate's first ``tokens`` tokens, [width]."""
+class HiddenState:
+    """The model's final hidden state at the last of a candidate's first ``tokens`` tokens. ``vector``: [width]."""
 
     tokens: int
-    state: NDArray[np.float32]
+    vector: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What is to be told of a candidate while it runs.
+    """What the engine reports about a candidate while it runs.
 
-    ``detect_at``: numbers of generated tokens, ascending, at which its hidden state is taken; where a step makes
-    several, after the first step at or past each. ``tell`` hears of each at most once, in their order, in the event
-    loop, and possibly after the candidate's end; it returns fast and never raises. ``logprobs``: have log-probs at hand
-    in `Running.generated`, though the request may ask for none.
+    ``detect_at``: numbers of generated tokens, ascending, at which the hidden state is taken; where one step makes
+    several tokens, after the first step that reaches each. ``on_state``: called with each state at most once, in order,
+    in the event loop, possibly after the candidate has finished; it must return fast and never raise. ``logprobs``:
+    include log-probs in `RunningCandidate.tokens_from`, even if the request asks for none.
     """
 
     detect_at: tuple[int, ...]
-    tell: Callable[[Probed], None]
+    on_state: Callable[[HiddenState], None]
     logprobs: bool = False
 
 
-class Running(Protocol[OutputT]):
-    """A candidate that was started."""
+class RunningCandidate(Protocol[OutputT]):
+    """A candidate that was started on an engine."""
 
     def tokens(self) -> int | None:
-        """Tokens generated so far and not finished with; ``None`` once it has ended. Cheap, never blocks."""
+        """Return the number of tokens generated so far, ``None`` once the candidate has finished.
+
+        Cheap, and never blocks: a timer polls all running candidates with it.
+        """
         ...
 
-    def generated(self, start: int) -> Generated | None:
-        """What it has generated from token ``start`` on; ``None`` once it has ended. Cheap, never blocks.
+    def tokens_from(self, start: int) -> TokenSlice | None:
+        """Return the tokens generated from position ``start`` on, ``None`` once the candidate has finished.
 
-        Its output will begin with just these tokens.
+        They are a prefix of its final output. Cheap, and never blocks.
         """
         ...
 
     def stop(self) -> int:
-        """Ask the engine to abort it. Returns at once, with the number of tokens that it has generated, running or not.
+        """Abort the candidate and return the number of tokens that it has generated; harmless if it has finished.
 
-        :meth:`ended` then gives what there is.
+        Returns before the engine has aborted it. :meth:`result` then returns the output up to the abort.
         """
         ...
 
-    async def ended(self) -> Ended[OutputT]:
-        """Wait for its end.
+    async def result(self) -> CandidateResult[OutputT]:
+        """Wait until the candidate has finished or was aborted.
 
         Raises:
             CandidateFailed, EngineRefused, EngineDead
@@ -101,64 +106,68 @@ class Engine(Protocol[RequestT_contra, OutputT]):
 
     @property
     def weight_version(self) -> int:
-        """The version of the weights that the next token will be generated with."""
+        """Version of the weights that the next token will be generated with."""
         ...
 
     @property
     def capacity(self) -> int | None:
-        """Most candidates that it runs at once; others wait. ``None`` if there is no such bound."""
+        """Maximum number of candidates that run at once, ``None`` if unlimited. More than that wait in its queue."""
         ...
 
     @property
     def unfinished(self) -> int:
-        """Candidates that it runs or keeps waiting, whoever started them."""
+        """Number of requests that are running or queued, those of other clients included."""
         ...
 
     @property
     def probe_width(self) -> int | None:
-        """Width of the hidden states that a `Probe` is told; ``None`` if this engine cannot tell them."""
+        """Width of the hidden states that it reports to a `Probe`; ``None`` if it cannot report any."""
         ...
 
-    async def start(self, request: RequestT_contra, index: int, probe: Probe | None = None) -> Running[OutputT]:
-        """Start candidate ``index`` of the request's prompt.
+    async def start(
+        self, request: RequestT_contra, index: int, probe: Probe | None = None
+    ) -> RunningCandidate[OutputT]:
+        """Start candidate ``index`` of a request.
 
         Raises:
             CandidateFailed, EngineRefused, EngineDead
         """
         ...
 
-    def cut(self, request: RequestT_contra, output: OutputT, tokens: int) -> OutputT:
-        """The first ``tokens`` tokens of an output, as if they had been the request's ``max_tokens``."""
+    def truncate(self, request: RequestT_contra, output: OutputT, tokens: int) -> OutputT:
+        """Truncate an output to its first ``tokens`` tokens, as if the request's ``max_tokens`` had been ``tokens``."""
         ...
 
-    def generated(self, output: OutputT, start: int) -> Generated:
-        """What an output holds from token ``start`` on."""
+    def tokens_from(self, output: OutputT, start: int) -> TokenSlice:
+        """Return the tokens of an output from position ``start`` on."""
         ...
 
     def token_ids(self, request: RequestT_contra, output: OutputT) -> tuple[Sequence[int], Sequence[int]]:
-        """Of the prompt, and of what was generated. Cheap: the engine's own lists."""
+        """Return the token ids of the prompt and of the completion: the engine's own lists, not copies."""
         ...
 
 
-class Prompter(Protocol[RequestT, OutputT_contra]):
-    """Makes an engine's requests from what callers say, and reads its outputs."""
+class PromptRenderer(Protocol[RequestT, OutputT_contra]):
+    """Renders callers' prompts into the engine's requests, and its outputs into samples."""
 
-    async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> RequestT:
-        """A request for ``size`` trajectories, checked as far as it can be before it runs.
+    async def make_request(
+        self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
+    ) -> RequestT:
+        """Build a request for ``size`` trajectories, and check what can be checked before it runs.
 
         Raises:
             InvalidRequest: names the field of ``prompt`` or ``sampling``.
         """
         ...
 
-    def key(self, request: RequestT) -> str:
-        """Under which the prompt's lengths are remembered where the caller names no key."""
+    def prompt_key(self, request: RequestT) -> str:
+        """Return the key for the prompt's statistics, for callers that give none."""
         ...
 
     def tail_seed(self, request: RequestT) -> Sequence[int] | None:
-        """Seed of the tail's lottery; ``None`` for a fresh one."""
+        """Return the seed for sampling the group's tail; ``None`` for a random one."""
         ...
 
-    def sample(self, output: OutputT_contra) -> Sample:
-        """What a trajectory holds."""
+    def to_sample(self, output: OutputT_contra) -> Sample:
+        """Convert a trajectory's output to a `Sample`."""
         ...

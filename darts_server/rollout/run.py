@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic
 
-from darts_server.engine.port import Ended, Generated, OutputT, RequestT, Running
+from darts_server.engine.port import CandidateResult, OutputT, RequestT, RunningCandidate, TokenSlice
 from darts_server.exceptions import CandidateFailed, DartsError, EngineError, GroupAborted
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import (
@@ -73,7 +73,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._place = 1
         self._tokens_needed: int | None = None
         self._selected: int | None = None
-        self._running: dict[int, Running[OutputT]] = {}
+        self._running: dict[int, RunningCandidate[OutputT]] = {}
         self._group_scorer: GroupScorer | None = None
         if context.scorer is not None and spec.pruning is not None:
             self._group_scorer = GroupScorer(context.scorer, spec.group_id, spec.pruning, self._running, self._feed)
@@ -224,14 +224,14 @@ class GroupRun(Generic[RequestT, OutputT]):
         tokens = None if running is None else running.tokens()
         return self.recorder.tokens(self._group.candidates[index]) if tokens is None else tokens
 
-    def tokens_from(self, index: int, start: int) -> Generated | None:
+    def tokens_from(self, index: int, start: int) -> TokenSlice | None:
         """Tokens of a candidate from ``start`` on; ``None`` while none are certain. Never blocks."""
         output = self._outputs[index]
         if output.done():
-            return None if output.exception() else self._engine.generated(output.result(), start)
+            return None if output.exception() else self._engine.tokens_from(output.result(), start)
         running = self._running.get(index) if self._is_running(index) else None
-        generated = None if running is None else running.generated(start)
-        return generated if generated is None or generated.asked else replace(generated, logprobs=None)
+        generated = None if running is None else running.tokens_from(start)
+        return generated if generated is None or generated.logprobs_requested else replace(generated, logprobs=None)
 
     # --- one candidate ------------------------------------------------------
 
@@ -247,7 +247,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 )
             else:  # it was stopped while the engine was starting it
                 running.stop()
-            result = await running.ended()
+            result = await running.result()
         except EngineError as error:
             self._handle_failure(index, error)
         else:
@@ -255,18 +255,18 @@ class GroupRun(Generic[RequestT, OutputT]):
         finally:
             self._running.pop(index, None)
 
-    def _handle_result(self, index: int, result: Ended[OutputT]) -> None:
-        finished = result.reason is not None and self._is_running(index)
+    def _handle_result(self, index: int, result: CandidateResult[OutputT]) -> None:
+        finished = result.finish_reason is not None and self._is_running(index)
         self.recorder.candidate_ended(index, self._engine.weight_version, finished=finished)
         if index in self._cuts:
             request, _ = self._request_of(index)
-            self._outputs[index].set_result(self._engine.cut(request, result.output, self._cuts[index]))
+            self._outputs[index].set_result(self._engine.truncate(request, result.output, self._cuts[index]))
         elif self._is_running(index):
-            if result.reason is None:
+            if result.finish_reason is None:
                 self._feed(Lost(index))
             else:
                 self._outputs[index].set_result(result.output)
-                self._feed(Finished(index, result.tokens, result.reason))
+                self._feed(Finished(index, result.tokens, result.finish_reason))
 
     def _handle_failure(self, index: int, error: EngineError) -> None:
         if index in self._cuts:
@@ -363,7 +363,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         if output.done():
             request, _ = self._request_of(index)
             self._outputs[index] = asyncio.get_running_loop().create_future()
-            self._outputs[index].set_result(self._engine.cut(request, output.result(), tokens))
+            self._outputs[index].set_result(self._engine.truncate(request, output.result(), tokens))
         else:
             self._cuts[index] = tokens
             self._running[index].stop()

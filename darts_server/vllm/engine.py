@@ -18,7 +18,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from darts_server.engine.port import Ended, Engine, Generated, Probe, Prompter
+from darts_server.engine.port import CandidateResult, Engine, Probe, TokenSlice
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.rollouts import Rollouts
@@ -38,14 +38,13 @@ REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition
 
 # vLLM is imported in this room alone; the wiring speaks of these.
 VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
-VllmPrompts: TypeAlias = Prompter[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
 VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
 VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 
 
 class VllmCandidate:
-    """Implements :class:`darts_server.engine.port.Running`."""
+    """Implements :class:`darts_server.engine.port.RunningCandidate`."""
 
     def __init__(
         self,
@@ -66,14 +65,14 @@ class VllmCandidate:
         state = self._states.get(self._collector.request_id)
         return None if state is None or state.detokenizer is None else state.detokenizer.num_output_tokens()
 
-    def generated(self, start: int) -> Generated | None:
+    def tokens_from(self, start: int) -> TokenSlice | None:
         state = self._states.get(self._collector.request_id)
         if state is None or state.detokenizer is None:
             return None
         tokens = state.detokenizer.output_token_ids[start:]
         logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
         told = None if logprobs is None else logprobs_of(logprobs[start:], tokens)
-        return Generated(tokens, told, asked=not self._unasked_logprobs)
+        return TokenSlice(tokens, told, logprobs_requested=not self._unasked_logprobs)
 
     def stop(self) -> int:
         self._aborts.add(self._collector.request_id)
@@ -83,7 +82,7 @@ class VllmCandidate:
         output = self._collector.output
         return len(output.outputs[0].token_ids) if isinstance(output, RequestOutput) else 0
 
-    async def ended(self) -> Ended[RequestOutput]:
+    async def result(self) -> CandidateResult[RequestOutput]:
         try:
             output = await self._collector.get()
         except Exception as error:
@@ -104,7 +103,7 @@ class VllmCandidate:
             completion.finish_reason = reason.value
         if self._unasked_logprobs:
             output = without_logprobs(output)
-        return Ended(len(completion.token_ids), reason, output)
+        return CandidateResult(len(completion.token_ids), reason, output)
 
 
 class VllmEngine:
@@ -169,14 +168,14 @@ class VllmEngine:
             return request.options
         return {**request.options, RANK: rank}
 
-    def cut(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
+    def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return first_tokens(output, tokens, request.params, self._llm.tokenizer)
 
-    def generated(self, output: RequestOutput, start: int) -> Generated:
+    def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
         completion = output.outputs[0]
         tokens = list(completion.token_ids[start:])
         logprobs = completion.logprobs
-        return Generated(tokens, None if logprobs is None else logprobs_of(logprobs[start:], tokens))
+        return TokenSlice(tokens, None if logprobs is None else logprobs_of(logprobs[start:], tokens))
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
         return output.prompt_token_ids or (), output.outputs[0].token_ids

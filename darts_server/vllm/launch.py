@@ -12,7 +12,7 @@ from darts_server.serving.gate import Gate
 from darts_server.vllm.engine import VllmEngine, VllmRollouts
 from darts_server.vllm.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.probe.receiver import probing
-from darts_server.vllm.prompter import VllmPrompter
+from darts_server.vllm.prompt_renderer import VllmPromptRenderer
 from darts_server.vllm.shutdown import CHILD_GRACE_SECONDS
 from darts_server.vllm.steps import StepListener, Steps
 from darts_server.vllm.weights import VllmModel
@@ -23,12 +23,12 @@ from darts_server.weights.updates import Updates
 class RunningEngine:
     """A started engine.
 
-    ``port``: runs candidates. ``prompter``: renders prompts. ``model``: takes new weights.
+    ``port``: runs candidates. ``renderer``: renders prompts. ``model``: takes new weights.
     """
 
     llm: ShapingLLM
     port: VllmEngine
-    prompter: VllmPrompter
+    renderer: VllmPromptRenderer
     model: VllmModel
     model_name: str
     _steps: Steps
@@ -67,8 +67,8 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
         async with probing(llm) as probes:
             model = VllmModel(llm)
             llm.loras = model.loras
-            prompter = VllmPrompter(llm, args.chat_template)
-            yield RunningEngine(llm, VllmEngine(llm, probes), prompter, model, args.served_model_name[0], steps)
+            renderer = VllmPromptRenderer(llm, args.chat_template)
+            yield RunningEngine(llm, VllmEngine(llm, probes), renderer, model, args.served_model_name[0], steps)
     finally:
         if llm.rollouts is not None:
             llm.rollouts.statistics.flush()

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.engine.scripted import Script, ScriptedEngine, generated
+from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import CandidateFailed, EngineRefused, InvalidRequest
 from darts_server.quality.head import Head
 from darts_server.quality.report import TrainerReport
@@ -61,9 +61,9 @@ def random_scripts(seed: int) -> Callable[[str, int], Script]:
         if fate < BROKEN + REFUSED:
             return Script(length, error=EngineRefused("scripted refusal"))
         if fate < BROKEN + REFUSED + LOST:
-            return Script(length, lost=True)
+            return Script(length, aborted=True)
         reason = FinishReason.LENGTH if length == LIMIT else FinishReason.STOP
-        return Script(length, rng.choice((0, 0, 0, 2)), reason=reason, hidden=hidden(rng.random() < 0.5, rng))
+        return Script(length, rng.choice((0, 0, 0, 2)), finish_reason=reason, hidden=hidden(rng.random() < 0.5, rng))
 
     return script
 
@@ -80,21 +80,21 @@ def hidden(right: bool, rng: Random) -> Callable[[int], Sequence[float]]:
 
 
 class Texts:
-    """A prompter whose requests are the prompts' texts."""
+    """A renderer whose requests are the prompts' texts."""
 
-    async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
+    async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if INVALID in (prompt.text or INVALID):
             raise InvalidRequest("text", "is scripted to be invalid")
         return prompt.text or ""
 
-    def key(self, request: str) -> str:
+    def prompt_key(self, request: str) -> str:
         return request.partition("#")[0]
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
 
-    def sample(self, output: list[int]) -> Sample:
-        return Sample(output, generated(output, 0).logprobs, f"#{len(output) % 3}", FinishReason.STOP)
+    def to_sample(self, output: list[int]) -> Sample:
+        return Sample(output, slice_from(output, 0).logprobs, f"#{len(output) % 3}", FinishReason.STOP)
 
 
 class LocalHead(Head):

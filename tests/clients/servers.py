@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from darts_server.control import Control
-from darts_server.engine.scripted import Script, ScriptedEngine, generated
+from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import InvalidRequest
 from darts_server.http import errors
 from darts_server.http.routes import router
@@ -36,21 +36,21 @@ STEP_SECONDS = 0.002
 class Texts:
     """Builds requests that are the texts of prompts. A text with an ``x`` is rejected; ``slow`` ones take a while."""
 
-    async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
+    async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if "x" in (prompt.text or ""):
             raise InvalidRequest("text", "has an x")
         if "slow" in (prompt.text or ""):
             await asyncio.sleep(0.3)
         return prompt.text or " ".join(str(token) for token in prompt.token_ids or ())
 
-    def key(self, request: str) -> str:
+    def prompt_key(self, request: str) -> str:
         return f"key of {request}"
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return (1,)
 
-    def sample(self, output: list[int]) -> Sample:
-        return Sample(output, generated(output, 0).logprobs, f"{len(output)} tokens", FinishReason.STOP)
+    def to_sample(self, output: list[int]) -> Sample:
+        return Sample(output, slice_from(output, 0).logprobs, f"{len(output)} tokens", FinishReason.STOP)
 
 
 class Listener:

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from darts_server.engine.port import Probe, Probed
+from darts_server.engine.port import HiddenState, Probe
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.exceptions import CandidateFailed, EngineDead
 from darts_server.types import FinishReason
@@ -23,10 +23,10 @@ async def test_a_candidate_makes_a_token_a_step_after_its_delay() -> None:
         seen.append(running.tokens())
         await engine.step()
     assert seen == [0, 0, 0, 1, 2]
-    ended = await running.ended()
-    assert (ended.tokens, ended.reason, ended.output) == (3, FinishReason.STOP, [0, 1, 2])
+    result = await running.result()
+    assert (result.tokens, result.finish_reason, result.output) == (3, FinishReason.STOP, [0, 1, 2])
     assert running.tokens() is None
-    assert engine.cut("p", ended.output, 2) == [0, 1]
+    assert engine.truncate("p", result.output, 2) == [0, 1]
 
 
 async def test_a_stopped_candidate_ends_without_a_reason_and_with_what_it_had() -> None:
@@ -35,23 +35,23 @@ async def test_a_stopped_candidate_ends_without_a_reason_and_with_what_it_had() 
     await engine.step()
     running.stop()
     running.stop()
-    ended = await running.ended()
-    assert (ended.tokens, ended.reason) == (1, None)
+    result = await running.result()
+    assert (result.tokens, result.finish_reason) == (1, None)
 
 
 async def test_scripts_fail_and_get_lost() -> None:
-    scripts = [Script(1, error=CandidateFailed("boom")), Script(1, lost=True)]
+    scripts = [Script(1, error=CandidateFailed("boom")), Script(1, aborted=True)]
     engine = ScriptedEngine(lambda _, index: scripts[index])
     failing, lost = await engine.start("p", 0), await engine.start("p", 1)
     await engine.run()
     with pytest.raises(CandidateFailed, match="boom"):
-        await failing.ended()
-    assert (await lost.ended()).reason is None
+        await failing.result()
+    assert (await lost.result()).finish_reason is None
 
 
 async def test_a_killed_engine_fails_what_runs_and_starts_nothing() -> None:
     engine = ScriptedEngine(lambda *_: Script(length=9))
-    waiting = asyncio.create_task((await engine.start("p", 0)).ended())
+    waiting = asyncio.create_task((await engine.start("p", 0)).result())
     engine.kill()
     with pytest.raises(EngineDead):
         await waiting
@@ -70,8 +70,8 @@ async def test_a_script_without_end_is_noticed() -> None:
 async def test_a_probe_is_told_each_state_once_as_it_comes_even_after_the_end(lag: int) -> None:
     told: list[tuple[int, int, list[float]]] = []
 
-    def tell(probed: Probed) -> None:
-        told.append((engine.now, probed.tokens, probed.state.tolist()))
+    def tell(probed: HiddenState) -> None:
+        told.append((engine.now, probed.tokens, probed.vector.tolist()))
 
     engine = ScriptedEngine(lambda *_: Script(length=4, hidden=lambda tokens: (tokens, 0.5), lag=lag))
     await engine.start("p", 0, Probe((2, 4, 9), tell))

@@ -103,7 +103,7 @@ async def test_unseeded_groups_have_the_shortest_of_the_reported_lengths(engine:
 async def test_token_counts_rise_while_a_candidate_runs_and_are_none_once_it_has_finished(engine: TinyEngine) -> None:
     request = PromptRequest(engine.prompt(PROMPTS[0]), final_only(max_tokens=60, ignore_eos=True), "peeked")
     running = await VllmEngine(engine.llm).start(request, 0)
-    ending = asyncio.create_task(running.ended())
+    ending = asyncio.create_task(running.result())
     seen = []
     while not ending.done():
         if (tokens := running.tokens()) is not None:
@@ -124,12 +124,12 @@ async def test_a_stopped_candidate_returns_its_tokens_and_frees_the_engine(engin
         await asyncio.sleep(0.002)
     seen = running.tokens()
     running.stop()
-    ended = await running.ended()
-    assert ended.reason is None
-    assert ended.tokens >= (seen or 0)
-    completion = ended.output.outputs[0]
+    result = await running.result()
+    assert result.finish_reason is None
+    assert result.tokens >= (seen or 0)
+    completion = result.output.outputs[0]
     assert completion.logprobs is not None
-    assert len(completion.logprobs) == len(completion.token_ids) == ended.tokens
+    assert len(completion.logprobs) == len(completion.token_ids) == result.tokens
     assert len(engine.llm.output_processor.request_states) == 0
 
 
@@ -140,10 +140,10 @@ async def test_a_cut_trajectory_equals_one_generated_with_that_max_tokens(engine
         limited_request = PromptRequest(
             engine.prompt(PROMPTS[4]), final_only(seed=seed, logprobs=1, max_tokens=11), "lim"
         )
-        whole, limited = [await (await adapter.start(r, 0)).ended() for r in (whole_request, limited_request)]
+        whole, limited = [await (await adapter.start(r, 0)).result() for r in (whole_request, limited_request)]
         if whole.tokens <= 11:
             continue
-        cut = adapter.cut(whole_request, whole.output, 11).outputs[0]
+        cut = adapter.truncate(whole_request, whole.output, 11).outputs[0]
         wanted = limited.output.outputs[0]
         assert cut.token_ids == list(wanted.token_ids)
         assert cut.text == wanted.text

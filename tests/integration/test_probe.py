@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import MODEL
-from darts_server.engine.port import Probe, Probed
+from darts_server.engine.port import HiddenState, Probe
 from darts_server.policy.shaping import Shaping
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import VllmEngine
@@ -40,7 +40,7 @@ PATIENCE = 60.0
 class Trajectory:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
-    probed: list[Probed] = field(default_factory=list)
+    probed: list[HiddenState] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ async def trajectory(
     generated = Trajectory(prompt)
     params = final_only(max_tokens=length, ignore_eos=True)
     request = PromptRequest({"prompt_token_ids": prompt}, params, name)
-    ended = await (await port.start(request, 0, Probe(at, generated.probed.append))).ended()
-    assert ended.reason is FinishReason.LENGTH
-    generated.tokens = list(ended.output.outputs[0].token_ids)
+    result = await (await port.start(request, 0, Probe(at, generated.probed.append))).result()
+    assert result.finish_reason is FinishReason.LENGTH
+    generated.tokens = list(result.output.outputs[0].token_ids)
     assert len(generated.tokens) == length
     return generated
 
@@ -98,9 +98,9 @@ def worst_error(trajectories: Sequence[Trajectory]) -> float:
     return worst
 
 
-def difference(probed: Probed, wanted: NDArray[np.float32]) -> float:
-    assert probed.state.dtype == np.float32
-    return float(np.linalg.norm(probed.state - wanted) / np.linalg.norm(wanted))
+def difference(probed: HiddenState, wanted: NDArray[np.float32]) -> float:
+    assert probed.vector.dtype == np.float32
+    return float(np.linalg.norm(probed.vector - wanted) / np.linalg.norm(wanted))
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -147,9 +147,9 @@ async def test_states_are_right_across_a_pause_that_clears_the_cache(engine: Tin
 
 async def test_a_probe_changes_nothing_in_the_output(port: VllmEngine) -> None:
     request = PromptRequest({"prompt_token_ids": prompts(1, 7)[0]}, final_only(temperature=0.0, max_tokens=30), "same")
-    plain = await (await port.start(request, 0)).ended()
-    states: list[Probed] = []
-    probed = await (await port.start(request, 1, Probe((3,), states.append, logprobs=True))).ended()
+    plain = await (await port.start(request, 0)).result()
+    states: list[HiddenState] = []
+    probed = await (await port.start(request, 1, Probe((3,), states.append, logprobs=True))).result()
     one, other = plain.output.outputs[0], probed.output.outputs[0]
     assert list(one.token_ids) == list(other.token_ids)
     for completion in (one, other):
@@ -164,12 +164,12 @@ async def test_log_probs_for_a_probe_alone_are_available_during_the_run_and_not_
     params = final_only(max_tokens=200, ignore_eos=True)
     request = PromptRequest({"prompt_token_ids": prompts(1, 8)[0]}, params, "unasked")
     running = await port.start(request, 0, Probe((), print, logprobs=True))
-    ending = asyncio.create_task(running.ended())
+    ending = asyncio.create_task(running.result())
     seen = 0
     while not ending.done():
-        if (generated := running.generated(seen)) is not None:
+        if (generated := running.tokens_from(seen)) is not None:
             assert generated.logprobs is not None
-            assert not generated.asked
+            assert not generated.logprobs_requested
             assert len(generated.logprobs) == len(generated.token_ids)
             assert all(x <= 0 for x in generated.logprobs)
             seen += len(generated.token_ids)
@@ -185,13 +185,13 @@ async def test_a_users_own_worker_extension_works_beside_the_probe(engine: TinyE
 
 async def test_stopped_candidates_report_no_more_states(engine: TinyEngine, port: VllmEngine) -> None:
     problem = sample_problem(Random(1)).prompt
-    states: list[Probed] = []
+    states: list[HiddenState] = []
     request = PromptRequest(engine.prompt(problem), final_only(max_tokens=250, ignore_eos=True), "stopped")
     running = await port.start(request, 0, Probe((5, 240), states.append))
     while (running.tokens() or 0) < 20:
         await asyncio.sleep(0.005)
     running.stop()
-    assert (await running.ended()).reason is None
+    assert (await running.result()).finish_reason is None
     later = await trajectory(port, "later", prompts(1, 10)[0], 30)
     await check_probed([later])
     assert [p.tokens for p in states] == [5]

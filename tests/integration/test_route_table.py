@@ -47,7 +47,7 @@ def full_app() -> Iterator[FastAPI]:
         args.enable_fault_tolerance = True
         built = build_app(args, tuple(tasks(SupportedTask)))
         port, llm = ScriptedEngine(lambda *_: Script(1)), SimpleNamespace(gate=Gate())
-        engine: Any = SimpleNamespace(llm=llm, port=port, prompter=Mock(), model=Mock(), model_name="routes")
+        engine: Any = SimpleNamespace(llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="routes")
         defaults = settings.load({}, None)
         rooms = app.make_rooms(defaults, engine, store, staging, [], closing)
         built.middleware_stack = None

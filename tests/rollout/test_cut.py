@@ -92,7 +92,7 @@ CUT_ENDED = {0: Script(2), 1: Script(3), 2: Script(4, delay=20), 3: Script(10)}
 
 
 class CannotCut(ScriptedEngine):
-    def cut(self, request: str, output: list[int], tokens: int) -> list[int]:
+    def truncate(self, request: str, output: list[int], tokens: int) -> list[int]:
         raise ZeroDivisionError("a bug in an adapter")
 
 
@@ -107,7 +107,7 @@ async def test_a_fault_while_cutting_reaches_the_caller(
 
 class DeafCandidate(ScriptedCandidate):
     def stop(self) -> int:
-        return self.made
+        return self.generated
 
 
 class Deaf(ScriptedEngine):
@@ -115,7 +115,7 @@ class Deaf(ScriptedEngine):
 
     async def start(self, request: str, index: int, probe: Probe | None = None) -> ScriptedCandidate:
         started = await super().start(request, index, probe)
-        deaf = DeafCandidate(started.request, started.index, started.script, started.born)
+        deaf = DeafCandidate(started.request, started.index, started.script, started.started_at)
         self.started[self.started.index(started)] = deaf
         return deaf
 

@@ -44,7 +44,7 @@ class Played:
         fates = {}
         for candidate in self.runs[name]._group.candidates:
             script = self.house.script(name, candidate.index)
-            fates[candidate.index] = Fate(script.length, script.reason is FinishReason.STOP, candidate.tail_draw)
+            fates[candidate.index] = Fate(script.length, script.finish_reason is FinishReason.STOP, candidate.tail_draw)
         return fates
 
     def needed(self, name: str) -> int:

@@ -62,13 +62,13 @@ async def test_a_failed_candidate_is_replaced() -> None:
 
 
 async def test_a_candidate_that_the_engine_aborts_is_never_returned() -> None:
-    house = House(lambda _, index: Script(2, lost=index < 2) if index < 2 else Script(6))
+    house = House(lambda _, index: Script(2, aborted=index < 2) if index < 2 else Script(6))
     trajectories = await house.group(house.run(2))
     assert sorted(t.index for t in trajectories) == [2, 3]
 
 
 async def test_a_group_that_loses_everything_again_and_again_fails_with_the_reason() -> None:
-    house = House(lambda _, index: Script(2, lost=True))
+    house = House(lambda _, index: Script(2, aborted=True))
     with pytest.raises(GroupFailed, match="aborted candidate"):
         await house.group(house.run(2))
     [record] = house.recorder.records
@@ -78,7 +78,7 @@ async def test_a_group_that_loses_everything_again_and_again_fails_with_the_reas
 
 async def test_a_refused_request_starts_nothing_again() -> None:
     house = House(lengths(5))
-    house.engine.refuse = EngineRefused("temperature must be positive")
+    house.engine.start_error = EngineRefused("temperature must be positive")
     with pytest.raises(EngineRefused, match="temperature"):
         await house.group(house.run(4))
     assert house.recorder.started == 6
@@ -164,7 +164,7 @@ async def test_tokens_and_fates_add_up_in_the_record() -> None:
     house = House(lengths(3, 9, 4, 30, 5, 50))
     await house.group(house.run(4, "uniform"))
     [record] = house.recorder.records
-    assert record.generated_tokens == sum(c.made for c in house.engine.started)
+    assert record.generated_tokens == sum(c.generated for c in house.engine.started)
     assert record.returned_tokens == sum(c.tokens for c in record.selected)
     assert len(record.selected) == 4
     assert all((c.selected_as is None) != (c.reason is None) for c in record.candidates)
@@ -173,7 +173,9 @@ async def test_tokens_and_fates_add_up_in_the_record() -> None:
 
 
 async def test_truncated_candidates_are_dropped_while_valid_ones_suffice() -> None:
-    house = House(lambda _, index: Script(5 + index, reason=FinishReason.LENGTH if index < 2 else FinishReason.STOP))
+    house = House(
+        lambda _, index: Script(5 + index, finish_reason=FinishReason.LENGTH if index < 2 else FinishReason.STOP)
+    )
     trajectories = await house.group(house.run(4, "longest"))
     assert sorted(t.index for t in trajectories) == [2, 3, 4, 5]
     [record] = house.recorder.records
@@ -224,7 +226,7 @@ async def test_a_fault_of_ours_ends_its_group_with_the_fault_and_no_other(caplog
 
 async def test_what_an_engine_should_not_raise_still_reaches_the_caller(caplog: pytest.LogCaptureFixture) -> None:
     house = House(lengths(50))
-    house.engine.refuse = ZeroDivisionError("a bug in an adapter")
+    house.engine.start_error = ZeroDivisionError("a bug in an adapter")
     with pytest.raises(ZeroDivisionError, match="a bug in an adapter"):
         await house.group(house.run(4))
     assert house.rollouts.running == 0

@@ -45,7 +45,7 @@ def scripted(seed: int) -> Callable[[str, int], Script]:
     def script(prompt: str, index: int) -> Script:
         random = Random(f"{seed} {prompt} {index}")
         if random.random() < 0.15:
-            return Script(16, reason=FinishReason.LENGTH)
+            return Script(16, finish_reason=FinishReason.LENGTH)
         return Script(random.choice([1, 2, 3, 4, 5, 6, 8, 11, 15]))
 
     return script
@@ -167,7 +167,7 @@ async def test_one_that_fails_before_the_answer_makes_room_for_the_next_by_index
 
 async def test_the_shadow_is_of_those_that_came_to_their_end() -> None:
     def script(_: str, index: int) -> Script:
-        return Script(30, lost=True) if index == 5 else Script([9, 8, 7, 6, 1][index])
+        return Script(30, aborted=True) if index == 5 else Script([9, 8, 7, 6, 1][index])
 
     house = House(script, shadows(SHAPED))
     await house.group(house.run(SIZE, "shortest"))

@@ -7,7 +7,7 @@ from vllm.outputs import RequestOutput
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.policies import SIZE
-from darts_server.engine.port import Running
+from darts_server.engine.port import RunningCandidate
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.run import GroupRun
@@ -33,7 +33,7 @@ class FullEngine:
         self._bench = bench
         self._long = bench.sizes.model_length - bench.sizes.prompt - 1
         self._runs: list[GroupRun[PromptRequest, RequestOutput]] = []
-        self._single: list[Running[RequestOutput]] = []
+        self._single: list[RunningCandidate[RequestOutput]] = []
         self._started = 0
 
     @property
@@ -97,7 +97,7 @@ class FullEngine:
     def _length(self, _: str, index: int) -> tuple[int, FinishReason]:
         return (SHORT_TOKENS if index < SIZE else self._long), FinishReason.STOP
 
-    async def _start(self) -> Running[RequestOutput]:
+    async def _start(self) -> RunningCandidate[RequestOutput]:
         self._started += 1
         params = self._bench.params(self._long)
         request = PromptRequest(self._bench.prompt(0), params, f"single-{self._started}")
@@ -110,7 +110,7 @@ class FullEngine:
                 return
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _wait_steps(self, other: Running[RequestOutput], count: int) -> None:
+    async def _wait_steps(self, other: RunningCandidate[RequestOutput], count: int) -> None:
         until = (other.tokens() or 0) + count
         while (other.tokens() or 0) < until:
             await asyncio.sleep(0)

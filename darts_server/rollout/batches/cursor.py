@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from darts_server.engine.port import Generated
+from darts_server.engine.port import TokenSlice
 from darts_server.rollout.batches.events import CandidateDiscarded, TokenDelta, TrajectorySelected
 from darts_server.rollout.run import GroupRun
 from darts_server.types import DiscardReason, Sample
@@ -84,13 +84,13 @@ class CandidateCursor:
         if isinstance(end, TrajectorySelected):
             start, sample = len(self._token_ids), end.sample
             logprobs = None if sample.logprobs is None else sample.logprobs[start:]
-            yield from self._add_tokens(Generated(sample.token_ids[start:], logprobs))
+            yield from self._add_tokens(TokenSlice(sample.token_ids[start:], logprobs))
         else:
             self._token_ids, self._logprobs = array("i"), None
         self._end_sent = True
         yield end
 
-    def _add_tokens(self, generated: Generated | None) -> Iterator[TokenRange]:
+    def _add_tokens(self, generated: TokenSlice | None) -> Iterator[TokenRange]:
         if generated is None or not generated.token_ids:
             return
         start = len(self._token_ids)

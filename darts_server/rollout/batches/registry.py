@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from darts_server.engine.port import OutputT, Prompter, RequestT
+from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest, NewPlanner, Submission
@@ -86,14 +86,14 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     def __init__(
         self,
         rollouts: Rollouts[RequestT, OutputT],
-        prompter: Prompter[RequestT, OutputT],
+        renderer: PromptRenderer[RequestT, OutputT],
         new_planner: NewPlanner,
         retention: BatchRetention | None = None,
         interval: float = 0.02,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rollouts = rollouts
-        self._prompter = prompter
+        self._renderer = renderer
         self._new_planner = new_planner
         self._retention = retention or BatchRetention()
         self._interval = interval
@@ -166,7 +166,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                 batch.fail(error)
 
     async def _open(self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None) -> BatchRun:
-        submission = await Submission.prepare(request, self._rollouts, self._prompter, self._new_planner)
+        submission = await Submission.prepare(request, self._rollouts, self._renderer, self._new_planner)
         batch = BatchRun(
             submission,
             answer_format,

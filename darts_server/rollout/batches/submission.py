@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol
 
-from darts_server.engine.port import OutputT, Prompter, RequestT
+from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
@@ -104,7 +104,7 @@ class Submission(Generic[RequestT, OutputT]):
         groups: Sequence[_PreparedGroup[RequestT]],
         num_groups: int | None,
         rollouts: Rollouts[RequestT, OutputT],
-        prompter: Prompter[RequestT, OutputT],
+        renderer: PromptRenderer[RequestT, OutputT],
     ) -> None:
         self.batch_id = batch_id
         self.plan = plan
@@ -113,14 +113,14 @@ class Submission(Generic[RequestT, OutputT]):
         self._started: set[int] = set()
         self._decided: set[int] = set()
         self._rollouts = rollouts
-        self._prompter = prompter
+        self._renderer = renderer
 
     @classmethod
     async def prepare(
         cls,
         batch: BatchRequest,
         rollouts: Rollouts[RequestT, OutputT],
-        prompter: Prompter[RequestT, OutputT],
+        renderer: PromptRenderer[RequestT, OutputT],
         new_planner: NewPlanner,
     ) -> "Submission[RequestT, OutputT]":
         """Check and allocate a batch.
@@ -134,17 +134,19 @@ class Submission(Generic[RequestT, OutputT]):
         rollouts.check_scorable(plan)
         rollouts.admission.check(len(batch.prompts) * plan.size, "prompts")
         requests = [
-            await _request(prompter, batch, number, prompt, f"{batch_id}-{number}")
+            await _request(renderer, batch, number, prompt, f"{batch_id}-{number}")
             for number, prompt in enumerate(batch.prompts)
         ]
-        keys = [prompt.key or prompter.key(request) for prompt, request in zip(batch.prompts, requests, strict=True)]
+        keys = [
+            prompt.key or renderer.prompt_key(request) for prompt, request in zip(batch.prompts, requests, strict=True)
+        ]
         allocations = rollouts.allocator.allocate_cohort(plan, keys, batch.budget)
         metadata = [prompt.metadata for prompt in batch.prompts]
         groups = [
             _PreparedGroup(number, *parts)
             for number, parts in enumerate(zip(requests, keys, metadata, allocations, strict=True))
         ]
-        return cls(batch_id, plan, groups, batch.num_groups, rollouts, prompter)
+        return cls(batch_id, plan, groups, batch.num_groups, rollouts, renderer)
 
     @property
     def size(self) -> int:
@@ -203,7 +205,7 @@ class Submission(Generic[RequestT, OutputT]):
         result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.metadata)
         samples: dict[int, Sample] = {}
         try:
-            tail_seed = self._prompter.tail_seed(group.request)
+            tail_seed = self._renderer.tail_seed(group.request)
             spec = GroupSpec.of_plan(
                 self.plan, group.request, group_id, group.prompt_key, tail_seed, early=observer is not None
             )
@@ -212,7 +214,7 @@ class Submission(Generic[RequestT, OutputT]):
                 observer.group_started(group.number, run)
             async with aclosing(run.trajectories()) as trajectories:
                 async for trajectory in trajectories:
-                    sample = samples[trajectory.index] = self._prompter.sample(trajectory.output)
+                    sample = samples[trajectory.index] = self._renderer.to_sample(trajectory.output)
                     if observer is not None:
                         observer.trajectory_selected(group.number, trajectory.index, sample)
         except DartsError as error:
@@ -244,10 +246,10 @@ def _plan(batch: BatchRequest, planner: Planner) -> Plan:
 
 
 async def _request(
-    prompter: Prompter[RequestT, OutputT], batch: BatchRequest, number: int, prompt: PromptSpec, request_id: str
+    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, number: int, prompt: PromptSpec, request_id: str
 ) -> RequestT:
     try:
-        return await prompter.request(prompt, batch.sampling, batch.group_size, request_id)
+        return await renderer.make_request(prompt, batch.sampling, batch.group_size, request_id)
     except InvalidRequest as error:
         if error.field.startswith("sampling"):
             raise

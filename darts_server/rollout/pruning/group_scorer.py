@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from darts_server.engine.port import Generated, Probe, Probed, Running
+from darts_server.engine.port import HiddenState, Probe, RunningCandidate, TokenSlice
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.survival import Pruning
@@ -26,7 +26,7 @@ class GroupScorer:
         scorer: CandidateScorer,
         group_id: str,
         pruning: Pruning,
-        running: Mapping[int, Running[Any]],
+        running: Mapping[int, RunningCandidate[Any]],
         on_score: Callable[[Scored], None],
     ) -> None:
         self._scorer = scorer
@@ -37,7 +37,7 @@ class GroupScorer:
         self._detect_at = scorer.detect_at
         self._uses_hidden_states = scorer.uses_hidden_states
         self._uses_logprobs = scorer.uses_logprobs
-        self._waiting: dict[int, list[Probed]] = {}  # hidden states whose log-probs have not arrived yet
+        self._waiting: dict[int, list[HiddenState]] = {}  # hidden states whose log-probs have not arrived yet
         self._started: set[int] = set()
         self._early: dict[int, list[Scored]] = {}  # scores of candidates from before `mark_started`
         self._passed: dict[int, int] = {}  # detection points at which a candidate was scored by log-probs
@@ -61,7 +61,7 @@ class GroupScorer:
             scored
             for index, candidate in self._running.items()
             if index not in self._dropped and self._is_due(index, candidate.tokens())
-            for scored in self._score_logprobs(index, candidate.generated(0))
+            for scored in self._score_logprobs(index, candidate.tokens_from(0))
         ]
 
     def record_kept(self, index: int, survival: float) -> None:
@@ -80,7 +80,7 @@ class GroupScorer:
             if candidate.selected_as is None:
                 self.drop(candidate.index)
 
-    def _receive_state(self, index: int, probed: Probed) -> None:
+    def _receive_state(self, index: int, probed: HiddenState) -> None:
         if index in self._dropped:
             return
         if self._uses_logprobs:
@@ -104,7 +104,7 @@ class GroupScorer:
         if running is None and index not in self._started:
             self._waiting[index] = states
             return
-        generated = None if index in self._dropped or running is None else running.generated(0)
+        generated = None if index in self._dropped or running is None else running.tokens_from(0)
         logprobs = None if generated is None else generated.logprobs
         if logprobs is None:
             return
@@ -119,7 +119,7 @@ class GroupScorer:
         passed = self._passed.get(index, 0)
         return passed < len(self._detect_at) and tokens is not None and tokens >= self._detect_at[passed]
 
-    def _score_logprobs(self, index: int, generated: Generated | None) -> Iterator[Scored]:
+    def _score_logprobs(self, index: int, generated: TokenSlice | None) -> Iterator[Scored]:
         if generated is None:
             return
         if generated.logprobs is None:

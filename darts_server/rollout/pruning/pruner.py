@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.engine.port import Probed
+from darts_server.engine.port import HiddenState
 from darts_server.exceptions import StateError
 from darts_server.observers import GroupObserver, PruningObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
@@ -149,10 +149,10 @@ class Pruner(GroupObserver):
         return self._kind is not ScoreKind.HEAD
 
     def score_state(
-        self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
+        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
         kind = self._settings.kind
-        hidden = head_input(kind, probed.state, logprobs)
+        hidden = head_input(kind, probed.vector, logprobs)
         points = self._ensure_points(kind, hidden.size)
         assert self._head is not None
         self._observer.hidden_state_expected(received=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from darts_server.engine.port import Probed
+from darts_server.engine.port import HiddenState
 from darts_server.policy.pruning.survival import Pruning
 
 
@@ -40,7 +40,7 @@ class CandidateScorer(Protocol):
         ...
 
     def score_state(
-        self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
+        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
         """Score a trajectory by its hidden state and, if it uses both, by the log-probs of its tokens so far."""
         ...

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Generic
 
-from darts_server.engine.port import OutputT, Prompter, RequestT
+from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest
 from darts_server.observers import VoteObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus
@@ -106,13 +106,13 @@ class VoteRunner(Generic[RequestT, OutputT]):
     def __init__(
         self,
         rollouts: Rollouts[RequestT, OutputT],
-        prompter: Prompter[RequestT, OutputT],
+        renderer: PromptRenderer[RequestT, OutputT],
         confidence: Confidence,
         observer: VoteObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rollouts = rollouts
-        self._prompter = prompter
+        self._renderer = renderer
         self._confidence = confidence
         self._observer = observer
         self._clock = clock
@@ -166,7 +166,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
         if vote.uses_logprobs and not vote.wants_logprobs:
             sampling = {**sampling, LOGPROBS: True}
         try:
-            return await self._prompter.request(vote.prompt, sampling, vote.n, vote_id)
+            return await self._renderer.make_request(vote.prompt, sampling, vote.n, vote_id)
         except InvalidRequest as error:
             if error.field in ("text", "token_ids"):
                 raise InvalidRequest("prompt", error.message) from error
@@ -177,8 +177,8 @@ class VoteRunner(Generic[RequestT, OutputT]):
             request,
             POLICY,
             vote_id,
-            vote.prompt.key or self._prompter.key(request),
-            self._prompter.tail_seed(request),
+            vote.prompt.key or self._renderer.prompt_key(request),
+            self._renderer.tail_seed(request),
             early=True,
             pruning=Pruning() if vote.uses_quality else None,  # a group that needs all its candidates prunes none
         )
@@ -216,7 +216,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
         async with aclosing(run.trajectories()) as trajectories:
             async for trajectory in trajectories:
                 collected.add(trajectory.index)
-                await box.add(trajectory.index, self._prompter.sample(trajectory.output))
+                await box.add(trajectory.index, self._renderer.to_sample(trajectory.output))
                 if run.has_ended or run.has_deliveries:  # others have finished already, and count whether needed or not
                     continue
                 if len(collected) % interval:

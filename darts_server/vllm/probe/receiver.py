@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from darts_server.engine.port import Probe, Probed
+from darts_server.engine.port import HiddenState, Probe
 from darts_server.vllm.probe import wire
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ LINGER_SECONDS = 5.0
 class ProbeReceiver:
     """Passes received states on to the probes of candidates.
 
-    Messages are received, and `Probe.tell` is called, in the event loop. A candidate is removed after its last state or
-    some seconds after its end.
+    Messages are received, and `Probe.on_state` is called, in the event loop. A candidate is removed after its last
+    state or some seconds after its end.
 
     Args:
         linger: seconds after a candidate's end in which its states are still passed on.
@@ -69,7 +69,7 @@ class ProbeReceiver:
         kind, *rest = frames
         if kind == wire.STATES:
             for number, tokens, state in wire.unpack_states(*rest):
-                self._deliver(number, Probed(tokens, state))
+                self._deliver(number, HiddenState(tokens, state))
         elif kind == wire.READY:
             self._width, self.runner = int(rest[0]), rest[1].decode()
             self._ready.put_nowait(None)
@@ -97,11 +97,11 @@ class ProbeReceiver:
             logger.warning("hidden states of candidates are not received: %s", reason)
         self.fault = reason
 
-    def _deliver(self, number: int, probed: Probed) -> None:
+    def _deliver(self, number: int, probed: HiddenState) -> None:
         if (probe := self._probes.get(number)) is None:
             return
         # In its own turn of the loop, so that an exception of one probe does not skip the others of this message.
-        asyncio.get_running_loop().call_soon(probe.tell, probed)
+        asyncio.get_running_loop().call_soon(probe.on_state, probed)
         if probed.tokens >= probe.detect_at[-1]:
             del self._probes[number]
 

@@ -66,9 +66,9 @@ def scripted(seed: int, faults: float) -> Callable[[str, int], Script]:
         length, delay = random.choice([1, 2, 3, 5, 8, 9, 14, 20]), random.choice([0, 0, 0, 4])
         if random.random() < faults:
             error = random.choice([CandidateFailed("broken"), CandidateFailed("broken"), EngineRefused("no"), None])
-            return Script(length, delay, error=error, lost=error is None)
+            return Script(length, delay, error=error, aborted=error is None)
         if random.random() < 0.1:
-            return Script(24, delay, reason=FinishReason.LENGTH)
+            return Script(24, delay, finish_reason=FinishReason.LENGTH)
         return Script(length, delay)
 
     return script

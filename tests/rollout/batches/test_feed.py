@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from darts_server.engine.port import Generated
-from darts_server.engine.scripted import Script, generated, settle
+from darts_server.engine.port import TokenSlice
+from darts_server.engine.scripted import Script, settle, slice_from
 from darts_server.rollout.batches.events import (
     BatchDone,
     BatchFailed,
@@ -220,12 +220,12 @@ async def test_looking_that_takes_long_is_done_less_often() -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SteppedLoop)
 
-    def slow(output: list[int], start: int) -> Generated:
+    def slow(output: list[int], start: int) -> TokenSlice:
         loop.now += 1
-        return generated(output, start)
+        return slice_from(output, start)
 
     house = House(lengths(3, 50))
-    house.engine.generated = slow  # type: ignore[method-assign]
+    house.engine.tokens_from = slow  # type: ignore[method-assign]
     batch = await batches(house, "longest").open(ask(1), tokens(1))
     listening = asyncio.ensure_future(hear(batch))
     for _ in range(10):
@@ -240,11 +240,11 @@ async def test_looking_that_takes_long_is_done_less_often() -> None:
 
 
 async def test_a_fault_in_making_events_is_told_and_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(output: list[int], start: int) -> Generated:
+    def broken(output: list[int], start: int) -> TokenSlice:
         raise RuntimeError("a fault")
 
     house = House(lengths(3, 50))
-    house.engine.generated = broken  # type: ignore[method-assign]
+    house.engine.tokens_from = broken  # type: ignore[method-assign]
     batch = await batches(house, "longest").open(ask(1), tokens(100))
     told = await play(house, asyncio.ensure_future(hear(batch)))
     assert isinstance(told[-1][1], BatchFailed)

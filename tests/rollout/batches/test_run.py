@@ -162,7 +162,7 @@ async def test_a_group_that_knew_what_it_needs_before_it_was_opened_tells_its_ba
 
 async def test_a_group_that_failed_before_it_was_opened_is_dropped_from_its_batch() -> None:
     house = House(lengths(5), {"cut": DARTS_CUT})
-    house.engine.refuse = EngineRefused("no")
+    house.engine.start_error = EngineRefused("no")
     run = gathered(house, "p", 4)
     await settle()
     run.open(DARTS_CUT.selection_rule(4), Allocation(6, a_batch(house, 1)))
@@ -192,7 +192,7 @@ async def test_a_fault_of_ours_in_a_groups_end_does_not_keep_its_batch_waiting(
 
 async def test_the_record_names_no_deadline_that_the_group_was_not_held_to() -> None:
     # What makes the group complete also brings the deadline, which is less than the tail that is in it.
-    script = [Script(2), Script(2), Script(2, delay=11), Script(12, reason=FinishReason.LENGTH), Script(3)]
+    script = [Script(2), Script(2), Script(2, delay=11), Script(12, finish_reason=FinishReason.LENGTH), Script(3)]
     house = House(lambda _, index: script[index], {"cut": DARTS_CUT})
     run = house.collect("p", "cut", (TAIL_SEED_FOR_3,))
     batch = a_batch(house, 1)

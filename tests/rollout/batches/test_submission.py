@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from darts_server.engine.scripted import Script, generated, settle
+from darts_server.engine.scripted import Script, settle, slice_from
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
@@ -27,21 +27,21 @@ POLICIES = {
 class Texts:
     """Makes requests that are the prompts' texts; a text with an ``x`` is refused."""
 
-    async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
+    async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if "x" in (prompt.text or "x"):
             raise InvalidRequest("text", "has an x")
         if sampling:
             raise InvalidRequest("sampling.any", "there is none")
         return prompt.text or ""
 
-    def key(self, request: str) -> str:
+    def prompt_key(self, request: str) -> str:
         return f"key of {request}"
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return (1,)
 
-    def sample(self, output: list[int]) -> Sample:
-        return Sample(output, generated(output, 0).logprobs, "", FinishReason.STOP)
+    def to_sample(self, output: list[int]) -> Sample:
+        return Sample(output, slice_from(output, 0).logprobs, "", FinishReason.STOP)
 
 
 def script(prompt: str, index: int) -> Script:

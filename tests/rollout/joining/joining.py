@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from darts_server.engine.port import Ended, Generated, Probe
+from darts_server.engine.port import CandidateResult, Probe, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.joining import JoinRequest
@@ -63,17 +63,19 @@ class SigningCandidate:
     def tokens(self) -> int | None:
         return self._candidate.tokens()
 
-    def generated(self, start: int) -> Generated | None:
-        return self._candidate.generated(start)
+    def tokens_from(self, start: int) -> TokenSlice | None:
+        return self._candidate.tokens_from(start)
 
     def stop(self) -> int:
         return self._candidate.stop()
 
-    async def ended(self) -> Ended[Signed]:
-        ended = await self._candidate.ended()
-        if ended.reason is None:
+    async def result(self) -> CandidateResult[Signed]:
+        result = await self._candidate.result()
+        if result.finish_reason is None:
             await self._aborted.wait()
-        return Ended(ended.tokens, ended.reason, Signed(self._candidate.request, self._candidate.index, ended.tokens))
+        return CandidateResult(
+            result.tokens, result.finish_reason, Signed(self._candidate.request, self._candidate.index, result.tokens)
+        )
 
 
 class SigningEngine:
@@ -100,12 +102,12 @@ class SigningEngine:
     async def start(self, request: str, index: int, probe: Probe | None = None) -> SigningCandidate:
         return SigningCandidate(await self._engine.start(request, index, probe), self.aborted)
 
-    def cut(self, request: str, output: Signed, tokens: int) -> Signed:
+    def truncate(self, request: str, output: Signed, tokens: int) -> Signed:
         assert output.tokens >= tokens
         return Signed(output.request, output.index, tokens)
 
-    def generated(self, output: Signed, start: int) -> Generated:
-        return Generated(range(start, output.tokens), None)
+    def tokens_from(self, output: Signed, start: int) -> TokenSlice:
+        return TokenSlice(range(start, output.tokens), None)
 
     def token_ids(self, request: str, output: Signed) -> tuple[list[int], list[int]]:
         return list(map(ord, output.request)), [output.index] * output.tokens
@@ -218,7 +220,7 @@ class Hall:
         fates = {}
         for candidate in run._group.candidates:
             script = self.script(*run._request_of(candidate.index))
-            fates[candidate.index] = Fate(script.length, script.reason == "stop", candidate.tail_draw)
+            fates[candidate.index] = Fate(script.length, script.finish_reason == "stop", candidate.tail_draw)
         return fates
 
     def origin(self, group_id: str, index: int) -> tuple[str, int]:

@@ -58,7 +58,7 @@ class Crowd:
         reason = FinishReason.LENGTH if random.random() < 0.1 else FinishReason.STOP
         length = 30 if reason is FinishReason.LENGTH else random.randint(1, 30)
         error = CandidateFailed("boom") if random.random() < self.failures else None
-        return Script(length, random.randint(0, 6), reason, error, lost=random.random() < self.failures)
+        return Script(length, random.randint(0, 6), reason, error, aborted=random.random() < self.failures)
 
     async def play(self) -> None:
         for step in range(PATIENCE):
@@ -168,7 +168,8 @@ async def test_candidates_that_fail_cost_nobody_its_trajectory_or_everybody_hear
         assert len(got) == sum(c.served for c in stayed)
         for candidate, tokens in got.items():
             script = crowd.script(*candidate)
-            assert tokens < script.length or (script.error is None and not script.lost)  # a cut one had not failed yet
+            # a cut candidate had not failed yet
+            assert tokens < script.length or (script.error is None and not script.aborted)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -20,7 +20,7 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 @pytest.mark.parametrize("error", [EngineDead, EngineRefused])
 async def test_an_engine_that_takes_nothing_is_told_to_every_caller_at_once(count: int, error: type[Exception]) -> None:
     hall = Hall(lengths(9), SAMPLED)
-    hall.engine.refuse = error("no")
+    hall.engine.start_error = error("no")
     callers = [hall.come(f"c{i}") for i in range(count)]
     await hall.assert_empty()  # nobody waits for the quiet
     assert [type(c.task.exception()) for c in callers] == [error] * count
@@ -58,7 +58,7 @@ async def test_those_who_were_served_before_the_engine_died_keep_what_they_have(
 async def test_requests_that_are_equal_are_refused_together() -> None:
     hall = Hall(lengths(9), SAMPLED)
     callers = await hall.all_come(2)
-    hall.engine.refuse = EngineRefused("no")
+    hall.engine.start_error = EngineRefused("no")
     callers.append(hall.come("c2"))
     await hall.assert_empty()
     assert [type(c.task.exception()) for c in callers] == [EngineRefused] * 3
@@ -66,17 +66,17 @@ async def test_requests_that_are_equal_are_refused_together() -> None:
 
 async def test_a_caller_that_comes_after_a_group_failed_begins_anew() -> None:
     hall = Hall(lengths(9), SHORTEST)
-    hall.engine.refuse = EngineRefused("no")
+    hall.engine.start_error = EngineRefused("no")
     hall.come("c0")
     await settle()
-    hall.engine.refuse = None
+    hall.engine.start_error = None
     callers = await hall.all_come()
     await finish(hall, callers)
     assert all(c.served for c in callers)
 
 
 async def test_too_many_failures_are_told_to_every_caller() -> None:
-    hall = Hall(lambda _, index: Script(2, lost=True), SAMPLED)
+    hall = Hall(lambda _, index: Script(2, aborted=True), SAMPLED)
     callers = await hall.all_come()
     for error in await finish(hall, callers):
         assert isinstance(error, GroupFailed)

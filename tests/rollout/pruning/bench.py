@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.engine.port import Probed
+from darts_server.engine.port import HiddenState
 from darts_server.observers import PruningObserver
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.survival import Pruning
@@ -128,7 +128,9 @@ class Bench:
         return self.heads[-1]
 
     def scored(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Assessment:
-        return self.pruner.score_state(group_id, index, Probed(tokens, hidden.astype(np.float32)), (), self.pruning)
+        return self.pruner.score_state(
+            group_id, index, HiddenState(tokens, hidden.astype(np.float32)), (), self.pruning
+        )
 
     def group(self, size: int = 8) -> tuple[list[Assessment], int]:
         """Score a group and reward its survivors; return its assessments and the number of survivors."""

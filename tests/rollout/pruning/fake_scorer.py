@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from darts_server.engine.port import Probe, Probed
+from darts_server.engine.port import HiddenState, Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.pruning.scorer import Assessment
@@ -28,11 +28,11 @@ class FakeScorer:
         self.dropped: list[int] = []
 
     def score_state(
-        self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
+        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
         self.scored_states.append((index, probed.tokens))
         assert logprobs == (tuple(-token / 8 for token in range(probed.tokens)) if self.uses_logprobs else ())
-        return Assessment(*map(float, probed.state))
+        return Assessment(*map(float, probed.vector))
 
     def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
         self.scored_logprobs.append((index, len(logprobs)))
@@ -64,5 +64,5 @@ class EarlyStateEngine(ScriptedEngine):
     async def start(self, request: str, index: int, probe: Probe | None = None) -> ScriptedCandidate:
         candidate = await super().start(request, index, probe)
         if probe is not None and candidate.script.hidden is not None:
-            probe.tell(Probed(4, np.asarray(candidate.script.hidden(4), dtype=np.float32)))
+            probe.on_state(HiddenState(4, np.asarray(candidate.script.hidden(4), dtype=np.float32)))
         return candidate

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.engine.port import Probed, Running
+from darts_server.engine.port import HiddenState, RunningCandidate
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
@@ -213,12 +213,12 @@ async def test_a_state_that_comes_after_the_end_has_no_log_probs_and_no_score() 
 async def test_a_state_waits_until_its_candidate_runs_and_its_log_probs_are_there() -> None:
     scorer = FakeScorer(4, uses_logprobs=True)
     script = create_script([20], dict.fromkeys(range(4), (0.5, KEPT)))
-    running: dict[int, Running[list[int]]] = {}
+    running: dict[int, RunningCandidate[list[int]]] = {}
     received: list[Scored] = []
     group_scorer = GroupScorer(scorer, "g", Pruning(), running, received.append)
     probe = group_scorer.probe_for(0)
     assert (probe.detect_at, probe.logprobs) == ((4,), True)
-    probe.tell(Probed(4, np.asarray([0.5, 1.0], dtype=np.float32)))
+    probe.on_state(HiddenState(4, np.asarray([0.5, 1.0], dtype=np.float32)))
     assert (group_scorer.poll(), received) == ([], [])
     engine = ScriptedEngine(script)
     running[0] = await engine.start("g", 0)
@@ -256,7 +256,7 @@ async def test_a_late_poll_scores_all_points_that_were_passed() -> None:
     run = house.run(2, "arrol")
     await settle()
     for candidate in house.engine.started:
-        candidate.made = 5
+        candidate.generated = 5
     run.poll()
     assert scorer.scored_logprobs == [(i, n) for i in range(4) for n in (2, 3)]
     run.cancel()
@@ -279,10 +279,10 @@ async def test_single_requests_are_scored_at_once_and_pruned_when_the_group_is_c
     for _ in range(4):
         await house.engine.step()
     assert scorer.scored_states == [(0, 2)]
-    assert house.engine.started[0].alive
+    assert house.engine.started[0].is_running
     second = asyncio.create_task(call("b"))
     await settle()
-    assert not house.engine.started[0].alive
+    assert not house.engine.started[0].is_running
     await house.engine.run()
     assert [len(await task) for task in (first, second)] == [30, 30]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.engine.port import Probed
+from darts_server.engine.port import HiddenState
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.pruning.pruner import MISSING_STATE_TOKENS, STEP_GROUPS
@@ -221,7 +221,7 @@ async def test_the_head_learns_from_hidden_states_and_log_probs_together() -> No
     bench = Bench(replace(FAST, kind=ScoreKind.HEAD_LOGPROB))
     assert bench.pruner.uses_hidden_states
     assert bench.pruner.uses_logprobs
-    rng, blank = np.random.default_rng(0), Probed(10, np.zeros(WIDTH, np.float32))
+    rng, blank = np.random.default_rng(0), HiddenState(10, np.zeros(WIDTH, np.float32))
     for index in range(600):  # the states carry no information, the lowest log-prob carries all
         right = bool(rng.random() < 0.5)
         logprobs = (*[-0.1] * 9, -0.2 if right else -2.5)
@@ -315,7 +315,7 @@ async def test_a_restart_continues_with_what_was_learned() -> None:
     restarted = Bench(store=store, task=SyntheticTask(seed=0), version=3)
     restarted.pruner.start()
     assert restarted.pruner.status is PruningStatus.READY
-    probed = Probed(10, np.full(WIDTH, 101.0, np.float32))
+    probed = HiddenState(10, np.full(WIDTH, 101.0, np.float32))
     one, other = (b.pruner.score_state("x", 0, probed, (), Pruning()) for b in (bench, restarted))
     assert one.quality == other.quality
     assert other.survival < 1
@@ -368,4 +368,6 @@ async def test_a_head_and_calibration_of_another_model_are_not_loaded(caplog: py
     assert other.pruner.status is PruningStatus.NO_LABELS
     assert f"is of hidden states of width {WIDTH}, not {WIDTH + 1}" in caplog.text
     assert "the saved quality head is not used" in caplog.text
-    assert other.pruner.score_state("g", 0, Probed(10, np.ones(WIDTH + 1, np.float32)), (), Pruning()).survival == 1.0
+    assert (
+        other.pruner.score_state("g", 0, HiddenState(10, np.ones(WIDTH + 1, np.float32)), (), Pruning()).survival == 1.0
+    )

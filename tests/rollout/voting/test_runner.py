@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.engine.port import Probed
+from darts_server.engine.port import HiddenState
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
 from darts_server.observers import VoteObserver
@@ -55,9 +55,9 @@ class StateScorer:
         self.dropped: list[int] = []
 
     def score_state(
-        self, group_id: str, index: int, probed: Probed, logprobs: tuple[float, ...], pruning: Pruning
+        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
-        return Assessment(float(probed.state[0]), 0.1)
+        return Assessment(float(probed.vector[0]), 0.1)
 
     def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
         raise NotImplementedError
@@ -70,7 +70,7 @@ class StateScorer:
 
 
 class Election(VoteObserver):
-    """Runs votes in which candidate i is the i-th voter. The prompter recognises voters by their different lengths."""
+    """Runs votes in which candidate i is the i-th voter. The renderer recognises voters by their different lengths."""
 
     def __init__(self, *voters: Voter, documents: Documents | None = None) -> None:
         self._script = lambda _, i: voters[i].script or Script(voters[i].length)
@@ -82,19 +82,19 @@ class Election(VoteObserver):
         self.votes = VoteRunner(self.house.rollouts, self, self.confidence, self, lambda: self.house.engine.now)
         self._voters = {voter.length: voter for voter in voters}
 
-    async def request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
+    async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if prompt.text == "bad":
             raise InvalidRequest("text", "is bad")
         self.sampling = sampling
         return prompt.text or ""
 
-    def key(self, request: str) -> str:
+    def prompt_key(self, request: str) -> str:
         return f"key of {request}"
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
 
-    def sample(self, output: list[int]) -> Sample:
+    def to_sample(self, output: list[int]) -> Sample:
         voter = self._voters[len(output)]
         logprobs = [voter.logprob] * len(output) if self.sampling.get("logprobs") else None
         text = "no answer" if voter.answer is None else f"so it is #{voter.answer}"
@@ -421,7 +421,7 @@ def electorates(draw: st.DrawFn) -> list[Voter]:
 async def collect_all(votes: VoteRunner[str, list[int]], run: GroupRun[str, list[int]], box: BallotBox) -> bool:
     """Collect all ballots, even when the vote is decided."""
     async for trajectory in run.trajectories():
-        await box.add(trajectory.index, votes._prompter.sample(trajectory.output))
+        await box.add(trajectory.index, votes._renderer.to_sample(trajectory.output))
         box.is_decided([])  # a ballot keeps its first score
     return False
 

@@ -6,7 +6,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from darts_server.engine.port import Probe, Probed
+from darts_server.engine.port import HiddenState, Probe
 from darts_server.vllm.probe import wire
 from darts_server.vllm.probe.receiver import ProbeReceiver, probing
 
@@ -29,25 +29,25 @@ async def turn() -> None:
 
 
 async def test_each_probe_gets_its_states_and_is_removed_after_its_last_point() -> None:
-    probes, one, other = ProbeReceiver(), list[Probed](), list[Probed]()
+    probes, one, other = ProbeReceiver(), list[HiddenState](), list[HiddenState]()
     first, second = probes.register(Probe((4, 9), one.append)), probes.register(Probe((4,), other.append))
     probes.receive(states((first, 4), (second, 4)))
     probes.receive(states((first, 11), (second, 11), (77, 3)))
     await turn()
     assert [p.tokens for p in one] == [4, 11]
     assert [p.tokens for p in other] == [4]
-    assert [p.state.tolist() for p in one] == [[first] * 3] * 2
-    assert one[0].state.dtype == np.float32
+    assert [p.vector.tolist() for p in one] == [[first] * 3] * 2
+    assert one[0].vector.dtype == np.float32
     assert len(probes) == 0
 
 
 async def test_an_exception_of_one_probe_does_not_skip_others() -> None:
-    def fails(_: Probed) -> None:
+    def fails(_: HiddenState) -> None:
         raise RuntimeError("no")
 
     faults: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context["exception"]))
-    probes, received = ProbeReceiver(), list[Probed]()
+    probes, received = ProbeReceiver(), list[HiddenState]()
     numbers = [probes.register(Probe((1,), fails)), probes.register(Probe((1,), received.append))]
     probes.receive(states(*((number, 1) for number in numbers)))
     await turn()
@@ -56,7 +56,7 @@ async def test_an_exception_of_one_probe_does_not_skip_others() -> None:
 
 
 async def test_states_are_passed_on_for_some_time_after_the_end() -> None:
-    probes, received = ProbeReceiver(linger=0.05), list[Probed]()
+    probes, received = ProbeReceiver(linger=0.05), list[HiddenState]()
     number = probes.register(Probe((4, 9), received.append))
     probes.unregister(number)
     probes.receive(states((number, 4)))
@@ -119,14 +119,14 @@ class FakeLLM:
 
 
 async def test_states_that_a_worker_sends_are_received() -> None:
-    received: list[Probed] = []
+    received: list[HiddenState] = []
     async with probing(FakeLLM(None, [wire.READY, b"3", b"first"], states((1, 5)))) as probes:  # type: ignore[arg-type]
         assert probes.width == 3
         assert probes.register(Probe((5,), received.append)) == 1
         async with asyncio.timeout(10):
             while not received:
                 await asyncio.sleep(0.01)
-    assert received[0].state.tolist() == [1, 1, 1]
+    assert received[0].vector.tolist() == [1, 1, 1]
 
 
 async def test_the_reason_of_a_failed_installation_is_the_fault() -> None:

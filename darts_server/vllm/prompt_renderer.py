@@ -25,8 +25,8 @@ OURS = frozenset({"n", "output_kind", "extra_args", "skip_clone", "stream_interv
 LOGPROBS = "logprobs"
 
 
-class VllmPrompter:
-    """Implements :class:`darts_server.engine.port.Prompter`.
+class VllmPromptRenderer:
+    """Implements :class:`darts_server.engine.port.PromptRenderer`.
 
     ``chat_template``: the one that the server was started with, or a file that has it; ``None`` for the model's own.
     """
@@ -39,7 +39,7 @@ class VllmPrompter:
         self._defaults = llm.model_config.get_diff_sampling_param()
         self._known = sorted(set(signature(SamplingParams.from_optional).parameters) - OURS)
 
-    async def request(
+    async def make_request(
         self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
     ) -> PromptRequest:
         params = self._params(sampling, size)
@@ -53,13 +53,13 @@ class VllmPrompter:
             raise InvalidRequest(_named(error, sampling) or _field(prompt), str(error)) from error
         return request
 
-    def key(self, request: PromptRequest) -> str:
+    def prompt_key(self, request: PromptRequest) -> str:
         return request.prompt_key
 
     def tail_seed(self, request: PromptRequest) -> Sequence[int] | None:
         return request.tail_seed
 
-    def sample(self, output: RequestOutput) -> Sample:
+    def to_sample(self, output: RequestOutput) -> Sample:
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = None if completion.logprobs is None else logprobs_of(completion.logprobs, tokens)
