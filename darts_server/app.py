@@ -38,10 +38,10 @@ from darts_server.quality.report import TrainerReport
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.learned.prompts import KIND
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.observers.bias import LengthBias
-from darts_server.rollout.observers.feedback import Feedback
+from darts_server.rollout.observers.length_bias import LengthBias
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
+from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
@@ -108,7 +108,7 @@ class Rooms:
 
     provenance: Provenance
     rollouts: VllmRollouts
-    feedback: Feedback
+    reward_matcher: RewardMatcher
     monitor: Monitor
     batches: VllmBatches
     votes: VllmVoteRunner
@@ -166,10 +166,10 @@ def make_rooms(
         rollouts.group_rewarded(record, correct)
         pruner.record_rewarded_group()
 
-    feedback = Feedback(
+    reward_matcher = RewardMatcher(
         statistics.rewards, learn_rewards, metrics, on_reward=[confidence.learn_reward, pruner.learn_reward]
     )
-    rollouts.observe(metrics, provenance, bias, feedback, monitor, pruner, event_log, *traces)
+    rollouts.observe(metrics, provenance, bias, reward_matcher, monitor, pruner, event_log, *traces)
 
     retention = BatchRetention(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
     batches: VllmBatches = BatchRegistry(
@@ -181,7 +181,7 @@ def make_rooms(
     update_observers = (WeightMetrics(engine.model_name), event_log)
     hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts, hosts)
-    return Rooms(provenance, rollouts, feedback, monitor, batches, votes, updates, control)
+    return Rooms(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control)
 
 
 def extend(
@@ -213,7 +213,7 @@ def extend(
             rooms.control,
             rooms.batches,
             rooms.votes,
-            rooms.feedback,
+            rooms.reward_matcher,
             rooms.updates,
             monitored,
             access.needs_key,

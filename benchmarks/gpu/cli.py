@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.gpu.models import SHAPES, TINY
 from benchmarks.gpu.policies import ORDER
 from benchmarks.gpu.traces import SAMPLED, recorded
-from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
+from darts_server.rollout.allocation.budgets import MIN_COHORT
 
 DESCRIPTION = """\
 Measure whether shaped rollouts are faster than plain vLLM on this machine's GPU, in minutes and without any download.
@@ -115,8 +115,8 @@ def _find_error(options: Options) -> str | None:
     for flag, names, allowed in (("--models", options.models, available), ("--policies", options.policies, ORDER)):
         if unknown := [name for name in names if name not in allowed]:
             return f"{flag}: {', '.join(unknown)} unknown; available: {', '.join(allowed)}"
-    if min(options.prompts) < SMALLEST_BATCH or max(options.prompts) > SAMPLED:
-        return f"--prompts must be from {SMALLEST_BATCH} (fewer are not allocated together) to {SAMPLED}"
+    if min(options.prompts) < MIN_COHORT or max(options.prompts) > SAMPLED:
+        return f"--prompts must be from {MIN_COHORT} (fewer are not allocated together) to {SAMPLED}"
     if options.minutes <= 0:
         return "--minutes must be above 0"
     if options.trace is not None:

@@ -11,9 +11,9 @@ from darts_server.http.resources import lora, monitor, policy, rewards, rollouts
 from darts_server.http.resources.groups import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.prompts import Prompts
-from darts_server.rollout.learned.rewards import Rewards, summary
-from darts_server.rollout.observers.feedback import Feedback
+from darts_server.rollout.learned.rewards import Rewards, summarize
 from darts_server.rollout.observers.provenance import Provenance
+from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.weights.updates import Updates
 
@@ -26,7 +26,7 @@ def router(
     control: policy.PolicyControl,
     batches: BatchRegistry[Any, Any],
     votes: VoteRunner[Any, Any],
-    feedback: Feedback,
+    reward_matcher: RewardMatcher,
     updates: Updates,
     monitored: monitor.MonitorSources,
     needs_key: bool,
@@ -41,7 +41,7 @@ def router(
         records = provenance.find(group_id)
         if not records:
             raise NotFound("group_id", f"there is no group {group_id!r}; only the latest shaped groups are kept")
-        return GroupsAnswer(groups=[GroupAnswer.of(record, feedback.of(record)) for record in records])
+        return GroupsAnswer(groups=[GroupAnswer.of(record, reward_matcher.group_rewards(record)) for record in records])
 
     @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
     async def prompt(prompt_key: str) -> PromptAnswer:
@@ -52,13 +52,13 @@ def router(
                 "prompt_key",
                 f"there are no statistics of prompt {prompt_key!r}; GET /darts/v1/groups/ID returns its key",
             )
-        reward_stats = summary(learned.of_prompt(prompt_key))
+        reward_stats = summarize(learned.of_prompt(prompt_key))
         answer = None if reward_stats is None else PromptRewardsAnswer(**asdict(reward_stats))
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)
 
     api.include_router(rollouts.routes(batches))
     api.include_router(vote.routes(votes))
-    api.include_router(rewards.routes(feedback))
+    api.include_router(rewards.routes(reward_matcher))
     api.include_router(state.routes(store))
     api.include_router(policy.routes(control))
     api.include_router(weights.routes(updates))

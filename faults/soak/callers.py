@@ -13,7 +13,7 @@ from darts_server.rollout.batches.registry import IdempotencyKey
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.rollout.joining import JoinRequest
-from darts_server.rollout.observers.feedback import Reward
+from darts_server.rollout.observers.reward_matching import Reward
 from darts_server.rollout.plan import OFF, Plan
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.runner import VoteRequest
@@ -192,7 +192,7 @@ class Callers:
 
     async def _report(self, rewards: Sequence[Reward], delay: float) -> None:
         await asyncio.sleep(delay)
-        report = await self._stack.feedback.report(rewards)
+        report = await self._stack.reward_matcher.report(rewards)
         self.rewards.update(matched=report.matched, repeated=report.repeated, unknown=report.unknown)
 
 

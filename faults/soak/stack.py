@@ -14,10 +14,10 @@ from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.quality.evaluation import WINDOW
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.observers.bias import LengthBias
-from darts_server.rollout.observers.feedback import Feedback
+from darts_server.rollout.observers.length_bias import LengthBias
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, Provenance
+from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
@@ -101,7 +101,7 @@ class Stack:
         )
         control.apply_to(self.rollouts)
         self.monitor = Monitor(self.rollouts, loop.time)
-        self.feedback = Feedback(
+        self.reward_matcher = RewardMatcher(
             self.rollouts.statistics.rewards,
             self._rewarded,
             self.metrics,
@@ -109,7 +109,7 @@ class Stack:
             [confidence.learn_reward, self.pruner.learn_reward],
         )
         self.rollouts.observe(
-            self.metrics, Provenance(retention.groups), LengthBias(), self.feedback, self.monitor, self.pruner
+            self.metrics, Provenance(retention.groups), LengthBias(), self.reward_matcher, self.monitor, self.pruner
         )
         batch_retention = BatchRetention(kept_batches=retention.batches)
         self.batches = BatchRegistry(self.rollouts, Texts(), control.new_planner, batch_retention, clock=loop.time)

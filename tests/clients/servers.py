@@ -20,8 +20,8 @@ from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.provenance import Provenance
+from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRunner
@@ -140,14 +140,14 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
     with Store() as store:
         prompts, rewards, provenance = Prompts(store), Rewards(store), Provenance()
         confidence = Confidence(store)
-        feedback = Feedback(rewards, Mock(), Mock(), on_reward=[confidence.learn_reward])
+        reward_matcher = RewardMatcher(rewards, Mock(), Mock(), on_reward=[confidence.learn_reward])
         rollouts: Rollouts[str, list[int]] = Rollouts(
             engine,
             control.planner,
             Statistics(store),
             Intervals(poll=STEP_SECONDS, allocation=0),
         )
-        rollouts.observe(provenance, feedback)
+        rollouts.observe(provenance, reward_matcher)
         control.apply_to(rollouts)
         batches = BatchRegistry(rollouts, Texts(), control.new_planner, interval=STEP_SECONDS)
         votes = VoteRunner(rollouts, Texts(), confidence, Mock())
@@ -173,7 +173,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             control,
             batches=batches,
             votes=votes,
-            feedback=feedback,
+            reward_matcher=reward_matcher,
             updates=Mock(),
             monitored=Mock(),
             needs_key=False,

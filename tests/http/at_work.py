@@ -24,9 +24,9 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
+from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
@@ -47,7 +47,7 @@ class Work:
     def __init__(self, store: Store, lengths: Callable[[str, int], int]) -> None:
         self.engine = ScriptedEngine(lambda request, index: Script(length=lengths(request, index)))
         self.provenance, self.prompts, self.rewards = Provenance(), Prompts(store), Rewards(store)
-        self.feedback = Feedback(self.rewards, Mock(), Mock())
+        self.reward_matcher = RewardMatcher(self.rewards, Mock(), Mock())
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
             Planner({"uniform": Shaping(redundancy=1.5)}, "uniform", Limits(1024)),
@@ -55,7 +55,7 @@ class Work:
             Intervals(allocation=0),
         )
         self.live = Monitor(self.rollouts)
-        self.rollouts.observe(self.provenance, self.feedback, self.live)
+        self.rollouts.observe(self.provenance, self.reward_matcher, self.live)
         self.stopping: Callable[[], bool] = lambda: False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._groups: set[asyncio.Task[object]] = set()
@@ -136,7 +136,7 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
             control=control,
             batches=Mock(),
             votes=Mock(),
-            feedback=work.feedback,
+            reward_matcher=work.reward_matcher,
             updates=updates,
             monitored=monitored,
             needs_key=bool(keys),

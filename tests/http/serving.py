@@ -18,8 +18,8 @@ from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.shaping.group_id import STATE_KEY, GroupIdHeader
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
-from darts_server.rollout.observers.feedback import Feedback
 from darts_server.rollout.observers.provenance import Provenance
+from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import Returned
@@ -48,13 +48,13 @@ def client(
     with Store() as store:
         prompts, provenance = Prompts(store), Provenance()
         rewards = Rewards(store)
-        feedback = Feedback(rewards, Mock(), Mock())
-        for observe in (prompts.learn, provenance.group_ended, feedback.group_ended):
+        reward_matcher = RewardMatcher(rewards, Mock(), Mock())
+        for observe in (prompts.learn, provenance.group_ended, reward_matcher.group_ended):
             observe(replace(record(*FINISHED), group_id="cmpl-a-0"))
             observe(replace(record(*FINISHED), group_id="cmpl-a-1"))
         for number, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
             tokens = list(range(FINISHED[index].tokens))
-            feedback.trajectory_returned(Returned(f"cmpl-a-{number}", "p", 0.0, index, [number], tokens))
+            reward_matcher.trajectory_returned(Returned(f"cmpl-a-{number}", "p", 0.0, index, [number], tokens))
         prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
         app = FastAPI()
         errors.install(app)
@@ -69,7 +69,7 @@ def client(
                 control,
                 batches=Mock(),
                 votes=Mock(),
-                feedback=feedback,
+                reward_matcher=reward_matcher,
                 updates=updates or Mock(spec=Updates),
                 monitored=Mock(),
                 needs_key=bool(keys),

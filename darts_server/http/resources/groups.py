@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field
 
 from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs, TrajectoryId
-from darts_server.rollout.observers.feedback import GroupRewards
+from darts_server.rollout.observers.reward_matching import GroupRewards
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
 
 

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
-from darts_server.rollout.learned.rewards import Rewards, summary
-from darts_server.rollout.observers.monitor import GroupView, Monitor, View, Viewer
+from darts_server.rollout.learned.rewards import Rewards, summarize
+from darts_server.rollout.observers.monitor import GroupState, Monitor, MonitorUpdate, Viewer
 from darts_server.types import Outcome
 from darts_server.weights.updates import Updates
 
@@ -118,7 +118,7 @@ class MonitorSources:
 
     def health(self) -> dict[str, Any]:
         """Return a `MonitorHealth` as JSON values."""
-        updates, learned = self.updates, summary(self.rewards.dataset)
+        updates, learned = self.updates, summarize(self.rewards.dataset)
         last = None if updates.last is None else UpdateAnswer.of(updates.last)
         rewards = None
         if learned is not None:
@@ -143,7 +143,7 @@ def routes(sources: MonitorSources) -> APIRouter:
         viewer = Viewer(sources.monitor)
         if MEDIA_TYPE in request.headers.get("accept", ""):
             return stream_events(viewer, sources)
-        return JSONResponse(_to_json(viewer.look(), sources.health()))
+        return JSONResponse(_to_json(viewer.next_update(), sources.health()))
 
     return api
 
@@ -163,26 +163,26 @@ async def event_chunks(
     name, sent_at, health = "snapshot", 0.0, None
     while not sources.stopping():
         now, cpu, chunk = time.monotonic(), time.thread_time(), b""
-        view, previous_health, health = viewer.look(), health, sources.health()
-        if view.groups or view.left or health != previous_health or now - sent_at >= quiet:
-            chunk = encode(name, _to_json(view, health))
+        update, previous_health, health = viewer.next_update(), health, sources.health()
+        if update.groups or update.dropped or health != previous_health or now - sent_at >= quiet:
+            chunk = encode(name, _to_json(update, health))
             name, sent_at = "update", now
         cpu = time.thread_time() - cpu
         if chunk:
             yield chunk
-        await anyio.sleep(max(interval, min(quiet, cpu * viewer.live.viewers / MAX_CPU_SHARE)))
+        await anyio.sleep(max(interval, min(quiet, cpu * viewer.monitor.viewers / MAX_CPU_SHARE)))
 
 
-def _to_json(view: View, health: dict[str, Any]) -> dict[str, Any]:
+def _to_json(update: MonitorUpdate, health: dict[str, Any]) -> dict[str, Any]:
     return {
-        "now": view.now,
-        "running": view.running,
-        "candidates": view.candidates,
-        "groups": [_group(group) for group in view.groups],
-        "left": list(view.left),
+        "now": update.now,
+        "running": update.running,
+        "candidates": update.candidates,
+        "groups": [_group(group) for group in update.groups],
+        "left": list(update.dropped),
         "health": health,
     }
 
 
-def _group(view: GroupView) -> dict[str, Any]:
-    return {"group_id": view.group_id, **view.fields, "candidates": list(view.candidates)}
+def _group(group: GroupState) -> dict[str, Any]:
+    return {"group_id": group.group_id, **group.fields, "candidates": list(group.candidates)}

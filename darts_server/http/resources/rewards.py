@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from darts_server.http.body import parsed, read_body
 from darts_server.http.openapi import json_body
-from darts_server.rollout.observers.feedback import Feedback, Reward
+from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
 """Enough for 4,096 trajectories named by 8,192 tokens each."""
@@ -73,13 +73,13 @@ EXAMPLE = {
 }
 
 
-def routes(feedback: Feedback) -> APIRouter:
+def routes(reward_matcher: RewardMatcher) -> APIRouter:
     api = APIRouter()
 
     @api.post("/rewards", openapi_extra=json_body(RewardsIn, EXAMPLE))
     async def rewards(request: Request) -> RewardsOut:
         """Record rewards of returned trajectories. A trajectory keeps its first reward, so sending twice is safe."""
         body = parsed(RewardsIn, await read_body(request, MAX_BODY_BYTES))
-        return RewardsOut(**asdict(await feedback.report([each.reward_report for each in body.rewards])))
+        return RewardsOut(**asdict(await reward_matcher.report([each.reward_report for each in body.rewards])))
 
     return api

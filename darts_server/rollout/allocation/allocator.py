@@ -1,4 +1,4 @@
-"""How many candidates each group gets, from the statistics of its prompt and of the groups that start with it."""
+"""Allocate candidates to groups, from the statistics of their prompts and of the groups that start with them."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from darts_server.policy.allocation.brownout import reduce_candidates
 from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.allocation.budgets import SMALLEST_BATCH, Budgets
+from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.rollout.learned.documents import StoredValues
@@ -130,8 +130,8 @@ class Allocator(GroupObserver):
         else:
             counts = _spent(kind, shaping, total, stds)
         # A few groups alone say little about how many tokens groups need.
-        few = groups < SMALLEST_BATCH
-        rule = self.deadlines.rule(shaping)
+        few = groups < MIN_COHORT
+        rule = self.deadlines.current_rule(shaping)
         if rule is not None:
             self._with_deadlines.add(kind)
         return counts, CohortTerms(
@@ -140,15 +140,15 @@ class Allocator(GroupObserver):
             mean_candidates=mean,
             predicted_seconds=budget.seconds,
             deadline=None if few else rule,
-            tokens=self.deadlines.recent(rule, _name(*kind)) if rule is not None and few else None,
-            explored=rule is not None and self.deadlines.explores(rule),
+            tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
+            explored=rule is not None and self.deadlines.should_explore(rule),
         )
 
     def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:
         low, high = shaping.bounds(kind[1])
         if not shaping.adaptive:
             return self._even(kind, target, len(stds))
-        if len(stds) < SMALLEST_BATCH:
+        if len(stds) < MIN_COHORT:
             price = ShadowPrice(target, low, high, self._prices.load(_name(*kind)))
             counts = [price.candidates(std) for std in stds]
             recent, debt, carry = price.state.recent, price.state.debt, price.state.carry

@@ -1,4 +1,4 @@
-"""What is known of the lengths of the whole data set."""
+"""Length statistics of the whole data set."""
 
 from dataclasses import asdict
 
@@ -11,16 +11,16 @@ from darts_server.rollout.learned.prompts import observations
 from darts_server.types import GroupRecord, Outcome
 
 STEP_GROUPS = 256
-"""Groups that make a step where the weights never change: a usual number of prompts."""
-KEEP_SECONDS = 0.3
-"""From what is learned to the store, which takes half a second more: a killed process loses the last second at most."""
+"""Groups that count as a step while the weight version does not change: a usual number of prompts."""
+WRITE_DELAY_SECONDS = 0.3
+"""The store buffers for another half second, so that a killed process loses at most the last second."""
 KEY = "all"
 
 
 class Dataset:
-    """Aggregates over all prompts, kept in ``documents``.
+    """Aggregate lengths over all prompts and keep the result in ``documents``.
 
-    A step ends when the weight version changes, as the trainer's does, or after `STEP_GROUPS` groups.
+    A step ends when the weight version changes, or after `STEP_GROUPS` groups.
     """
 
     def __init__(self, documents: DocumentStore) -> None:
@@ -31,37 +31,37 @@ class Dataset:
         self._profiles = StoredValues(documents, "profile", lambda value: ProfileState(**value))
         self._ratios: list[tuple[float, bool]] = []
         self._groups: list[tuple[int, LengthEstimate]] = []
-        self._keep = Debounce(KEEP_SECONDS, self._write)
+        self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
 
     @property
     def stats(self) -> DatasetStats:
-        """Spread and mean of lengths, over the last steps."""
-        self._keep.run_pending()
-        return self._known()
+        """Standard deviation and mean of lengths over the last steps."""
+        self._write_later.run_pending()
+        return self._load_stats()
 
     @property
     def profile(self) -> LengthProfile:
-        """How lengths are spread around their prompt's mean."""
-        self._keep.run_pending()
+        """Distribution of lengths relative to the mean of their prompt."""
+        self._write_later.run_pending()
         return LengthProfile(self._profiles.load(KEY))
 
     def learn(self, record: GroupRecord, prompt: PromptStats | None) -> None:
-        """Take in a completed group. ``prompt``: what is known of its prompt, this group included."""
-        seen = observations(record)
-        if record.outcome is not Outcome.COMPLETED or not seen:
+        """Learn from a completed group. ``prompt``: statistics of its prompt, this group included."""
+        observed = observations(record)
+        if record.outcome is not Outcome.COMPLETED or not observed:
             return
         version = max((c.weight_version_end or 0 for c in record.selected), default=0)
-        now = estimate_lengths(seen)
-        mean = now.mean if prompt is None else prompt.mean_ema
-        self._groups.append((version, now))
-        self._ratios += [(o.tokens / mean, o.censored) for o in seen]
-        self._keep.request()
+        estimate = estimate_lengths(observed)
+        mean = estimate.mean if prompt is None else prompt.mean_ema
+        self._groups.append((version, estimate))
+        self._ratios += [(o.tokens / mean, o.censored) for o in observed]
+        self._write_later.request()
 
     def flush(self) -> None:
-        """Hand what is pending to ``documents``."""
-        self._keep.run_pending()
+        """Write everything that is pending to ``documents``."""
+        self._write_later.run_pending()
 
-    def _known(self) -> DatasetStats:
+    def _load_stats(self) -> DatasetStats:
         return self._stats.load(KEY) or DatasetStats()
 
     def _write(self) -> None:
@@ -69,10 +69,10 @@ class Dataset:
         profile.observe(self._ratios)
         self._profiles.save(KEY, asdict(profile.state))
         step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
-        for version, now in self._groups:
+        for version, estimate in self._groups:
             if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
-                self._stats.save(KEY, asdict(self._known().with_step(known for _, known in step)))
+                self._stats.save(KEY, asdict(self._load_stats().with_step(group for _, group in step)))
                 step = []
-            step.append((version, now))
-        self._steps.save(KEY, [(version, now.mean, now.std) for version, now in step])
+            step.append((version, estimate))
+        self._steps.save(KEY, [(version, estimate.mean, estimate.std) for version, estimate in step])
         self._ratios, self._groups = [], []

@@ -1,4 +1,4 @@
-"""What is known of the lengths of each prompt's trajectories, kept where it outlives a restart."""
+"""Length statistics of each prompt, kept over restarts."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -16,87 +16,92 @@ logger = logging.getLogger(__name__)
 KIND = "prompt"
 
 
-def key_of(token_ids: Sequence[int], *beside: str) -> str:
-    """The key of a prompt whose caller named none: a hash of its token ids and of what else sets it apart."""
-    # Token ids are not negative, so what stands beside them cannot be taken for more of them.
-    return make_prompt_key([*token_ids, *(-1 - byte for text in beside for byte in text.encode())])
+def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
+    """The key of a prompt without a key of its caller's: a hash of its token ids and of its other inputs."""
+    # Token ids are not negative, so negative numbers cannot be mistaken for more of them.
+    return make_prompt_key([*token_ids, *(-1 - byte for text in other_inputs for byte in text.encode())])
 
 
 class Prompts:
-    """Length statistics by prompt key."""
+    """Keep length statistics by prompt key in ``documents``."""
 
     def __init__(self, documents: DocumentStore) -> None:
         self._documents = documents
-        self._unreadable = False
+        self._has_failed = False
 
     def stats(self, key: str) -> PromptStats | None:
-        """What is known of a prompt; ``None`` if it was never seen, or by a version that kept something else.
+        """Statistics of a prompt; ``None`` for a new one, and for a format that this version does not write.
 
         Raises:
-            StateError: what is known cannot be read.
+            StateError: the store cannot be read.
         """
         document = self._documents.get(KIND, key)
         try:
             return None if document is None else PromptStats(**document)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
-            logger.warning("what is kept of a prompt is not what this version writes; it counts as new: %r", error)
+            logger.warning(
+                "statistics of a prompt have a format that this version does not write; the prompt counts as new: %r",
+                error,
+            )
             return None
 
     def std(self, key: str) -> float | None:
-        """The prompt's length std in tokens (EMA over its groups); ``None`` if it is not known or cannot be read."""
-        with self._reading():
+        """The prompt's length std in tokens (EMA over its groups); ``None`` if it is new or cannot be read."""
+        with self._log_failures():
             stats = self.stats(key)
             return None if stats is None else stats.std_ema
         return None
 
     def mean(self, key: str) -> float | None:
-        """The prompt's mean length in tokens (EMA over its groups); ``None`` if it is not known or cannot be read."""
-        with self._reading():
+        """The prompt's mean length in tokens (EMA over its groups); ``None`` if it is new or cannot be read."""
+        with self._log_failures():
             stats = self.stats(key)
             return None if stats is None else stats.mean_ema
         return None
 
     def learn(self, record: GroupRecord) -> PromptStats | None:
-        """Take in the lengths of a completed group, those of stopped candidates as censored; what is known then.
+        """Learn the lengths of a completed group, those of stopped candidates as censored; the updated statistics.
 
-        A group that was given up or cancelled tells how long someone waited, not how long trajectories are.
+        Failed and cancelled groups are ignored: their lengths depend on when they were stopped.
         """
-        seen = observations(record)
-        if record.prompt_key is None or record.outcome is not Outcome.COMPLETED or not seen:
+        observed = observations(record)
+        if record.prompt_key is None or record.outcome is not Outcome.COMPLETED or not observed:
             return None
-        with self._reading():
-            return self._add(record.prompt_key, seen, record)
+        with self._log_failures():
+            return self._add(record.prompt_key, observed, record)
         return None
 
-    def _add(self, key: str, seen: Sequence[Observation], record: GroupRecord) -> PromptStats:
+    def _add(self, key: str, observed: Sequence[Observation], record: GroupRecord) -> PromptStats:
         versions = [c.weight_version_end for c in record.selected if c.weight_version_end is not None]
-        stats = update_stats(self.stats(key), seen, max(versions, default=0))
+        stats = update_stats(self.stats(key), observed, max(versions, default=0))
         self._documents.put(KIND, key, asdict(stats))
         return stats
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Statistics that cannot be read cost shaping some of its aim, and nobody a rollout. Said once."""
+    def _log_failures(self) -> Iterator[None]:
+        """Log the first of successive store failures, instead of failing rollouts: shaping then works without them."""
         try:
             yield
         except StateError as error:
-            if not self._unreadable:
+            if not self._has_failed:
                 logger.warning("statistics of prompts cannot be read; all count as new: %s", error)
-            self._unreadable = True
+            self._has_failed = True
         else:
-            self._unreadable = False
+            self._has_failed = False
 
 
 def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Observation]:
-    """How long the group's candidates became, those that were stopped or cut as the longer ones they are.
+    """Lengths of the group's candidates; censored for those that were stopped or cut, as they would be longer.
 
-    ``beyond_limit``: whether one that hit its length limit counts as longer, too.
+    ``beyond_limit``: whether the length of a truncated candidate is censored too.
     """
 
-    def whole(c: CandidateRecord) -> bool:
+    def is_complete(c: CandidateRecord) -> bool:
         truncated = c.finish_reason is FinishReason.LENGTH and not c.cut
         return c.finish_reason is FinishReason.STOP or (truncated and not beyond_limit)
 
     return [
-        Observation(c.tokens, censored=not whole(c)) for c in record.candidates[record.restarted_from :] if c.tokens > 0
+        Observation(c.tokens, censored=not is_complete(c))
+        for c in record.candidates[record.restarted_from :]
+        if c.tokens > 0
     ]

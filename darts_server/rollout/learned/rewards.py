@@ -1,4 +1,4 @@
-"""What rewards said of each prompt and of the whole data set, kept where it outlives a restart."""
+"""Reward statistics of each prompt and of the whole data set, kept over restarts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ KEY = "all"
 
 @dataclass(frozen=True, slots=True)
 class MeanLength:
-    """In tokens. ``se``: its standard error, ``None`` for a single trajectory."""
+    """Mean length in tokens of ``count`` trajectories. ``se``: its standard error, ``None`` for a single one."""
 
     mean: float
     se: float | None
@@ -24,7 +24,7 @@ class MeanLength:
 
 @dataclass(frozen=True, slots=True)
 class RewardSummary:
-    """What statistics come to, where there is a reward. Lengths and their difference (right minus wrong) in tokens."""
+    """Summary of reward statistics. Lengths and their difference (right minus wrong) are in tokens."""
 
     rewarded: int
     right: int
@@ -39,38 +39,38 @@ class RewardSummary:
 
 
 class Rewards:
-    """Statistics of rewards, by prompt key and over all prompts."""
+    """Keep reward statistics in ``documents``, by prompt key and over all prompts."""
 
     def __init__(self, documents: DocumentStore) -> None:
         self._prompts = StoredValues(documents, PROMPT_KIND, restore_stats)
         self._dataset = StoredValues(documents, DATASET_KIND, restore_stats)
 
     def of_prompt(self, key: str) -> RewardStats | None:
-        """``None`` if none of its trajectories got a reward."""
+        """Statistics of a prompt; ``None`` if none of its trajectories has a reward."""
         stats: RewardStats | None = self._prompts.load(key)
         return stats
 
     @property
     def dataset(self) -> RewardStats:
-        """Over all prompts, and trajectories whose prompt has no key."""
+        """Statistics over all prompts, including those without a key."""
         return self._dataset.load(KEY) or RewardStats()
 
     def mean_length(self, answer: str) -> float | None:
-        """Of ``right`` or ``wrong`` trajectories of all prompts, in tokens; ``None`` without any."""
+        """Mean length in tokens of all ``right`` or all ``wrong`` trajectories; ``None`` if there are none."""
         lengths = {"right": self.dataset.right, "wrong": self.dataset.wrong}[answer]
         return lengths.mean if lengths.count else None
 
-    def learn(self, news: Mapping[str | None, RewardStats]) -> None:
-        """Take in what is new, by prompt key."""
-        for key, stats in news.items():
+    def learn(self, new_stats: Mapping[str | None, RewardStats]) -> None:
+        """Add statistics of newly rewarded trajectories, by prompt key."""
+        for key, stats in new_stats.items():
             if key is not None:
                 self._prompts.save(key, ((self.of_prompt(key) or RewardStats()) + stats).state)
-        if news:
-            self._dataset.save(KEY, reduce(add, news.values(), self.dataset).state)
+        if new_stats:
+            self._dataset.save(KEY, reduce(add, new_stats.values(), self.dataset).state)
 
 
-def summary(stats: RewardStats | None) -> RewardSummary | None:
-    """``None`` without any reward."""
+def summarize(stats: RewardStats | None) -> RewardSummary | None:
+    """Summarize statistics; ``None`` without any reward."""
     if stats is None or stats.pass_rate is None:
         return None
     return RewardSummary(
@@ -79,13 +79,13 @@ def summary(stats: RewardStats | None) -> RewardSummary | None:
         pass_rate=stats.pass_rate,
         zero_variance_groups=stats.zero_variance,
         rewarded_groups=stats.groups,
-        length_right=_mean(stats.right),
-        length_wrong=_mean(stats.wrong),
+        length_right=_mean_length(stats.right),
+        length_wrong=_mean_length(stats.wrong),
         pattern=stats.difference.pattern,
         difference=stats.difference.tokens,
         difference_se=stats.difference.error,
     )
 
 
-def _mean(lengths: Moments) -> MeanLength | None:
+def _mean_length(lengths: Moments) -> MeanLength | None:
     return MeanLength(lengths.mean, lengths.error, lengths.count) if lengths.count else None

@@ -1,4 +1,4 @@
-"""What runs and what has just ended, for who watches the server at work. Nothing is made while nobody does."""
+"""Running and recently ended groups, for viewers of the server's monitor. Without viewers it costs nothing."""
 
 import time
 from collections import deque
@@ -11,18 +11,18 @@ from darts_server.observers import GroupObserver
 from darts_server.rollout.run import GroupRun
 from darts_server.types import CandidateRecord, GroupRecord
 
-MOST_GROUPS = 256
-"""Ended groups that a new viewer is told of, and running ones: the last step or two."""
-MOST_CANDIDATES = 2048
-"""Of all these groups together, of either kind."""
-MOST_OF_GROUP = 1024
-"""The first candidates of a very large group stand for it."""
+MAX_GROUPS = 256
+"""Ended groups that a new viewer gets, and likewise running ones: the last step or two."""
+MAX_CANDIDATES = 2048
+"""Candidates of all ended groups together, and likewise of running ones."""
+MAX_CANDIDATES_PER_GROUP = 1024
+"""Of a very large group only the first candidates are shown."""
 
-Row = dict[str, Any]
-"""Fields by name. One that is not there is not known, or does not apply."""
+Fields = dict[str, Any]
+"""Fields by name, without those that are unknown or do not apply."""
 
 
-class Running(Protocol):
+class RunningGroups(Protocol):
     """The part of the rollout room that is used here."""
 
     @property
@@ -33,59 +33,61 @@ class Running(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupView:
-    """A group, or what is new of one.
+class GroupState:
+    """The state of a group, or the changes of its state.
 
-    A whole one has ``began`` among its ``fields`` and all fields in its ``candidates``; of others there is only what
-    changed, with the ``index`` of each candidate. Times are seconds on the runner's clock.
+    A full state has ``began`` among its ``fields`` and all fields of its ``candidates``. Changes have only the fields
+    that changed, and the ``index`` of each candidate. Times are seconds on the runner's clock.
     """
 
     group_id: str
-    fields: Row
-    candidates: Sequence[Row]
+    fields: Fields
+    candidates: Sequence[Fields]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """What a viewer has not been told yet.
+class MonitorUpdate:
+    """What changed since a viewer's previous update.
 
-    ``now``: on the runner's clock. ``left``: ids of running groups of which no more is told, as newer ones took their
-    place. ``running``, ``candidates``: how many groups run, and candidates in these.
+    ``now``: on the runner's clock. ``dropped``: ids of running groups that get no more updates, as newer ones took
+    their place. ``running``, ``candidates``: number of running groups, and of their candidates.
     """
 
     now: float
-    groups: Sequence[GroupView]
-    left: Sequence[str]
+    groups: Sequence[GroupState]
+    dropped: Sequence[str]
     running: int
     candidates: int
 
 
 class Monitor(GroupObserver):
-    """Implements the observer: keeps the last groups that ended.
+    """Keep the records of the last groups that ended, and count what runs.
 
     Args:
         rollouts: running groups.
         clock: the runner's.
+        max_groups: most ended groups, and most running ones, that are shown.
+        max_candidates: most candidates of these, likewise.
     """
 
     def __init__(
         self,
-        rollouts: Running,
+        rollouts: RunningGroups,
         clock: Callable[[], float] = time.monotonic,
-        most_groups: int = MOST_GROUPS,
-        most_candidates: int = MOST_CANDIDATES,
+        max_groups: int = MAX_GROUPS,
+        max_candidates: int = MAX_CANDIDATES,
     ) -> None:
         self.clock = clock
-        self.most_groups = most_groups
+        self.max_groups = max_groups
         self.viewers = 0
         self.candidates = 0
-        """Of running groups."""
+        """Number of candidates of running groups."""
         self.ended = 0
-        """Groups so far."""
+        """Number of groups that have ended so far."""
         self._rollouts = rollouts
-        self._most_candidates = most_candidates
+        self._max_candidates = max_candidates
         self._records: deque[GroupRecord] = deque()
-        self._kept = 0
+        self._kept_candidates = 0
 
     def candidates_started(self, count: int) -> None:
         self.candidates += count
@@ -94,67 +96,70 @@ class Monitor(GroupObserver):
         self.candidates -= len(record.candidates)
         self.ended += 1
         self._records.append(record)
-        self._kept += _shown(record)
-        while len(self._records) > self.most_groups or self._kept > max(self._most_candidates, _shown(record)):
-            self._kept -= _shown(self._records.popleft())
+        self._kept_candidates += _shown_candidates(record)
+        limit = max(self._max_candidates, _shown_candidates(record))  # the newest group is kept in any case
+        while len(self._records) > self.max_groups or self._kept_candidates > limit:
+            self._kept_candidates -= _shown_candidates(self._records.popleft())
 
     @property
     def running(self) -> int:
-        """Groups."""
+        """Number of running groups."""
         return self._rollouts.running
 
     def ended_after(self, count: int) -> list[GroupRecord]:
-        """Those of the groups after the first ``count`` that are kept, in the order in which they ended."""
+        """The kept records of groups after the first ``count``, in the order in which they ended."""
         new = min(self.ended - count, len(self._records))
         return [self._records[place] for place in range(len(self._records) - new, len(self._records))]
 
     def newest(self) -> Iterator[GroupRun[Any, Any]]:
         """Running groups, the newest first, as many as are shown."""
-        room = self._most_candidates
+        room = self._max_candidates
         for place, run in enumerate(self._rollouts.newest):
-            room -= _shown(run)
-            if place and (place >= self.most_groups or room < 0):
+            room -= _shown_candidates(run)
+            if place and (place >= self.max_groups or room < 0):
                 return
             yield run
 
 
 @dataclass(slots=True)
 class Viewer:
-    """One who watches; counted while within ``with``.
+    """One viewer of the monitor. As a context manager it is counted in `Monitor.viewers`.
 
-    It is told what is new since it looked last, however long ago. So one that looks seldom costs less, not more.
+    An update covers everything since the previous one, however long ago. So a viewer that updates rarely costs less.
     """
 
-    live: Monitor
-    _heard: int = 0
-    _known: dict[str, GroupView] = field(default_factory=dict)
+    monitor: Monitor
+    _groups_seen: int = 0
+    _running: dict[str, GroupState] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
-        self.live.viewers += 1
+        self.monitor.viewers += 1
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.live.viewers -= 1
+        self.monitor.viewers -= 1
 
-    def look(self) -> View:
-        """What is new; everything at the first look."""
-        groups, before, self._known = [], self._known, {}
-        for record in self.live.ended_after(self._heard):
-            groups.append(_news(_of_record(record), before.pop(record.group_id, None)))
-        self._heard = self.live.ended
-        for run in self.live.newest():
-            known = before.pop(run.recorder.group_id, None)
-            view = self._known[run.recorder.group_id] = _of_run(run, known)
-            groups.append(_news(view, known))
-        told = [group for group in groups if group.fields or group.candidates]
-        return View(self.live.clock(), told, list(before), self.live.running, self.live.candidates)
-
-
-def _shown(group: GroupRecord | GroupRun[Any, Any]) -> int:
-    return min(len(group.candidates), MOST_OF_GROUP)
+    def next_update(self) -> MonitorUpdate:
+        """Everything that changed since the previous update; the first one has full states."""
+        changes, previous, self._running = [], self._running, {}
+        for record in self.monitor.ended_after(self._groups_seen):
+            changes.append(_changes(_state_of_record(record), previous.pop(record.group_id, None)))
+        self._groups_seen = self.monitor.ended
+        for run in self.monitor.newest():
+            before = previous.pop(run.recorder.group_id, None)
+            state = self._running[run.recorder.group_id] = _state_of_run(run, before)
+            changes.append(_changes(state, before))
+        groups = [group for group in changes if group.fields or group.candidates]
+        return MonitorUpdate(
+            self.monitor.clock(), groups, list(previous), self.monitor.running, self.monitor.candidates
+        )
 
 
-def _of_record(record: GroupRecord) -> GroupView:
+def _shown_candidates(group: GroupRecord | GroupRun[Any, Any]) -> int:
+    return min(len(group.candidates), MAX_CANDIDATES_PER_GROUP)
+
+
+def _state_of_record(record: GroupRecord) -> GroupState:
     fields = {
         "began": record.started_at,
         "prompt_key": record.prompt_key,
@@ -166,10 +171,12 @@ def _of_record(record: GroupRecord) -> GroupView:
         "deadline": record.deadline,
         "error": record.error,
     }
-    return GroupView(record.group_id, _known(fields), [_row(c) for c in record.candidates[:MOST_OF_GROUP]])
+    candidates = [_candidate_fields(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]]
+    return GroupState(record.group_id, _without_none(fields), candidates)
 
 
-def _of_run(run: GroupRun[Any, Any], known: GroupView | None) -> GroupView:
+def _state_of_run(run: GroupRun[Any, Any], before: GroupState | None) -> GroupState:
+    """The state of a running group. ``before``: its last state, of which candidates that have ended are reused."""
     recorder = run.recorder
     fields = {
         "began": recorder.opened_at,
@@ -178,18 +185,18 @@ def _of_run(run: GroupRun[Any, Any], known: GroupView | None) -> GroupView:
         "size": run.size,
         "started": len(run.candidates),
     }
-    rows = [] if known is None or known.fields["began"] != recorder.opened_at else known.candidates
-    now = [
-        rows[index] if index < len(rows) and _settled(rows[index]) else _row(run.candidate_record(index))
-        for index in range(_shown(run))
+    old = [] if before is None or before.fields["began"] != recorder.opened_at else before.candidates
+    candidates = [
+        old[index] if index < len(old) and _is_final(old[index]) else _candidate_fields(run.candidate_record(index))
+        for index in range(_shown_candidates(run))
     ]
-    return GroupView(recorder.group_id, _known(fields), now)
+    return GroupState(recorder.group_id, _without_none(fields), candidates)
 
 
-def _row(record: CandidateRecord) -> Row:
+def _candidate_fields(record: CandidateRecord) -> Fields:
     fields = {
         "index": record.index,
-        "state": _state(record),
+        "state": _candidate_state(record),
         "tokens": record.tokens,
         "start": record.started_at,
         "stop": record.ended_at,
@@ -198,10 +205,10 @@ def _row(record: CandidateRecord) -> Row:
         "cut": record.cut or None,
         "quality": record.quality,
     }
-    return _known(fields)
+    return _without_none(fields)
 
 
-def _state(record: CandidateRecord) -> str:
+def _candidate_state(record: CandidateRecord) -> str:
     if record.selected_as is not None:
         return "selected"
     if record.reason is not None:
@@ -211,27 +218,27 @@ def _state(record: CandidateRecord) -> str:
     return "waiting" if record.started_at is None else "running"
 
 
-def _settled(row: Row) -> bool:
-    """Whether nothing of it changes any more."""
-    return "stop" in row and row["state"] in ("selected", "discarded")
+def _is_final(fields: Fields) -> bool:
+    """Whether no field of this candidate changes any more."""
+    return "stop" in fields and fields["state"] in ("selected", "discarded")
 
 
-def _known(fields: Row) -> Row:
+def _without_none(fields: Fields) -> Fields:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _news(now: GroupView, known: GroupView | None) -> GroupView:
-    """What is not known of the group. One that took the id of another is whole."""
-    if known is None or known.fields["began"] != now.fields["began"]:
+def _changes(now: GroupState, before: GroupState | None) -> GroupState:
+    """The changes of a group; its full state if there was none before, or if a new group has reused its id."""
+    if before is None or before.fields["began"] != now.fields["began"]:
         return now
-    rows = []
-    for index, row in enumerate(now.candidates):
-        if index >= len(known.candidates):
-            rows.append(row)
-        elif (old := known.candidates[index]) is not row and (new := _changed(row, old)):
-            rows.append({"index": row["index"], **new})
-    return GroupView(now.group_id, _changed(now.fields, known.fields), rows)
+    candidates = []
+    for index, fields in enumerate(now.candidates):
+        if index >= len(before.candidates):
+            candidates.append(fields)
+        elif (old := before.candidates[index]) is not fields and (changed := _changed_fields(fields, old)):
+            candidates.append({"index": fields["index"], **changed})
+    return GroupState(now.group_id, _changed_fields(now.fields, before.fields), candidates)
 
 
-def _changed(now: Row, old: Row) -> Row:
-    return {name: value for name, value in now.items() if old.get(name) != value}
+def _changed_fields(now: Fields, before: Fields) -> Fields:
+    return {name: value for name, value in now.items() if before.get(name) != value}

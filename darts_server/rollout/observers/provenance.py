@@ -1,4 +1,4 @@
-"""The records of the last groups, by group id and by the id of the response they went out with."""
+"""Records of the last groups, by group id and by the id of the response that returned them."""
 
 from collections import OrderedDict
 
@@ -6,59 +6,59 @@ from darts_server.observers import GroupObserver
 from darts_server.types import GroupRecord
 
 DEFAULT_KEPT = 10_000
-"""Groups kept: the last dozens of training steps. A record of 12 candidates takes about 3 KB."""
+"""Number of groups: the last dozens of training steps. A record of 12 candidates takes about 3 KB."""
 
-LONGEST_NUMBER = 7
+MAX_NUMBER_DIGITS = 7
 """Digits of a prompt's number. Longer ones are random ids that happen to have no letter."""
 
 
 class Provenance(GroupObserver):
-    """Implements the observer: keeps what it hears of ended groups, the newest ``kept`` of them."""
+    """Keep the records of the newest ``kept`` groups that have ended."""
 
     def __init__(self, kept: int = DEFAULT_KEPT) -> None:
         self._kept = kept
         self._records: OrderedDict[str, GroupRecord] = OrderedDict()
-        self._of_response: dict[str, list[str]] = {}
+        self._by_response: dict[str, list[str]] = {}
 
     def group_ended(self, record: GroupRecord) -> None:
         if record.group_id in self._records:
-            self._forget(record.group_id)  # a caller used its request id again: the newer one counts
+            self._drop(record.group_id)  # a caller has reused its request id: the newer group counts
         self._records[record.group_id] = record
-        for name in _names(record):
-            self._of_response.setdefault(name, []).append(record.group_id)
+        for name in _other_names(record):
+            self._by_response.setdefault(name, []).append(record.group_id)
         while len(self._records) > self._kept:
-            self._forget(next(iter(self._records)))
+            self._drop(next(iter(self._records)))
 
     def find(self, name: str) -> list[GroupRecord]:
-        """The group of that id, or all groups of that response in prompt order; empty if it is not kept.
+        """Find the group with that id, or all groups of that response in prompt order; empty if none is kept.
 
-        A group of single requests is found by each of them, and by the name that its callers gave it.
+        A group joined from single requests is found by each request's id, and by its callers' name for it.
         """
         if name in self._records:
             return [self._records[name]]
-        records = [self._records[group] for group in self._of_response.get(name, ())]
+        records = [self._records[group] for group in self._by_response.get(name, ())]
         return sorted(records, key=lambda record: _prompt_number(record, name))
 
-    def _forget(self, group_id: str) -> None:
-        for name in _names(self._records.pop(group_id)):
-            groups = self._of_response[name]
+    def _drop(self, group_id: str) -> None:
+        for name in _other_names(self._records.pop(group_id)):
+            groups = self._by_response[name]
             groups.remove(group_id)
             if not groups:
-                del self._of_response[name]
+                del self._by_response[name]
 
 
-def _names(record: GroupRecord) -> set[str]:
-    """What the group is found by, beside its own id."""
+def _other_names(record: GroupRecord) -> set[str]:
+    """The names by which a group is found beside its own id: those of responses and of single requests."""
     return {response_id(name) for name in (record.group_id, *record.request_ids)} | set(record.request_ids)
 
 
 def response_id(group_id: str) -> str:
-    """The id of the response a group went out with: vLLM adds a dash and the prompt's number to it, or nothing."""
+    """The id of the response that returned a group: vLLM appends a dash and the prompt's number to it, or nothing."""
     head, dash, number = group_id.rpartition("-")
-    return head if dash and number.isdigit() and len(number) <= LONGEST_NUMBER else group_id
+    return head if dash and number.isdigit() and len(number) <= MAX_NUMBER_DIGITS else group_id
 
 
 def _prompt_number(record: GroupRecord, response: str) -> int:
-    """Of the response's prompts the first that the group answered."""
+    """Number of the first of the response's prompts that the group answered."""
     names = (name for name in (record.group_id, *record.request_ids) if response_id(name) == response != name)
     return min((int(name.rpartition("-")[2]) for name in names), default=0)

@@ -98,7 +98,7 @@ async def test_health_has_weights_and_rewards() -> None:
 
 async def test_a_slow_reader_gets_one_event_for_all_changes_and_no_queue() -> None:
     house = House(lengths(4))
-    server = Server(house, most_groups=10)
+    server = Server(house, max_groups=10)
     viewer = Viewer(server.live)
     async with aclosing(event_chunks(viewer, server.sources, interval=0)) as stream:
         await anext(stream)
@@ -106,7 +106,7 @@ async def test_a_slow_reader_gets_one_event_for_all_changes_and_no_queue() -> No
             house.run(8, group_id=f"g{number}")
             await settle()
             await house.engine.run()
-        assert viewer._known == {}
+        assert viewer._running == {}
         _, answer = read(await anext(stream))
         assert [group["group_id"] for group in answer["groups"]] == [f"g{number}" for number in range(50, 60)]
         waiting = asyncio.ensure_future(anext(stream))

@@ -7,7 +7,7 @@ from darts_server.policy.selection.rules import Shortest
 from darts_server.policy.selection.tail_rules import SampledTail
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.allocator import Allocator
-from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
+from darts_server.rollout.allocation.budgets import MIN_COHORT
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.plan import Plan
@@ -63,7 +63,7 @@ async def test_few_prompts_are_measured_against_those_before_them() -> None:
         for key in stds:
             [counts[key]] = await together(allocator, [key])
     assert counts["p49"] > counts["p0"]
-    assert SMALLEST_BATCH > 1
+    assert MIN_COHORT > 1
 
 
 @pytest.mark.parametrize(("redundancy", "most"), [(3.0, 2.0), (1.3, 1.3)])

@@ -28,7 +28,7 @@ def explored(deadline: int, *lengths: int) -> GroupRecord:
 
 def reported(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: int = MIN_RIGHT) -> None:
     for _ in range(times):
-        deadlines.rewarded(record, dict.fromkeys(range(SIZE), right), RULE)
+        deadlines.learn_rewards(record, dict.fromkeys(range(SIZE), right), RULE)
 
 
 def test_right_answers_beyond_the_deadline_hold_it_back_and_that_is_remembered() -> None:
@@ -36,7 +36,7 @@ def test_right_answers_beyond_the_deadline_hold_it_back_and_that_is_remembered()
     deadlines = Deadlines(documents, np.random.default_rng(0))
     reported(deadlines, explored(50, *[40] * 7, 90), right=True)
     assert deadlines.losses.share == pytest.approx(1 / 8)
-    rule = Deadlines(documents, np.random.default_rng(0)).rule(CUTTING)
+    rule = Deadlines(documents, np.random.default_rng(0)).current_rule(CUTTING)
     assert rule is not None
     assert rule.stretch == deadlines.losses.stretch > 1
     assert rule.from_lengths([100] * 10, 10) == pytest.approx(100 * rule.stretch, abs=1)
@@ -62,7 +62,7 @@ def test_wrong_answers_answers_in_time_and_groups_that_were_not_explored_do_not(
 
 def test_that_share_of_batches_is_explored() -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    assert np.mean([deadlines.explores(Deadline(exploration=0.05)) for _ in range(10_000)]) == pytest.approx(
+    assert np.mean([deadlines.should_explore(Deadline(exploration=0.05)) for _ in range(10_000)]) == pytest.approx(
         0.05, abs=0.01
     )
-    assert not any(deadlines.explores(Deadline(exploration=0.0)) for _ in range(1000))
+    assert not any(deadlines.should_explore(Deadline(exploration=0.0)) for _ in range(1000))

@@ -11,7 +11,7 @@ from darts_server.exceptions import CandidateFailed, EngineRefused
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.allocation.allocator import Allocator
-from darts_server.rollout.allocation.budgets import SMALLEST_BATCH
+from darts_server.rollout.allocation.budgets import MIN_COHORT
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.plan import Plan
@@ -114,7 +114,7 @@ async def test_what_groups_needed_before_stands_in_for_a_batch_of_few() -> None:
         await task
     house.engine.now = 0
     [task] = await begun(house, ["later"])
-    assert SMALLEST_BATCH > 1
+    assert MIN_COHORT > 1
     assert len(NAMES) >= MIN_GROUPS
     await house.engine.run()
     await task

@@ -75,7 +75,7 @@ def test_what_is_forgotten_is_found_by_none_of_its_names() -> None:
     assert names(provenance, "step 3") == ["group-cmpl-b-0"]
     for name in ("group-cmpl-a-0", "cmpl-a-0", "cmpl-a-1", "cmpl-a"):
         assert names(provenance, name) == []
-    assert provenance._of_response.keys() == {"step 3", "cmpl-b-0", "cmpl-b", "group-cmpl-b"}
+    assert provenance._by_response.keys() == {"step 3", "cmpl-b-0", "cmpl-b", "group-cmpl-b"}
 
 
 @pytest.mark.parametrize(

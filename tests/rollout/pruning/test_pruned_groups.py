@@ -13,7 +13,7 @@ from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.rewards import Rewards
-from darts_server.rollout.observers.feedback import Feedback, Reward
+from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 from darts_server.types import DiscardReason
 from tests.quality.synthetic import WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents, House
@@ -36,8 +36,8 @@ class Trained:
         self.house = House(self._script, shapings, scorer=self.bench.pruner)
         self.house.engine.probe_width = WIDTH
         on_reward = [self.bench.pruner.learn_reward]
-        self.feedback = Feedback(Rewards(Documents()), self._rewarded, RewardObserver(), on_reward=on_reward)
-        self.house.rollouts.observe(self.feedback, self.bench.pruner)
+        self.reward_matcher = RewardMatcher(Rewards(Documents()), self._rewarded, RewardObserver(), on_reward=on_reward)
+        self.house.rollouts.observe(self.reward_matcher, self.bench.pruner)
         self.groups = 0
 
     def _rewarded(self, *_: object) -> None:
@@ -61,7 +61,7 @@ class Trained:
         rewards = [
             Reward(float(self.right[name, t.index]), self.right[name, t.index], f"{name}:{t.index}") for t in back
         ]
-        assert (await self.feedback.report(rewards)).matched == SIZE
+        assert (await self.reward_matcher.report(rewards)).matched == SIZE
         return sum(c.reason is DiscardReason.PRUNED for c in self.house.record(name).candidates)
 
 

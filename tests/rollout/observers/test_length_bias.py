@@ -2,7 +2,7 @@
 
 import pytest
 
-from darts_server.rollout.observers.bias import GROUPS, LengthBias
+from darts_server.rollout.observers.length_bias import MAX_GROUPS, LengthBias
 from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs
 
 
@@ -52,6 +52,6 @@ def test_one_that_hit_the_length_limit_was_generated_as_long_as_it_is() -> None:
 def test_old_groups_are_forgotten() -> None:
     bias = LengthBias()
     bias.group_ended(group(1000))
-    for _ in range(GROUPS):
+    for _ in range(MAX_GROUPS):
         bias.group_ended(group(10))
     assert bias.mean("returned") == pytest.approx(10)

@@ -17,9 +17,15 @@ from darts_server.policy.deadline import MEMORY, Deadline
 from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import Scalar
-from darts_server.rollout.learned.rewards import DATASET_KIND, KEY, PROMPT_KIND, Rewards, summary
-from darts_server.rollout.observers.feedback import MOST_INDICES, TURN, Feedback, Report, Reward
-from darts_server.rollout.observers.returned import fingerprint
+from darts_server.rollout.learned.rewards import DATASET_KIND, KEY, PROMPT_KIND, Rewards, summarize
+from darts_server.rollout.observers.returned_groups import fingerprint
+from darts_server.rollout.observers.reward_matching import (
+    MAX_UNKNOWN_INDICES,
+    REWARDS_PER_TURN,
+    Reward,
+    RewardMatcher,
+    RewardReport,
+)
 from darts_server.store import Store
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, Returned, SelectedAs
 from tests.rollout.helpers import SHAPINGS, Documents, House, collect, lengths
@@ -28,7 +34,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Trainer(RewardObserver):
-    """Feedback, and what those hear who listen to it."""
+    """RewardMatcher, and what those hear who listen to it."""
 
     def __init__(self, store: Documents | Store | None = None, kept: int = 100) -> None:
         self.store = store or Documents()
@@ -36,7 +42,7 @@ class Trainer(RewardObserver):
         self.told: list[tuple[str, dict[int, bool]]] = []
         self.counted = [0, 0]
         self.variances: list[bool] = []
-        self.feedback = Feedback(self.rewards, self._rewarded, self, kept)
+        self.reward_matcher = RewardMatcher(self.rewards, self._rewarded, self, kept)
 
     def _rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
         self.told.append((record.group_id, dict(right)))
@@ -49,10 +55,10 @@ class Trainer(RewardObserver):
 
     def listen(self, house: House) -> None:
         """Hear of the groups of a house."""
-        house.rollouts.observe(self.feedback)
+        house.rollouts.observe(self.reward_matcher)
 
-    def report(self, *rewards: Reward) -> Report:
-        return asyncio.run(self.feedback.report(rewards))
+    def report(self, *rewards: Reward) -> RewardReport:
+        return asyncio.run(self.reward_matcher.report(rewards))
 
     def prompt(self, key: str) -> RewardStats:
         return self.rewards.of_prompt(key) or RewardStats()
@@ -91,15 +97,15 @@ class Made:
         size = len(candidates)
         return GroupRecord(self.group_id, self.prompt, "off", size, self.outcome, candidates, started_at, 1.0, None)
 
-    def happens(self, feedback: Feedback, started_at: float = 0.0) -> None:
+    def happens(self, reward_matcher: RewardMatcher, started_at: float = 0.0) -> None:
         if self.late:
-            feedback.group_ended(self.record(started_at))
+            reward_matcher.group_ended(self.record(started_at))
         for index, tokens in enumerate(self.trajectories):
-            feedback.trajectory_returned(
+            reward_matcher.trajectory_returned(
                 Returned(self.group_id, self.prompt, started_at, index, self.prompt_token_ids, tokens)
             )
         if not self.late:
-            feedback.group_ended(self.record(started_at))
+            reward_matcher.group_ended(self.record(started_at))
 
 
 TWO = Made("g", "p", ((1, 2), (3, 4, 5)))
@@ -109,11 +115,11 @@ TWO = Made("g", "p", ((1, 2), (3, 4, 5)))
 @pytest.mark.parametrize("second", [by_id("g:0", 1.0), by_id("g:0", -3.0), by_tokens([112], [1, 2], 0.0)])
 def test_a_trajectory_keeps_its_first_reward_whichever_way_it_was_named(first: Reward, second: Reward) -> None:
     trainer = Trainer()
-    TWO.happens(trainer.feedback)
-    assert trainer.report(first) == Report(matched=1)
-    assert trainer.report(second, first) == Report(repeated=2)
+    TWO.happens(trainer.reward_matcher)
+    assert trainer.report(first) == RewardReport(matched=1)
+    assert trainer.report(second, first) == RewardReport(repeated=2)
     assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(right=Moments(1, 2.0, 0.0))
-    assert trainer.feedback.of(TWO.record()).by_index == {0: (1.0, True)}
+    assert trainer.reward_matcher.group_rewards(TWO.record()).by_index == {0: (1.0, True)}
     assert trainer.counted == [1, 0]
 
 
@@ -133,22 +139,22 @@ def test_a_trajectory_keeps_its_first_reward_whichever_way_it_was_named(first: R
 )
 def test_what_is_not_kept_is_unknown_and_changes_nothing(unknown: Reward) -> None:
     trainer = Trainer()
-    TWO.happens(trainer.feedback)
-    assert trainer.report(unknown, by_id("g:1", 0.0), unknown) == Report(1, 0, 2, [0, 2])
+    TWO.happens(trainer.reward_matcher)
+    assert trainer.report(unknown, by_id("g:1", 0.0), unknown) == RewardReport(1, 0, 2, [0, 2])
     assert trainer.rewards.dataset.rewarded == 1
     assert trainer.counted == [1, 2]
 
 
 def test_of_many_unknown_ones_the_first_hundred_places_are_told() -> None:
     report = Trainer().report(*[by_id("g:0", 1.0)] * 150)
-    assert (report.unknown, report.unknown_indices) == (150, list(range(MOST_INDICES)))
+    assert (report.unknown, report.unknown_indices) == (150, list(range(MAX_UNKNOWN_INDICES)))
 
 
 def test_all_trajectories_with_the_same_tokens_get_the_reward() -> None:
     trainer = Trainer()
-    TWO.happens(trainer.feedback)
-    Made("h", "p", ((9,), (1, 2), (1, 2))).happens(trainer.feedback)
-    assert trainer.report(by_id("h:1", 1.0), by_tokens([112], [1, 2], 1.0)) == Report(matched=2)
+    TWO.happens(trainer.reward_matcher)
+    Made("h", "p", ((9,), (1, 2), (1, 2))).happens(trainer.reward_matcher)
+    assert trainer.report(by_id("h:1", 1.0), by_tokens([112], [1, 2], 1.0)) == RewardReport(matched=2)
     assert trainer.prompt("p").right == Moments(3, 2.0, 0.0)
 
 
@@ -156,26 +162,26 @@ def test_all_trajectories_with_the_same_tokens_get_the_reward() -> None:
 def test_a_group_whose_rewards_are_all_known_is_told_once(late: bool) -> None:
     trainer = Trainer()
     group = replace(TWO, late=late)
-    group.happens(trainer.feedback)
+    group.happens(trainer.reward_matcher)
     trainer.report(by_id("g:1", 0.25))
-    assert trainer.feedback.of(group.record()).zero_variance is None
+    assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is None
     assert (trainer.told, trainer.variances) == ([], [])
     trainer.report(by_id("g:0", 0.0), by_id("g:0", 0.0), by_id("g:1", 0.25))
     assert trainer.told == [("g", {0: False, 1: True})]
     assert trainer.variances == [False]
-    assert trainer.feedback.of(group.record()).zero_variance is False
+    assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is False
     assert trainer.prompt("p") == RewardStats(Moments(1, 3.0, 0.0), Moments(1, 2.0, 0.0), groups=1)
 
 
 def test_rewards_may_come_before_their_group_ends() -> None:
     trainer = Trainer()
     for index, tokens in enumerate(TWO.trajectories):
-        trainer.feedback.trajectory_returned(Returned("g", "p", 0.0, index, [112], tokens))
-        assert trainer.report(by_id(f"g:{index}", 1.0)) == Report(matched=1)
+        trainer.reward_matcher.trajectory_returned(Returned("g", "p", 0.0, index, [112], tokens))
+        assert trainer.report(by_id(f"g:{index}", 1.0)) == RewardReport(matched=1)
     assert trainer.told == []
-    trainer.feedback.group_ended(TWO.record())
+    trainer.reward_matcher.group_ended(TWO.record())
     assert trainer.told == [("g", {0: True, 1: True})]
-    assert trainer.feedback.of(TWO.record()).zero_variance is True
+    assert trainer.reward_matcher.group_rewards(TWO.record()).zero_variance is True
     assert (trainer.prompt("p").groups, trainer.prompt("p").zero_variance) == (1, 1)
 
 
@@ -183,10 +189,10 @@ def test_rewards_may_come_before_their_group_ends() -> None:
 def test_what_a_group_gave_before_it_broke_off_counts_but_the_group_does_not(outcome: Outcome) -> None:
     trainer = Trainer()
     group = replace(TWO, outcome=outcome, late=False)
-    group.happens(trainer.feedback)
-    assert trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0)) == Report(matched=2)
+    group.happens(trainer.reward_matcher)
+    assert trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0)) == RewardReport(matched=2)
     assert trainer.prompt("p") == RewardStats(right=Moments(2, 2.5, 0.5))
-    assert trainer.feedback.of(group.record()).zero_variance is None
+    assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is None
     assert trainer.told == []
 
 
@@ -194,24 +200,24 @@ def test_only_the_newest_groups_are_kept_and_nothing_is_left_of_the_others() -> 
     trainer = Trainer(kept=2)
     groups = [replace(TWO, group_id=name) for name in "abc"]
     for group in groups:
-        group.happens(trainer.feedback)
-    assert trainer.report(by_id("a:0", 1.0), by_id("b:0", 1.0), by_id("c:0", 1.0)) == Report(2, 0, 1, [0])
-    assert trainer.feedback.of(groups[0].record()).by_index == {}
+        group.happens(trainer.reward_matcher)
+    assert trainer.report(by_id("a:0", 1.0), by_id("b:0", 1.0), by_id("c:0", 1.0)) == RewardReport(2, 0, 1, [0])
+    assert trainer.reward_matcher.group_rewards(groups[0].record()).by_index == {}
     for name in "de":
-        replace(TWO, group_id=name, prompt="q").happens(trainer.feedback)
-    assert trainer.report(by_tokens([112], [1, 2], 1.0)) == Report(0, 0, 1, [0])
-    assert len(trainer.feedback._kept._by_tokens) == len(trainer.feedback._kept._groups) == 2
+        replace(TWO, group_id=name, prompt="q").happens(trainer.reward_matcher)
+    assert trainer.report(by_tokens([112], [1, 2], 1.0)) == RewardReport(0, 0, 1, [0])
+    assert len(trainer.reward_matcher._groups._by_tokens) == len(trainer.reward_matcher._groups._groups) == 2
 
 
 def test_a_group_id_that_is_used_again_names_the_newer_group() -> None:
     trainer = Trainer()
-    TWO.happens(trainer.feedback)
+    TWO.happens(trainer.reward_matcher)
     trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0))
-    TWO.happens(trainer.feedback, started_at=5.0)
-    assert trainer.feedback.of(TWO.record(0.0)).by_index == {}
-    assert trainer.feedback.of(TWO.record(5.0)).by_index == {}
-    assert trainer.report(by_id("g:0", 0.0), by_tokens([112], [3, 4, 5], 0.0)) == Report(matched=2)
-    assert trainer.feedback.of(TWO.record(5.0)).by_index == {0: (0.0, False), 1: (0.0, False)}
+    TWO.happens(trainer.reward_matcher, started_at=5.0)
+    assert trainer.reward_matcher.group_rewards(TWO.record(0.0)).by_index == {}
+    assert trainer.reward_matcher.group_rewards(TWO.record(5.0)).by_index == {}
+    assert trainer.report(by_id("g:0", 0.0), by_tokens([112], [3, 4, 5], 0.0)) == RewardReport(matched=2)
+    assert trainer.reward_matcher.group_rewards(TWO.record(5.0)).by_index == {0: (0.0, False), 1: (0.0, False)}
 
 
 def test_the_fingerprint_is_that_of_both_lists_in_order() -> None:
@@ -245,7 +251,7 @@ class BruteForce:
     """The same by looking at everything each time."""
 
     def __init__(self) -> None:
-        self.report = Report()
+        self.report = RewardReport()
         self.returned: list[Returned] = []
         self.rewards: dict[tuple[str, int], Reward] = {}
 
@@ -291,9 +297,9 @@ def test_any_order_repetition_and_mixture_of_names_comes_to_what_brute_force_doe
     for step in mixed(groups, rng, values):
         match step:
             case Made():
-                trainer.feedback.group_ended(step.record())
+                trainer.reward_matcher.group_ended(step.record())
             case Returned():
-                trainer.feedback.trajectory_returned(step)
+                trainer.reward_matcher.trajectory_returned(step)
                 brute.returned.append(step)
             case Reward():
                 got = trainer.report(step)
@@ -353,23 +359,25 @@ def assert_same(stats: RewardStats, groups: Sequence[Made], brute: BruteForce) -
 
 def test_many_at_once_are_the_same_as_one_by_one() -> None:
     together, singly = Trainer(kept=1000), Trainer(kept=1000)
-    groups = [Made(f"g{n}", "pq"[n % 2], tuple((n, i) for i in range(5))) for n in range(2 * TURN)]
+    groups = [Made(f"g{n}", "pq"[n % 2], tuple((n, i) for i in range(5))) for n in range(2 * REWARDS_PER_TURN)]
     for group in groups:
         for trainer in (together, singly):
-            group.happens(trainer.feedback)
-    rewards = [by_id(f"g{n}:{i}", float((n + i) % 2)) for n in range(2 * TURN + 3) for i in range(5)]
+            group.happens(trainer.reward_matcher)
+    rewards = [by_id(f"g{n}:{i}", float((n + i) % 2)) for n in range(2 * REWARDS_PER_TURN + 3) for i in range(5)]
     report = together.report(*rewards)
-    assert report == Report(10 * TURN, 0, 15, list(range(10 * TURN, 10 * TURN + 15)))
+    assert report == RewardReport(
+        10 * REWARDS_PER_TURN, 0, 15, list(range(10 * REWARDS_PER_TURN, 10 * REWARDS_PER_TURN + 15))
+    )
     for reward in rewards:
         singly.report(reward)
     assert together.told == singly.told
-    assert len(together.told) == 2 * TURN
+    assert len(together.told) == 2 * REWARDS_PER_TURN
     assert together.rewards.dataset.difference.error == pytest.approx(singly.rewards.dataset.difference.error)
 
 
 async def test_others_have_their_turns_while_many_are_taken_in() -> None:
     trainer = Trainer()
-    reporting = asyncio.create_task(trainer.feedback.report([by_id("g:0", 1.0)] * (3 * TURN)))
+    reporting = asyncio.create_task(trainer.reward_matcher.report([by_id("g:0", 1.0)] * (3 * REWARDS_PER_TURN)))
     turns = 0
     while not reporting.done():
         await asyncio.sleep(0)
@@ -389,10 +397,10 @@ async def test_every_trajectory_that_a_caller_gets_can_be_rewarded(policy: str) 
     record = house.record("g")
     assert sorted(t.index for t in got) == [c.index for c in record.selected]
     rewards = [by_id(f"g:{t.index}", 1.0) if t.index % 2 else by_tokens([ord("g")], t.output, 0.0) for t in got]
-    assert await trainer.feedback.report(rewards) == Report(matched=4)
+    assert await trainer.reward_matcher.report(rewards) == RewardReport(matched=4)
     assert trainer.told == [("g", {t.index: bool(t.index % 2) for t in got})]
     discarded = [by_id(f"g:{c.index}", 1.0) for c in record.candidates if c.selected_as is None]
-    assert (await trainer.feedback.report(discarded)).unknown == len(discarded) == 2
+    assert (await trainer.reward_matcher.report(discarded)).unknown == len(discarded) == 2
 
 
 async def test_what_a_stream_gave_can_be_rewarded_while_its_group_runs() -> None:
@@ -402,10 +410,10 @@ async def test_what_a_stream_gave_can_be_rewarded_while_its_group_runs() -> None
     waiting = asyncio.create_task(collect(house.run(3, "uniform", group_id="g", early=True)))
     for _ in range(10):
         await house.engine.step()
-    assert await trainer.feedback.report([by_id("g:0", 1.0), by_id("g:1", 1.0)]) == Report(matched=2)
+    assert await trainer.reward_matcher.report([by_id("g:0", 1.0), by_id("g:1", 1.0)]) == RewardReport(matched=2)
     await house.engine.run()
     last = {t.index for t in await waiting} - {0, 1}
-    assert await trainer.feedback.report([by_id(f"g:{index}", 1.0) for index in last]) == Report(matched=1)
+    assert await trainer.reward_matcher.report([by_id(f"g:{index}", 1.0) for index in last]) == RewardReport(matched=1)
     assert trainer.variances == [True]
 
 
@@ -418,7 +426,7 @@ async def test_a_fault_of_the_engine_leaves_nothing_to_reward() -> None:
     house.engine.kill()
     with pytest.raises(Exception, match="killed"):
         await waiting
-    assert (await trainer.feedback.report([by_id("g:0", 1.0)])).unknown == 1
+    assert (await trainer.reward_matcher.report([by_id("g:0", 1.0)])).unknown == 1
 
 
 # --- what is kept of it -------------------------------------------------------
@@ -427,14 +435,14 @@ async def test_a_fault_of_the_engine_leaves_nothing_to_reward() -> None:
 def test_statistics_outlive_the_process_and_processes_share_them(tmp_path: Any) -> None:
     with Store(tmp_path) as store:
         first = Trainer(store)
-        TWO.happens(first.feedback)
+        TWO.happens(first.reward_matcher)
         first.report(by_id("g:0", 1.0), by_id("g:1", 0.0))
         saved = store.export()
     with Store(tmp_path) as store:
         second = Trainer(store)
         assert second.prompt("p") == second.rewards.dataset == RewardStats(Moments(1, 2.0), Moments(1, 3.0), 1, 0)
         assert second.report(by_id("g:0", 1.0)).unknown == 1
-        TWO.happens(second.feedback)
+        TWO.happens(second.reward_matcher)
         second.report(by_id("g:0", 1.0))
         assert second.prompt("p").rewarded == 3
         store.restore(saved)
@@ -454,9 +462,9 @@ def test_junk_counts_as_nothing_and_is_learned_over(junk: dict[str, Scalar]) -> 
     store.put(DATASET_KIND, KEY, junk)
     trainer = Trainer(store)
     assert trainer.rewards.dataset == RewardStats()
-    assert summary(trainer.rewards.of_prompt("p")) is None
+    assert summarize(trainer.rewards.of_prompt("p")) is None
     assert trainer.rewards.mean_length("right") is None
-    TWO.happens(trainer.feedback)
+    TWO.happens(trainer.reward_matcher)
     trainer.report(by_id("g:0", 1.0), by_id("g:1", 0.0))
     assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(Moments(1, 2.0), Moments(1, 3.0), 1, 0)
     assert trainer.rewards.mean_length("wrong") == 3
@@ -466,8 +474,8 @@ def test_junk_counts_as_nothing_and_is_learned_over(junk: dict[str, Scalar]) -> 
 def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:
     trainer = Trainer()
     record = replace(TWO.record(), prompt_key=None)
-    trainer.feedback.group_ended(record)
-    trainer.feedback.trajectory_returned(Returned("g", None, 0.0, 0, [112], [1, 2]))
+    trainer.reward_matcher.group_ended(record)
+    trainer.reward_matcher.trajectory_returned(Returned("g", None, 0.0, 0, [112], [1, 2]))
     trainer.report(by_id("g:0", 1.0))
     assert trainer.rewards.dataset.rewarded == 1
     assert {kind for kind, _ in trainer.store.kept} == {DATASET_KIND}  # type: ignore[union-attr]
@@ -475,10 +483,10 @@ def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:
 
 def test_a_summary_says_what_the_statistics_come_to() -> None:
     trainer = Trainer()
-    TWO.happens(trainer.feedback)
-    Made("h", "p", ((9,), (1, 2, 3, 4))).happens(trainer.feedback)
+    TWO.happens(trainer.reward_matcher)
+    Made("h", "p", ((9,), (1, 2, 3, 4))).happens(trainer.reward_matcher)
     trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0), by_id("h:0", 0.0))
-    told = summary(trainer.rewards.of_prompt("p"))
+    told = summarize(trainer.rewards.of_prompt("p"))
     assert told is not None
     assert (told.rewarded, told.right, told.pass_rate) == (3, 2, 2 / 3)
     assert (told.rewarded_groups, told.zero_variance_groups) == (1, 1)
@@ -494,14 +502,14 @@ async def test_rewards_of_explored_groups_tell_what_deadlines_take_away() -> Non
     house = House(lengths(5, 6, 7, 30, 40, 50), {"cut": cut})
     trainer = Trainer()
     trainer.listen(house)
-    trainer.feedback._rewarded = house.rollouts.group_rewarded
+    trainer.reward_matcher._on_group_rewarded = house.rollouts.group_rewarded
     names = [f"g{i}" for i in range(10)]
     waiting = [asyncio.create_task(collect(run)) for run in await house.together(4, "cut", names)]
     await settle()
     await house.engine.run()
     for name, got in zip(names, await asyncio.gather(*waiting), strict=True):
         assert house.record(name).explored
-        await trainer.feedback.report([by_id(f"{name}:{t.index}", 1.0) for t in got])
+        await trainer.reward_matcher.report([by_id(f"{name}:{t.index}", 1.0) for t in got])
     assert trainer.variances == [True] * 10
     losses = house.rollouts.allocator.deadlines.losses
     assert losses.right == pytest.approx(sum(4 * (1 - 4 / MEMORY) ** before for before in range(10)))

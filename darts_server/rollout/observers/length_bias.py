@@ -1,4 +1,4 @@
-"""How the lengths that a trainer sees differ from those that the policy generates."""
+"""The length bias: lengths of returned trajectories against lengths that the policy generates."""
 
 from collections import deque
 
@@ -9,19 +9,16 @@ from darts_server.policy.lengths.estimate import complete_sample
 from darts_server.rollout.learned.prompts import observations
 from darts_server.types import GroupRecord, Outcome
 
-GROUPS = 256
-"""Groups that are looked at: a step or a few."""
+MAX_GROUPS = 256
+"""Number of groups that it covers: one step or a few."""
 
 
 class LengthBias(GroupObserver):
-    """Implements the observer: lengths generated and returned in the last groups.
-
-    Those of stopped candidates are estimated.
-    """
+    """Compare generated and returned lengths over the last groups. Lengths of stopped candidates are estimated."""
 
     def __init__(self) -> None:
-        self._generated: deque[list[tuple[float, float]]] = deque(maxlen=GROUPS)
-        self._returned: deque[list[tuple[float, float]]] = deque(maxlen=GROUPS)
+        self._generated: deque[list[tuple[float, float]]] = deque(maxlen=MAX_GROUPS)
+        self._returned: deque[list[tuple[float, float]]] = deque(maxlen=MAX_GROUPS)
 
     def group_ended(self, record: GroupRecord) -> None:
         if record.outcome is Outcome.COMPLETED:
@@ -29,7 +26,7 @@ class LengthBias(GroupObserver):
             self._returned.append([(1.0, float(c.tokens)) for c in record.selected])
 
     def mean(self, kind: str) -> float | None:
-        """Tokens; ``kind`` is ``generated`` or ``returned``. ``None`` before any group was completed."""
+        """Mean length in tokens; ``kind`` is ``generated`` or ``returned``. ``None`` before a group was completed."""
         weights, lengths = self._pool(kind)
         return float(np.average(lengths, weights=weights)) if weights.sum() > 0 else None
 
