@@ -78,7 +78,7 @@ def test_groups_come_in_the_order_of_their_completion(read_groups: ReadGroups) -
 
 @both_clients
 def test_split_lines_comments_and_unknown_fields_change_nothing(read_groups: ReadGroups) -> None:
-    stream = [b": still here\n\n", *GROUPS[:2], b": still here\n\n", b"retry: 5\n\n", *GROUPS[2:]]
+    stream = [b": ping\n\n", *GROUPS[:2], b": ping\n\n", b"retry: 5\n\n", *GROUPS[2:]]
     single_bytes = [bytes([byte]) for byte in b"".join(stream)]
     assert [group.number for group in read_groups(FakeServer(Body(*single_bytes)))] == [1, 0]
     with_crlf = b"".join(stream).replace(b"\n", b"\r\n")

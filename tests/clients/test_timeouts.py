@@ -40,7 +40,7 @@ class SlowServer:
             yield GROUPS[1]
             for _ in range(self.comments):
                 await asyncio.sleep(0.05)
-                yield b": still here\n\n"
+                yield b": ping\n\n"
             if not self.comments:
                 await asyncio.sleep(5)
             for event in GROUPS[2:]:

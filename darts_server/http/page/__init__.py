@@ -1,4 +1,4 @@
-"""``/darts/``: the built-in page, one document that asks for nothing from elsewhere."""
+"""``/darts/``: the built-in page, one document that loads nothing else."""
 
 import base64
 import hashlib
@@ -11,20 +11,20 @@ from fastapi.responses import RedirectResponse
 
 PARTS = Path(__file__).parent
 MARK = re.compile(r"/\* (\w+\.(?:css|js)) \*/")
-"""Where in the document a part is put."""
+"""Place of a part in the document."""
 INLINE = re.compile(r"<(script|style)[^>]*>(.*?)</\1>", re.DOTALL)
 
 
 @cache
 def document() -> str:
-    """The page with all its parts in it."""
+    """Return the page with all its parts."""
     whole = (PARTS / "page.html").read_text("utf-8")
     return MARK.sub(lambda mark: (PARTS / mark[1]).read_text("utf-8"), whole)
 
 
 @cache
 def content_policy() -> str:
-    """Lets a browser run what is in the document and nothing else, and talk with this server alone."""
+    """Allow only the document's own scripts and styles, and only requests to this server."""
     digests: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in INLINE.findall(document()):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -36,7 +36,7 @@ def content_policy() -> str:
 
 
 def routes() -> APIRouter:
-    """The routes. They ask for no key: the page itself does, and sends it with its requests."""
+    """Create the routes. They need no key: the page asks its user for one, and sends it with its requests."""
     api = APIRouter()
 
     @api.get("/darts/", include_in_schema=False)
@@ -53,7 +53,7 @@ def routes() -> APIRouter:
 
     @api.get("/darts", include_in_schema=False)
     async def slashless() -> Response:
-        """To the page; relative, so that it holds behind a proxy that adds to the path."""
+        """Redirect to the page; relative, so that it works behind a proxy that adds a path prefix."""
         return RedirectResponse("darts/")
 
     return api

@@ -1,22 +1,22 @@
-// What can become of a candidate: its name in the style sheet, and in words.
+// States of a candidate: the name in the style sheet, and the text.
 const KINDS = {
   waiting: "not started",
   running: "running",
-  finished: "ended, fate open",
+  finished: "finished, not decided",
   short: "selected, short",
   long: "selected, tail",
   fill: "selected, at limit",
   balanced: "selected, quality",
   longer_than_needed: "stopped, too long",
-  tail_pruned: "stopped, tail taken",
+  tail_pruned: "stopped, tail sampled",
   pruned: "pruned, quality",
-  middle: "ended, not needed",
+  middle: "finished, not needed",
   truncated: "at limit, not needed",
   decided: "stopped, vote certain",
-  restarted: "begun anew",
-  watched: "watched only",
+  restarted: "restarted",
+  watched: "observed only",
   failed: "failed",
-  cancelled: "given up",
+  cancelled: "cancelled",
 };
 const SELECTED = ["short", "long", "fill", "balanced"];
 const OPEN = ["waiting", "running", "finished"];
@@ -24,7 +24,7 @@ const ENDS = Object.keys(KINDS).filter((kind) => !OPEN.includes(kind));
 
 const kindOf = (candidate) => candidate.selected_as ?? candidate.reason ?? candidate.state;
 
-// Colours of the scheme that is in force, for canvases.
+// Colours of the current colour scheme, for canvases.
 let colours = {};
 function readColours() {
   const style = getComputedStyle(document.documentElement);
@@ -45,7 +45,7 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-// Writes only what changed, so that nothing is laid out or announced anew for the same text.
+// Writes only changes, so that the same text is not laid out or announced again.
 function say(id, text, attributes = {}) {
   const place = byId(id);
   if (place.textContent !== text) place.textContent = text;
@@ -63,8 +63,8 @@ function seconds(value) {
   return value >= 10 ? `${value.toFixed(1)} s` : `${value.toFixed(2)} s`;
 }
 
-function short(text, most) {
-  return text.length <= most ? text : `${text.slice(0, Math.ceil(most / 2) - 1)}…${text.slice(1 - Math.floor(most / 2))}`;
+function short(text, max) {
+  return text.length <= max ? text : `${text.slice(0, Math.ceil(max / 2) - 1)}…${text.slice(1 - Math.floor(max / 2))}`;
 }
 
 // Fits a canvas to its place on the screen; its context draws in CSS pixels.
@@ -81,12 +81,12 @@ function prepared(canvas, width, height) {
   return context;
 }
 
-// Round numbers from 0 or ``low`` to ``high``, about ``about`` of them.
-function ticks(low, high, about) {
-  const rough = (high - low) / about || 1;
+// About ``about`` round numbers from ``min`` to ``max``.
+function ticks(min, max, about) {
+  const rough = (max - min) / about || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
   const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(at);
+  for (let at = Math.ceil(min / step) * step; at <= max + step * 1e-9; at += step) found.push(at);
   return { step, found };
 }

@@ -1,9 +1,9 @@
-// What is known of a prompt, and where a group came from.
-const MOST_LISTED = 400;
+// Statistics of a prompt, and provenance of a group.
+const MAX_LISTED = 400;
 
 class Lookup {
   #model;
-  #awaited = null; // a group that was asked for while it runs
+  #awaited = null; // a running group that the user opened
 
   constructor(model) {
     this.#model = model;
@@ -22,13 +22,13 @@ class Lookup {
     const group = this.#model.groups.get(id);
     this.#awaited = group !== undefined && group.ended === undefined ? id : null;
     if (this.#awaited) {
-      const text = `Group ${id} still runs. Where it came from is told here as soon as it has ended.`;
+      const text = `Group ${id} is still running. Its provenance is shown here when it has ended.`;
       return byId("found").replaceChildren(element("p", { class: "muted" }, text));
     }
-    await this.#show(`v1/groups/${encodeURIComponent(id)}`, ({ groups }) => groups.map((group) => this.#origin(group)));
+    await this.#show(`v1/groups/${encodeURIComponent(id)}`, ({ groups }) => groups.map((group) => this.#provenance(group)));
   }
 
-  // Looks up what was asked for too early.
+  // Shows the awaited group when it has ended.
   frame() {
     const ended = this.#awaited && this.#model.groups.get(this.#awaited)?.ended !== undefined;
     if (ended) this.group(this.#awaited);
@@ -54,20 +54,20 @@ class Lookup {
     const rewards = known.rewards;
     const facts = [
       ["Mean length", `${known.mean_ema.toFixed(1)} tokens`],
-      ["Standard deviation", known.std_ema == null ? "not known yet" : `${known.std_ema.toFixed(1)} tokens`],
+      ["Standard deviation", known.std_ema == null ? "unknown" : `${known.std_ema.toFixed(1)} tokens`],
       ["Groups, candidates", `${count(known.groups)}, ${count(known.candidates)}`],
-      ["Weights of its last group", known.weight_version == null ? "–" : `version ${known.weight_version}`],
-      ["Rewards", rewards ? `${count(rewards.rewarded)}, of these right ${percent(rewards.pass_rate)}` : "none reported"],
+      ["Weights of the last group", known.weight_version == null ? "–" : `version ${known.weight_version}`],
+      ["Rewards", rewards ? `${count(rewards.rewarded)}, correct ${percent(rewards.pass_rate)}` : "none reported"],
     ];
     if (rewards) {
       const groups = `${rewards.zero_variance_groups} of ${rewards.rewarded_groups}`;
-      facts.push(["Groups of equal rewards", groups], ["Length of right ones", measured(rewards.length_right)]);
-      facts.push(["Length of wrong ones", measured(rewards.length_wrong)], ["Pattern", rewards.pattern ?? "–"]);
+      facts.push(["Groups with equal rewards", groups], ["Length of correct ones", measured(rewards.length_right)]);
+      facts.push(["Length of incorrect ones", measured(rewards.length_wrong)], ["Pattern", rewards.pattern ?? "–"]);
     }
     return element("section", {}, element("h3", {}, `Prompt ${known.prompt_key}`), listed(facts));
   }
 
-  #origin(group) {
+  #provenance(group) {
     const prompt = group.prompt_key
       ? element("button", { type: "button", class: "link", onclick: () => this.prompt(group.prompt_key) }, short(group.prompt_key, 28))
       : "without a key";
@@ -76,10 +76,10 @@ class Lookup {
       ["Policy", group.policy],
       ["Outcome", group.error ? `${group.outcome}: ${group.error}` : group.outcome],
       ["Selected of started", `${group.candidates.filter((each) => each.selected_as).length} of ${group.candidates.length}`],
-      ["Took", seconds(group.duration)],
+      ["Duration", seconds(group.duration)],
       ["Waited for the tail", group.tail_wait == null ? "–" : seconds(group.tail_wait)],
       ["Tokens generated, returned", `${count(group.generated)}, ${count(group.returned)}`],
-      ["Deadline", group.deadline == null ? "none" : `${count(group.deadline)} tokens${group.explored ? ", not kept" : ""}`],
+      ["Deadline", group.deadline == null ? "none" : `${count(group.deadline)} tokens${group.explored ? ", explored" : ""}`],
       ["Mixed weight versions", group.mixed_versions ? "yes" : "no"],
     ];
     if (group.zero_variance != null) facts.push(["All rewards equal", group.zero_variance ? "yes" : "no"]);
@@ -88,21 +88,21 @@ class Lookup {
   }
 
   #candidates({ candidates }) {
-    const heads = ["#", "Fate", "Tokens", "Rank", "From–to, s", "Weights", "Reward"];
-    const rows = candidates.slice(0, MOST_LISTED).map((each) => {
-      const fate = KINDS[each.selected_as ?? each.reason] ?? "–";
+    const heads = ["#", "Result", "Tokens", "Rank", "From–to, s", "Weights", "Reward"];
+    const rows = candidates.slice(0, MAX_LISTED).map((each) => {
+      const result = KINDS[each.selected_as ?? each.reason] ?? "–";
       const versions = [each.weight_version_start, each.weight_version_end].filter((version) => version != null);
       const times = [each.start, each.stop].map((time) => (time == null ? "" : time.toFixed(2))).join("–");
       const said = [each.length, each.rank ?? "–", times, [...new Set(versions)].join("–") || "–", each.reward ?? "–"];
       const cells = said.map((value) => element("td", {}, String(value)));
-      const first = [element("td", {}, String(each.index)), element("td", { class: "left" }, each.cut ? `${fate}, cut` : fate)];
+      const first = [element("td", {}, String(each.index)), element("td", { class: "left" }, each.cut ? `${result}, cut` : result)];
       return element("tr", {}, ...first, ...cells);
     });
-    const left = (name) => ({ scope: "col", class: name === "Fate" ? "left" : null });
+    const left = (name) => ({ scope: "col", class: name === "Result" ? "left" : null });
     const head = element("tr", {}, ...heads.map((name) => element("th", left(name), name)));
     const table = element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows));
-    const more = `The first ${MOST_LISTED} of ${candidates.length}.`;
-    return element("div", { class: "wide" }, table, candidates.length > MOST_LISTED ? more : null);
+    const more = `The first ${MAX_LISTED} of ${candidates.length}.`;
+    return element("div", { class: "wide" }, table, candidates.length > MAX_LISTED ? more : null);
   }
 }
 

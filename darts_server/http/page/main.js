@@ -1,5 +1,5 @@
-// Joins the parts, and says how the server is.
-const HEALTH_SECONDS = 15; // each time is a line in the server's log
+// Connects the parts, and shows the health of the server.
+const HEALTH_SECONDS = 15; // each request is a line in the server's log
 const LEGEND = { ...KINDS, cut: "cut there" };
 
 const model = new Model();
@@ -12,7 +12,7 @@ const policy = new Policy();
 const timeline = new Timeline(model, openGroup);
 const charts = new Charts(model);
 const table = new GroupTable(model, openGroup);
-const following = new Following(told);
+const following = new Following(receive);
 let alive = null;
 let paused = false;
 
@@ -21,9 +21,9 @@ function openGroup(id) {
   lookup.group(id);
 }
 
-// --- what the server says ---------------------------------------------------
+// --- events of the server ---------------------------------------------------
 
-function told(event, data) {
+function receive(event, data) {
   if (event === "snapshot") model.snapshot(data);
   else if (event === "update") model.update(data);
   else return lost(event, data);
@@ -32,10 +32,10 @@ function told(event, data) {
 }
 
 function lost(event, message) {
-  model.running = 0; // its clock stands still
+  model.running = 0; // stops the clock
   timeline.touch();
   if (event !== "locked") return connected("no connection", "pill off", `No connection: ${message}`);
-  const why = keys.api ? "That key was refused." : "This server asks for an API key.";
+  const why = keys.api ? "This key was refused." : "This server needs an API key.";
   connected("needs a key", "pill off", why);
   askForKey(why);
 }
@@ -45,7 +45,7 @@ function connected(text, look, title = "") {
   const empty = model.groups.size === 0;
   byId("empty").hidden = !empty;
   byId("empty-more").hidden = text !== "live";
-  if (empty) say("empty-title", text === "live" ? "No groups yet" : `${title || "Nothing to show yet"}`);
+  if (empty) say("empty-title", text === "live" ? "No groups yet" : `${title || "No data yet"}`);
 }
 
 function showHealth() {
@@ -55,10 +55,10 @@ function showHealth() {
   say("rate", model.rate === null ? "–" : count(model.rate));
   say("weights", `version ${weights.version}`, { title: weights.last?.error ?? "" });
   say("weights-more", weights.state === "serving" ? lastUpdate(weights.last) : `update: ${weights.state}`);
-  say("rewards", rewards ? `${percent(rewards.pass_rate)} right` : "–");
+  say("rewards", rewards ? `${percent(rewards.pass_rate)} correct` : "–");
   say("rewards-more", rewards ? equalRewards(rewards) : "none reported");
-  say("store", fault ? "not written" : "kept", { class: fault ? "bad" : "", title: fault ?? "" });
-  say("store-more", fault ?? "of what was learned");
+  say("store", fault ? "not written" : "saved", { class: fault ? "bad" : "", title: fault ?? "" });
+  say("store-more", fault ?? "learned state");
 }
 
 function lastUpdate(last) {
@@ -74,11 +74,11 @@ function equalRewards({ rewarded_groups: groups, zero_variance_groups: equal }) 
 async function showEngine() {
   const answer = await fetch("../health", { headers: authorised(keys.api) }).catch(() => null);
   alive = answer?.ok ?? false;
-  say("engine", alive ? "alive" : "not answering", { class: alive ? "good" : "bad" });
+  say("engine", alive ? "alive" : "not responding", { class: alive ? "good" : "bad" });
   say("engine-more", answer ? `health ${answer.status}` : "no connection");
 }
 
-// --- what the reader does ---------------------------------------------------
+// --- user input ---------------------------------------------------
 
 function select(tab, focus = false) {
   for (const each of document.querySelectorAll('[role="tab"]')) {
@@ -92,7 +92,7 @@ function select(tab, focus = false) {
 }
 
 function askForKey(why) {
-  say("key-why", `${why} It is kept in this page until you close it, and nowhere else.`);
+  say("key-why", `${why} It is kept only in this page, until you close it.`);
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 

@@ -1,6 +1,6 @@
-// What the server told, put together. Bounded: the oldest groups that ended go first.
-const MOST_GROUPS = 400;
-const MOST_CANDIDATES = 6000;
+// State of the server from its events. Bounded: the oldest ended groups are dropped first.
+const MAX_GROUPS = 400;
+const MAX_CANDIDATES = 6000;
 const RATE_SECONDS = 2;
 
 class Model {
@@ -10,12 +10,12 @@ class Model {
   candidates = 0;
   health = null;
   version = 0; // of everything that is drawn
-  #heard = 0;
+  #receivedAt = 0;
   #rate = { since: 0, tokens: 0, value: null };
 
   // The server's clock.
   get time() {
-    return this.now + (this.running && this.#heard ? (performance.now() - this.#heard) / 1000 : 0);
+    return this.now + (this.running && this.#receivedAt ? (performance.now() - this.#receivedAt) / 1000 : 0);
   }
 
   get rate() {
@@ -27,24 +27,24 @@ class Model {
     return [...this.groups.values()].sort((a, b) => b.began - a.began || (a.group_id < b.group_id ? 1 : -1));
   }
 
-  snapshot(told) {
+  snapshot(data) {
     this.groups.clear();
-    this.#rate = { since: told.now, tokens: 0, value: null };
-    this.#merge(told);
-    this.#rate.tokens = 0; // generated before anybody looked
+    this.#rate = { since: data.now, tokens: 0, value: null };
+    this.#merge(data);
+    this.#rate.tokens = 0; // generated before the page was opened
   }
 
-  update(told) {
-    this.#merge(told);
+  update(data) {
+    this.#merge(data);
     const { since, tokens } = this.#rate;
-    if (told.now - since >= RATE_SECONDS) this.#rate = { since: told.now, tokens: 0, value: tokens / (told.now - since) };
+    if (data.now - since >= RATE_SECONDS) this.#rate = { since: data.now, tokens: 0, value: tokens / (data.now - since) };
   }
 
-  #merge(told) {
-    [this.now, this.running, this.candidates, this.health] = [told.now, told.running, told.candidates, told.health];
-    this.#heard = performance.now();
-    for (const id of told.left) this.groups.delete(id);
-    for (const news of told.groups) this.#group(news);
+  #merge(data) {
+    [this.now, this.running, this.candidates, this.health] = [data.now, data.running, data.candidates, data.health];
+    this.#receivedAt = performance.now();
+    for (const id of data.left) this.groups.delete(id);
+    for (const news of data.groups) this.#group(news);
     this.#trim();
     this.version += 1;
   }
@@ -65,9 +65,9 @@ class Model {
   #trim() {
     let candidates = 0;
     for (const group of this.groups.values()) candidates += group.candidates.length;
-    if (this.groups.size <= MOST_GROUPS && candidates <= MOST_CANDIDATES) return;
+    if (this.groups.size <= MAX_GROUPS && candidates <= MAX_CANDIDATES) return;
     for (const group of this.newest.reverse()) {
-      if (this.groups.size <= MOST_GROUPS && candidates <= MOST_CANDIDATES) return;
+      if (this.groups.size <= MAX_GROUPS && candidates <= MAX_CANDIDATES) return;
       if (group.ended === undefined) continue;
       candidates -= group.candidates.length;
       this.groups.delete(group.group_id);
@@ -75,7 +75,7 @@ class Model {
   }
 }
 
-// Numbers of all groups that are kept.
+// Totals of all groups in the model.
 function summed(groups) {
   const sum = { ends: Object.fromEntries(ENDS.map((kind) => [kind, 0])), generated: [], returned: [], cut: 0 };
   for (const group of groups) {

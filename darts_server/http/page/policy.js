@@ -1,4 +1,4 @@
-// The settings that can change while the server runs, as its own schema describes them.
+// Form for the runtime settings, built from their schema.
 class Policy {
   #schema = null;
   #current = {};
@@ -13,7 +13,7 @@ class Policy {
     byId("reset").addEventListener("click", () => this.#fill());
   }
 
-  // Anew, unless something is being changed.
+  // Reloads the settings, unless the user has changed some.
   async load() {
     if (this.#changes.size) return;
     try {
@@ -74,7 +74,7 @@ class Policy {
       if (value instanceof Error) return element("div", { class: "bad" }, `${name} ${value.message}`);
       return element("div", {}, element("code", {}, `${name}: ${JSON.stringify(this.#current[name])} → ${JSON.stringify(value)}`));
     });
-    byId("changes").replaceChildren(...(lines.length ? lines : [element("span", { class: "muted" }, "Nothing would change.")]));
+    byId("changes").replaceChildren(...(lines.length ? lines : [element("span", { class: "muted" }, "No changes.")]));
     byId("send").textContent = lines.length ? `Apply ${several(lines.length, "change")}` : "Apply";
     byId("send").disabled = !lines.length || wrong;
     byId("reset").disabled = !lines.length;
@@ -88,7 +88,7 @@ class Policy {
     try {
       this.#current = await ask("v1/policy", { method: "PATCH", body, headers }, keys.admin || keys.api);
       this.#fill();
-      say("answer", "In force for groups that are planned from now on.", { class: "note good" });
+      say("answer", "Applied to groups that are planned from now on.", { class: "note good" });
     } catch (error) {
       this.#refused(error);
     }

@@ -1,7 +1,7 @@
-// Talks with the server. Keys are kept here, in memory, and nowhere else.
+// Requests to the server. Keys are kept only here, in memory.
 const keys = { api: "", admin: "" };
 const RETRY_SECONDS = [0.5, 1, 2, 4, 8];
-const SILENT_SECONDS = 15; // the server says something every two, unless it is very busy
+const SILENT_SECONDS = 15; // the server sends an event every two, unless it is very busy
 
 class Refused extends Error {
   constructor(status, error) {
@@ -26,7 +26,7 @@ async function ask(path, options = {}, key = keys.api) {
   return (await checked(answer)).json();
 }
 
-// Follows the server's events for as long as the page is looked at, and comes back after a lost connection.
+// Reads the server's events while the page is visible, and reconnects after a lost connection.
 class Following {
   #tell;
   #abort = null;
@@ -59,9 +59,9 @@ class Following {
     } catch (error) {
       if (error instanceof Refused) refused = error;
     }
-    if (abort !== this.#abort) return; // stopped, or begun anew
+    if (abort !== this.#abort) return; // stopped, or restarted
     this.#abort = null;
-    this.#tell(refused?.status === 401 ? "locked" : "lost", refused?.message ?? "the server does not answer");
+    this.#tell(refused?.status === 401 ? "locked" : "lost", refused?.message ?? "the server does not respond");
     if (refused?.status === 401) return;
     const wait = RETRY_SECONDS[Math.min(this.#failures++, RETRY_SECONDS.length - 1)];
     this.#timer = setTimeout(() => this.start(), 1000 * wait);

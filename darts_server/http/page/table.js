@@ -1,5 +1,5 @@
-// The same as the timeline for who reads it: the newest groups as rows. Rows are kept, so that focus stays where it is.
-const MOST_ROWS = 60;
+// The timeline as a table, for screen readers: the newest groups as rows. Rows are reused, so that they keep the focus.
+const MAX_ROWS = 60;
 const TABLE_SECONDS = 1;
 
 class GroupTable {
@@ -17,7 +17,7 @@ class GroupTable {
   frame(time) {
     if (byId("table").hidden || time - this.#drawn < 1000 * TABLE_SECONDS) return;
     this.#drawn = time;
-    const groups = this.#model.newest.slice(0, MOST_ROWS);
+    const groups = this.#model.newest.slice(0, MAX_ROWS);
     const ids = new Set(groups.map((group) => group.group_id));
     for (const [id, row] of this.#rows) {
       if (ids.has(id)) continue;
