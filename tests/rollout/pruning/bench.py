@@ -87,7 +87,7 @@ class Counter(PruningObserver):
         self._count("labels")
 
     def pending_labels_dropped(self, count: int) -> None:
-        self._count("forgotten", count)
+        self._count("dropped", count)
 
 
 @dataclass

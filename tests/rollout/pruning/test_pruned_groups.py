@@ -24,13 +24,13 @@ POINT = 4
 SIZE = 4
 
 
-class Trained:
-    """A house whose candidates are right or wrong as their hidden states tell, and which hears of it."""
+class RewardedGroups:
+    """Groups of a synthetic task on the scripted engine, whose trajectories are all rewarded."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.task = SyntheticTask()
-        self.right: dict[tuple[str, int], bool] = {}
+        self.correct: dict[tuple[str, int], bool] = {}
         self.bench = Bench(replace(FAST, detect_at=(POINT,)))
         shapings = build_policies(Shaping(num_longest=1), Deadline(), Pruning())
         self.house = House(self._script, shapings, scorer=self.bench.pruner)
@@ -45,39 +45,40 @@ class Trained:
 
     def _script(self, group: str, index: int) -> Script:
         [(hidden, target)] = self.task.trajectories(1)
-        self.right[group, index] = target > 0
+        self.correct[group, index] = target > 0
         length = int(self.task.rng.integers(2, 14))
         return Script(length, hidden=lambda _: hidden.astype(np.float32).tolist())
 
-    async def group(self) -> int:
-        """One more group, rewarded; how many of its candidates were pruned."""
+    async def run_group(self) -> int:
+        """Run and reward a group; return how many of its candidates were pruned."""
         name = f"g{self.groups}"
         self.groups += 1
         self.bench.version = self.groups // 16
         self.bench.now += 1
         run = self.house.run(SIZE, self.policy, group_id=name, tail_seed=self.groups)
-        back = await self.house.group(run)
-        assert len(back) == SIZE
+        returned = await self.house.group(run)
+        assert len(returned) == SIZE
         rewards = [
-            Reward(float(self.right[name, t.index]), self.right[name, t.index], f"{name}:{t.index}") for t in back
+            Reward(float(self.correct[name, t.index]), self.correct[name, t.index], f"{name}:{t.index}")
+            for t in returned
         ]
         assert (await self.reward_matcher.report(rewards)).matched == SIZE
         return sum(c.reason is DiscardReason.PRUNED for c in self.house.record(name).candidates)
 
 
 @pytest.mark.parametrize("policy", ["arrol", "darts+arrol"])
-async def test_groups_are_whole_whether_or_not_candidates_are_pruned(policy: str) -> None:
-    trained = Trained(policy)
-    assert [await trained.group() for _ in range(16)] == [0] * 16
+async def test_groups_are_complete_whether_or_not_candidates_are_pruned(policy: str) -> None:
+    groups = RewardedGroups(policy)
+    assert [await groups.run_group() for _ in range(16)] == [0] * 16
     for _ in range(32):
-        await trained.group()
-    assert trained.bench.pruner.status.value == "ready"
-    pruned = [await trained.group() for _ in range(24)]
+        await groups.run_group()
+    assert groups.bench.pruner.status.value == "ready"
+    pruned = [await groups.run_group() for _ in range(24)]
     assert sum(pruned) > 12
-    counts = trained.bench.counter.counts
+    counts = groups.bench.counter.counts
     assert counts["pruned"] >= sum(pruned)
     assert "states missing" not in counts
-    survivals = trained.bench.head._replay._survivals[: len(trained.bench.head._replay)]
-    assert 0 < survivals.min() < 1, "labels know that not all of their like have survived"
+    survivals = groups.bench.head._replay._survivals[: len(groups.bench.head._replay)]
+    assert 0 < survivals.min() < 1, "labels hold the survival probability of pruned groups"
     await asyncio.sleep(0)
-    assert not len(trained.bench.pruner._pending), "each was rewarded or dropped"
+    assert not len(groups.bench.pruner._pending), "each was rewarded or dropped"

@@ -272,7 +272,7 @@ async def test_pending_labels_beyond_the_memory_limit_are_dropped_and_counted() 
     for number in range(100):
         bench.scored(f"g{number}", 0, np.ones(WIDTH))
     kept = len(bench.pruner._pending)
-    assert bench.counter.counts["forgotten"] == 100 - kept
+    assert bench.counter.counts["dropped"] == 100 - kept
     bench.pruner.learn_reward("g0", 0, 1.0, True)
     assert "labels" not in bench.counter.counts
     bench.pruner.learn_reward("g99", 0, 1.0, True)
