@@ -1,47 +1,47 @@
-"""The one exception tree.
+"""The exceptions of this project, in one tree.
 
 ::
 
     DartsError
-    ├── InvalidRequest       the caller's mistake; names the field and the remedy
-    │   ├── NotFound         what was asked for is not there
-    │   ├── Conflict         what was asked for contradicts what was asked for before
-    │   └── TooLarge         the request's body has more bytes than the route takes
-    ├── Unauthorized         the caller showed no key that opens the route
-    ├── Forbidden            the route is not for this caller, with or without a key
-    ├── Overloaded           too much waits for the engine; another time it may go
-    │   └── QuotaReached     the caller has too much under way
-    ├── ServerStopping       the server was told to stop
-    ├── InvalidSetting       the operator's mistake; stops the start
-    ├── GroupFailed          too few trajectories of a prompt could finish
-    ├── GroupAborted         someone asked the engine to abort the whole request
+    ├── InvalidRequest         the caller's mistake: names the field and the remedy
+    │   ├── NotFound           the requested resource does not exist
+    │   ├── Conflict           contradicts an earlier request under the same name
+    │   └── TooLarge           the request's body exceeds the route's limit
+    ├── Unauthorized           no valid key for the route
+    ├── Forbidden              the route is closed to this caller, with any key
+    ├── Overloaded             too many requests are pending: retry later
+    │   └── QuotaReached       this caller has too many requests in flight
+    ├── ServerStopping         the server is shutting down
+    ├── InvalidSetting         the operator's mistake: the server does not start
+    ├── GroupFailed            too few trajectories of a prompt could finish
+    ├── GroupAborted           the group was aborted from outside
     ├── EngineError
-    │   ├── CandidateFailed  one candidate failed; another may succeed
-    │   ├── EngineRefused    the engine does not take this request; trying again does not help
-    │   └── EngineDead       the engine is gone
-    │       ├── EngineHung   the engine does nothing any more
-    │       └── WeightsLost  its weights are undefined
-    ├── StateError           the learned state cannot be read or written now
-    │   ├── StateFull        the disk is full
-    │   ├── StateDamaged     a state file is another program's, or damaged
-    │   └── StateTooNew      a newer version wrote it
-    ├── UpdateError          the weights were not updated; the old ones are served
-    │   ├── UpdateRunning    another update is in progress
-    │   ├── UpdateUnsupported  the weights of this server cannot be replaced
-    │   ├── UpdateFailed     a phase failed or timed out
-    │   └── DiskFull         the staging folder has no room for the weights
-    └── IllegalMove          a bug: an event that a state machine does not allow
+    │   ├── CandidateFailed    one candidate failed: another may succeed
+    │   ├── EngineRefused      the engine rejected the request: do not retry
+    │   └── EngineDead         the engine is gone: no candidate can finish
+    │       ├── EngineHung     the engine has requests and makes no progress
+    │       └── WeightsLost    the engine's weights are undefined after a failed update
+    ├── StateError             the learned state cannot be read or written
+    │   ├── StateFull          no space left on its disk
+    │   ├── StateDamaged       a state file is not ours or is incomplete
+    │   └── StateTooNew        a newer version of this server wrote it
+    ├── UpdateError            the weights were not updated: the old ones are served
+    │   ├── UpdateRunning      another update is in progress
+    │   ├── UpdateUnsupported  this model or configuration cannot be updated
+    │   ├── UpdateFailed       a step of the update failed or timed out
+    │   └── DiskFull           no space left to stage the weights
+    └── IllegalMove            a bug: an event that the state machine does not allow
 """
 
 
 class DartsError(Exception):
-    """Base of everything this project raises on purpose."""
+    """Base of all exceptions that this project raises on purpose."""
 
 
 class InvalidRequest(DartsError, ValueError):
-    """Bad input from a caller: nothing was started.
+    """The request is invalid, and nothing was started. ``field``: the invalid field of the request.
 
-    It is a ``ValueError`` too, so that code that never heard of us also takes it for the caller's mistake.
+    Also a ``ValueError``, which vLLM's handlers and other code that does not know this tree treat as bad input (400).
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -51,27 +51,27 @@ class InvalidRequest(DartsError, ValueError):
 
 
 class NotFound(InvalidRequest):
-    """What a caller asked for is not there, or not any more."""
+    """The requested resource does not exist, or no longer."""
 
 
 class Conflict(InvalidRequest):
-    """What a caller asked for contradicts what was asked for before, under the same name."""
+    """The request contradicts an earlier one under the same name."""
 
 
 class TooLarge(InvalidRequest):
-    """The request's body has more bytes than the route takes."""
+    """The request's body is larger than the route's limit."""
 
 
 class Unauthorized(DartsError):
-    """The caller showed no key that opens the route."""
+    """The request has no valid key for the route."""
 
 
 class Forbidden(DartsError):
-    """The route is not for this caller, and the server has no key that would open it."""
+    """The route is closed to this caller, or disabled by the server's settings."""
 
 
 class Overloaded(DartsError):
-    """Too much waits for the engine. ``retry_after``: seconds after which it is worth another try."""
+    """Too many requests are pending. ``retry_after``: seconds after which to retry."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -79,11 +79,11 @@ class Overloaded(DartsError):
 
 
 class QuotaReached(Overloaded):
-    """The caller has too much under way."""
+    """The caller has too many requests in flight."""
 
 
 class ServerStopping(DartsError):
-    """The server was told to stop, and takes no work. ``retry_after``: seconds after which it is worth another try."""
+    """The server is shutting down and accepts no requests. ``retry_after``: seconds after which to retry."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -91,7 +91,7 @@ class ServerStopping(DartsError):
 
 
 class InvalidSetting(DartsError):
-    """A setting that stops the start. The message names key, value and what is allowed."""
+    """A setting is invalid, and the server does not start. The message names the key, the value and what is allowed."""
 
 
 class GroupFailed(DartsError):
@@ -99,27 +99,27 @@ class GroupFailed(DartsError):
 
 
 class GroupAborted(DartsError):
-    """The request was aborted from outside while its group was running."""
+    """The group was aborted while it was running: its caller disconnected, or the request was aborted on the engine."""
 
 
 class EngineError(DartsError):
-    """Something went wrong in the engine. The engine's own exception is the ``__cause__``."""
+    """Base of the engine's errors. Its own exception is the ``__cause__``."""
 
 
 class CandidateFailed(EngineError):
-    """One candidate failed; another one may succeed."""
+    """One candidate failed. The group may start another."""
 
 
 class EngineRefused(EngineError):
-    """The engine does not take this request, and would not take it a second time."""
+    """The engine rejected the request as invalid, and would reject it again: the group fails without a retry."""
 
 
 class EngineDead(EngineError):
-    """The engine is gone; no candidate will ever finish."""
+    """The engine is gone: no candidate can finish any more."""
 
 
 class EngineHung(EngineDead):
-    """The engine has work and does nothing."""
+    """The engine has requests but makes no progress."""
 
 
 class WeightsLost(EngineDead):
@@ -163,4 +163,4 @@ class DiskFull(UpdateError):
 
 
 class IllegalMove(DartsError):
-    """An event that is not legal in the state the group, the candidate or the weights are in."""
+    """An event is illegal in the current state of the group, the candidate or the weights. Always a bug."""

@@ -5,7 +5,7 @@ All methods are called synchronously in the event loop: they must return fast an
 
 from collections.abc import Iterable
 
-from darts_server.types import CohortRecord, GroupRecord, Returned, VoteOutcome
+from darts_server.types import CohortRecord, GroupRecord, TrajectoryRecord, VoteOutcome
 
 
 class GroupObserver:
@@ -14,7 +14,7 @@ class GroupObserver:
     def candidates_started(self, count: int) -> None:
         """Called when ``count`` candidates of one group were started."""
 
-    def trajectory_returned(self, returned: Returned) -> None:
+    def trajectory_returned(self, returned: TrajectoryRecord) -> None:
         """Called once per trajectory when its caller gets it, before its group has ended or after."""
 
     def group_ended(self, record: GroupRecord) -> None:
@@ -37,7 +37,7 @@ class GroupObservers(GroupObserver):
         for observer in self._observers:
             observer.candidates_started(count)
 
-    def trajectory_returned(self, returned: Returned) -> None:
+    def trajectory_returned(self, returned: TrajectoryRecord) -> None:
         for observer in self._observers:
             observer.trajectory_returned(returned)
 

@@ -1,6 +1,6 @@
-"""Values that every room speaks of: how candidates end and what a finished group looked like.
+"""Types that all rooms share: outcomes, records for observers, and the values that requests are made of.
 
-Nothing here imports another room.
+This module imports no other room.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class FinishReason(StrEnum):
-    """Why a candidate stopped generating by itself, in vLLM's words."""
+    """Why a candidate finished, in vLLM's words: a stop token or string, or its token limit."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -19,36 +19,36 @@ class DiscardReason(StrEnum):
     """Why a candidate is not in its group. Every discarded candidate has exactly one."""
 
     MIDDLE = "middle"
-    """Finished, but neither among the shortest nor in the tail."""
+    """Finished, but selected neither among the shortest nor for the tail."""
     LONGER_THAN_NEEDED = "longer_than_needed"
-    """Already longer than the longest of the shortest that are wanted."""
+    """Stopped because it was already too long to be among the shortest."""
     PRUNED = "pruned"
-    """Scored as hopeless while it ran (ARRoL)."""
+    """Stopped by its quality score while it ran (ARRoL)."""
     TRUNCATED = "truncated"
-    """Hit the length limit while enough others finished by themselves."""
+    """Reached its token limit, while enough others finished below it."""
     TAIL_PRUNED = "tail_pruned"
-    """Could only have been in the tail, and the tail went to others."""
+    """Stopped because only the tail was left for it, and others were sampled for the tail."""
     FAILED = "failed"
-    """The engine failed or lost it."""
-    WATCHED = "watched"
-    """Ran only to learn what shaping would have done with it (shadow)."""
+    """The engine failed on it, or aborted it without a request from us."""
+    SHADOW = "shadow"
+    """Ran only to measure what shaping would have done with it."""
     CANCELLED = "cancelled"
-    """The whole group was given up: the caller went away, or too few could finish."""
+    """Its group was cancelled: the caller disconnected, or too few candidates could finish."""
     RESTARTED = "restarted"
-    """Its group was started anew, under new weights."""
+    """Its group was restarted under new weights."""
     DECIDED = "decided"
-    """The vote it was for is certain without it."""
+    """Its vote was decided without it."""
 
 
 class SelectedAs(StrEnum):
-    """From which end of the length order a selected trajectory came."""
+    """Why a trajectory was selected: from which end of the group's length order it comes, if from any."""
 
     SHORT = "short"
     LONG = "long"
     FILL = "fill"
-    """Hit the length limit; returned because too few finished by themselves, or because the tail drew it."""
+    """Reached its token limit; selected because too few finished below it, or sampled for the tail."""
     BALANCED = "balanced"
-    """From neither: chosen by quality, whatever its length."""
+    """Selected by quality, whatever its length."""
 
 
 class Outcome(StrEnum):
@@ -58,37 +58,37 @@ class Outcome(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     DECIDED = "decided"
-    """The vote it was for was certain before all of it was there."""
+    """Its vote was decided before the group was complete."""
 
 
 class VoteOutcome(StrEnum):
-    """How a vote ended that came to its end."""
+    """How a vote ended that was not cancelled."""
 
     DECIDED_EARLY = "decided_early"
-    """Some candidates were stopped, since they could not change the answer."""
+    """The remaining candidates were stopped, as they could not change the answer."""
     COUNTED = "counted"
-    """All candidates came to their end."""
+    """All candidates finished."""
     NO_ANSWER = "no_answer"
-    """None of them had one."""
+    """All candidates finished, and none has an answer."""
 
 
 class PruningStatus(StrEnum):
-    """Whether trajectories are pruned by quality and, where not, why: then all of them are kept."""
+    """Whether candidates are pruned by quality, or the reason why all of them are kept."""
 
     READY = "ready"
     UNUSED = "unused"
-    """No trajectory was scored yet."""
+    """No trajectory has been scored yet."""
     NO_LABELS = "no_labels"
-    """No reward was reported for a scored trajectory."""
+    """No reward has been reported for a scored trajectory yet."""
     COLD = "cold"
-    """The first steps, which learn only."""
+    """During the first training steps, which only collect labels."""
     FEW_LABELS = "few_labels"
     UNTRAINED = "untrained"
-    """The head has labels enough, and was not trained yet."""
+    """The head has enough labels, but its first training has not finished."""
     ONE_CLASS = "one_class"
-    """All labels are right, or all are wrong."""
+    """All labels are of correct trajectories, or all are of wrong ones."""
     DIVERGED = "diverged"
-    """The head's last training went wrong and was undone."""
+    """The head's last training diverged and was undone."""
     TRAINER_LOST = "trainer_lost"
     """The process that trains the head died too often."""
     PROBE_LOST = "probe_lost"
@@ -97,13 +97,13 @@ class PruningStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CandidateRecord:
-    """What became of one candidate.
+    """How one candidate ended.
 
-    ``tokens`` counts generated tokens: all of them for one that finished by itself, those known to have been generated
-    when it was stopped for the others, and the token limit for one that was cut. ``end`` is set when it was selected,
-    ``reason`` when it was not. Times are seconds on the runner's clock, ``None`` where it never came to that.
-    ``quality``: its chance to end correct by its latest score; ``None`` if it was not scored. ``survival``: the
-    probability with which it was to be kept, over all its scores: 1 where the group could not have spared it.
+    ``tokens``: number of generated tokens; for a stopped candidate those generated when it was stopped, for a cut one
+    the deadline. ``selected_as`` is set if it was selected, ``reason`` if it was discarded. ``cut``: whether it was
+    truncated at the group's deadline. Times are seconds on the runner's clock, ``None`` if it never got that far.
+    ``quality``: its predicted probability of being correct, by its last score; ``None`` without a score. ``survival``:
+    the probability that pruning kept it, over all its scores; 1 if the group needed it in any case.
     """
 
     index: int
@@ -122,7 +122,7 @@ class CandidateRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """What became of one group, told to observers once, when it has ended."""
+    """How one group ended; reported to observers once."""
 
     group_id: str
     prompt_key: str | None
@@ -136,18 +136,18 @@ class GroupRecord:
     """Seconds from the finish of the K-th shortest trajectory to completion; ``None`` unless completed."""
     error: str | None = None
     deadline: int | None = None
-    """Tokens at which its tail was cut or, in an explored group, would have been; ``None`` without a deadline."""
+    """Tokens at which its tail was cut or, if explored, would have been cut; ``None`` without a deadline."""
     explored: bool = False
-    """Whether it was let run past its deadline, to see what that takes away."""
+    """Whether it ran past its deadline, to measure what the deadline discards."""
     tokens_needed: int | None = None
-    """Tokens after which groups of its cohort are usually complete; ``None`` without a cohort, or if it never was."""
+    """Length at which enough of its candidates had finished, as reported to its cohort; ``None`` if not reported."""
     request_ids: tuple[str, ...] = ()
-    """Ids of the requests that it answered, where there are several."""
+    """Ids of the requests that it answered, and the response ids that it can be looked up by."""
     shadow: "ShadowRecord | None" = None
     restarted_from: int = 0
-    """Index of the first candidate since it was started anew, or at all: those before were of other weights."""
+    """Index of the first candidate since its last restart: earlier ones were generated with older weights."""
     trace: Mapping[str, str] = field(default_factory=dict)
-    """Where it belongs in the trace of the caller that began it: ``traceparent`` and ``tracestate``."""
+    """Trace context of the request that started it: ``traceparent`` and ``tracestate``."""
 
     @property
     def selected(self) -> list[CandidateRecord]:
@@ -164,17 +164,17 @@ class GroupRecord:
 
     @property
     def mixed_versions(self) -> bool:
-        """Whether the returned trajectories were not all generated by one version of the weights."""
+        """Whether the returned trajectories were generated with more than one weight version."""
         versions = {v for c in self.selected for v in (c.weight_version_start, c.weight_version_end)}
         return len(versions) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowRecord:
-    """What shaping would have made of an unshaped group's candidates, had they all run at one token a step.
+    """What shaping would have done with an unshaped group's candidates, if all generated one token a step.
 
-    ``policy``: whose choice it is. ``selection``: candidate indices. ``generated``, ``returned``: tokens. ``steps``:
-    decode steps until the group would have been complete.
+    ``policy``: the policy that was simulated. ``selection``: candidate indices. ``generated``, ``returned``: tokens.
+    ``steps``: decode steps until the group would have been complete.
     """
 
     policy: str
@@ -186,11 +186,11 @@ class ShadowRecord:
 
 @dataclass(frozen=True, slots=True)
 class CohortRecord:
-    """What became of groups that were allocated together, told to observers when the last of them has ended.
+    """How groups that were allocated together ended; reported to observers when the last of them has ended.
 
-    ``mean_candidates``: M' that was decided on. ``deadline``: in tokens, ``None`` if none was known in time. Seconds
-    are from the allocation to the end of the last group; ``predicted_seconds`` is ``None`` where nothing was predicted.
-    Tokens are those of its candidates, and of those that were returned.
+    ``mean_candidates``: M', the mean number of candidates per group. ``deadline``: in tokens; ``None`` if it was never
+    set. Seconds are measured from the allocation to the end of the last group; ``predicted_seconds`` is ``None``
+    without a prediction. Tokens are summed over all candidates, and over the returned ones.
     """
 
     policy: str
@@ -205,10 +205,10 @@ class CohortRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
-    """A trajectory as it was handed to its caller. ``started_at``: its group's, on the runner's clock.
+class TrajectoryRecord:
+    """A trajectory that was returned to its caller. ``started_at``: start of its group, on the runner's clock.
 
-    The token ids are the engine's own lists: not to be changed or kept.
+    The token ids are the engine's own lists: do not change or keep them.
     """
 
     group_id: str
@@ -253,10 +253,10 @@ class UpdateRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a caller asked of shaping for one request; ``None`` leaves it to the server's setting.
+    """Shaping options of one request; ``None`` means the server's setting.
 
-    ``prompt_key``: the name under which the prompt's lengths are remembered. ``group_id`` and ``group_size``: which
-    single requests make one group, and of how many trajectories.
+    ``prompt_key``: key of the prompt's statistics. ``group_id``: single requests with the same id form one group, of
+    ``group_size`` trajectories.
     """
 
     policy: str | None = None
@@ -267,9 +267,9 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """A prompt as a caller gives it: exactly one of token ids, chat messages and text; and the caller's key for it.
+    """A caller's prompt: exactly one of token ids, chat messages and text.
 
-    ``metadata`` is the caller's, and comes back with the group.
+    ``key``: the caller's key for the prompt's statistics. ``metadata``: returned with the group, unchanged.
     """
 
     token_ids: Sequence[int] | None = None
@@ -281,7 +281,7 @@ class PromptSpec:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a trajectory holds: its tokens, their log-probs if these were asked for, its text, and why it ended."""
+    """The content of a trajectory. ``logprobs``: one per token, ``None`` if the request asks for none."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None

@@ -8,7 +8,7 @@ from darts_server.policy.group import Group
 from darts_server.policy.replay import replay
 from darts_server.policy.selection.rules import Shadow
 from darts_server.serving.admission import caller
-from darts_server.types import CandidateRecord, GroupRecord, Outcome, Returned, ShadowRecord
+from darts_server.types import CandidateRecord, GroupRecord, Outcome, ShadowRecord, TrajectoryRecord
 
 
 @dataclass(slots=True)
@@ -62,9 +62,9 @@ class GroupRecorder:
         """Discard the finish times recorded so far."""
         self._finish_times.clear()
 
-    def returned(self, index: int, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> Returned:
+    def returned(self, index: int, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> TrajectoryRecord:
         """Describe a trajectory that goes to its caller."""
-        return Returned(self.group_id, self.prompt_key, self.opened_at, index, prompt_token_ids, token_ids)
+        return TrajectoryRecord(self.group_id, self.prompt_key, self.opened_at, index, prompt_token_ids, token_ids)
 
     def tokens(self, candidate: Candidate) -> int:
         """Tokens that the candidate has generated, as far as recorded; constant after its end."""

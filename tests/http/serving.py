@@ -22,7 +22,7 @@ from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.settings import load
 from darts_server.store import Store
-from darts_server.types import Returned
+from darts_server.types import TrajectoryRecord
 from darts_server.weights.updates import Updates
 from tests.rollout.learned.test_prompts import FINISHED, record
 
@@ -54,7 +54,7 @@ def client(
             observe(replace(record(*FINISHED), group_id="cmpl-a-1"))
         for number, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
             tokens = list(range(FINISHED[index].tokens))
-            reward_matcher.trajectory_returned(Returned(f"cmpl-a-{number}", "p", 0.0, index, [number], tokens))
+            reward_matcher.trajectory_returned(TrajectoryRecord(f"cmpl-a-{number}", "p", 0.0, index, [number], tokens))
         prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
         app = FastAPI()
         errors.install(app)

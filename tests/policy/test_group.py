@@ -339,7 +339,7 @@ def test_a_shadow_delivers_the_first_and_observes_the_others_to_their_end() -> N
     assert group.outcome is None
     assert group.check_at == {}
     assert group.handle(stop(2, 60)) == [Complete({0: SelectedAs.FILL, 1: SelectedAs.SHORT})]
-    assert reasons(group) == [None, None, DiscardReason.WATCHED, DiscardReason.WATCHED]
+    assert reasons(group) == [None, None, DiscardReason.SHADOW, DiscardReason.SHADOW]
 
 
 def test_an_observed_candidate_that_fails_is_not_replaced() -> None:

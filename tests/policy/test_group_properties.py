@@ -161,7 +161,7 @@ def test_a_shadow_stops_and_cuts_none_and_waits_for_all(case: Case) -> None:
     assert not world.cuts
     assert all(run.over for run in world.runs)
     surplus = [c.reason for c in world.group.candidates if c.reason is not None]
-    assert surplus == [DiscardReason.WATCHED] * (len(world.runs) - case.rule.size)
+    assert surplus == [DiscardReason.SHADOW] * (len(world.runs) - case.rule.size)
 
 
 @given(cases(WITHOUT_FAILURES, of=DEADLINE_TAILS, cut=True))

@@ -74,7 +74,7 @@ async def test_the_group_is_the_unshaped_one(policy: str) -> None:
     assert sum(t.last for t in got) == 1
     record = house.record("g")
     assert [(c.index, c.selected_as) for c in record.selected] == [(i, SelectedAs.SHORT) for i in range(SIZE)]
-    assert {c.reason for c in record.candidates[SIZE:]} <= {DiscardReason.WATCHED}
+    assert {c.reason for c in record.candidates[SIZE:]} <= {DiscardReason.SHADOW}
     assert all(c.tokens == script("g", c.index).length for c in record.candidates), "all run to their end"
 
 

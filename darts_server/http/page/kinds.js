@@ -14,7 +14,7 @@ const KINDS = {
   truncated: "at limit, not needed",
   decided: "stopped, vote certain",
   restarted: "restarted",
-  watched: "observed only",
+  shadow: "observed only",
   failed: "failed",
   cancelled: "cancelled",
 };

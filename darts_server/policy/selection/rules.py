@@ -214,4 +214,4 @@ class Shadow:
         return Verdict(settled, observing=bool(running))
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        return DiscardReason.WATCHED
+        return DiscardReason.SHADOW

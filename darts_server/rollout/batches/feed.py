@@ -79,7 +79,7 @@ class EventFeed:
         group = self._groups.setdefault(result.number, _GroupCursor(result.number, result.group_id, None))
         group.result = result
         # In a completed group, a candidate that is neither selected nor discarded is one that a shadow still watches.
-        group.close(DiscardReason.WATCHED if result.error is None else DiscardReason.CANCELLED)
+        group.close(DiscardReason.SHADOW if result.error is None else DiscardReason.CANCELLED)
         self._notify(result.number)
 
     def batch_ended(self, end: BatchEnd) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from darts_server.types import GroupRecord, Outcome, Returned
+from darts_server.types import GroupRecord, Outcome, TrajectoryRecord
 
 FINGERPRINT_BYTES = 16
 TOKEN_TYPE = "i"
@@ -66,7 +66,7 @@ class ReturnedGroups:
         self._groups: OrderedDict[str, ReturnedGroup] = OrderedDict()
         self._by_tokens: dict[bytes, list[ReturnedTrajectory]] = {}
 
-    def add(self, returned: Returned) -> None:
+    def add(self, returned: TrajectoryRecord) -> None:
         """Add a trajectory that its caller got, before its group ended or after."""
         group = self._find_or_create(returned.group_id, returned.started_at, returned.prompt_key)
         hashed = fingerprint(returned.prompt_token_ids, returned.token_ids)

@@ -13,7 +13,7 @@ from darts_server.policy.reward_stats import Moments, RewardStats, single_length
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
 from darts_server.rollout.observers.returned_groups import ReturnedGroup, ReturnedGroups, ReturnedTrajectory
-from darts_server.types import GroupRecord, Returned
+from darts_server.types import GroupRecord, TrajectoryRecord
 
 REWARDS_PER_TURN = 64
 """Rewards handled in one turn of the event loop: ten milliseconds if each is given with 8,192 tokens."""
@@ -97,7 +97,7 @@ class RewardMatcher(GroupObserver):
         by_index = {t.index: (t.reward, t.correct) for t in group.returned.values() if t.reward is not None}
         return GroupRewards(by_index, group.zero_variance if group.is_fully_rewarded else None)
 
-    def trajectory_returned(self, returned: Returned) -> None:
+    def trajectory_returned(self, returned: TrajectoryRecord) -> None:
         self._groups.add(returned)
 
     def group_ended(self, record: GroupRecord) -> None:

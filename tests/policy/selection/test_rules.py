@@ -167,7 +167,7 @@ def test_a_rule_has_its_size_and_its_number_of_shortest(rule: Rule, short: int, 
         (DeadlineTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
         (CutTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
         (FirstFinish(1), DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED),
-        (Shadow(Shortest(1)), DiscardReason.WATCHED, DiscardReason.WATCHED),
+        (Shadow(Shortest(1)), DiscardReason.SHADOW, DiscardReason.SHADOW),
     ],
 )
 def test_the_rule_gives_the_reason_of_a_discarded_candidate(

@@ -68,7 +68,7 @@ class Crowd:
             if self.random.random() < self.quiet_rate or (not self.coming and not self.hall.engine.running):
                 await self.hall.quiet(self.random.choice([1.0, WAIT]))
         assert not self.coming
-        await self.hall.engine.run()  # groups that run only to be watched
+        await self.hall.engine.run()  # shadow candidates run on
 
     async def _step(self, step: int) -> None:
         """One decode step, in any turn of which somebody may come or go."""

@@ -27,7 +27,7 @@ from darts_server.rollout.observers.reward_matching import (
     RewardReport,
 )
 from darts_server.store import Store
-from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, Returned, SelectedAs
+from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, SelectedAs, TrajectoryRecord
 from tests.rollout.helpers import SHAPINGS, Documents, House, collect, lengths
 
 pytestmark = pytest.mark.anyio
@@ -102,7 +102,7 @@ class Made:
             reward_matcher.group_ended(self.record(started_at))
         for index, tokens in enumerate(self.trajectories):
             reward_matcher.trajectory_returned(
-                Returned(self.group_id, self.prompt, started_at, index, self.prompt_token_ids, tokens)
+                TrajectoryRecord(self.group_id, self.prompt, started_at, index, self.prompt_token_ids, tokens)
             )
         if not self.late:
             reward_matcher.group_ended(self.record(started_at))
@@ -176,7 +176,7 @@ def test_a_group_whose_rewards_are_all_known_is_told_once(late: bool) -> None:
 def test_rewards_may_come_before_their_group_ends() -> None:
     trainer = Trainer()
     for index, tokens in enumerate(TWO.trajectories):
-        trainer.reward_matcher.trajectory_returned(Returned("g", "p", 0.0, index, [112], tokens))
+        trainer.reward_matcher.trajectory_returned(TrajectoryRecord("g", "p", 0.0, index, [112], tokens))
         assert trainer.report(by_id(f"g:{index}", 1.0)) == RewardReport(matched=1)
     assert trainer.told == []
     trainer.reward_matcher.group_ended(TWO.record())
@@ -244,7 +244,7 @@ GROUPS = st.lists(
     ),
     max_size=5,
 ).map(lambda made: [Made(f"g{number}", *each) for number, each in enumerate(made)])
-Step = Made | Returned | Reward
+Step = Made | TrajectoryRecord | Reward
 
 
 class BruteForce:
@@ -252,7 +252,7 @@ class BruteForce:
 
     def __init__(self) -> None:
         self.report = RewardReport()
-        self.returned: list[Returned] = []
+        self.returned: list[TrajectoryRecord] = []
         self.rewards: dict[tuple[str, int], Reward] = {}
 
     def reward(self, place: int, reward: Reward) -> None:
@@ -298,7 +298,7 @@ def test_any_order_repetition_and_mixture_of_names_comes_to_what_brute_force_doe
         match step:
             case Made():
                 trainer.reward_matcher.group_ended(step.record())
-            case Returned():
+            case TrajectoryRecord():
                 trainer.reward_matcher.trajectory_returned(step)
                 brute.returned.append(step)
             case Reward():
@@ -327,7 +327,7 @@ def mixed(groups: Sequence[Made], rng: np.random.Generator, values: Sequence[flo
     for group in groups:
         returned: list[Step] = []
         for index, tokens in enumerate(group.trajectories):
-            returned.append(Returned(group.group_id, group.prompt, 0.0, index, group.prompt_token_ids, tokens))
+            returned.append(TrajectoryRecord(group.group_id, group.prompt, 0.0, index, group.prompt_token_ids, tokens))
             reward = values[hash((group.prompt == "p", tokens)) % len(values)]  # equal ones have equal rewards
             rewards += [by_id(f"{group.group_id}:{index}", reward)] * int(rng.integers(0, 4))
             rewards += [by_tokens(group.prompt_token_ids, tokens, reward)] * int(rng.integers(0, 3))
@@ -475,7 +475,7 @@ def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:
     trainer = Trainer()
     record = replace(TWO.record(), prompt_key=None)
     trainer.reward_matcher.group_ended(record)
-    trainer.reward_matcher.trajectory_returned(Returned("g", None, 0.0, 0, [112], [1, 2]))
+    trainer.reward_matcher.trajectory_returned(TrajectoryRecord("g", None, 0.0, 0, [112], [1, 2]))
     trainer.report(by_id("g:0", 1.0))
     assert trainer.rewards.dataset.rewarded == 1
     assert {kind for kind, _ in trainer.store.kept} == {DATASET_KIND}  # type: ignore[union-attr]
