@@ -175,10 +175,10 @@ class VoteRunner(Generic[RequestT, OutputT]):
     def _start_group(self, vote: VoteRequest, request: RequestT, vote_id: str) -> GroupRun[RequestT, OutputT]:
         spec = GroupSpec(
             request,
-            POLICY,
-            vote_id,
-            vote.prompt.key or self._renderer.prompt_key(request),
-            self._renderer.tail_seed(request),
+            group_id=vote_id,
+            policy=POLICY,
+            prompt_key=vote.prompt.key or self._renderer.prompt_key(request),
+            tail_seed=self._renderer.tail_seed(request),
             early=True,
             pruning=Pruning() if vote.uses_quality else None,  # a group that needs all its candidates prunes none
         )

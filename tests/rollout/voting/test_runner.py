@@ -139,6 +139,7 @@ async def test_the_rest_is_stopped_once_the_leader_cannot_be_overtaken() -> None
     reasons = [candidate.reason for candidate in result.record.candidates]
     assert reasons == [None] * 5 + [DiscardReason.DECIDED] * 3
     assert result.record.outcome is Outcome.DECIDED
+    assert (result.record.group_id, result.record.policy) == (result.vote_id, "vote")
     assert election.outcomes == [(VoteOutcome.DECIDED_EARLY, 3)]
     assert election.house.rollouts.running == 0
     assert election.house.rollouts.gate.inside == 0
