@@ -241,7 +241,7 @@ class Settings(BaseSettings):
         None,
         ge=0,
         le=86400,
-        description="Seconds that running requests may take after the server was told to stop; then they get status "
+        description="Seconds that running requests may take after a stop signal; then they get status "
         "503. Default: vLLM's --shutdown-timeout, or 30.",
     )
     engine_watchdog: float = Field(
