@@ -25,8 +25,8 @@ def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
     """Check vLLM, its devices and, if the command line names one, the model."""
     from darts_server.vllm import checks
 
-    version, doubt = checks.version()
-    yield ok("vLLM", version) if doubt is None else warn("vLLM", doubt)
+    version, warning = checks.version()
+    yield ok("vLLM", version) if warning is None else warn("vLLM", warning)
     devices, fault = checks.devices()
     yield ok("devices", devices) if fault is None else fail("devices", f"{devices}: {fault}")
     if not has_model:

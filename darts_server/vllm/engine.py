@@ -1,10 +1,13 @@
-"""The engine adapter: candidates are vLLM requests of their own, with final-only outputs.
+"""vLLM behind the engine port: each candidate is a vLLM request of its own, with final-only output.
 
-Leans on five private things of vLLM, each covered by a test on the real engine: ``add_request`` gives a collector that
-knows the internal request id; ``output_processor.request_states[id].detokenizer.num_output_tokens()`` counts tokens;
-``detokenizer.output_token_ids`` and ``logprobs_processor.logprobs`` beside it only ever grow into those of the output,
-also where a stop string is found; an aborted final-only request still yields what it generated; ``abort(...,
-internal=True)`` takes internal ids.
+It relies on five details of vLLM that are not documented, each covered by a test on the real engine:
+
+* ``add_request`` returns a collector whose ``request_id`` is vLLM's internal id of the request;
+* ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens generated so far;
+* ``detokenizer.output_token_ids`` and ``logprobs_processor.logprobs`` of that state are append-only, and prefixes of
+  the final output, even if a stop string is found;
+* an aborted final-only request still yields the output generated before the abort;
+* ``abort(..., internal=True)`` takes internal ids.
 """
 
 import asyncio
@@ -26,17 +29,17 @@ from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.outputs import first_tokens, logprobs_of, without_logprobs
+from darts_server.vllm.outputs import strip_logprobs, token_logprobs, truncate_output
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import Ranks
 
 RANK = "data_parallel_rank"
-# What vLLM says of a candidate that ended by itself. "repetition" ends at a limit that the caller set, like "length".
-REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
+# vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
 
 
-# vLLM is imported in this room alone; the wiring speaks of these.
+# For app.py, which may not import vLLM.
 VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
 VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
@@ -53,13 +56,13 @@ class VllmCandidate:
         aborts: "Aborts",
         on_end: Callable[[], None],
         *,
-        unasked_logprobs: bool = False,
+        logprobs_requested: bool = True,
     ) -> None:
         self._states = llm.output_processor.request_states
         self._collector = collector
         self._aborts = aborts
         self._on_end = on_end
-        self._unasked_logprobs = unasked_logprobs
+        self._logprobs_requested = logprobs_requested
 
     def tokens(self) -> int | None:
         state = self._states.get(self._collector.request_id)
@@ -71,14 +74,14 @@ class VllmCandidate:
             return None
         tokens = state.detokenizer.output_token_ids[start:]
         logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
-        told = None if logprobs is None else logprobs_of(logprobs[start:], tokens)
-        return TokenSlice(tokens, told, logprobs_requested=not self._unasked_logprobs)
+        values = None if logprobs is None else token_logprobs(logprobs[start:], tokens)
+        return TokenSlice(tokens, values, self._logprobs_requested)
 
     def stop(self) -> int:
         self._aborts.add(self._collector.request_id)
         if (tokens := self.tokens()) is not None:
             return tokens
-        # It has ended, and nobody has taken its output yet.
+        # The candidate has finished, but `result` has not taken its output from the collector yet.
         output = self._collector.output
         return len(output.outputs[0].token_ids) if isinstance(output, RequestOutput) else 0
 
@@ -95,14 +98,14 @@ class VllmCandidate:
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
         if completion.cumulative_logprob is not None and isnan(completion.cumulative_logprob):
             raise CandidateFailed(
-                f"log-probs of request {self._collector.request_id} are no numbers: the model's weights are broken, "
-                "or it overflows in this precision"
+                f"log-probs of request {self._collector.request_id} are NaN: the model's weights are broken, "
+                "or it overflows at this precision"
             )
-        reason = REASONS.get(completion.finish_reason or "")
+        reason = FINISH_REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
-        if self._unasked_logprobs:
-            output = without_logprobs(output)
+        if not self._logprobs_requested:
+            output = strip_logprobs(output)
         return CandidateResult(len(completion.token_ids), reason, output)
 
 
@@ -134,33 +137,33 @@ class VllmEngine:
 
     @property
     def probe_fault(self) -> str | None:
-        """Why :attr:`probe_width` is ``None``."""
+        """The reason why :attr:`probe_width` is ``None``."""
         return self._probes.fault
 
     async def start(self, request: PromptRequest, index: int, probe: Probe | None = None) -> VllmCandidate:
-        self._llm.gate.check()  # a group that is inside starts nothing on an engine that was given up
-        # vLLM names the children of a request with n > 1 the same way.
+        self._llm.gate.check()  # raises for groups that were admitted before the engine died
+        # The same id that vLLM gives to the children of a request with n > 1.
         child_id = f"{index}_{request.request_id}"
         rank = self._ranks.enter(request.request_id)
-        with ExitStack() as unless_started:
-            unless_started.callback(self._ranks.leave, request.request_id)
-            params = request.params_of(index) if probe is None else self._probed(request, index, probe, unless_started)
+        with ExitStack() as cleanup:  # runs when the candidate has finished, or here if it cannot be started
+            cleanup.callback(self._ranks.leave, request.request_id)
+            params = request.params_of(index) if probe is None else self._probed_params(request, index, probe, cleanup)
             try:
                 collector = await self._llm.add_request(
                     child_id, request.prompt, params, **self._options(request, rank)
                 )
             except Exception as error:
                 raise translate(error) from error
-            left = unless_started.pop_all().close
-        unasked = probe is not None and request.adds_logprobs(probe)
-        return VllmCandidate(self._llm, collector, self._aborts, left, unasked_logprobs=unasked)
+            on_end = cleanup.pop_all().close
+        requested = probe is None or not request.adds_logprobs(probe)
+        return VllmCandidate(self._llm, collector, self._aborts, on_end, logprobs_requested=requested)
 
-    def _probed(self, request: PromptRequest, index: int, probe: Probe, at_end: ExitStack) -> SamplingParams:
-        """Sampling parameters of a candidate that is told of."""
+    def _probed_params(self, request: PromptRequest, index: int, probe: Probe, cleanup: ExitStack) -> SamplingParams:
+        """Register a candidate's probe, and return its sampling parameters."""
         number = None
         if probe.detect_at and self.probe_width is not None:
             number = self._probes.register(probe)
-            at_end.callback(self._probes.unregister, number)
+            cleanup.callback(self._probes.unregister, number)
         return request.probed_params_of(index, probe, number)
 
     def _options(self, request: PromptRequest, rank: int) -> Mapping[str, Any]:
@@ -169,33 +172,36 @@ class VllmEngine:
         return {**request.options, RANK: rank}
 
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
-        return first_tokens(output, tokens, request.params, self._llm.tokenizer)
+        return truncate_output(output, tokens, request.params, self._llm.tokenizer)
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
         completion = output.outputs[0]
         tokens = list(completion.token_ids[start:])
         logprobs = completion.logprobs
-        return TokenSlice(tokens, None if logprobs is None else logprobs_of(logprobs[start:], tokens))
+        return TokenSlice(tokens, None if logprobs is None else token_logprobs(logprobs[start:], tokens))
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
         return output.prompt_token_ids or (), output.outputs[0].token_ids
 
 
 class Aborts:
-    """Collects the stops of one loop turn into one message to the engine."""
+    """Sends the aborts of one turn of the event loop to the engine as one message.
+
+    A completed group stops all of its running candidates in the same turn.
+    """
 
     def __init__(self, llm: ControlledLLM) -> None:
         self._llm = llm
-        self._waiting: list[str] = []
+        self._pending: list[str] = []
         self._sending: set[asyncio.Task[None]] = set()
 
     def add(self, internal_id: str) -> None:
-        if not self._waiting:
+        if not self._pending:
             asyncio.get_running_loop().call_soon(self._send)
-        self._waiting.append(internal_id)
+        self._pending.append(internal_id)
 
     def _send(self) -> None:
-        ids, self._waiting = self._waiting, []
+        ids, self._pending = self._pending, []
         task = asyncio.get_running_loop().create_task(self._llm.abort(ids, internal=True))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
@@ -203,7 +209,7 @@ class Aborts:
 
 @contextmanager
 def raise_vllm_errors() -> Iterator[None]:
-    """Raise the engine's own exceptions, which vLLM's handlers map to the right status."""
+    """Replace the port's exceptions by vLLM's own, which its routes map to the right HTTP status."""
     try:
         yield
     except (EngineRefused, EngineDead) as error:
@@ -211,7 +217,7 @@ def raise_vllm_errors() -> Iterator[None]:
 
 
 def translate(error: Exception) -> EngineError:
-    """Translate vLLM's exception to the port's."""
+    """Translate an exception of vLLM to the port's."""
     if isinstance(error, EngineDeadError):
         return EngineDead(str(error))
     if isinstance(error, REFUSALS):

@@ -19,8 +19,8 @@ from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
-from darts_server.vllm.outputs import as_choice, as_one
-from darts_server.vllm.platform import refuse_what_would_crash
+from darts_server.vllm.outputs import merge_outputs, to_choice
+from darts_server.vllm.platform import reject_split_seeded_prompt
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.requests import add_demand, current_options, note_named_prompt, note_shaped
 from darts_server.vllm.validation import check_prompt
@@ -64,7 +64,7 @@ class ShapingLLM(ControlledLLM):
             InvalidRequest
             Overloaded: too many candidates are queued.
         """
-        refuse_what_would_crash(self.vllm_config, sampling_params)
+        reject_split_seeded_prompt(self.vllm_config, sampling_params)
         shaping = self._merge_options(current_options(), sampling_params.extra_args or {})
         plan = self._plan(prompt, sampling_params, shaping)
         if plan is None:
@@ -126,7 +126,7 @@ class ShapingLLM(ControlledLLM):
                             yield output
                     else:
                         selected = {t.index: t.output async for t in run.trajectories()}
-                        yield as_one(request.request_id, [selected[index] for index in sorted(selected)])
+                        yield merge_outputs(request.request_id, [selected[index] for index in sorted(selected)])
                 finally:
                     run.leave()
 
@@ -147,7 +147,7 @@ class ShapingLLM(ControlledLLM):
             async with self.gate.enter(skip_wait=joiner.expects(request.join_key)):
                 ticket.mark_started()
                 output = await joiner.join(request, note_shaped)
-        yield as_choice(request.request_id, output, 0, last=True)
+        yield to_choice(request.request_id, output, 0, last=True)
 
     async def _stream(
         self, request: PromptRequest, trajectories: Any, size: int
@@ -160,7 +160,7 @@ class ShapingLLM(ControlledLLM):
         indices = random.Random(repr(seed) if seed else None).sample(range(size), size)
         is_first = True
         async for trajectory in trajectories:
-            output = as_choice(request.request_id, trajectory.output, indices.pop(), last=trajectory.last)
+            output = to_choice(request.request_id, trajectory.output, indices.pop(), last=trajectory.last)
             if not is_first:
                 output.prompt_logprobs = None
             is_first = False

@@ -1,4 +1,4 @@
-"""vLLM's output objects: several into one answer, and the first tokens of one."""
+"""Build vLLM's request outputs: merge candidates into one response, truncate a candidate."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -12,33 +12,33 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from darts_server.types import FinishReason
-from darts_server.vllm.compat.engine import cut_mask
+from darts_server.vllm.compat.engine import truncate_sampling_mask
 
 
-def as_one(request_id: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """One finished answer with a choice for each output, numbered in the order given."""
-    answer = as_choice(request_id, outputs[0], 0, last=True)
-    answer.outputs = [replace(output.outputs[0], index=index) for index, output in enumerate(outputs)]
-    return answer
+def merge_outputs(request_id: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Merge candidates' outputs into one finished output, whose choices are numbered in the given order."""
+    merged = to_choice(request_id, outputs[0], 0, last=True)
+    merged.outputs = [replace(output.outputs[0], index=index) for index, output in enumerate(outputs)]
+    return merged
 
 
-def as_choice(request_id: str, output: RequestOutput, index: int, *, last: bool) -> RequestOutput:
-    """One choice of a streamed answer: the whole trajectory in one piece."""
-    answer = copy(output)
-    answer.request_id = request_id
-    answer.outputs = [replace(output.outputs[0], index=index)]
-    answer.finished = last
-    return answer
+def to_choice(request_id: str, output: RequestOutput, index: int, *, last: bool) -> RequestOutput:
+    """Copy a candidate's output as choice ``index`` of the caller's request. ``last``: it finishes the request."""
+    choice = copy(output)
+    choice.request_id = request_id
+    choice.outputs = [replace(output.outputs[0], index=index)]
+    choice.finished = last
+    return choice
 
 
-def first_tokens(
+def truncate_output(
     output: RequestOutput, tokens: int, params: SamplingParams, tokenizer: TokenizerLike | None
 ) -> RequestOutput:
-    """``output`` as if ``tokens`` had been its ``max_tokens``: token ids, log-probs, text and finish reason."""
+    """Truncate an output as if ``tokens`` had been its ``max_tokens``: ids, log-probs, text and finish reason."""
     whole = output.outputs[0]
     token_ids = list(whole.token_ids)[:tokens]
     logprobs = whole.logprobs[:tokens] if whole.logprobs is not None else None
-    cut = replace(
+    truncated = replace(
         whole,
         token_ids=token_ids,
         text=_text_of(token_ids, output.prompt_token_ids or [], params, tokenizer),
@@ -46,37 +46,40 @@ def first_tokens(
         cumulative_logprob=_total(token_ids, logprobs) if whole.cumulative_logprob is not None else None,
         finish_reason=FinishReason.LENGTH.value,
         stop_reason=None,
-        **cut_mask(whole, tokens),
+        **truncate_sampling_mask(whole, tokens),
     )
-    answer = copy(output)
-    answer.outputs = [cut]
-    return answer
+    copied = copy(output)
+    copied.outputs = [truncated]
+    return copied
 
 
-def without_logprobs(output: RequestOutput) -> RequestOutput:
-    """``output`` as it is for a request that asks for none."""
-    answer = copy(output)
-    answer.outputs = [replace(whole, logprobs=None, cumulative_logprob=None) for whole in output.outputs]
-    return answer
+def strip_logprobs(output: RequestOutput) -> RequestOutput:
+    """Copy an output without its log-probs, as for a request that asks for none."""
+    copied = copy(output)
+    copied.outputs = [replace(whole, logprobs=None, cumulative_logprob=None) for whole in output.outputs]
+    return copied
 
 
-def logprobs_of(logprobs: SampleLogprobs, tokens: Sequence[int]) -> list[float]:
-    """The log-prob of each of these tokens."""
+def token_logprobs(logprobs: SampleLogprobs, tokens: Sequence[int]) -> list[float]:
+    """Return the log-prob of each sampled token. vLLM's entry for a position also has the top tokens' log-probs."""
     return [position[token].logprob for position, token in zip(logprobs, tokens, strict=True) if position]
 
 
 def _total(token_ids: Sequence[int], logprobs: SampleLogprobs | None) -> float | None:
     if logprobs is None:
         return None
-    return sum(logprobs_of(logprobs, token_ids))
+    return sum(token_logprobs(logprobs, token_ids))
 
 
 def _text_of(
     token_ids: list[int], prompt_token_ids: list[int], params: SamplingParams, tokenizer: TokenizerLike | None
 ) -> str:
-    """The text vLLM itself would have given for these tokens, by its own incremental detokenizer."""
+    """Detokenize incrementally, as vLLM does while it generates.
+
+    Decoding all tokens at once can give another text, for example around special tokens and incomplete characters.
+    """
     request = EngineCoreRequest(
-        request_id="cut",
+        request_id="truncated",
         prompt_token_ids=list(prompt_token_ids),
         mm_features=None,
         sampling_params=params,

@@ -1,4 +1,4 @@
-"""What each machine's build of vLLM needs, and what the CPU build needs to be safe."""
+"""Set flags and environment for the platform that vLLM was built for, above all for its CPU build."""
 
 import logging
 import os
@@ -12,53 +12,60 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.vllm.plugin import SHARING
+from darts_server.vllm.plugin import SHARE_CORES
 
 logger = logging.getLogger(__name__)
 
-UNCOMPILED = "TORCHDYNAMO_DISABLE"
-"""Of torch: in its environment ``1`` has nothing compiled, in this process's children neither."""
-NO_COMPILER = "no C++ compiler with Python's headers: torch compiles nothing, as with --enforce-eager"
+NO_COMPILATION = "TORCHDYNAMO_DISABLE"
+"""Environment variable of torch: ``1`` disables compilation, in child processes too."""
+NO_COMPILER = "no C++ compiler with Python's headers: nothing is compiled, as with --enforce-eager"
 WORKER = "darts_server.vllm.worker"
 EXTENSION = "WorkerExtension"
-BESIDE = f"{EXTENSION} beside "
-"""Begins the name of an extension that has another one in it, with colons for its dots."""
+COMBINED = f"{EXTENSION} with "
+"""Prefix of the name of our extension combined with the user's, whose name follows with colons instead of dots.
+
+vLLM passes only a name to its workers, ``module.attribute``, so both extensions have to be in the attribute. The
+worker module builds the combined class when vLLM looks the attribute up.
+"""
 
 
 def prepare(args: Namespace) -> None:
-    """Set what the user left open, and have the worker take our extension beside the user's.
+    """Add our worker extension to the user's, and set defaults for flags that the user left open.
 
-    On CPU prompts are not split over steps, since a split prompt with a seed kills the engine there, and the engine
-    leaves the cores to this process while it waits. Where nothing can be compiled nothing is: vLLM's sampler would have
-    kernels made at the first request, and the engine would die of it.
+    On CPU:
+
+    * prompts are not split over steps (chunked prefill), since a split prompt with a seed kills vLLM's engine there;
+    * the engine's processes sleep while they wait, instead of spinning on the cores that this process needs;
+    * without a compiler nothing is compiled: vLLM's sampler would compile kernels at the first request, which kills
+      the engine if it fails.
     """
     args.worker_extension_cls = extension(args.worker_extension_cls)
     if not current_platform.is_cpu():
         return
     if args.enable_chunked_prefill is None and args.max_num_batched_tokens is None:
         args.enable_chunked_prefill = False
-    os.environ.setdefault(SHARING, "1")
+    os.environ.setdefault(SHARE_CORES, "1")
     if not can_compile():
         logger.warning("%s", NO_COMPILER)
         args.enforce_eager = True
-        os.environ.setdefault(UNCOMPILED, "1")
+        os.environ.setdefault(NO_COMPILATION, "1")
 
 
 def can_compile() -> bool:
-    """Whether there is what torch makes kernels for a CPU with: a C++ compiler, and Python's headers."""
+    """Return whether torch can compile CPU kernels: that takes a C++ compiler and Python's headers."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     return compiler is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 def extension(users: str | None) -> str:
-    """The qualified name of the worker's extension: ours, together with the user's if there is one."""
-    return f"{WORKER}.{BESIDE}{users.replace('.', ':')}" if users else f"{WORKER}.{EXTENSION}"
+    """Return the qualified name of the worker extension: ours, combined with the user's if there is one."""
+    return f"{WORKER}.{COMBINED}{users.replace('.', ':')}" if users else f"{WORKER}.{EXTENSION}"
 
 
-def refuse_what_would_crash(config: VllmConfig, params: SamplingParams) -> None:
-    """A seeded request on CPU whose prompt may be split over steps.
+def reject_split_seeded_prompt(config: VllmConfig, params: SamplingParams) -> None:
+    """Reject a request with a seed if its prompt may be split over steps on CPU, which would kill vLLM's engine.
 
-    Any prompt may be, not just one longer than a step: what others leave of a step's budget can be less than it needs.
+    With chunked prefill any prompt may be split, even a short one: other requests use part of a step's token budget.
 
     Raises:
         InvalidRequest
@@ -68,7 +75,7 @@ def refuse_what_would_crash(config: VllmConfig, params: SamplingParams) -> None:
     raise InvalidRequest(
         "seed",
         "vLLM on CPU cannot split a seeded prompt over several steps "
-        f"(max_num_batched_tokens = {config.scheduler_config.max_num_batched_tokens}), and would die of it; "
+        f"(max_num_batched_tokens = {config.scheduler_config.max_num_batched_tokens}), and its engine would crash; "
         "leave the seed out, or start the server with --no-enable-chunked-prefill and --max-num-batched-tokens of at "
         "least the model's length",
     )

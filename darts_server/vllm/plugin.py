@@ -1,23 +1,24 @@
-"""What vLLM loads into each process of its engine: the entry point ``vllm.general_plugins`` of this package."""
+"""A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``."""
 
 import os
 import time
 
-SHARING = "DARTS_ENGINE_SHARES_CORES"
-"""Set in the environment by a server whose engine must leave the cores to others while it waits."""
+SHARE_CORES = "DARTS_ENGINE_SHARES_CORES"
+"""Environment variable that the server sets to ``1`` if the engine's processes must not spin while they wait."""
 
-NAP_SECONDS = 1e-5
-"""A step takes a hundred times as long, and no loss of throughput was measured."""
+POLL_SECONDS = 1e-5
+"""A hundredth of a decode step; no loss of throughput was measured."""
 
 
 def share_cores() -> None:
-    """Have the engine's processes sleep while they wait for each other, if :data:`SHARING` is set.
+    """Let the engine's processes sleep while they wait for each other, if :data:`SHARE_CORES` is set.
 
-    They call ``sched_yield`` in a loop instead. Where cores are few, Linux 6.18 then lets no one else run: the API
-    process was seen to wait for 13 s, and all that it should have stopped ran to its end.
+    vLLM's processes spin on ``sched_yield`` while they wait. On a machine with few cores, Linux 6.18 then hardly
+    schedules other processes: the API process was seen to wait for 13 s, in which all candidates that it should have
+    stopped ran to their end.
     """
-    if os.environ.get(SHARING) != "1":
+    if os.environ.get(SHARE_CORES) != "1":
         return
     from vllm.distributed.device_communicators import shm_broadcast
 
-    shm_broadcast.sched_yield = lambda: time.sleep(NAP_SECONDS)  # type: ignore[attr-defined]
+    shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)  # type: ignore[attr-defined]

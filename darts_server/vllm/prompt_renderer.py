@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters of our own API as vLLM's, and its outputs as ours."""
+"""Render prompts and sampling parameters of our own API for vLLM, and convert its outputs."""
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
@@ -15,20 +15,20 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat.engine import REFUSALS
-from darts_server.vllm.outputs import logprobs_of
-from darts_server.vllm.platform import refuse_what_would_crash
+from darts_server.vllm.outputs import token_logprobs
+from darts_server.vllm.platform import reject_split_seeded_prompt
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.validation import check_prompt
 
-OURS = frozenset({"n", "output_kind", "extra_args", "skip_clone", "stream_interval"})
-"""Sampling parameters that this server sets itself."""
+RESERVED = frozenset({"n", "output_kind", "extra_args", "skip_clone", "stream_interval"})
+"""Sampling parameters that callers cannot set, since this server sets them."""
 LOGPROBS = "logprobs"
 
 
 class VllmPromptRenderer:
     """Implements :class:`darts_server.engine.port.PromptRenderer`.
 
-    ``chat_template``: the one that the server was started with, or a file that has it; ``None`` for the model's own.
+    ``chat_template``: a template or the path of its file, as for vLLM's flag; ``None`` for the model's own.
     """
 
     def __init__(self, llm: AsyncLLM, chat_template: str | None = None) -> None:
@@ -37,20 +37,20 @@ class VllmPromptRenderer:
             chat_template=load_chat_template(chat_template), chat_template_kwargs={"add_generation_prompt": True}
         )
         self._defaults = llm.model_config.get_diff_sampling_param()
-        self._known = sorted(set(signature(SamplingParams.from_optional).parameters) - OURS)
+        self._allowed = sorted(set(signature(SamplingParams.from_optional).parameters) - RESERVED)
 
     async def make_request(
         self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
     ) -> PromptRequest:
         params = self._params(sampling, size)
-        refuse_what_would_crash(self._llm.vllm_config, params)
-        rendered = await self._rendered(prompt)
-        params.max_tokens = self._room(rendered, params.max_tokens)
+        reject_split_seeded_prompt(self._llm.vllm_config, params)
+        rendered = await self._render(prompt)
+        params.max_tokens = self._limit_max_tokens(rendered, params.max_tokens)
         request = PromptRequest(rendered, params, request_id)
         try:
             check_prompt(self._llm, request)
         except REFUSALS as error:
-            raise InvalidRequest(_named(error, sampling) or _field(prompt), str(error)) from error
+            raise InvalidRequest(_named_field(error, sampling) or _prompt_field(prompt), str(error)) from error
         return request
 
     def prompt_key(self, request: PromptRequest) -> str:
@@ -62,35 +62,35 @@ class VllmPromptRenderer:
     def to_sample(self, output: RequestOutput) -> Sample:
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
-        logprobs = None if completion.logprobs is None else logprobs_of(completion.logprobs, tokens)
+        logprobs = None if completion.logprobs is None else token_logprobs(completion.logprobs, tokens)
         return Sample(tokens, logprobs, completion.text, FinishReason(completion.finish_reason or ""))
 
     # --- sampling parameters ------------------------------------------------
 
     def _params(self, sampling: Mapping[str, object], size: int) -> SamplingParams:
         for name in sampling:
-            if name not in self._known:
-                what = "is set by this server" if name in OURS else "is unknown"
-                raise InvalidRequest(f"sampling.{name}", f"{what}; known ones are {', '.join(self._known)}")
+            if name not in self._allowed:
+                what = "is set by this server" if name in RESERVED else "is unknown"
+                raise InvalidRequest(f"sampling.{name}", f"{what}; allowed are {', '.join(self._allowed)}")
         values: dict[str, Any] = {**self._defaults, **sampling}
         if values.get(LOGPROBS) is True:
-            values[LOGPROBS] = 0  # that of the token itself
+            values[LOGPROBS] = 0  # vLLM's number for: the sampled token only
         try:
             params = SamplingParams.from_optional(n=1, output_kind=RequestOutputKind.FINAL_ONLY, **values)
         except REFUSALS as error:
-            named = _named(error, sampling) or _refused_alone(sampling) or "sampling"
-            raise InvalidRequest(named, str(error)) from error
+            field = _named_field(error, sampling) or _rejected_field(sampling) or "sampling"
+            raise InvalidRequest(field, str(error)) from error
         params.n = size
         return params
 
-    def _room(self, rendered: Any, asked: int | None) -> int:
-        """``max_tokens`` that the model's context leaves."""
+    def _limit_max_tokens(self, rendered: Any, max_tokens: int | None) -> int:
+        """Limit ``max_tokens`` to what the prompt leaves of the model's context, as vLLM's routes do."""
         left = self._llm.model_config.max_model_len - len(rendered.get("prompt_token_ids") or ())
-        return left if asked is None else min(asked, left)
+        return left if max_tokens is None else min(max_tokens, left)
 
     # --- prompts ------------------------------------------------------------
 
-    async def _rendered(self, prompt: PromptSpec) -> Any:
+    async def _render(self, prompt: PromptSpec) -> Any:
         renderer = self._llm.renderer
         try:
             if prompt.messages is not None:
@@ -101,21 +101,25 @@ class VllmPromptRenderer:
                 parsed = parse_model_prompt(self._llm.model_config, given)
                 (rendered,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
         except REFUSALS as error:
-            raise InvalidRequest(_field(prompt), str(error)) from error
+            raise InvalidRequest(_prompt_field(prompt), str(error)) from error
         return rendered
 
 
-def _field(prompt: PromptSpec) -> str:
+def _prompt_field(prompt: PromptSpec) -> str:
+    """Return the name of the field that holds the prompt."""
     return next(name for name in ("token_ids", "messages", "text") if getattr(prompt, name) is not None)
 
 
-def _named(error: Exception, sampling: Mapping[str, object]) -> str | None:
-    """The sampling parameter that vLLM's message speaks of, if it does of one that was given."""
+def _named_field(error: Exception, sampling: Mapping[str, object]) -> str | None:
+    """Return the given sampling parameter that vLLM's message names, if any."""
     return next((f"sampling.{name}" for name in sampling if name in str(error)), None)
 
 
-def _refused_alone(sampling: Mapping[str, object]) -> str | None:
-    """The sampling parameter that vLLM refuses whatever the others are. Of a wrong type it does not tell the name."""
+def _rejected_field(sampling: Mapping[str, object]) -> str | None:
+    """Find the sampling parameter that vLLM rejects on its own.
+
+    Needed where its message does not name the parameter, as for a value of the wrong type.
+    """
     for name, value in sampling.items():
         try:
             given: dict[str, Any] = {name: value}

@@ -17,7 +17,7 @@ from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.vllm.compat import doubt, vllm_version
+from darts_server.vllm.compat import version_warning, vllm_version
 from darts_server.vllm.compat.entrypoints import (
     build_app,
     configure_logging,
@@ -79,7 +79,7 @@ def traces(args: Namespace) -> list[Traces]:
 def run(args: Namespace, serving: Coroutine[Any, Any, int]) -> int:
     """Run the server's main coroutine on vLLM's event loop; the process's exit code."""
     configure_logging(args)
-    if (warning := doubt(vllm_version())) is not None:
+    if (warning := version_warning(vllm_version())) is not None:
         logger.warning(warning)
     return uvloop.run(serving)
 

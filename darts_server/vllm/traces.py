@@ -1,4 +1,4 @@
-"""A span for each group, sent where vLLM's ``--otlp-traces-endpoint`` says, beside vLLM's own for each candidate."""
+"""Export an OpenTelemetry span for each group, next to the one that vLLM exports for each candidate."""
 
 import time
 from collections.abc import Callable
@@ -13,31 +13,31 @@ NANOSECONDS = 1_000_000_000
 
 
 class Traces(GroupObserver):
-    """Implements the observer of groups. What is made of spans, and where they go, is set up by vLLM.
+    """Exports spans through the tracer that vLLM sets up for ``--otlp-traces-endpoint``.
 
     Args:
-        clock: the one by which records tell times, in seconds.
+        clock: the clock of the records' times, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
 
     def group_ended(self, record: GroupRecord) -> None:
-        """A child of the caller's ``traceparent``, if there was one; else a trace of its own."""
+        """Export the group's span: a child of the caller's ``traceparent``, or the root of a new trace without one."""
         instrument_manual(
             NAME,
-            start_time=self._since_the_epoch(record.started_at),
-            end_time=self._since_the_epoch(record.ended_at),
+            start_time=self._unix_nanoseconds(record.started_at),
+            end_time=self._unix_nanoseconds(record.ended_at),
             attributes=_attributes(record),
             context=extract_trace_context(record.trace),
         )
 
-    def _since_the_epoch(self, seconds: float) -> int:
+    def _unix_nanoseconds(self, seconds: float) -> int:
         return time.time_ns() - int((self._clock() - seconds) * NANOSECONDS)
 
 
 def _attributes(record: GroupRecord) -> dict[str, str | int]:
-    known = {
+    attributes = {
         "darts.group_id": record.group_id,
         "darts.prompt_key": record.prompt_key,
         "darts.policy": record.policy,
@@ -49,4 +49,4 @@ def _attributes(record: GroupRecord) -> dict[str, str | int]:
         "darts.deadline": record.deadline,
         "darts.error": record.error,
     }
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}

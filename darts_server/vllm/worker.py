@@ -12,7 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 from vllm.platforms import current_platform
 
-from darts_server.vllm.platform import BESIDE, EXTENSION
+from darts_server.vllm.platform import COMBINED, EXTENSION
 from darts_server.vllm.probe.capture import install
 
 
@@ -88,9 +88,9 @@ class WorkerExtension:
 @cache
 def __getattr__(name: str) -> type:
     """Resolve the class by the name that vLLM passes to its worker process, see :mod:`darts_server.vllm.platform`."""
-    if not name.startswith(BESIDE):
+    if not name.startswith(COMBINED):
         raise AttributeError(name)
-    module, _, other = name.removeprefix(BESIDE).replace(":", ".").rpartition(".")
+    module, _, other = name.removeprefix(COMBINED).replace(":", ".").rpartition(".")
     return type(EXTENSION, (WorkerExtension, getattr(import_module(module), other)), {})
 
 

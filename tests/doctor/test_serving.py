@@ -52,7 +52,7 @@ def test_a_policy_that_needs_hidden_states_fails_where_they_are_not_available() 
     ("name", "expected_fault"),
     [
         (str(MODEL), None),
-        ("/nowhere/at/all", "no such folder"),
+        ("/nowhere/at/all", "does not exist"),
         ("s3://bucket/model", None),
         ("nobody/nothing", "HF_HUB_OFFLINE"),
     ],

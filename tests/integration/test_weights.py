@@ -119,11 +119,11 @@ def test_weights_that_produce_nan_are_reported_as_broken(server: Server) -> None
         "sampling": {"max_tokens": 8, "logprobs": 0},
     }
     answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=60)
-    assert "are no numbers: the model's weights are broken" in answer.text
+    assert "are NaN: the model's weights are broken" in answer.text
     body = {"model": "tiny", "prompt": PROMPT, "n": 2, "max_tokens": 8, "logprobs": 0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 500
-    assert "are no numbers: the model's weights are broken" in answer.text
+    assert "are NaN: the model's weights are broken" in answer.text
     assert put(server, ORIGINAL).status_code == 200
     assert max_difference(server, ORIGINAL) < 1e-5
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import darts_server.vllm
-from darts_server.vllm.compat import COMPARED_SERIES, GENERATION_HANDLERS, TESTED_SERIES, doubt, vllm_version
+from darts_server.vllm.compat import COMPARED_SERIES, GENERATION_HANDLERS, TESTED_SERIES, version_warning, vllm_version
 from tests.vllm.fakes import Fake, in_place_of_vllm
 from tests.vllm.signatures import extract
 
@@ -127,12 +127,12 @@ def installed() -> Mapping[str, str]:
 
 
 def test_the_installed_version_is_the_tested_one() -> None:
-    assert doubt(f"{TESTED_SERIES}.0") is None
+    assert version_warning(f"{TESTED_SERIES}.0") is None
     assert (vllm_version() or "").startswith((f"{TESTED_SERIES}.", f"{COMPARED_SERIES}."))
 
 
 def test_a_version_that_is_only_compared_says_so() -> None:
-    assert doubt(f"{COMPARED_SERIES}.0") == (
+    assert version_warning(f"{COMPARED_SERIES}.0") == (
         f"vLLM {COMPARED_SERIES}.0 is tested with darts-server by its signatures alone; "
         f"{TESTED_SERIES} is tested by running it"
     )
@@ -140,7 +140,7 @@ def test_a_version_that_is_only_compared_says_so() -> None:
 
 @pytest.mark.parametrize("version", [None, "0.310.0", "0.32.1", "0.2.6"])
 def test_others_are_not_tested(version: str | None) -> None:
-    assert f"vLLM {version} is not tested with darts-server" in (doubt(version) or "")
+    assert f"vLLM {version} is not tested with darts-server" in (version_warning(version) or "")
 
 
 def test_what_is_recorded_is_what_the_installed_source_says() -> None:
@@ -297,9 +297,9 @@ def test_the_mask_is_cut_where_there_is_one() -> None:
     class Mask:
         token_ids: list[list[int]]
 
-    cut_mask = import_module("darts_server.vllm.compat.engine").cut_mask
-    assert cut_mask(SimpleNamespace(), 1) == cut_mask(SimpleNamespace(sampling_mask=None), 1) == {}
-    cut = cut_mask(SimpleNamespace(sampling_mask=Mask([[1], [2, 3], [4]])), 2)
+    truncate = import_module("darts_server.vllm.compat.engine").truncate_sampling_mask
+    assert truncate(SimpleNamespace(), 1) == truncate(SimpleNamespace(sampling_mask=None), 1) == {}
+    cut = truncate(SimpleNamespace(sampling_mask=Mask([[1], [2, 3], [4]])), 2)
     assert cut == {"sampling_mask": Mask([[1], [2, 3]])}
 
 

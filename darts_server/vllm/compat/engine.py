@@ -1,4 +1,4 @@
-"""What vLLM's engine raises and returns."""
+"""Exceptions and outputs of vLLM's engine that differ between its series."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from vllm import exceptions
 from vllm.outputs import CompletionOutput
 
-# Raised of a request that is not taken. 0.31 has two bases for them. In 0.26 they are ValueErrors, but for one.
+# Raised for requests that vLLM rejects. 0.31 has two base classes for them; in 0.26 all but one are ValueErrors.
 REFUSALS: tuple[type[Exception], ...] = (
     (exceptions.VLLMClientError, exceptions.GracefulHTTPError, ValueError, TypeError)
     if hasattr(exceptions, "VLLMClientError")
@@ -14,8 +14,8 @@ REFUSALS: tuple[type[Exception], ...] = (
 )
 
 
-def cut_mask(completion: CompletionOutput, tokens: int) -> dict[str, Any]:
-    """The field that tells what could have been sampled, of the first ``tokens`` alone; none in 0.26."""
+def truncate_sampling_mask(completion: CompletionOutput, tokens: int) -> dict[str, Any]:
+    """Return the changed field if an output has a sampling mask (which tokens could be sampled); 0.26 has none."""
     mask = getattr(completion, "sampling_mask", None)
     return {} if mask is None else {"sampling_mask": replace(mask, token_ids=mask.token_ids[:tokens])}
 

@@ -1,6 +1,6 @@
-"""vLLM's HTTP side: app, flags and server, wherever they are.
+"""vLLM's HTTP side: app, flags and server, imported from where each series has them.
 
-0.31 has a package for what starts servers. 0.26 has the same functions, with the same parameters, all over.
+0.31 has a package for starting servers. 0.26 has the same functions with the same parameters in several modules.
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm import logger as vllm_logger
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-# Asked beforehand rather than tried, so that an import that fails inside the package says so. Types are those of 0.31.
+# Not try/except ImportError: that would also hide an import that fails inside the package. mypy checks against 0.31.
 if TYPE_CHECKING or find_spec("vllm.entrypoints.launchers"):
     from vllm.entrypoints.launchers import cli_args
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -39,23 +39,23 @@ validate_parsed_serve_args = cli_args.validate_parsed_serve_args
 
 
 def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
-    """``parser`` with vLLM's flags, and ``--enable-scale-out`` where it is not one of them.
+    """Add vLLM's flags to a parser, and ``--enable-scale-out`` if vLLM does not have it.
 
-    0.26 always has the routes that this flag adds in 0.31.
+    0.26 always serves the routes that this flag adds in 0.31.
     """
     parser = cli_args.make_arg_parser(parser)
     if not hasattr(cli_args.FrontendArgs, "enable_scale_out"):
         parser.add_argument(  # type: ignore[no-untyped-call]
-            "--enable-scale-out", action="store_true", help="No effect: these routes are always there."
+            "--enable-scale-out", action="store_true", help="No effect: these routes are always served."
         )
     return parser
 
 
 def configure_logging(args: Namespace) -> None:
-    """Set vLLM's logging up as the flags say, and have our warnings heard.
+    """Configure vLLM's logging from the flags, and enable our own warnings.
 
-    0.26 has no such flags, and set it up when it was imported. A library of vLLM's raises the root's level to ERROR: in
-    0.26 when vLLM is imported, in 0.31 when the app is made.
+    0.26 has no such flags, and configures logging when it is imported. Our level is set explicitly, since a library
+    that vLLM uses raises the root logger's level to ERROR: in 0.26 when vLLM is imported, in 0.31 when the app is made.
     """
     if hasattr(vllm_logger, "configure_logging_from_args"):
         vllm_logger.configure_logging_from_args(args)
