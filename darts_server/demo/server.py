@@ -32,6 +32,7 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_TH
 STARTUP_SECONDS = 300.0  # importing vLLM takes half a minute, and several times that from a cold disk
 GRACE_SECONDS = 30.0  # vLLM stops within a few seconds
 POLL_SECONDS = 0.3
+REQUEST_SECONDS = 30.0  # on a busy machine a server that starts or stops may take seconds to answer
 LOG_LINES = 25
 
 
@@ -57,7 +58,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum the samples of a metric that carry these labels; 0 if there are none."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", timeout=REQUEST_SECONDS).text
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = (line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted))

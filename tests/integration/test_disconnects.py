@@ -13,8 +13,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 # Without the end-of-sequence token no candidate finishes before this limit.
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, "max_tokens": 300, "ignore_eos": True}
 
-PATIENCE = 30.0
-
 
 async def disconnect(server: Server, groups: int, stream: bool) -> tuple[float, float]:
     """Request groups and disconnect once all candidates have started; count the cancelled and completed groups."""
@@ -28,7 +26,7 @@ async def disconnect(server: Server, groups: int, stream: bool) -> tuple[float, 
         for request in requests:
             request.cancel()
         await asyncio.gather(*requests, return_exceptions=True)
-    await asyncio.to_thread(wait_idle, server, PATIENCE)
+    await asyncio.to_thread(wait_idle, server)
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
     cancelled, completed = (
         server.metric("darts_groups_total", outcome=outcome) - count

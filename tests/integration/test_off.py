@@ -34,7 +34,7 @@ def test_tokens_and_log_probs_equal_plain_vllm_request_by_request(
 
 
 def test_the_server_has_all_routes_of_vllm(server: Server, plain: Server) -> None:
-    ours, theirs = (set(httpx.get(f"{s.url}/openapi.json").json()["paths"]) for s in (server, plain))
+    ours, theirs = (set(httpx.get(f"{s.url}/openapi.json", timeout=60).json()["paths"]) for s in (server, plain))
     assert theirs <= ours
 
 

@@ -129,7 +129,7 @@ def test_prompt_log_probs_come_with_a_shaped_group(server: Server) -> None:
 
 def test_metrics_add_up(server: Server, client: openai.OpenAI) -> None:
     client.completions.create(model="tiny", prompt=PROMPTS, n=8, max_tokens=200)
-    wait_idle(server, 10)
+    wait_idle(server)
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
     generated, returned, wasted = (
         server.metric("darts_tokens_total", kind=kind) for kind in ("generated", "returned", "wasted")
@@ -140,7 +140,7 @@ def test_metrics_add_up(server: Server, client: openai.OpenAI) -> None:
 
 def test_we_count_as_many_generated_tokens_as_vllm(server: Server, client: openai.OpenAI) -> None:
     def counts() -> tuple[float, float]:
-        wait_idle(server, 10)
+        wait_idle(server)
         return server.metric("darts_tokens_total", kind="generated"), server.metric("vllm:generation_tokens_total")
 
     ours, theirs = counts()

@@ -146,7 +146,7 @@ def test_nothing_runs_on_after_a_client_closes_its_stream(server: Server) -> Non
     url = f"{server.url}/darts/v1/rollouts"
     with httpx.stream("POST", url, json=LONG | {"stream": "groups"}, timeout=60) as answer:
         assert next(answer.iter_lines()) == "event: batch"
-    wait_idle(server, 10.0)
+    wait_idle(server)
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
 
 
@@ -154,6 +154,6 @@ def test_nothing_runs_on_after_a_client_gives_up_waiting(server: Server) -> None
     cancelled = server.metric("darts_groups_total", outcome="cancelled")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/darts/v1/rollouts", json=LONG, timeout=httpx.Timeout(30, read=0.3))
-    wait_idle(server, 10.0)
+    wait_idle(server)
     assert server.metric("darts_groups_total", outcome="cancelled") == cancelled + 16
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")

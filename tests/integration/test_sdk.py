@@ -136,7 +136,7 @@ async def test_the_engine_is_idle_after_a_stream_is_closed_early(server: Server,
         client.stream_tokens(PROMPTS * 8, chunk_tokens=1, durable=durable, ignore_eos=True, **SIZES) as events,
     ):
         await anext(events)
-    await asyncio.to_thread(wait_idle, server, 10)
+    await asyncio.to_thread(wait_idle, server)
 
 
 def test_rewards_appear_in_the_group_and_the_prompts_statistics(server: Server) -> None:

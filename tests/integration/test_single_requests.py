@@ -43,7 +43,7 @@ async def test_64_groups_of_8_single_requests_of_which_a_tenth_disconnect(server
 
     async with httpx.AsyncClient(timeout=120, limits=NO_LIMIT) as client:
         answers = await asyncio.gather(*(call(number, client) for number in range(len(callers))))
-        await asyncio.to_thread(wait_idle, server, 10.0)
+        await asyncio.to_thread(wait_idle, server)
         groups = {}
         taken: Counter[tuple[str, int]] = Counter()
         for number, answer in enumerate(answers):

@@ -124,7 +124,7 @@ def test_nothing_runs_on_after_a_client_closes_its_stream(server: Server) -> Non
         events = read_events(answer)
         assert next(events)[1] == "batch"
         assert next(events)[1] == "delta"
-    wait_idle(server, 10.0)
+    wait_idle(server)
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
 
 
@@ -135,7 +135,7 @@ def test_a_stalled_reader_delays_no_other_client_and_then_gets_all_events(server
         first = next(events)
         other = httpx.post(url(server), json=_plain(BODY) | {"sampling": {"max_tokens": 20}}, timeout=60)
         assert len(other.json()["groups"]) == 8
-        wait_idle(server, 60.0)
+        wait_idle(server)
         assert len(check([first, *events])) == 8
 
 
@@ -149,7 +149,7 @@ def test_a_reader_of_a_cancelled_batch_gets_an_error_event(server: Server, heade
         rest = list(events)
     assert rest[-1][1] == "error"
     assert rest[-1][2]["error"]["code"] == 503
-    wait_idle(server, 10.0)
+    wait_idle(server)
     again = httpx.delete(url(server, batch))
     assert again.status_code == (200 if headers else 404)
     if headers:
@@ -177,7 +177,7 @@ def test_num_groups_returns_the_first_complete_groups(server: Server) -> None:
         assert all(one["prompt_key"] for one in left)
     ended = {data["trajectory_id"] for _, name, data in events if name in ("trajectory", "discard")}
     assert {data["trajectory_id"] for _, name, data in events if name == "delta"} <= ended
-    wait_idle(server, 10.0)
+    wait_idle(server)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_a_vote_stops_candidates_that_cannot_change_it_and_nothing_runs_on(serve
         assert sum(vote.votes.values()) <= len(vote.trajectories)
         assert vote.decided_early == any(d.reason == "decided" for d in vote.discarded)
     assert (group.policy, group.group_size) == ("vote", 16)
-    wait_idle(server, 10.0)
+    wait_idle(server)
 
 
 def test_the_trajectories_of_a_vote_are_those_of_an_unshaped_batch(server: Server) -> None:

@@ -7,7 +7,7 @@ import psutil
 from darts_server.demo.server import Server
 
 
-def wait_idle(server: Server, seconds: float) -> float:
+def wait_idle(server: Server, seconds: float = 60.0) -> float:
     """Wait until the engine has nothing to do; return the seconds it took."""
     began = time.monotonic()
     while (left := server.busy()) > 0:
