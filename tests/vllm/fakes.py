@@ -1,4 +1,4 @@
-"""A vLLM that has the recorded names with their parameters, and nothing else."""
+"""A fake vLLM that has only the recorded names, with their parameters."""
 
 import argparse
 import builtins
@@ -13,22 +13,23 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# What imports vLLM, and so is imported anew.
+# Modules that import vLLM, and are imported again with the fake.
 FRESH = ("vllm", "darts_server.vllm", "examples.tiny_rl.engine")
 BASES = vars(builtins) | {"ABC": ABC, "ArgumentParser": argparse.ArgumentParser, "Enum": Enum}
 
 
 class Unknown:
-    """Stands for a value, or a type, of which nothing is recorded."""
+    """Stands in for a value or type of which only the name is recorded."""
 
 
 class Fake(MetaPathFinder, Loader):
-    """Finds the modules, and makes what is in them. ``calls``: names of the functions that were called."""
+    """Finds and loads fake modules. ``calls``: names of the functions that were called."""
 
     def __init__(self, recorded: Mapping[str, str]) -> None:
         self._recorded = recorded
         self.calls: list[str] = []
-        homes = [name.partition(":")[0] for name in (*recorded, *(said[3:] for said in recorded.values()))]
+        recordings = [text[3:] for text in recorded.values()]
+        homes = [name.partition(":")[0] for name in (*recorded, *recordings)]
         self._modules = {".".join(home.split(".")[:i]) for home in homes for i in range(1, home.count(".") + 2)}
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -41,7 +42,7 @@ class Fake(MetaPathFinder, Loader):
                 self._make(module, path.partition(".")[0])
 
     def get(self, name: str) -> Any:
-        """The fake of ``name``, a ``module:object`` or ``module:Class.attribute``."""
+        """Return the fake of ``name``, a ``module:object`` or ``module:Class.attribute``."""
         module, _, path = name.partition(":")
         found: Any = import_module(module)
         for part in path.split("."):
@@ -51,18 +52,18 @@ class Fake(MetaPathFinder, Loader):
     def _make(self, module: ModuleType, name: str) -> None:
         if hasattr(module, name):
             return
-        said = self._recorded.get(f"{module.__name__}:{name}", "class()")
-        if said.startswith("is "):
-            home, _, original = said.removeprefix("is ").partition(":")
+        recorded_as = self._recorded.get(f"{module.__name__}:{name}", "class()")
+        if recorded_as.startswith("is "):
+            home, _, original = recorded_as.removeprefix("is ").partition(":")
             self._make(import_module(home), original)
             setattr(module, name, getattr(sys.modules[home], original))
-        elif said.startswith("class("):
-            setattr(module, name, self._class(module.__name__, name, said))
+        elif recorded_as.startswith("class("):
+            setattr(module, name, self._class(module.__name__, name, recorded_as))
         else:
-            setattr(module, name, self._value(module.__name__, name, said))
+            setattr(module, name, self._value(module.__name__, name, recorded_as))
 
-    def _class(self, home: str, name: str, said: str) -> type:
-        known = [self._base(b) for b in said[len("class(") : said.index(")")].split(", ")]
+    def _class(self, home: str, name: str, recorded_as: str) -> type:
+        known = [self._base(b) for b in recorded_as[len("class(") : recorded_as.index(")")].split(", ")]
         bases = tuple(base for base in known if base is not object)
         prefix = f"{home}:{name}."
         inside = {n.removeprefix(prefix): s for n, s in self._recorded.items() if n.startswith(prefix)}
@@ -77,14 +78,14 @@ class Fake(MetaPathFinder, Loader):
         home = next((full.partition(":")[0] for full in self._recorded if full.endswith(f":{name}")), None)
         if home is None:
             return object
-        self._make(import_module(home), name)  # may be later in the module that is being made
+        self._make(import_module(home), name)  # it may come later in the same module
         return getattr(sys.modules[home], name)
 
-    def _value(self, home: str, path: str, said: str) -> Any:
-        """Functions answer their first argument."""
-        kind, _, parameters = said.removesuffix(")").partition("def (")
-        if "def (" not in said:
-            return property(lambda _: None) if said == "property" else Unknown
+    def _value(self, home: str, path: str, recorded_as: str) -> Any:
+        """Functions return their first argument."""
+        kind, _, parameters = recorded_as.removesuffix(")").partition("def (")
+        if "def (" not in recorded_as:
+            return property(lambda _: None) if recorded_as == "property" else Unknown
         names = [p.removesuffix("=") for p in parameters.split(", ")]
         scope: dict[str, Any] = {"calls": self.calls}
         exec(
@@ -100,7 +101,7 @@ class Fake(MetaPathFinder, Loader):
 
 @contextmanager
 def in_place_of_vllm(recorded: Mapping[str, str]) -> Iterator[Fake]:
-    """Until the block ends, what imports vLLM gets the fake."""
+    """Replace vLLM by the fake until the block ends, for modules that import it."""
     fake = Fake(recorded)
     kept = {name: module for name, module in sys.modules.items() if _is_fresh(name)}
     for name in kept:
@@ -114,15 +115,15 @@ def in_place_of_vllm(recorded: Mapping[str, str]) -> Iterator[Fake]:
             del sys.modules[name]
         sys.modules.update(kept)
         for name in FRESH:
-            _hang(name, kept.get(name))
+            _set_on_parent(name, kept.get(name))
 
 
 def _is_fresh(name: str) -> bool:
     return any(name == fresh or name.startswith(f"{fresh}.") for fresh in FRESH)
 
 
-def _hang(name: str, module: ModuleType | None) -> None:
-    """An import also sets an attribute of the parent."""
+def _set_on_parent(name: str, module: ModuleType | None) -> None:
+    """Set or delete the attribute that an import sets on the parent module."""
     parent, _, child = name.rpartition(".")
     if parent not in sys.modules:
         return

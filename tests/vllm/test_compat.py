@@ -1,4 +1,4 @@
-"""The choices between vLLM's versions, against what the source of each says, and against the installed one."""
+"""Compare the names and calls that we use with the recorded source of each series of vLLM, and the installed one."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ ROOM = Path(darts_server.vllm.__file__).parent
 SOURCES = [*sorted(ROOM.rglob("*.py")), ROOM.parents[1] / "examples" / "tiny_rl" / "engine.py"]
 
 CLI_ARGS = ("launchers.cli_args", "openai.cli_args")
-# Where what moved is in 0.31, and where in 0.26, under vllm.entrypoints: what is handed on as it is, and what is not.
+# Where moved names are in 0.31 and in 0.26, under vllm.entrypoints: those that are re-exported, and those wrapped.
 MOVED = {
     "build_app": ("launchers.app", "openai.api_server"),
     "init_app_state": ("launchers.api_server.app_state", "openai.api_server"),
@@ -36,7 +36,7 @@ MOVED = {
     "validate_parsed_serve_args": CLI_ARGS,
 }
 WRAPPED = {"make_arg_parser": CLI_ARGS, "FrontendArgs": CLI_ARGS}
-# What 0.26 does not have at all.
+# Names that 0.26 does not have.
 NEW = {
     "vllm.entrypoints.openai.cli_args:FrontendArgs.enable_scale_out",
     "vllm.exceptions:GracefulHTTPError",
@@ -50,7 +50,7 @@ NEW = {
     "vllm.outputs:SamplingMask.token_ids",
     "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version",
 }
-# Calls of ours, as they stand in the source, and what they call.
+# Our calls, as written in the source, and what they call.
 LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 DETOKENIZER = "vllm.v1.engine.detokenizer:IncrementalDetokenizer"
 METHODS = {
@@ -106,7 +106,7 @@ def series(request: pytest.FixtureRequest) -> str:
 
 
 def place(name: str, series: str) -> str:
-    """Where what moved is."""
+    """Return where a moved name is in a series."""
     new, old = (MOVED | WRAPPED)[name]
     return f"vllm.entrypoints.{new if series == TESTED_SERIES else old}:{name}"
 
@@ -131,7 +131,7 @@ def test_the_installed_version_is_the_tested_one() -> None:
     assert (vllm_version() or "").startswith((f"{TESTED_SERIES}.", f"{COMPARED_SERIES}."))
 
 
-def test_a_version_that_is_only_compared_says_so() -> None:
+def test_a_version_of_the_compared_series_gives_a_warning() -> None:
     assert version_warning(f"{COMPARED_SERIES}.0") == (
         f"vLLM {COMPARED_SERIES}.0 is tested with darts-server by its signatures alone; "
         f"{TESTED_SERIES} is tested by running it"
@@ -139,17 +139,17 @@ def test_a_version_that_is_only_compared_says_so() -> None:
 
 
 @pytest.mark.parametrize("version", [None, "0.310.0", "0.32.1", "0.2.6"])
-def test_others_are_not_tested(version: str | None) -> None:
+def test_other_versions_give_a_warning(version: str | None) -> None:
     assert f"vLLM {version} is not tested with darts-server" in (version_warning(version) or "")
 
 
-def test_what_is_recorded_is_what_the_installed_source_says() -> None:
+def test_the_recording_matches_the_installed_source() -> None:
     package = inspect.getfile(import_module("vllm"))
     assert extract.extract(Path(package).parents[1]) == installed()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the module that 0.31 has left behind for callers of 0.26
-def test_what_is_recorded_is_what_an_import_gives() -> None:
+def test_the_recording_matches_the_imported_modules() -> None:
     with in_place_of_vllm(installed()) as fake:
         recorded = {n: fake.get(n) for n, said in installed().items() if "def (" in said}
     assert len(recorded) > 30
@@ -166,9 +166,9 @@ def shape(function: Any) -> list[tuple[str, Any, bool]]:
     return [(p.name, p.kind, p.default is p.empty) for p in inspect.signature(function).parameters.values()]
 
 
-def test_both_series_have_every_name_but_for_what_is_chosen_between() -> None:
+def test_both_series_have_every_name_except_the_listed_new_ones() -> None:
     def old(name: str) -> str:
-        """Where a name of 0.31 would be in 0.26."""
+        """Return where a name of 0.31 would be in 0.26."""
         module, _, path = name.partition(":")
         new, then = (MOVED | WRAPPED).get(path.partition(".")[0].partition("[")[0], ("", ""))
         return f"vllm.entrypoints.{then}:{path}" if module == f"vllm.entrypoints.{new}" else name
@@ -179,14 +179,14 @@ def test_both_series_have_every_name_but_for_what_is_chosen_between() -> None:
     assert set(extract.names()) == tested | {old(name) for name in tested}
 
 
-def test_our_modules_import_nothing_that_a_series_lacks(vllm: Fake) -> None:
-    # A name that fails here and is in both series wants listing in extract.py, which then writes the two files anew.
+def test_our_modules_import_only_names_that_each_series_has(vllm: Fake) -> None:
+    # If a name fails here that both series have, add it to extract.py and record both series again.
     for source in SOURCES:
         parts = source.relative_to(ROOM.parents[1]).with_suffix("").parts
         import_module(".".join(parts).removesuffix(".__init__"))
 
 
-def test_what_moved_is_taken_from_where_it_is(series: str, vllm: Fake) -> None:
+def test_moved_names_are_imported_from_their_place_in_each_series(series: str, vllm: Fake) -> None:
     chosen = import_module("darts_server.vllm.compat.entrypoints")
     for name in MOVED:
         assert getattr(chosen, name) is vllm.get(place(name, series))
@@ -202,7 +202,9 @@ def test_our_calls_fit_the_parameters_of_each_series(series: str, vllm: Fake) ->
             continue
         seen.add(function)
         method = RECORDED[series][target].partition("(")[2].startswith(("self", "cls"))
-        bound = method and not function.startswith("AsyncLLM.")  # called by its class, it is given the object
+        bound = method and not function.startswith(
+            "AsyncLLM."
+        )  # called on the class, with the object as first argument
         given = [None for a in args if not isinstance(a, ast.Starred)]
         named = {k.arg: None for k in keywords if k.arg is not None}
         whole = len(given) == len(args) and len(named) == len(keywords)
@@ -212,7 +214,7 @@ def test_our_calls_fit_the_parameters_of_each_series(series: str, vllm: Fake) ->
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, list[ast.expr], list[ast.keyword]]]:
-    """What is called with which arguments, here or later: by a partial, or by another name without any."""
+    """Yield all calls and their arguments: direct ones, through a partial, and functions assigned to another name."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="partial"), args=[function, *args], keywords=keywords):
@@ -235,7 +237,7 @@ def test_every_flag_that_we_read_is_one_of_vllms(series: str) -> None:
     assert {"host", "model_tag", "headless"} <= read <= fields | added
 
 
-def test_a_request_for_the_detokenizer_has_all_that_it_needs(series: str) -> None:
+def test_the_request_for_the_detokenizer_has_all_required_fields(series: str) -> None:
     (call,) = (
         node
         for node in ast.walk(ast.parse((ROOM / "outputs.py").read_text()))
@@ -245,7 +247,7 @@ def test_a_request_for_the_detokenizer_has_all_that_it_needs(series: str) -> Non
     assert [k.arg for k in call.keywords] == needed.split(", ")
 
 
-def test_the_handlers_are_there_and_take_a_request_and_its_raw_form(series: str) -> None:
+def test_the_generation_handlers_exist_and_take_a_request_and_a_raw_request(series: str) -> None:
     makers = {name.partition("[")[2] for name in RECORDED[series]}
     methods = {name.rpartition(".")[2]: said for name, said in RECORDED[series].items()}
     for attribute, method in GENERATION_HANDLERS:
@@ -253,7 +255,7 @@ def test_the_handlers_are_there_and_take_a_request_and_its_raw_form(series: str)
         assert methods[method] == "async def (self, request, raw_request=)"
 
 
-def test_the_flag_for_the_token_route_is_always_taken(series: str, vllm: Fake) -> None:
+def test_the_flag_for_the_token_route_is_accepted_in_each_series(series: str, vllm: Fake) -> None:
     parser = vllm.get("vllm.utils.argparse_utils:FlexibleArgumentParser")()
     import_module("darts_server.vllm.compat.entrypoints").make_arg_parser(parser)
     assert vllm.calls == [place("make_arg_parser", series)]
@@ -272,14 +274,14 @@ def unset_levels() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unset_levels")
-def test_logging_is_configured_where_it_can_be_and_our_warnings_are_heard_in_the_end(series: str, vllm: Fake) -> None:
+def test_logging_is_configured_if_vllm_can_and_our_warnings_stay_enabled(series: str, vllm: Fake) -> None:
     import_module("darts_server.vllm.compat.entrypoints").configure_logging(None)
     assert vllm.calls == (["vllm.logger:configure_logging_from_args"] if series == TESTED_SERIES else [])
     logging.getLogger().setLevel(logging.ERROR)
     assert logging.getLogger("darts_server.store").isEnabledFor(logging.WARNING)
 
 
-def test_refusals_are_told_from_failures(vllm: Fake) -> None:
+def test_rejected_requests_are_distinguished_from_failures(vllm: Fake) -> None:
     engine, ours = import_module("darts_server.vllm.engine"), import_module("darts_server.exceptions")
     of_vllm = [v for v in vars(import_module("vllm.exceptions")).values() if isinstance(v, type)]
     refusals = [e for e in of_vllm if e.__name__ not in ("VLLMError", "VLLMServerError")]
@@ -292,15 +294,15 @@ def test_refusals_are_told_from_failures(vllm: Fake) -> None:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_the_mask_is_cut_where_there_is_one() -> None:
+def test_the_sampling_mask_is_truncated_if_there_is_one() -> None:
     @dataclass
     class Mask:
         token_ids: list[list[int]]
 
     truncate = import_module("darts_server.vllm.compat.engine").truncate_sampling_mask
     assert truncate(SimpleNamespace(), 1) == truncate(SimpleNamespace(sampling_mask=None), 1) == {}
-    cut = truncate(SimpleNamespace(sampling_mask=Mask([[1], [2, 3], [4]])), 2)
-    assert cut == {"sampling_mask": Mask([[1], [2, 3]])}
+    truncated = truncate(SimpleNamespace(sampling_mask=Mask([[1], [2, 3], [4]])), 2)
+    assert truncated == {"sampling_mask": Mask([[1], [2, 3]])}
 
 
 @pytest.mark.anyio

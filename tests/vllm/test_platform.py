@@ -18,7 +18,7 @@ class Users:
 
 
 def resolved(name: str) -> type:
-    """As vLLM does it in its worker."""
+    """Resolve a name as vLLM's worker does."""
     module, _, attribute = name.rpartition(".")
     assert module == worker.__name__
     found = getattr(worker, attribute)
@@ -27,25 +27,25 @@ def resolved(name: str) -> type:
 
 
 @pytest.mark.parametrize("users", [None, ""])
-def test_the_workers_extension_is_ours(users: str | None) -> None:
+def test_without_a_users_extension_the_workers_is_ours(users: str | None) -> None:
     assert resolved(extension(users)) is worker.WorkerExtension
 
 
-def test_a_users_extension_is_beside_ours_and_the_same_each_time() -> None:
+def test_a_users_extension_is_combined_with_ours_in_one_class() -> None:
     both = resolved(extension(f"{__name__}.Users"))
     assert issubclass(both, Users)
     assert issubclass(both, worker.WorkerExtension)
     assert resolved(extension(f"{__name__}.Users")) is both
 
 
-def test_other_names_are_not_there() -> None:
+def test_other_names_raise_attribute_error() -> None:
     with pytest.raises(AttributeError):
         resolved(f"{worker.__name__}.Other")
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="is about the CPU build")
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")
 @pytest.mark.parametrize("compiler", ["sh", "no-such-compiler"])
-def test_without_a_compiler_nothing_is_compiled(
+def test_without_a_compiler_compilation_is_disabled(
     compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", compiler)

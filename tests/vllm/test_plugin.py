@@ -7,32 +7,32 @@ from darts_server.vllm.plugin import SHARE_CORES, share_cores
 
 
 @pytest.fixture(autouse=True)
-def spinning(monkeypatch: pytest.MonkeyPatch) -> object:
-    """vLLM as it comes, whatever the test does to it."""
+def original(monkeypatch: pytest.MonkeyPatch) -> object:
+    """vLLM's own wait function, restored after the test."""
     before = shm_broadcast.__dict__["sched_yield"]
     monkeypatch.setitem(shm_broadcast.__dict__, "sched_yield", before)
     return before
 
 
-def test_vllm_finds_it_in_each_of_its_processes() -> None:
+def test_the_plugin_is_registered_as_an_entry_point_of_vllm() -> None:
     (found,) = entry_points(group="vllm.general_plugins", name="darts_server")
     assert found.load() is share_cores
 
 
 @pytest.mark.parametrize("value", [None, "0"])
-def test_it_does_nothing_unless_it_is_told_to(
-    value: str | None, spinning: object, monkeypatch: pytest.MonkeyPatch
+def test_vllm_is_unchanged_unless_the_variable_is_set_to_1(
+    value: str | None, original: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SHARE_CORES, raising=False)
     if value is not None:
         monkeypatch.setenv(SHARE_CORES, value)
     share_cores()
-    assert shm_broadcast.__dict__["sched_yield"] is spinning
+    assert shm_broadcast.__dict__["sched_yield"] is original
 
 
-def test_waiting_sleeps_when_cores_are_shared(spinning: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_processes_sleep_when_cores_are_shared(original: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARE_CORES, "1")
     share_cores()
     waiting = shm_broadcast.__dict__["sched_yield"]
-    assert waiting is not spinning
+    assert waiting is not original
     waiting()

@@ -1,4 +1,4 @@
-"""Spans of groups, as an exporter gets them."""
+"""Spans of groups, as an exporter receives them."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Sequence[Any]:
-    """Those that were sent."""
+    """Collect the exported spans."""
     sent: list[Any] = []
 
     class Collected(sdk.SpanProcessor):  # type: ignore[misc, name-defined]
@@ -29,7 +29,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Sequence[Any]:
     return sent
 
 
-def test_a_group_is_a_span_below_the_callers(spans: Sequence[Any]) -> None:
+def test_a_groups_span_is_a_child_of_the_callers(spans: Sequence[Any]) -> None:
     trace = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     Traces(clock=lambda: 10.0).group_ended(replace(record(), trace=trace, deadline=60))
     [span] = spans
@@ -45,7 +45,7 @@ def test_a_group_is_a_span_below_the_callers(spans: Sequence[Any]) -> None:
     assert time.time_ns() - span.end_time == pytest.approx(2e9, abs=1e9), "it ended two seconds ago"
 
 
-def test_one_without_a_caller_in_a_trace_begins_its_own(spans: Sequence[Any]) -> None:
+def test_a_group_without_a_callers_trace_starts_its_own(spans: Sequence[Any]) -> None:
     Traces().group_ended(record())
     [span] = spans
     assert span.parent is None
