@@ -22,7 +22,7 @@ def shaping(planner: Planner, policy: str) -> Shaping:
     return found
 
 
-def test_settings_become_policies_and_limits() -> None:
+def test_the_planner_follows_the_settings() -> None:
     flags = {"redundancy": "2", "num_longest": "3", "tail": "longest", "group_size": "16", "policy": "off"}
     planner = make_planner(load(flags, None))
     uniform = shaping(planner, "uniform")
@@ -51,13 +51,13 @@ def test_a_refused_change_changes_nothing() -> None:
     assert control.current() == before
 
 
-def test_a_change_before_there_are_rollouts_is_kept() -> None:
+def test_a_change_before_rollouts_exist_is_kept() -> None:
     control = Control(load({}, None))
     control.change({"policy": "off"})
     assert control.planner.default_policy == "off"
 
 
-def test_settings_become_a_way_to_prune_and_a_change_of_them_another() -> None:
+def test_pruning_follows_the_settings_and_their_changes() -> None:
     control = Control(load({"keep_ratio": "0.4", "survival": "aimed", "refill": "true"}, None))
     arrol = shaping(control.planner, "arrol")
     assert arrol.pruning == Pruning(keep_ratio=0.4, aimed=True)

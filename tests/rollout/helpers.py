@@ -27,12 +27,12 @@ SHAPINGS = {
 
 
 class Recorder(GroupObserver):
-    """An observer that remembers."""
+    """Record everything that observers get."""
 
     def __init__(self) -> None:
         self.started = 0
         self.records: list[GroupRecord] = []
-        self.batches: list[CohortRecord] = []
+        self.cohorts: list[CohortRecord] = []
 
     def candidates_started(self, count: int) -> None:
         self.started += count
@@ -41,11 +41,11 @@ class Recorder(GroupObserver):
         self.records.append(record)
 
     def cohort_ended(self, record: CohortRecord) -> None:
-        self.batches.append(record)
+        self.cohorts.append(record)
 
 
 class Documents:
-    """A store of plain dictionaries."""
+    """A document store in memory."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[str, str], dict[str, Scalar]] = {}
@@ -56,16 +56,16 @@ class Documents:
     def put(self, kind: str, key: str, document: Mapping[str, Scalar]) -> None:
         self.kept[kind, key] = dict(document)
 
-    def know(self, **stds: float) -> "Documents":
-        """Length stds of prompts."""
+    def add_stds(self, **stds: float) -> "Documents":
+        """Add prompts with these length stds."""
         for key, std in stds.items():
             document = {"std_ema": std, "mean_ema": 1.0, "groups": 1, "candidates": 12, "weight_version": 0}
             self.put("prompt", key, document)
         return self
 
 
-class House:
-    """A rollout room on a scripted engine. Peeks are instant, so that steps alone pass time."""
+class Harness:
+    """The rollout room on a scripted engine. Polls take no time: only engine steps advance the clock."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class House:
     def run(
         self, size: int, policy: str = "shortest", *, group_id: str = "g", early: bool = False, tail_seed: int = 7
     ) -> GroupRun[str, list[int]]:
-        """A group under a policy that asks nobody how many candidates it gets."""
+        """Start a group under a policy that is allocated alone."""
         plan = self.plan(size, policy)
         spec = GroupSpec.of_plan(plan, group_id, group_id, group_id, (tail_seed,), early=early)
         return self.rollouts.start(spec, plan, Allocation(plan.shaping.candidates(size)))
 
-    async def together(self, size: int, policy: str, group_ids: Sequence[str]) -> list[GroupRun[str, list[int]]]:
-        """Start groups that are allocated together. The seed of each tail is the group's place."""
+    async def start_cohort(self, size: int, policy: str, group_ids: Sequence[str]) -> list[GroupRun[str, list[int]]]:
+        """Start groups that are allocated together. Each tail seed is the group's index."""
         plan = self.plan(size, policy)
         allocations = await asyncio.gather(*(self.rollouts.allocator.allocate(plan, name) for name in group_ids))
         return [
@@ -108,7 +108,7 @@ class House:
         ]
 
     def collect(self, request: str, policy: str, tail_seed: Sequence[int] | None = None) -> GroupRun[str, list[int]]:
-        """A group that is not open yet."""
+        """Create a group that is not open yet."""
         return self.rollouts.collect(GroupSpec(request, request, policy, tail_seed=tail_seed, early=True))
 
     def plan(self, size: int, policy: str) -> Plan:
@@ -121,14 +121,14 @@ class House:
         return record
 
     async def group(self, run: GroupRun[str, list[int]]) -> list[Trajectory[list[int]]]:
-        """Play a group to its end."""
+        """Run a group to its end."""
         waiting = asyncio.create_task(collect(run))
         await settle()
         await self.engine.run()
         return await waiting
 
 
-def an_allocator(
+def new_allocator(
     documents: Documents,
     window: float = 0,
     on_cohort_end: Callable[[CohortRecord], None] = lambda _: None,

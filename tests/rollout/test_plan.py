@@ -20,13 +20,13 @@ def planner(group_size: int | None = None, default: str = "uniform") -> Planner:
 # --- groups of one request --------------------------------------------------------
 
 
-def test_a_request_for_several_is_a_group_by_itself() -> None:
+def test_a_request_for_several_trajectories_is_a_group() -> None:
     assert planner().plan(4, RequestOptions()) == Plan("uniform", POLICIES["uniform"], 4)
     assert planner(8).plan(8, RequestOptions(policy="eight")) == Plan("eight", POLICIES["eight"], 8)
 
 
 @pytest.mark.parametrize("n", [1, 8])
-def test_off_is_the_engines_own_whatever_a_policy_of_that_name_does(n: int) -> None:
+def test_off_is_never_shaped_even_if_a_policy_has_that_name(n: int) -> None:
     assert planner(8, default="off").plan(n, RequestOptions()) is None
     assert planner(8).plan(n, RequestOptions(policy="off")) is None
     assert list(planner().names()) == ["off", "uniform", "eight"]
@@ -45,14 +45,14 @@ def test_off_is_the_engines_own_whatever_a_policy_of_that_name_does(n: int) -> N
         (None, RequestOptions(group_id="step 3", group_size=4), 4),
     ],
 )
-def test_a_single_request_is_part_of_a_group_where_somebody_says_its_size(
+def test_a_single_request_joins_a_group_if_the_request_or_the_server_gives_a_size(
     group_size: int | None, options: RequestOptions, size: int
 ) -> None:
     assert planner(group_size).plan(1, options) == Plan("uniform", POLICIES["uniform"], size, single=True)
 
 
 @pytest.mark.parametrize("options", [RequestOptions(), RequestOptions(group_size=1), RequestOptions(prompt_key="p")])
-def test_a_single_request_of_which_nobody_says_that_it_belongs_to_others_is_not_shaped(options: RequestOptions) -> None:
+def test_a_single_request_without_a_group_is_not_shaped(options: RequestOptions) -> None:
     assert planner().plan(1, options) is None
 
 
@@ -81,7 +81,7 @@ def test_a_group_of_one_is_not_shaped_on_a_server_that_groups_single_requests() 
         (None, 65, {}, "n", "at most 64, got 65; lower it, or raise --max-group-size"),
     ],
 )
-def test_what_no_server_can_make_sense_of_is_refused_under_every_policy(
+def test_contradictory_options_are_refused_under_every_policy(
     policy: str | None, group_size: int | None, n: int, options: dict[str, str | int], field: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as refused:
@@ -99,7 +99,7 @@ def test_what_no_server_can_make_sense_of_is_refused_under_every_policy(
         (None, 1, RequestOptions("sideways"), "policy", "'sideways' is unknown"),
     ],
 )
-def test_what_a_policy_cannot_do_is_refused_and_off_is_always_there(
+def test_unsupported_sizes_are_refused_and_off_is_always_available(
     group_size: int | None, n: int, options: RequestOptions, field: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as refused:
@@ -108,7 +108,7 @@ def test_what_a_policy_cannot_do_is_refused_and_off_is_always_there(
     assert planner(group_size).plan(n, RequestOptions("off", group_size=options.group_size)) is None
 
 
-def test_a_size_that_a_policy_cannot_do_is_refused_for_single_requests_too() -> None:
+def test_an_unsupported_size_is_refused_for_single_requests_too() -> None:
     with pytest.raises(InvalidRequest, match="needs n = 8, got 4"):
         planner().plan(1, RequestOptions("eight", group_size=4))
 
@@ -117,12 +117,12 @@ def test_a_size_that_a_policy_cannot_do_is_refused_for_single_requests_too() -> 
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_a_short_group_is_shaped_as_one_of_its_size(size: int) -> None:
+def test_a_group_with_missing_requests_is_shaped_by_its_actual_size(size: int) -> None:
     plan = Plan("uniform", POLICIES["uniform"], 8, single=True)
     assert plan.shrunk(size) == Plan("uniform", POLICIES["uniform"], size, single=True)
 
 
-def test_a_size_that_the_policy_cannot_do_is_not_shaped() -> None:
+def test_a_size_that_the_policy_does_not_support_is_not_shaped() -> None:
     plan = Plan("eight", POLICIES["eight"], 8, single=True)
     assert plan.shrunk(5) == Plan("eight", UNSHAPED, 5, single=True)
     assert plan.shrunk(8) == plan

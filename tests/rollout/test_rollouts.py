@@ -10,13 +10,13 @@ from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.types import RequestOptions
-from tests.rollout.helpers import House, collect, lengths
+from tests.rollout.helpers import Harness, collect, lengths
 
 
 def rollouts(limits: Limits, **shaping: Any) -> Rollouts[str, list[int]]:
-    house = House(lengths(5))
+    harness = Harness(lengths(5))
     planner = Planner({"uniform": Shaping(**shaping)}, "uniform", limits)
-    return Rollouts(house.engine, planner, Statistics(house.store))
+    return Rollouts(harness.engine, planner, Statistics(harness.store))
 
 
 def test_the_default_policy_is_used_when_none_is_named() -> None:
@@ -49,21 +49,21 @@ def test_bad_requests_are_refused_with_field_and_remedy(
 
 
 @pytest.mark.anyio
-async def test_the_timer_rests_while_nothing_runs_and_wakes_for_the_next_group() -> None:
-    house = House(lengths(3, 9, 4, 30, 5, 50))
+async def test_the_poller_stops_while_nothing_runs_and_restarts_for_the_next_group() -> None:
+    harness = Harness(lengths(3, 9, 4, 30, 5, 50))
     for _ in range(2):
-        assert len(await house.group(house.run(4))) == 4
+        assert len(await harness.group(harness.run(4))) == 4
         await settle()
         assert [t for t in asyncio.all_tasks() if t.get_name() == "darts-watch"] == []
 
 
 @pytest.mark.anyio
-async def test_many_groups_at_once_all_get_their_own() -> None:
-    house = House(lambda request, index: lengths(3, 9, 4, 30, 5, 50)(request, (index + int(request)) % 6))
-    waiting = [asyncio.create_task(collect(house.run(4, group_id=str(i)))) for i in range(40)]
+async def test_concurrent_groups_get_their_own_trajectories() -> None:
+    harness = Harness(lambda request, index: lengths(3, 9, 4, 30, 5, 50)(request, (index + int(request)) % 6))
+    waiting = [asyncio.create_task(collect(harness.run(4, group_id=str(i)))) for i in range(40)]
     await settle()
-    await house.engine.run()
+    await harness.engine.run()
     for group in await asyncio.gather(*waiting):
         assert sorted(len(t.output) for t in group) == [3, 4, 5, 9]
-    assert house.recorder.started == 40 * 6
-    assert house.rollouts.running == 0
+    assert harness.recorder.started == 40 * 6
+    assert harness.rollouts.running == 0

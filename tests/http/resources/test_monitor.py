@@ -22,8 +22,8 @@ from darts_server.rollout.observers.monitor import Viewer
 from darts_server.types import UpdateOutcome, UpdateRecord
 from darts_server.weights.states import State
 from darts_server.weights.updates import Updates
-from tests.rollout.helpers import Documents, House, lengths
-from tests.rollout.observers.test_monitor import watched
+from tests.rollout.helpers import Documents, Harness, lengths
+from tests.rollout.observers.test_monitor import new_monitor
 
 pytestmark = pytest.mark.anyio
 
@@ -36,8 +36,8 @@ def anyio_backend() -> str:
 class Server:
     """Sources of the monitor, set by the test."""
 
-    def __init__(self, house: House, **most: int) -> None:
-        self.live = watched(house, **most)
+    def __init__(self, harness: Harness, **most: int) -> None:
+        self.live = new_monitor(harness, **most)
         self.rewards = Rewards(Documents())
         self.updates = Mock(spec=Updates, version=3, state=State.SERVING, last=None)
         self.fault: str | None = None
@@ -57,23 +57,23 @@ def read(chunk: bytes) -> tuple[str, dict[str, Any]]:
 
 
 async def test_the_first_event_has_everything_and_later_ones_the_changes() -> None:
-    house = House(lengths(3, 5, 9))
-    server = Server(house)
-    house.run(2, group_id="g")
+    harness = Harness(lengths(3, 5, 9))
+    server = Server(harness)
+    harness.run(2, group_id="g")
     await settle()
     async with aclosing(server.events()) as stream:
         name, answer = read(await anext(stream))
         assert (name, answer["running"], answer["candidates"]) == ("snapshot", 1, 3)
         assert [c["state"] for c in answer["groups"][0]["candidates"]] == ["running"] * 3
-        await house.engine.step()
+        await harness.engine.step()
         name, answer = read(await anext(stream))
         assert (name, answer["now"]) == ("update", 1)
         assert answer["groups"] == [{"group_id": "g", "candidates": [{"index": i, "tokens": 1} for i in range(3)]}]
 
 
 async def test_events_are_sent_for_changes_and_after_a_quiet_interval() -> None:
-    house = House(lengths(3))
-    server = Server(house)
+    harness = Harness(lengths(3))
+    server = Server(harness)
     async with aclosing(server.events()) as stream:
         await anext(stream)
         waiting = asyncio.ensure_future(anext(stream))
@@ -86,7 +86,7 @@ async def test_events_are_sent_for_changes_and_after_a_quiet_interval() -> None:
 
 
 async def test_health_has_weights_and_rewards() -> None:
-    server = Server(House(lengths(1)))
+    server = Server(Harness(lengths(1)))
     server.updates.last = UpdateRecord(3, UpdateOutcome.FAILED, "push", "keep", False, {"load": 2.0}, "too large")
     health = server.sources.health()
     assert health["weights"]["last"]["error"] == "too large"
@@ -97,15 +97,15 @@ async def test_health_has_weights_and_rewards() -> None:
 
 
 async def test_a_slow_reader_gets_one_event_for_all_changes_and_no_queue() -> None:
-    house = House(lengths(4))
-    server = Server(house, max_groups=10)
+    harness = Harness(lengths(4))
+    server = Server(harness, max_groups=10)
     viewer = Viewer(server.live)
     async with aclosing(event_chunks(viewer, server.sources, interval=0)) as stream:
         await anext(stream)
         for number in range(60):
-            house.run(8, group_id=f"g{number}")
+            harness.run(8, group_id=f"g{number}")
             await settle()
-            await house.engine.run()
+            await harness.engine.run()
         assert viewer._running == {}
         _, answer = read(await anext(stream))
         assert [group["group_id"] for group in answer["groups"]] == [f"g{number}" for number in range(50, 60)]
@@ -117,7 +117,7 @@ async def test_a_slow_reader_gets_one_event_for_all_changes_and_no_queue() -> No
 
 
 async def test_a_viewer_that_accepts_nothing_is_dropped() -> None:
-    server = Server(House(lengths(1)))
+    server = Server(Harness(lengths(1)))
     answer = stream_events(Viewer(server.live), server.sources, send_timeout=0.01)
 
     async def receive() -> Message:
@@ -134,7 +134,7 @@ async def test_a_viewer_that_accepts_nothing_is_dropped() -> None:
 
 
 async def test_the_stream_ends_when_the_server_stops() -> None:
-    server = Server(House(lengths(1)))
+    server = Server(Harness(lengths(1)))
     async with aclosing(server.events()) as stream:
         await anext(stream)
         server.stopping = True
@@ -142,9 +142,9 @@ async def test_the_stream_ends_when_the_server_stops() -> None:
 
 
 async def test_without_accepting_events_the_answer_is_json() -> None:
-    house = House(lengths(3))
-    server = Server(house)
-    house.run(2, group_id="g")
+    harness = Harness(lengths(3))
+    server = Server(harness)
+    harness.run(2, group_id="g")
     await settle()
     app = FastAPI()
     app.include_router(routes(server.sources))

@@ -8,8 +8,8 @@ import pytest
 from darts_server.engine.scripted import settle
 from darts_server.http.resources.rollouts_events import CHUNK_BYTES, event_chunks
 from darts_server.rollout.batches.run import StreamMode
-from tests.rollout.batches.streams import ask, batches, claim, tokens
-from tests.rollout.helpers import House, lengths
+from tests.rollout.batches.streams import batch_request, idempotency_key, new_registry, token_stream
+from tests.rollout.helpers import Harness, lengths
 
 pytestmark = pytest.mark.anyio
 
@@ -25,15 +25,15 @@ def events(text: bytes) -> list[tuple[str, int, dict[str, object]]]:
 
 
 async def test_events_that_come_between_two_reads_are_sent_together() -> None:
-    house = House(lengths(40))
-    batch = await batches(house, "off").open(ask(1, size=2), tokens(4))
+    harness = Harness(lengths(40))
+    batch = await new_registry(harness, "off").open(batch_request(1, size=2), token_stream(4))
     with batch.listen() as listener:
         async with aclosing(event_chunks(listener, StreamMode.TOKENS)) as stream:
             began = events(await anext(stream))
             for _ in range(20):
-                await house.engine.step()
+                await harness.engine.step()
             [first, second] = events(await anext(stream))
-            await house.engine.run()
+            await harness.engine.run()
             rest = [event for text in [text async for text in stream] for event in events(text)]
     assert [name for name, _, _ in began] == ["batch"]
     assert (first[0], first[1], second[1]) == ("delta", 2, 3)
@@ -43,10 +43,10 @@ async def test_events_that_come_between_two_reads_are_sent_together() -> None:
 
 
 async def test_chunks_are_not_much_larger_than_the_web_servers_buffer() -> None:
-    house = House(lengths(3000))
-    batch = await batches(house, "off").open(ask(10, size=8), tokens(10_000), claim())
+    harness = Harness(lengths(3000))
+    batch = await new_registry(harness, "off").open(batch_request(10, size=8), token_stream(10_000), idempotency_key())
     await settle()
-    await house.engine.run()
+    await harness.engine.run()
     with batch.listen() as listener:
         sizes = [len(text) async for text in event_chunks(listener, StreamMode.TOKENS)]
     assert len(sizes) > 10

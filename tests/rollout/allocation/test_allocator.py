@@ -11,7 +11,7 @@ from darts_server.rollout.allocation.budgets import MIN_COHORT
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.plan import Plan
-from tests.rollout.helpers import Documents, an_allocator
+from tests.rollout.helpers import Documents, new_allocator
 
 pytestmark = pytest.mark.anyio
 DARTS = Shaping(redundancy=1.5, adaptive=True)
@@ -19,7 +19,7 @@ SIZE = 8
 
 
 def prompts(**stds: float) -> Documents:
-    return Documents().know(**stds)
+    return Documents().add_stds(**stds)
 
 
 async def together(allocator: Allocator, keys: list[str], shaping: Shaping = DARTS, size: int = SIZE) -> list[int]:
@@ -27,14 +27,14 @@ async def together(allocator: Allocator, keys: list[str], shaping: Shaping = DAR
     return [grant.candidates for grant in allocations]
 
 
-async def test_a_uniform_policy_asks_nobody_and_waits_for_nobody() -> None:
-    allocator = an_allocator(prompts(a=900.0), window=60)
+async def test_a_uniform_policy_is_allocated_at_once() -> None:
+    allocator = new_allocator(prompts(a=900.0), window=60)
     assert await allocator.allocate(Plan("uniform", Shaping(redundancy=1.5), SIZE), "a") == Allocation(12)
 
 
-async def test_in_a_batch_wider_prompts_get_more_and_the_budget_is_spent_exactly() -> None:
+async def test_in_a_cohort_prompts_with_more_spread_get_more_and_the_budget_is_spent_exactly() -> None:
     stds = {f"p{i}": float(i * i) for i in range(16)}
-    counts = await together(an_allocator(prompts(**stds), window=0.01), list(stds))
+    counts = await together(new_allocator(prompts(**stds), window=0.01), list(stds))
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
     assert sum(counts) == 12 * 16
@@ -42,12 +42,12 @@ async def test_in_a_batch_wider_prompts_get_more_and_the_budget_is_spent_exactly
     assert max(counts) <= 2 * SIZE
 
 
-async def test_prompts_never_seen_share_alike() -> None:
-    assert set(await together(an_allocator(prompts(), window=0.01), [f"p{i}" for i in range(16)])) == {12}
+async def test_new_prompts_share_evenly() -> None:
+    assert set(await together(new_allocator(prompts(), window=0.01), [f"p{i}" for i in range(16)])) == {12}
 
 
-async def test_a_budget_that_is_no_whole_number_is_kept_over_the_batches() -> None:
-    allocator = an_allocator(prompts(), window=0.001)
+async def test_a_fractional_budget_is_met_over_several_cohorts() -> None:
+    allocator = new_allocator(prompts(), window=0.001)
     shaping = Shaping(redundancy=1.3, adaptive=True)
     total = 0
     for _ in range(10):
@@ -55,9 +55,9 @@ async def test_a_budget_that_is_no_whole_number_is_kept_over_the_batches() -> No
     assert total == round(1.3 * SIZE * 9 * 10)
 
 
-async def test_few_prompts_are_measured_against_those_before_them() -> None:
+async def test_few_prompts_are_compared_with_recent_ones() -> None:
     stds = {f"p{i}": float(i) for i in range(50)}
-    allocator = an_allocator(prompts(**stds), window=0)
+    allocator = new_allocator(prompts(**stds), window=0)
     counts = {}
     for _ in range(6):
         for key in stds:
@@ -68,16 +68,16 @@ async def test_few_prompts_are_measured_against_those_before_them() -> None:
 
 @pytest.mark.parametrize(("redundancy", "most"), [(3.0, 2.0), (1.3, 1.3)])
 @pytest.mark.parametrize("prompts_at_once", [1, 16])
-async def test_a_redundancy_above_the_bound_gives_everyone_the_bound(
+async def test_a_redundancy_above_the_bound_gives_every_group_the_bound(
     redundancy: float, most: float, prompts_at_once: int
 ) -> None:
     shaping = Shaping(redundancy=redundancy, adaptive=True, max_redundancy=most)
-    counts = await together(an_allocator(prompts(), window=0.01), [f"p{i}" for i in range(prompts_at_once)], shaping)
+    counts = await together(new_allocator(prompts(), window=0.01), [f"p{i}" for i in range(prompts_at_once)], shaping)
     assert set(counts) == {shaping.bounds(SIZE)[1]}
 
 
-async def test_group_sizes_are_allocated_apart() -> None:
-    allocator = an_allocator(prompts(), window=0.01)
+async def test_group_sizes_are_allocated_separately() -> None:
+    allocator = new_allocator(prompts(), window=0.01)
     eights, fours = await asyncio.gather(
         together(allocator, [f"p{i}" for i in range(8)]),
         together(allocator, [f"p{i}" for i in range(8)], size=4),
@@ -85,8 +85,8 @@ async def test_group_sizes_are_allocated_apart() -> None:
     assert (set(eights), set(fours)) == ({12}, {6})
 
 
-async def test_a_caller_that_leaves_before_the_batch_is_closed_takes_no_budget() -> None:
-    allocator = an_allocator(prompts(), window=0.01)
+async def test_a_caller_that_leaves_before_the_allocation_takes_no_budget() -> None:
+    allocator = new_allocator(prompts(), window=0.01)
     gone = asyncio.create_task(allocator.allocate(Plan("darts", DARTS, SIZE), "gone"))
     rest = asyncio.create_task(together(allocator, [f"p{i}" for i in range(8)]))
     await asyncio.sleep(0)
@@ -94,14 +94,14 @@ async def test_a_caller_that_leaves_before_the_batch_is_closed_takes_no_budget()
     assert sum(await rest) == 12 * 8
 
 
-async def test_a_store_that_fails_is_told_to_everyone_who_waits() -> None:
+async def test_a_failing_store_fails_every_waiting_group() -> None:
     class Broken(Documents):
         def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
             if kind == "prompt":
                 raise OSError("the disk is gone")
             return None
 
-    allocator = an_allocator(Broken())
+    allocator = new_allocator(Broken())
     results = await asyncio.gather(
         *(allocator.allocate(Plan("darts", DARTS, SIZE), key) for key in "ab"), return_exceptions=True
     )
@@ -114,24 +114,24 @@ def test_a_saturated_prompt_keeps_the_shortest_only() -> None:
     assert isinstance(Shaping(redundancy=2.0).selection_rule(SIZE, 16), SampledTail)
 
 
-async def test_where_there_is_no_room_everyone_gets_less_of_the_redundancy_and_nobody_less_than_the_size() -> None:
+async def test_without_room_every_group_gets_less_redundancy_but_at_least_its_size() -> None:
     uniform = Shaping(redundancy=1.5)
     stds = {f"p{i}": float(i * i) for i in range(16)}
-    full = await together(an_allocator(prompts(**stds), window=0.01), list(stds))
+    full = await together(new_allocator(prompts(**stds), window=0.01), list(stds))
     for scale, each in ((1.0, 12), (0.5, 10), (0.0, 8)):
-        allocator = an_allocator(prompts(**stds), window=0.01, scale=scale)
+        allocator = new_allocator(prompts(**stds), window=0.01, scale=scale)
         assert await allocator.allocate(Plan("uniform", uniform, SIZE), "p0") == Allocation(each)
         assert await together(allocator, list(stds)) == [reduce_candidates(count, SIZE, scale) for count in full]
 
 
-def test_a_batch_whose_caller_says_how_many_candidates_it_gets_has_them_all_the_same() -> None:
-    allocator = an_allocator(prompts(), scale=0.0)
+def test_a_requested_budget_is_not_scaled() -> None:
+    allocator = new_allocator(prompts(), scale=0.0)
     allocations = allocator.allocate_cohort(Plan("darts", DARTS, SIZE), [f"p{i}" for i in range(8)], budget=96)
     assert sum(grant.candidates for grant in allocations) == 96
 
 
-def test_a_batch_tells_the_mean_that_it_was_given() -> None:
-    allocator = an_allocator(prompts(), scale=0.5)
+def test_the_cohorts_terms_have_the_scaled_mean() -> None:
+    allocator = new_allocator(prompts(), scale=0.5)
     batch = allocator.allocate_cohort(Plan("darts", DARTS, SIZE), [f"p{i}" for i in range(8)])[0].cohort
     assert batch is not None
     assert batch.terms.mean_candidates == 10

@@ -31,7 +31,7 @@ def reported(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: i
         deadlines.learn_rewards(record, dict.fromkeys(range(SIZE), right), RULE)
 
 
-def test_right_answers_beyond_the_deadline_hold_it_back_and_that_is_remembered() -> None:
+def test_correct_answers_beyond_the_deadline_stretch_it_and_the_stretch_is_stored() -> None:
     documents = Documents()
     deadlines = Deadlines(documents, np.random.default_rng(0))
     reported(deadlines, explored(50, *[40] * 7, 90), right=True)
@@ -51,7 +51,7 @@ def test_right_answers_beyond_the_deadline_hold_it_back_and_that_is_remembered()
         (replace(explored(50, *[40] * 7, 90), deadline=None), True),
     ],
 )
-def test_wrong_answers_answers_in_time_and_groups_that_were_not_explored_do_not(
+def test_wrong_answers_timely_answers_and_unexplored_groups_do_not_stretch_the_deadline(
     record: GroupRecord, right: bool
 ) -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
@@ -60,7 +60,7 @@ def test_wrong_answers_answers_in_time_and_groups_that_were_not_explored_do_not(
     assert not deadlines.losses.lost
 
 
-def test_that_share_of_batches_is_explored() -> None:
+def test_the_configured_share_of_cohorts_explores() -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
     assert np.mean([deadlines.should_explore(Deadline(exploration=0.05)) for _ in range(10_000)]) == pytest.approx(
         0.05, abs=0.01

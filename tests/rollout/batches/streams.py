@@ -1,4 +1,4 @@
-"""Batches that are listened to, on the scripted engine."""
+"""Helpers to read the events of batches on the scripted engine."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,10 +17,10 @@ from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, PromptSpec
 from tests.rollout.batches.test_submission import Texts
-from tests.rollout.helpers import House
+from tests.rollout.helpers import Harness
 from tests.rollout.joining.joining import SteppedLoop
 
-Told = list[tuple[int, Event]]
+Events = list[tuple[int, Event]]
 SHAPINGS = {
     "shortest": Shaping(redundancy=1.5, num_longest=0),
     "sampled": Shaping(redundancy=2.0),
@@ -32,33 +32,35 @@ SHAPINGS = {
 POLICIES = [*SHAPINGS, "off"]
 
 
-def batches(house: House, policy: str, keeping: BatchRetention | None = None) -> BatchRegistry[str, list[int]]:
-    """Whose listeners look at candidates in every turn of the loop."""
+def new_registry(
+    harness: Harness, policy: str, retention: BatchRetention | None = None
+) -> BatchRegistry[str, list[int]]:
+    """Create a registry whose listeners poll candidates in every turn of the event loop."""
     planner = Planner(SHAPINGS, policy, Limits(64))
     clock = asyncio.get_running_loop().time
-    return BatchRegistry(house.rollouts, Texts(), lambda _: planner, keeping, interval=0, clock=clock)
+    return BatchRegistry(harness.rollouts, Texts(), lambda _: planner, retention, interval=0, clock=clock)
 
 
-def on_stepped_time(scenario: Coroutine[Any, Any, None]) -> None:
-    """Where no time passes looking takes none, and so is done in every turn."""
+def run_on_stepped_clock(scenario: Coroutine[Any, Any, None]) -> None:
+    """Run on a clock that stands still. Polls then take no time, so they are done in every turn."""
     with asyncio.Runner(loop_factory=SteppedLoop) as runner:
         runner.run(scenario)
 
 
-def claim(key: str = "key", body: bytes = b"body", owner: bytes = b"owner") -> IdempotencyKey:
+def idempotency_key(key: str = "key", body: bytes = b"body", owner: bytes = b"owner") -> IdempotencyKey:
     return IdempotencyKey(owner, key, body)
 
 
-def ask(prompts: int, size: int = 4, num_groups: int | None = None) -> BatchRequest:
+def batch_request(prompts: int, size: int = 4, num_groups: int | None = None) -> BatchRequest:
     specs = [PromptSpec(text=str(i), metadata={"place": i}) for i in range(prompts)]
     return BatchRequest(specs, size, num_groups=num_groups)
 
 
-def tokens(chunk: int = 4) -> AnswerFormat:
+def token_stream(chunk: int = 4) -> AnswerFormat:
     return AnswerFormat(StreamMode.TOKENS, chunk)
 
 
-def scripted(seed: int, faults: float) -> Callable[[str, int], Script]:
+def random_script(seed: int, faults: float) -> Callable[[str, int], Script]:
     """Short lengths, so that ties are frequent; ``faults``: share of candidates that fail or are lost."""
 
     def script(prompt: str, index: int) -> Script:
@@ -74,41 +76,41 @@ def scripted(seed: int, faults: float) -> Callable[[str, int], Script]:
     return script
 
 
-async def hear(batch: BatchRun, after: int = 0, pauses: Sequence[int] = (0,)) -> Told:
-    """All events after one; the listener sits still for so many moments between each two."""
-    told: Told = []
+async def read_events(batch: BatchRun, after: int = 0, pauses: Sequence[int] = (0,)) -> Events:
+    """Read all events after a number; ``pauses``: turns of the event loop to wait between two events."""
+    events: Events = []
     with batch.listen(after) as listener:
         while (found := await listener.next()) is not None:
-            told.append(found)
-            for _ in range(pauses[len(told) % len(pauses)]):
+            events.append(found)
+            for _ in range(pauses[len(events) % len(pauses)]):
                 await settle()
-    return told
+    return events
 
 
-async def play(house: House, listening: "asyncio.Future[Told]") -> Told:
-    """What a listener hears while the engine runs."""
+async def play(harness: Harness, listening: "asyncio.Future[Events]") -> Events:
+    """Run the engine until the listener has all events."""
     for _ in range(1000):
         if listening.done():
             break
-        await house.engine.step()
+        await harness.engine.step()
     return await listening
 
 
 @dataclass
-class Heard:
-    """What one candidate's events say."""
+class CandidateEvents:
+    """The content of one candidate's events."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     end: TrajectorySelected | CandidateDiscarded | None = None
 
 
-def heard(told: Told) -> dict[str, Heard]:
-    """By trajectory id. Checks that nothing is missing, repeated or told after the end."""
-    candidates: dict[str, Heard] = {}
-    for _, event in told:
+def by_candidate(events: Events) -> dict[str, CandidateEvents]:
+    """Collect events by trajectory id, and check that none is missing, repeated, or after the candidate's end."""
+    candidates: dict[str, CandidateEvents] = {}
+    for _, event in events:
         if isinstance(event, TokenDelta | TrajectorySelected | CandidateDiscarded):
-            candidate = candidates.setdefault(event.trajectory_id, Heard())
+            candidate = candidates.setdefault(event.trajectory_id, CandidateEvents())
             assert candidate.end is None
             assert event.trajectory_id.rpartition(":")[0].endswith(f"-{event.number}")
             if isinstance(event, TokenDelta):
@@ -119,6 +121,6 @@ def heard(told: Told) -> dict[str, Heard]:
             else:
                 candidate.end = event
         elif isinstance(event, GroupEnded):
-            ours = [c for name, c in candidates.items() if name.startswith(f"{event.result.group_id}:")]
-            assert all(candidate.end is not None for candidate in ours)
+            of_group = [c for name, c in candidates.items() if name.startswith(f"{event.result.group_id}:")]
+            assert all(candidate.end is not None for candidate in of_group)
     return candidates

@@ -22,31 +22,31 @@ from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.types import DiscardReason, GroupRecord
 from tests.rollout.batches.streams import (
     POLICIES,
-    Told,
-    ask,
-    batches,
-    claim,
-    hear,
-    heard,
-    on_stepped_time,
+    Events,
+    batch_request,
+    by_candidate,
+    idempotency_key,
+    new_registry,
     play,
-    scripted,
-    tokens,
+    random_script,
+    read_events,
+    run_on_stepped_clock,
+    token_stream,
 )
-from tests.rollout.helpers import House, lengths
+from tests.rollout.helpers import Harness, lengths
 from tests.rollout.joining.joining import SteppedLoop
 
 
-def check_against_the_answer(told: Told, batch: BatchRun, shadow: bool) -> None:
-    """The events of the whole batch say what its answer says."""
-    assert [number for number, _ in told] == list(range(1, len(told) + 1))
-    assert isinstance(told[0][1], BatchStarted)
-    done = told[-1][1]
+def check_events_match_answer(events: Events, batch: BatchRun, shadow: bool) -> None:
+    """Check that the events of the whole batch agree with its answer."""
+    assert [number for number, _ in events] == list(range(1, len(events) + 1))
+    assert isinstance(events[0][1], BatchStarted)
+    done = events[-1][1]
     assert isinstance(done, BatchDone)
     assert done is batch.end
-    decided = [event.result for _, event in told if isinstance(event, GroupEnded)]
+    decided = [event.result for _, event in events if isinstance(event, GroupEnded)]
     assert {id(result) for result in decided} == {id(result) for result in done.results}
-    candidates = heard(told)
+    candidates = by_candidate(events)
     assert all(candidate.end is not None for candidate in candidates.values())
     for result in done.results:
         if result.error is not None:
@@ -69,21 +69,19 @@ def check_against_the_answer(told: Told, batch: BatchRun, shadow: bool) -> None:
             assert end.cut or length == len(ends[index].token_ids)
         if not shadow:
             assert result.record is not None
-            told_off = {
-                i: (c.end.length, c.end.reason) for i, c in ends.items() if isinstance(c.end, CandidateDiscarded)
-            }
-            assert told_off == discarded(result.record)
+            actual = {i: (c.end.length, c.end.reason) for i, c in ends.items() if isinstance(c.end, CandidateDiscarded)}
+            assert actual == discarded(result.record)
 
 
 def discarded(record: GroupRecord) -> dict[int, tuple[int, DiscardReason]]:
     return {c.index: (c.tokens, c.reason) for c in record.candidates if c.reason is not None}
 
 
-def check_repeats(told: Told, again: Told, after: int) -> None:
-    """What is told again is the same, but for tokens of candidates that were discarded."""
-    gone = {event.trajectory_id for _, event in told if isinstance(event, CandidateDiscarded)}
-    wanted = [(n, e) for n, e in told[after:] if not (isinstance(e, TokenDelta) and e.trajectory_id in gone)]
-    assert again == wanted
+def check_replay(events: Events, replayed: Events, after: int) -> None:
+    """Check that replayed events are the same, except for tokens of discarded candidates."""
+    gone = {event.trajectory_id for _, event in events if isinstance(event, CandidateDiscarded)}
+    expected = [(n, e) for n, e in events[after:] if not (isinstance(e, TokenDelta) and e.trajectory_id in gone)]
+    assert replayed == expected
 
 
 @given(
@@ -95,42 +93,44 @@ def check_repeats(told: Told, again: Told, after: int) -> None:
     pauses=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     enough=st.integers(1, 6) | st.none(),
 )
-def test_events_are_the_answer_and_can_be_told_again_from_anywhere(
+def test_events_match_the_answer_and_can_be_replayed_from_any_number(
     seed: int, policy: str, faults: float, chunk: int, prompts: int, pauses: list[int], enough: int | None
 ) -> None:
     async def scenario() -> None:
-        house = House(scripted(seed, faults))
+        harness = Harness(random_script(seed, faults))
         num_groups = None if enough is None else min(enough, prompts)
-        batch = await batches(house, policy).open(ask(prompts, num_groups=num_groups), tokens(chunk), claim())
-        told = await play(house, asyncio.ensure_future(hear(batch, pauses=pauses)))
-        check_against_the_answer(told, batch, policy == "shadow")
-        for after in range(len(told) + 1):
-            check_repeats(told, await hear(batch, after), after)
-        await house.engine.run()
+        batch = await new_registry(harness, policy).open(
+            batch_request(prompts, num_groups=num_groups), token_stream(chunk), idempotency_key()
+        )
+        events = await play(harness, asyncio.ensure_future(read_events(batch, pauses=pauses)))
+        check_events_match_answer(events, batch, policy == "shadow")
+        for after in range(len(events) + 1):
+            check_replay(events, await read_events(batch, after), after)
+        await harness.engine.run()
         await settle()
-        assert house.rollouts.running == 0
+        assert harness.rollouts.running == 0
 
-    on_stepped_time(scenario())
+    run_on_stepped_clock(scenario())
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), policy=st.sampled_from(POLICIES), leave=st.integers(1, 40))
-def test_one_that_comes_back_in_the_middle_hears_the_rest(seed: int, policy: str, leave: int) -> None:
+def test_a_listener_that_reconnects_gets_the_remaining_events(seed: int, policy: str, leave: int) -> None:
     async def scenario() -> None:
-        house = House(scripted(seed, 0.1))
-        batch = await batches(house, policy).open(ask(4), tokens(2), claim())
-        first: Told = []
+        harness = Harness(random_script(seed, 0.1))
+        batch = await new_registry(harness, policy).open(batch_request(4), token_stream(2), idempotency_key())
+        first: Events = []
         with batch.listen() as listener:
             while len(first) < leave and not (first and isinstance(first[-1][1], BatchDone)):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0):
                         if (found := await listener.next()) is not None:
                             first.append(found)
-                await house.engine.step()
-        rest = await play(house, asyncio.ensure_future(hear(batch, len(first))))
-        check_against_the_answer(first + rest, batch, policy == "shadow")
+                await harness.engine.step()
+        rest = await play(harness, asyncio.ensure_future(read_events(batch, len(first))))
+        check_events_match_answer(first + rest, batch, policy == "shadow")
 
-    on_stepped_time(scenario())
+    run_on_stepped_clock(scenario())
 
 
 pytestmark = pytest.mark.anyio
@@ -141,82 +141,82 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
     return ("asyncio", {"loop_factory": SteppedLoop})
 
 
-async def test_tokens_come_in_chunks_and_the_rest_at_the_end() -> None:
-    house = House(lengths(10))
-    batch = await batches(house, "off").open(ask(1, size=1), tokens(4))
-    told = await play(house, asyncio.ensure_future(hear(batch)))
-    deltas = [(e.start, list(e.token_ids)) for _, e in told if isinstance(e, TokenDelta)]
+async def test_tokens_are_sent_in_chunks_and_the_rest_at_the_end() -> None:
+    harness = Harness(lengths(10))
+    batch = await new_registry(harness, "off").open(batch_request(1, size=1), token_stream(4))
+    events = await play(harness, asyncio.ensure_future(read_events(batch)))
+    deltas = [(e.start, list(e.token_ids)) for _, e in events if isinstance(e, TokenDelta)]
     assert deltas == [(0, [0, 1, 2, 3]), (4, [4, 5, 6, 7]), (8, [8, 9])]
 
 
-async def test_a_listener_that_stalls_makes_nothing_pile_up_and_then_hears_all_at_once() -> None:
-    house = House(lengths(200))
-    batch = await batches(house, "off").open(ask(3, size=2), tokens(1), claim())
+async def test_a_stalled_listener_buffers_nothing_and_then_gets_large_deltas() -> None:
+    harness = Harness(lengths(200))
+    batch = await new_registry(harness, "off").open(batch_request(3, size=2), token_stream(1), idempotency_key())
     with batch.listen() as listener:
         assert await listener.next() is not None
         for _ in range(190):
-            await house.engine.step()
+            await harness.engine.step()
         assert batch.feed.log_length == 1
-        told = [await listener.next() for _ in range(6)]
+        events = [await listener.next() for _ in range(6)]
     assert all(
-        found is not None and isinstance(found[1], TokenDelta) and len(found[1].token_ids) >= 180 for found in told
+        found is not None and isinstance(found[1], TokenDelta) and len(found[1].token_ids) >= 180 for found in events
     )
 
 
-async def test_of_a_batch_that_is_heard_once_nothing_is_written_down() -> None:
-    house = House(lengths(30))
-    batch = await batches(house, "off").open(ask(3, size=2), tokens(1))
-    told = await play(house, asyncio.ensure_future(hear(batch)))
-    assert len(told) > 20
+async def test_events_of_a_batch_without_replay_are_not_kept() -> None:
+    harness = Harness(lengths(30))
+    batch = await new_registry(harness, "off").open(batch_request(3, size=2), token_stream(1))
+    events = await play(harness, asyncio.ensure_future(read_events(batch)))
+    assert len(events) > 20
     assert batch.feed.log_length == 0
 
 
-async def test_two_who_listen_at_the_same_time_hear_the_same() -> None:
-    house = House(lengths(9, 12, 15, 18))
-    batch = await batches(house, "shortest").open(ask(3), tokens(2), claim())
-    slow = asyncio.ensure_future(hear(batch, pauses=(3,)))
-    told = await play(house, asyncio.ensure_future(hear(batch)))
-    again = await play(house, slow)
-    gone = {event.trajectory_id for _, event in told if isinstance(event, CandidateDiscarded)}
+async def test_concurrent_listeners_get_the_same_events() -> None:
+    harness = Harness(lengths(9, 12, 15, 18))
+    batch = await new_registry(harness, "shortest").open(batch_request(3), token_stream(2), idempotency_key())
+    slow = asyncio.ensure_future(read_events(batch, pauses=(3,)))
+    events = await play(harness, asyncio.ensure_future(read_events(batch)))
+    again = await play(harness, slow)
+    gone = {event.trajectory_id for _, event in events if isinstance(event, CandidateDiscarded)}
     assert [
-        one for one in told if one in again or not (isinstance(one[1], TokenDelta) and one[1].trajectory_id in gone)
+        one for one in events if one in again or not (isinstance(one[1], TokenDelta) and one[1].trajectory_id in gone)
     ] == again
-    check_against_the_answer(told, batch, shadow=False)
+    check_events_match_answer(events, batch, shadow=False)
 
 
-async def test_groups_alone_are_told_as_they_are_decided() -> None:
-    house = House(lambda prompt, index: Script(10 - int(prompt)))
-    batch = await batches(house, "shortest").open(ask(3), AnswerFormat(StreamMode.GROUPS))
-    told = await play(house, asyncio.ensure_future(hear(batch)))
-    assert [e.result.number for _, e in told if isinstance(e, GroupEnded)] == [2, 1, 0]
-    assert [type(e) for _, e in told] == [BatchStarted, GroupEnded, GroupEnded, GroupEnded, BatchDone]
+async def test_a_groups_stream_has_one_event_per_group_as_it_ends() -> None:
+    harness = Harness(lambda prompt, index: Script(10 - int(prompt)))
+    batch = await new_registry(harness, "shortest").open(batch_request(3), AnswerFormat(StreamMode.GROUPS))
+    events = await play(harness, asyncio.ensure_future(read_events(batch)))
+    assert [e.result.number for _, e in events if isinstance(e, GroupEnded)] == [2, 1, 0]
+    assert [type(e) for _, e in events] == [BatchStarted, GroupEnded, GroupEnded, GroupEnded, BatchDone]
 
 
-async def test_trajectories_are_told_before_their_group_is_decided() -> None:
-    house = House(lengths(5, 6, 7, 30, 31, 32))
-    batch = await batches(house, "longest").open(ask(1), tokens(100))
-    told = await play(house, asyncio.ensure_future(hear(batch)))
-    order = [type(event) for _, event in told]
+async def test_selected_trajectories_are_sent_before_their_group_ends() -> None:
+    harness = Harness(lengths(5, 6, 7, 30, 31, 32))
+    batch = await new_registry(harness, "longest").open(batch_request(1), token_stream(100))
+    events = await play(harness, asyncio.ensure_future(read_events(batch)))
+    order = [type(event) for _, event in events]
     assert order.index(TrajectorySelected) < order.index(GroupEnded) - 4
 
 
-async def test_who_listens_to_a_cancelled_batch_hears_an_error_and_the_engine_is_idle() -> None:
-    house = House(lengths(50))
-    ours = batches(house, "shortest")
-    batch = await ours.open(ask(2), tokens(2), claim())
-    listening = asyncio.ensure_future(hear(batch))
+async def test_listeners_of_a_cancelled_batch_get_an_error_and_the_engine_is_idle() -> None:
+    harness = Harness(lengths(50))
+    registry = new_registry(harness, "shortest")
+    batch = await registry.open(batch_request(2), token_stream(2), idempotency_key())
+    listening = asyncio.ensure_future(read_events(batch))
     for _ in range(5):
-        await house.engine.step()
-    assert ours.cancel(batch.batch_id)
-    told = await listening
-    assert isinstance(told[-1][1], BatchFailed)
+        await harness.engine.step()
+    assert registry.cancel(batch.batch_id)
+    events = await listening
+    assert isinstance(events[-1][1], BatchFailed)
     await settle()
-    assert not house.engine.running
-    assert house.rollouts.running == 0
-    assert await hear(batch, len(told)) == []
+    assert not harness.engine.running
+    assert harness.rollouts.running == 0
+    assert await read_events(batch, len(events)) == []
 
 
-async def test_looking_that_takes_long_is_done_less_often() -> None:
+async def test_slow_polls_are_done_less_often() -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SteppedLoop)
 
@@ -224,30 +224,30 @@ async def test_looking_that_takes_long_is_done_less_often() -> None:
         loop.now += 1
         return slice_from(output, start)
 
-    house = House(lengths(3, 50))
-    house.engine.tokens_from = slow  # type: ignore[method-assign]
-    batch = await batches(house, "longest").open(ask(1), tokens(1))
-    listening = asyncio.ensure_future(hear(batch))
+    harness = Harness(lengths(3, 50))
+    harness.engine.tokens_from = slow  # type: ignore[method-assign]
+    batch = await new_registry(harness, "longest").open(batch_request(1), token_stream(1))
+    listening = asyncio.ensure_future(read_events(batch))
     for _ in range(10):
-        await house.engine.step()
-    told = batch.feed.last_number
-    assert told > 1
+        await harness.engine.step()
+    events = batch.feed.last_number
+    assert events > 1
     for seconds, more in ((9.9, False), (0.2, True)):
         loop.now += seconds
-        await house.engine.step()
-        assert (batch.feed.last_number > told) == more
+        await harness.engine.step()
+        assert (batch.feed.last_number > events) == more
     listening.cancel()
 
 
-async def test_a_fault_in_making_events_is_told_and_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_while_creating_events_is_sent_as_the_last_event(caplog: pytest.LogCaptureFixture) -> None:
     def broken(output: list[int], start: int) -> TokenSlice:
         raise RuntimeError("a fault")
 
-    house = House(lengths(3, 50))
-    house.engine.tokens_from = broken  # type: ignore[method-assign]
-    batch = await batches(house, "longest").open(ask(1), tokens(100))
-    told = await play(house, asyncio.ensure_future(hear(batch)))
-    assert isinstance(told[-1][1], BatchFailed)
+    harness = Harness(lengths(3, 50))
+    harness.engine.tokens_from = broken  # type: ignore[method-assign]
+    batch = await new_registry(harness, "longest").open(batch_request(1), token_stream(100))
+    events = await play(harness, asyncio.ensure_future(read_events(batch)))
+    assert isinstance(events[-1][1], BatchFailed)
     assert "the events of batch" in caplog.text
     await settle()
-    assert not house.engine.running
+    assert not harness.engine.running

@@ -13,7 +13,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.submission import BatchRequest, GroupResult, Submission
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, Outcome, PromptSpec, Sample
-from tests.rollout.helpers import House
+from tests.rollout.helpers import Harness
 
 pytestmark = pytest.mark.anyio
 SIZE = 4
@@ -25,7 +25,7 @@ POLICIES = {
 
 
 class Texts:
-    """Makes requests that are the prompts' texts; a text with an ``x`` is refused."""
+    """Create requests that are the prompts' texts; refuse texts with an ``x``."""
 
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if "x" in (prompt.text or "x"):
@@ -49,68 +49,68 @@ def script(prompt: str, index: int) -> Script:
     return Script(int(prompt) + index, error=CandidateFailed("broken") if prompt == "7" else None)
 
 
-async def submit(house: House, batch: BatchRequest, default: str = "shortest") -> Submission[str, list[int]]:
+async def submit(harness: Harness, batch: BatchRequest, default: str = "shortest") -> Submission[str, list[int]]:
     def new_planner(overrides: Mapping[str, object]) -> Planner:
         return Planner(POLICIES, str(overrides.get("name", default)), Limits(64))
 
-    return await Submission.prepare(batch, house.rollouts, Texts(), new_planner)
+    return await Submission.prepare(batch, harness.rollouts, Texts(), new_planner)
 
 
-def asked(*texts: str, **more: object) -> BatchRequest:
+def batch_request(*texts: str, **more: object) -> BatchRequest:
     return BatchRequest([PromptSpec(text=text) for text in texts], SIZE, **more)  # type: ignore[arg-type]
 
 
-async def play(house: House, submission: Submission[str, list[int]]) -> list[GroupResult]:
+async def play(harness: Harness, submission: Submission[str, list[int]]) -> list[GroupResult]:
     async def collect() -> list[GroupResult]:
         return [result async for result in submission.results()]
 
     waiting = asyncio.create_task(collect())
     await settle()
-    await house.engine.run()
+    await harness.engine.run()
     return await waiting
 
 
-async def test_groups_come_as_they_are_decided_with_their_samples_and_records() -> None:
-    house = House(script)
-    results = await play(house, await submit(house, asked("30", "10", "20")))
+async def test_groups_are_yielded_as_they_end_with_samples_and_records() -> None:
+    harness = Harness(script)
+    results = await play(harness, await submit(harness, batch_request("30", "10", "20")))
     assert [result.number for result in results] == [1, 2, 0]
     for result in results:
         assert result.record is not None
         assert sorted(result.samples) == [c.index for c in result.record.selected] == [0, 1, 2, 3]
         assert result.prompt_key == result.record.prompt_key
         assert result.group_id == result.record.group_id
-    assert house.rollouts.running == 0
+    assert harness.rollouts.running == 0
 
 
-async def test_a_failing_group_is_an_error_of_its_own() -> None:
-    house = House(script)
-    results = await play(house, await submit(house, asked("7", "10")))
+async def test_a_failing_group_has_an_error_and_the_others_do_not() -> None:
+    harness = Harness(script)
+    results = await play(harness, await submit(harness, batch_request("7", "10")))
     errors = {result.number: result.error for result in results}
     assert isinstance(errors[0], CandidateFailed)
     assert errors[1] is None
 
 
 async def test_prompts_that_take_longest_start_first() -> None:
-    house = House(script)
-    await play(house, await submit(house, asked("10", "30", "20")))
-    house.engine.started.clear()
-    await play(house, await submit(house, asked("10", "30", "20", "11")))
-    order = list(dict.fromkeys(candidate.request for candidate in house.engine.started))
+    harness = Harness(script)
+    await play(harness, await submit(harness, batch_request("10", "30", "20")))
+    harness.engine.started.clear()
+    await play(harness, await submit(harness, batch_request("10", "30", "20", "11")))
+    order = list(dict.fromkeys(candidate.request for candidate in harness.engine.started))
     assert order.index("30") < order.index("20") < order.index("10"), "11 is new and counts as typical"
 
 
-async def test_a_budget_is_spent_to_the_last_candidate_whatever_the_policy() -> None:
+async def test_a_budget_is_spent_exactly_under_any_policy() -> None:
     for policy in ("shortest", "darts"):
-        house = House(script)
-        submission = await submit(house, asked("10", "30", "20", policy={"name": policy}, budget=17))
-        results = await play(house, submission)
+        harness = Harness(script)
+        submission = await submit(harness, batch_request("10", "30", "20", policy={"name": policy}, budget=17))
+        results = await play(harness, submission)
         assert sum(len(result.record.candidates) for result in results if result.record) == 17
 
 
-async def test_all_groups_share_one_deadline_however_many_they_are() -> None:
-    house = House(script)
-    await play(house, await submit(house, asked(*map(str, range(10, 30))), "cut"))
-    [batch] = house.recorder.batches
+async def test_all_groups_of_a_batch_share_one_deadline() -> None:
+    harness = Harness(script)
+    await play(harness, await submit(harness, batch_request(*map(str, range(10, 30))), "cut"))
+    [batch] = harness.recorder.cohorts
     assert (batch.groups, batch.policy) == (20, "cut")
     assert batch.deadline is not None
 
@@ -118,65 +118,65 @@ async def test_all_groups_share_one_deadline_however_many_they_are() -> None:
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
-        (asked(), "prompts"),
-        (asked("10", "x"), "prompts[1].text"),
-        (asked("10", sampling={"any": 1}), "sampling.any"),
-        (asked("10", policy={"name": "none"}), "policy"),
-        (asked("10", budget=3), "budget"),
-        (asked("10", budget=9), "budget"),
-        (asked("10", num_groups=2), "num_groups"),
-        (asked("10", num_groups=0), "num_groups"),
+        (batch_request(), "prompts"),
+        (batch_request("10", "x"), "prompts[1].text"),
+        (batch_request("10", sampling={"any": 1}), "sampling.any"),
+        (batch_request("10", policy={"name": "none"}), "policy"),
+        (batch_request("10", budget=3), "budget"),
+        (batch_request("10", budget=9), "budget"),
+        (batch_request("10", num_groups=2), "num_groups"),
+        (batch_request("10", num_groups=0), "num_groups"),
         (BatchRequest([PromptSpec(text="10")], 65), "n"),
     ],
 )
-async def test_a_wrong_batch_starts_nothing(wrong: BatchRequest, field: str) -> None:
-    house = House(script)
+async def test_an_invalid_batch_starts_nothing(wrong: BatchRequest, field: str) -> None:
+    harness = Harness(script)
     with pytest.raises(InvalidRequest) as refused:
-        await submit(house, wrong)
+        await submit(harness, wrong)
     assert refused.value.field == field
-    assert not house.engine.started
+    assert not harness.engine.started
 
 
-async def test_leaving_stops_everything_and_ends_the_batch() -> None:
-    house = House(script)
-    submission = await submit(house, asked(*map(str, range(10, 20))), "cut")
+async def test_leaving_early_stops_everything_and_ends_the_cohort() -> None:
+    harness = Harness(script)
+    submission = await submit(harness, batch_request(*map(str, range(10, 20))), "cut")
     async with aclosing(submission.results()) as results:
         first = asyncio.create_task(anext(results))
         await settle()
         for _ in range(20):
-            await house.engine.step()
+            await harness.engine.step()
         assert (await first).number == 0
     await settle()
-    assert not house.engine.running
-    assert house.rollouts.running == 0
-    [batch] = house.recorder.batches
+    assert not harness.engine.running
+    assert harness.rollouts.running == 0
+    [batch] = harness.recorder.cohorts
     assert batch.groups == 10
 
 
-async def test_enough_groups_stop_the_others_which_are_told_and_end_cancelled() -> None:
-    house = House(script)
-    submission = await submit(house, asked("30", "10", "7", "20", "31", num_groups=2), "cut")
-    results = await play(house, submission)
+async def test_enough_groups_cancel_the_others_which_are_listed_as_unfinished() -> None:
+    harness = Harness(script)
+    submission = await submit(harness, batch_request("30", "10", "7", "20", "31", num_groups=2), "cut")
+    results = await play(harness, submission)
     assert [(result.number, result.error is None) for result in results] == [(1, True), (2, False), (3, True)]
     assert [(u.number, u.prompt_key) for u in submission.unfinished] == [(0, "key of 30"), (4, "key of 31")]
-    outcomes = {record.group_id[-1]: record.outcome for record in house.recorder.records}
+    outcomes = {record.group_id[-1]: record.outcome for record in harness.recorder.records}
     assert outcomes["0"] == outcomes["4"] == Outcome.CANCELLED
-    assert house.rollouts.running == 0
-    assert len(house.recorder.batches) == 1
+    assert harness.rollouts.running == 0
+    assert len(harness.recorder.cohorts) == 1
 
 
-async def test_where_too_few_groups_can_succeed_all_are_given() -> None:
-    house = House(script)
-    submission = await submit(house, asked("7", "10", "7", "20", num_groups=3))
-    assert len(await play(house, submission)) == 4
+async def test_all_groups_are_yielded_if_too_few_succeed() -> None:
+    harness = Harness(script)
+    submission = await submit(harness, batch_request("7", "10", "7", "20", num_groups=3))
+    assert len(await play(harness, submission)) == 4
     assert submission.unfinished == []
 
 
-async def test_leaving_before_anything_began_ends_the_batch_too() -> None:
-    house = House(script)
-    submission = await submit(house, asked("10", "20"), "cut")
+async def test_leaving_before_the_start_ends_the_cohort() -> None:
+    harness = Harness(script)
+    submission = await submit(harness, batch_request("10", "20"), "cut")
     waiting = asyncio.create_task(anext(submission.results()))
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     await settle()
-    assert not house.engine.running
+    assert not harness.engine.running

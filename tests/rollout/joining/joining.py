@@ -1,4 +1,4 @@
-"""Callers of single requests on the scripted engine, and a clock that only the test moves."""
+"""Callers of single requests on the scripted engine, and a clock that only the test advances."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from tests.policy.oracle import Fate
 from tests.rollout.helpers import Documents, Recorder
 
 WAIT = 5.0
-"""Seconds of quiet after which a group is sealed short."""
+"""Seconds without a further request after which a group is closed short."""
 SHORTEST = Shaping(redundancy=1.5, num_longest=0)
 SAMPLED = Shaping(redundancy=1.5, num_longest=1)
 POLICIES = {
@@ -34,7 +34,7 @@ POLICIES = {
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
-    """Its timers go by a clock that stands still until it is moved."""
+    """An event loop whose clock stands still until a test advances it."""
 
     now = 0.0
 
@@ -43,8 +43,8 @@ class SteppedLoop(asyncio.SelectorEventLoop):
 
 
 @dataclass(frozen=True)
-class Signed:
-    """A trajectory that says whose it is: candidate ``index`` of ``request``."""
+class SignedOutput:
+    """A trajectory with its origin: candidate ``index`` of ``request``."""
 
     request: str
     index: int
@@ -69,19 +69,21 @@ class SigningCandidate:
     def stop(self) -> int:
         return self._candidate.stop()
 
-    async def result(self) -> CandidateResult[Signed]:
+    async def result(self) -> CandidateResult[SignedOutput]:
         result = await self._candidate.result()
         if result.finish_reason is None:
             await self._aborted.wait()
         return CandidateResult(
-            result.tokens, result.finish_reason, Signed(self._candidate.request, self._candidate.index, result.tokens)
+            result.tokens,
+            result.finish_reason,
+            SignedOutput(self._candidate.request, self._candidate.index, result.tokens),
         )
 
 
 class SigningEngine:
-    """The scripted engine with outputs that can be told apart.
+    """The scripted engine with outputs that name their origin.
 
-    ``aborted``: while it is not set, nothing comes of candidates that were stopped.
+    ``aborted``: while it is not set, stopped candidates do not end.
     """
 
     def __init__(self, engine: ScriptedEngine) -> None:
@@ -102,28 +104,28 @@ class SigningEngine:
     async def start(self, request: str, index: int, probe: Probe | None = None) -> SigningCandidate:
         return SigningCandidate(await self._engine.start(request, index, probe), self.aborted)
 
-    def truncate(self, request: str, output: Signed, tokens: int) -> Signed:
+    def truncate(self, request: str, output: SignedOutput, tokens: int) -> SignedOutput:
         assert output.tokens >= tokens
-        return Signed(output.request, output.index, tokens)
+        return SignedOutput(output.request, output.index, tokens)
 
-    def tokens_from(self, output: Signed, start: int) -> TokenSlice:
+    def tokens_from(self, output: SignedOutput, start: int) -> TokenSlice:
         return TokenSlice(range(start, output.tokens), None)
 
-    def token_ids(self, request: str, output: Signed) -> tuple[list[int], list[int]]:
+    def token_ids(self, request: str, output: SignedOutput) -> tuple[list[int], list[int]]:
         return list(map(ord, output.request)), [output.index] * output.tokens
 
 
-class RecordedRollouts(Rollouts[str, Signed]):
-    """Records the groups that were started, with tails that can be repeated."""
+class RecordedRollouts(Rollouts[str, SignedOutput]):
+    """Record the groups that were started, and give them reproducible tail seeds."""
 
     def __init__(self, engine: SigningEngine, tail_seed: int, *args: Any, **more: Any) -> None:
         super().__init__(engine, *args, **more)
-        self.begun: dict[str, GroupRun[str, Signed]] = {}
+        self.runs: dict[str, GroupRun[str, SignedOutput]] = {}
         self._tail_seed = tail_seed
 
-    def collect(self, spec: GroupSpec[str], on_end: Callable[[], None] = lambda: None) -> GroupRun[str, Signed]:
-        run = super().collect(replace(spec, tail_seed=(self._tail_seed, len(self.begun))), on_end)
-        self.begun[spec.group_id] = run
+    def collect(self, spec: GroupSpec[str], on_end: Callable[[], None] = lambda: None) -> GroupRun[str, SignedOutput]:
+        run = super().collect(replace(spec, tail_seed=(self._tail_seed, len(self.runs))), on_end)
+        self.runs[spec.group_id] = run
         return run
 
 
@@ -133,23 +135,23 @@ class Caller:
 
     name: str
     prompt: str
-    task: asyncio.Task[Signed] = field(init=False)
+    task: asyncio.Task[SignedOutput] = field(init=False)
     group_id: str = ""
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         self.task.cancel()
 
     @property
-    def served(self) -> bool:
+    def is_answered(self) -> bool:
         return self.task.done() and not self.task.cancelled() and self.task.exception() is None
 
     @property
-    def got(self) -> Signed:
+    def result(self) -> SignedOutput:
         return self.task.result()
 
 
-class Hall:
-    """Where callers meet. Groups have ``size`` trajectories."""
+class JoiningHarness:
+    """The rollout room on a scripted engine, with callers. Groups have ``size`` trajectories."""
 
     def __init__(
         self,
@@ -178,8 +180,8 @@ class Hall:
         )
         self.rollouts.observe(self.recorder)
 
-    def come(self, caller: str, prompt: str = "p", name: str | None = None) -> Caller:
-        """A caller comes. ``name``: its name for the group."""
+    def send(self, caller: str, prompt: str = "p", name: str | None = None) -> Caller:
+        """Send a caller's request. ``name``: its name for the group."""
         new = Caller(caller, prompt)
         joining = self.joining(caller, prompt, name)
         new.task = asyncio.create_task(
@@ -193,14 +195,14 @@ class Hall:
         assert plan is not None
         return JoinRequest(f"{prompt}:{caller}", caller, plan, prompt, f"{name}/{prompt}", name)
 
-    async def all_come(self, count: int | None = None, prompt: str = "p") -> list[Caller]:
+    async def send_all(self, count: int | None = None, prompt: str = "p") -> list[Caller]:
         first = len(self.callers)
-        callers = [self.come(f"c{first + i}", prompt) for i in range(self.size if count is None else count)]
+        callers = [self.send(f"c{first + i}", prompt) for i in range(self.size if count is None else count)]
         await settle()
         return callers
 
-    async def quiet(self, seconds: float = WAIT) -> None:
-        """Time passes, on the clock that timers go by."""
+    async def advance_clock(self, seconds: float = WAIT) -> None:
+        """Advance the event loop's clock."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SteppedLoop)
         loop.now += seconds
@@ -215,8 +217,8 @@ class Hall:
         return record
 
     def fates(self, group_id: str) -> dict[int, Fate]:
-        """How every candidate of a group would end if nobody stopped it."""
-        run = self.rollouts.begun[group_id]
+        """How every candidate of a group would end if it were not stopped."""
+        run = self.rollouts.runs[group_id]
         fates = {}
         for candidate in run._group.candidates:
             script = self.script(*run._request_of(candidate.index))
@@ -225,16 +227,16 @@ class Hall:
 
     def origin(self, group_id: str, index: int) -> tuple[str, int]:
         """Request of a candidate, and its number among that request's."""
-        return self.rollouts.begun[group_id]._request_of(index)
+        return self.rollouts.runs[group_id]._request_of(index)
 
     def seats(self, group_id: str) -> Sequence[Any]:
-        """Those of a group that runs."""
+        """The seats of a running group."""
         groups = [g for groups in self.rollouts.joiner._groups.values() for g in groups]
         [group] = [g for g in groups if g.group_id == group_id]
         return group._seats
 
     async def assert_empty(self) -> None:
-        """Nothing is left of anything."""
+        """Check that nothing runs and no group or task is left."""
         await settle()
         assert self.engine.running == []
         assert self.rollouts.running == 0
@@ -242,22 +244,22 @@ class Hall:
         assert asyncio.all_tasks() == self._others
 
 
-def by_caller(*each: int) -> Hall:
-    """A hall of groups of 4 shortest. The i-th caller's own candidate has the i-th length; all others the last."""
+def by_caller(*each: int) -> JoiningHarness:
+    """A harness of groups of 4 shortest. The i-th caller's own candidate has the i-th length; all others the last."""
 
     def script(request: str, index: int) -> Script:
         number = int(request.partition(":c")[2])
         return Script(each[number] if index == 0 and number < len(each) - 1 else each[-1])
 
-    return Hall(script, SHORTEST)
+    return JoiningHarness(script, SHORTEST)
 
 
 def same_group(callers: list[Caller]) -> bool:
     return len({c.group_id for c in callers}) == 1
 
 
-async def finish(hall: Hall, callers: list[Caller]) -> list[object]:
-    await hall.engine.run()
+async def finish(harness: JoiningHarness, callers: list[Caller]) -> list[object]:
+    await harness.engine.run()
     results = await asyncio.gather(*(c.task for c in callers), return_exceptions=True)
-    await hall.assert_empty()
+    await harness.assert_empty()
     return list(results)

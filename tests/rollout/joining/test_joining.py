@@ -19,7 +19,7 @@ from tests.rollout.joining.joining import (
     SHORTEST,
     WAIT,
     Caller,
-    Hall,
+    JoiningHarness,
     SteppedLoop,
     by_caller,
     finish,
@@ -40,318 +40,322 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 
 
 def indices(callers: list[Caller]) -> list[tuple[str, int]]:
-    return sorted((c.got.request, c.got.index) for c in callers)
+    return sorted((c.result.request, c.result.index) for c in callers)
 
 
 # --- seats and the seal ----------------------------------------------------------
 
 
 async def test_every_request_starts_a_candidate_of_its_own_at_once() -> None:
-    hall = Hall(lengths(9), SHORTEST)
+    harness = JoiningHarness(lengths(9), SHORTEST)
     for number in range(1, 4):
-        caller = hall.come(f"c{number}")
+        caller = harness.send(f"c{number}")
         await settle()
-        assert [c.request for c in hall.engine.running] == [f"p:c{i}" for i in range(1, number + 1)]
-        assert {c.index for c in hall.engine.running} == {0}
+        assert [c.request for c in harness.engine.running] == [f"p:c{i}" for i in range(1, number + 1)]
+        assert {c.index for c in harness.engine.running} == {0}
         assert caller.group_id == "group-c1"
-        await hall.engine.step()
-    for caller in hall.callers:
-        caller.hang_up()
-    await hall.assert_empty()
+        await harness.engine.step()
+    for caller in harness.callers:
+        caller.disconnect()
+    await harness.assert_empty()
 
 
-async def test_the_last_seat_seals_the_group_and_the_extra_candidates_start() -> None:
-    hall = Hall(lengths(9), SHORTEST)
-    callers = await hall.all_come()
-    assert hall.recorder.started == 6
-    extras = [(c.request, c.index) for c in hall.engine.started[4:]]
+async def test_the_last_request_closes_the_group_and_starts_the_extra_candidates() -> None:
+    harness = JoiningHarness(lengths(9), SHORTEST)
+    callers = await harness.send_all()
+    assert harness.recorder.started == 6
+    extras = [(c.request, c.index) for c in harness.engine.started[4:]]
     assert extras == [("p:c0", 4), ("p:c0", 5)], "of the first request, beyond its own and those of the others"
-    await finish(hall, callers)
-    assert all(c.served for c in callers)
+    await finish(harness, callers)
+    assert all(c.is_answered for c in callers)
     assert same_group(callers)
-    assert hall.record("group-c0").outcome is Outcome.COMPLETED
+    assert harness.record("group-c0").outcome is Outcome.COMPLETED
 
 
-async def test_quiet_seals_the_group_short_and_each_request_starts_it_anew() -> None:
-    hall = Hall(lengths(9), SHORTEST)
+async def test_the_timeout_closes_the_group_short_and_each_request_restarts_it() -> None:
+    harness = JoiningHarness(lengths(9), SHORTEST)
     for name in ("c0", "c1", "c2"):
-        hall.come(name)
+        harness.send(name)
         await settle()
-        await hall.quiet(WAIT - 0.5)
-    assert hall.recorder.started == 3
-    await hall.quiet(0.5)
-    assert hall.recorder.started == 5, "1.5 times those who came"
-    await finish(hall, hall.callers)
-    assert len({c.got for c in hall.callers}) == 3
-    assert hall.record("group-c0").size == 3
+        await harness.advance_clock(WAIT - 0.5)
+    assert harness.recorder.started == 3
+    await harness.advance_clock(0.5)
+    assert harness.recorder.started == 5, "1.5 times those who came"
+    await finish(harness, harness.callers)
+    assert len({c.result for c in harness.callers}) == 3
+    assert harness.record("group-c0").size == 3
 
 
-async def test_what_finished_while_the_group_gathered_counts_by_its_length() -> None:
-    hall = by_caller(20, 3, 2, 30, 25)
-    first = await hall.all_come(3)
-    await hall.steps(10)
-    late = hall.come("c3")
-    await finish(hall, [*first, late])
-    assert sorted(c.got.tokens for c in hall.callers) == [2, 3, 20, 25]
+async def test_candidates_that_finish_before_the_group_is_closed_count_by_length() -> None:
+    harness = by_caller(20, 3, 2, 30, 25)
+    first = await harness.send_all(3)
+    await harness.steps(10)
+    late = harness.send("c3")
+    await finish(harness, [*first, late])
+    assert sorted(c.result.tokens for c in harness.callers) == [2, 3, 20, 25]
 
 
-async def test_candidates_are_not_stopped_while_the_group_gathers() -> None:
-    hall = by_caller(2, 3, 50, 50, 60)
-    await hall.all_come(3)
-    await hall.steps(40)
-    assert len(hall.engine.running) == 1
-    await hall.all_come(1)
-    await finish(hall, hall.callers)
-    assert {c.got.tokens for c in hall.callers} == {2, 3, 50}
+async def test_no_candidate_is_stopped_before_the_group_is_closed() -> None:
+    harness = by_caller(2, 3, 50, 50, 60)
+    await harness.send_all(3)
+    await harness.steps(40)
+    assert len(harness.engine.running) == 1
+    await harness.send_all(1)
+    await finish(harness, harness.callers)
+    assert {c.result.tokens for c in harness.callers} == {2, 3, 50}
 
 
 # --- missing callers -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_a_caller_alone_gets_its_own_candidate(policy: str) -> None:
+async def test_a_single_caller_gets_its_own_candidate(policy: str) -> None:
     def script(request: str, index: int) -> Script:
         return Script(30 if index == 0 else 2)
 
-    hall = Hall(script, POLICIES[policy])
-    [caller] = await hall.all_come(1)
-    await hall.quiet()
-    await finish(hall, [caller])
-    assert (caller.got.request, caller.got.index, caller.got.tokens) == ("p:c0", 0, 30)
-    assert hall.recorder.started == 1
-    assert hall.record("group-c0").size == 1
+    harness = JoiningHarness(script, POLICIES[policy])
+    [caller] = await harness.send_all(1)
+    await harness.advance_clock()
+    await finish(harness, [caller])
+    assert (caller.result.request, caller.result.index, caller.result.tokens) == ("p:c0", 0, 30)
+    assert harness.recorder.started == 1
+    assert harness.record("group-c0").size == 1
 
 
-async def test_a_size_that_the_policy_cannot_do_is_not_shaped() -> None:
-    hall = Hall(lengths(9), POLICIES["four alone"])
-    callers = await hall.all_come(3)
-    await hall.quiet()
-    await finish(hall, callers)
+async def test_a_size_that_the_policy_does_not_support_is_not_shaped() -> None:
+    harness = JoiningHarness(lengths(9), POLICIES["four alone"])
+    callers = await harness.send_all(3)
+    await harness.advance_clock()
+    await finish(harness, callers)
     assert indices(callers) == [("p:c0", 0), ("p:c1", 0), ("p:c2", 0)]
-    assert hall.recorder.started == 3
+    assert harness.recorder.started == 3
 
 
-async def test_a_sealed_short_group_replaces_what_failed_while_it_gathered() -> None:
-    hall = Hall(lambda request, index: Script(2, error=CandidateFailed("boom")) if index == 0 else Script(6), SAMPLED)
-    callers = await hall.all_come(2)
-    await hall.steps(3)
-    assert hall.engine.running == []
-    await hall.quiet()
-    await finish(hall, callers)
-    assert {c.got.tokens for c in callers} == {6}
-    assert len({c.got for c in callers}) == 2
+async def test_a_group_closed_short_replaces_candidates_that_failed_before() -> None:
+    harness = JoiningHarness(
+        lambda request, index: Script(2, error=CandidateFailed("boom")) if index == 0 else Script(6), SAMPLED
+    )
+    callers = await harness.send_all(2)
+    await harness.steps(3)
+    assert harness.engine.running == []
+    await harness.advance_clock()
+    await finish(harness, callers)
+    assert {c.result.tokens for c in callers} == {6}
+    assert len({c.result for c in callers}) == 2
 
 
 # --- callers that hang up ----------------------------------------------------------
 
 
-async def test_a_hang_up_before_the_seal_leaves_its_seat_and_its_candidate() -> None:
-    hall = by_caller(9, 1, 2, 8, 50)
-    gone, *rest = await hall.all_come(3)
-    gone.hang_up()
+async def test_a_caller_that_disconnects_before_closing_leaves_its_seat_and_candidate() -> None:
+    harness = by_caller(9, 1, 2, 8, 50)
+    gone, *rest = await harness.send_all(3)
+    gone.disconnect()
     await settle()
-    assert len(hall.engine.running) == 3
-    rest += await hall.all_come(1)
-    assert hall.recorder.started == 6, "four seats, whoever sits in them"
-    await hall.steps(60)
-    assert all(c.served for c in rest)
-    assert len({c.got for c in rest}) == 3
-    assert {c.got.tokens for c in rest} < {1, 2, 8, 9}
-    await hall.assert_empty()
+    assert len(harness.engine.running) == 3
+    rest += await harness.send_all(1)
+    assert harness.recorder.started == 6, "four seats, whoever sits in them"
+    await harness.steps(60)
+    assert all(c.is_answered for c in rest)
+    assert len({c.result for c in rest}) == 3
+    assert {c.result.tokens for c in rest} < {1, 2, 8, 9}
+    await harness.assert_empty()
 
 
-async def test_when_the_last_who_waits_has_its_own_what_still_runs_is_stopped() -> None:
+async def test_when_the_last_waiting_caller_is_answered_the_rest_is_stopped() -> None:
     stopped = 0
     for _ in range(TRIALS):
-        hall = by_caller(5, 6, 7, 40, 50)
-        callers = await hall.all_come()
-        callers[0].hang_up()
-        await hall.steps(7)
-        if all(c.served for c in callers[1:]):
+        harness = by_caller(5, 6, 7, 40, 50)
+        callers = await harness.send_all()
+        callers[0].disconnect()
+        await harness.steps(7)
+        if all(c.is_answered for c in callers[1:]):
             stopped += 1
-            record = hall.record("group-c0")
+            record = harness.record("group-c0")
             assert record.outcome is Outcome.CANCELLED
             assert sorted(c.tokens for c in record.selected) == [5, 6, 7]
             assert {c.reason for c in record.candidates if c.selected_as is None} == {DiscardReason.CANCELLED}
-            await hall.assert_empty()
+            await harness.assert_empty()
         else:
-            await hall.engine.run()
-            assert hall.record("group-c0").outcome in (Outcome.COMPLETED, Outcome.CANCELLED)
-            await hall.assert_empty()
+            await harness.engine.run()
+            assert harness.record("group-c0").outcome in (Outcome.COMPLETED, Outcome.CANCELLED)
+            await harness.assert_empty()
     assert 0 < stopped < TRIALS
 
 
 @pytest.mark.parametrize(("come", "window"), [(2, 0.0), (4, 1.0), (4, 0.0)], ids=["gathers", "allocates", "runs"])
-async def test_when_all_hang_up_everything_stops_at_once(come: int, window: float) -> None:
-    hall = Hall(lengths(50), POLICIES["adaptive"], window=window)
-    callers = await hall.all_come(come)
-    await hall.engine.step()
+async def test_when_all_callers_disconnect_everything_stops_at_once(come: int, window: float) -> None:
+    harness = JoiningHarness(lengths(50), POLICIES["adaptive"], window=window)
+    callers = await harness.send_all(come)
+    await harness.engine.step()
     for caller in callers:
-        caller.hang_up()
-    await hall.assert_empty()
-    await hall.quiet(window)
-    assert len(hall.recorder.batches) == (1 if come == 4 and not window else 0)
-    [record] = hall.recorder.records
+        caller.disconnect()
+    await harness.assert_empty()
+    await harness.advance_clock(window)
+    assert len(harness.recorder.cohorts) == (1 if come == 4 and not window else 0)
+    [record] = harness.recorder.records
     assert record.outcome is Outcome.CANCELLED
     assert all(c.tokens <= 1 for c in record.candidates)
 
 
-async def test_a_caller_that_hangs_up_in_its_first_turn_leaves_nothing() -> None:
-    hall = Hall(lengths(50), SAMPLED)
+async def test_a_caller_that_disconnects_in_its_first_turn_leaves_nothing_running() -> None:
+    harness = JoiningHarness(lengths(50), SAMPLED)
     for turns in range(5):
-        caller = hall.come(f"c{turns}")
+        caller = harness.send(f"c{turns}")
         for _ in range(turns):
             await asyncio.sleep(0)
-        caller.hang_up()
-        await hall.assert_empty()
+        caller.disconnect()
+        await harness.assert_empty()
 
 
-async def test_a_caller_that_cannot_be_told_its_group_leaves_nothing() -> None:
-    hall = Hall(lengths(50), SAMPLED)
+async def test_a_caller_whose_on_join_fails_leaves_nothing_running() -> None:
+    harness = JoiningHarness(lengths(50), SAMPLED)
 
     def broken(_: str) -> None:
         raise RuntimeError("no such header")
 
     with pytest.raises(RuntimeError, match="no such header"):
-        await hall.rollouts.joiner.join(hall.joining("c0"), broken)
-    await hall.assert_empty()
+        await harness.rollouts.joiner.join(harness.joining("c0"), broken)
+    await harness.assert_empty()
 
 
 # --- late callers, and those beyond the size ------------------------------------------
 
 
-async def test_a_late_caller_takes_the_vacant_seat_and_gets_what_fell_to_it() -> None:
+async def test_a_late_caller_takes_the_vacant_seat_and_gets_its_trajectory() -> None:
     fell = 0
     for _ in range(TRIALS):
-        hall = by_caller(3, 10, 11, 12, 50)
-        gone, *rest = await hall.all_come()
-        gone.hang_up()
-        await hall.steps(4)
+        harness = by_caller(3, 10, 11, 12, 50)
+        gone, *rest = await harness.send_all()
+        gone.disconnect()
+        await harness.steps(4)
         fell_to_it = not any(c.task.done() for c in rest)
-        late = hall.come("c4")
+        late = harness.send("c4")
         await settle()
         assert late.task.done() == fell_to_it
         fell += fell_to_it
-        await finish(hall, [*rest, late])
+        await finish(harness, [*rest, late])
         assert late.group_id == "group-c0"
-        assert sorted(c.got.tokens for c in [*rest, late]) == [3, 10, 11, 12]
-        record = hall.record("group-c0")
+        assert sorted(c.result.tokens for c in [*rest, late]) == [3, 10, 11, 12]
+        record = harness.record("group-c0")
         assert record.outcome is Outcome.COMPLETED
         assert record.request_ids == ("c0", "c1", "c2", "c3", "c4")
-        assert hall.recorder.started == 6, "it starts no candidate"
+        assert harness.recorder.started == 6, "it starts no candidate"
     assert 0 < fell < TRIALS
 
 
-async def test_a_late_caller_that_hangs_up_leaves_the_seat_to_the_next() -> None:
-    hall = by_caller(3, 10, 11, 12, 50)
-    gone, *rest = await hall.all_come()
-    gone.hang_up()
+async def test_a_late_caller_that_disconnects_leaves_the_seat_to_the_next() -> None:
+    harness = by_caller(3, 10, 11, 12, 50)
+    gone, *rest = await harness.send_all()
+    gone.disconnect()
     await settle()
     for name in ("c4", "c5"):
-        caller = hall.come(name)
+        caller = harness.send(name)
         await settle()
         assert caller.group_id == "group-c0"
-        caller.hang_up()
+        caller.disconnect()
         await settle()
-    rest += [hall.come("c6")]
-    await finish(hall, rest)
-    assert sorted(c.got.tokens for c in rest) == [3, 10, 11, 12]
+    rest += [harness.send("c6")]
+    await finish(harness, rest)
+    assert sorted(c.result.tokens for c in rest) == [3, 10, 11, 12]
 
 
-async def test_what_was_given_to_one_that_leaves_in_that_turn_is_kept_for_a_late_caller() -> None:
+async def test_a_trajectory_whose_caller_leaves_in_that_turn_is_kept_for_a_late_caller() -> None:
     for leaver in range(4):
-        hall = by_caller(3, 10, 11, 12, 50)
-        callers = await hall.all_come()
-        await hall.steps(2)
+        harness = by_caller(3, 10, 11, 12, 50)
+        callers = await harness.send_all()
+        await harness.steps(2)
         # In the turn in which a trajectory falls to somebody, before that one has taken it.
-        hall.engine.now += 1
-        for candidate in hall.engine.running:
-            candidate.step(hall.engine.now)
-        while not any(s.output for s in hall.seats("group-c0")):
+        harness.engine.now += 1
+        for candidate in harness.engine.running:
+            candidate.step(harness.engine.now)
+        while not any(s.output for s in harness.seats("group-c0")):
             await asyncio.sleep(0)
-        [seat] = [s for s, seat in enumerate(hall.seats("group-c0")) if seat.output]
-        callers[seat].hang_up()
+        [seat] = [s for s, seat in enumerate(harness.seats("group-c0")) if seat.output]
+        callers[seat].disconnect()
         await settle()
         assert callers[seat].task.cancelled()
-        late = hall.come(f"late{leaver}")
+        late = harness.send(f"late{leaver}")
         await settle()
-        assert late.got.tokens == 3
-        await finish(hall, [c for c in callers if c is not callers[seat]])
+        assert late.result.tokens == 3
+        await finish(harness, [c for c in callers if c is not callers[seat]])
 
 
-async def test_a_caller_beyond_the_size_begins_a_group_of_its_own() -> None:
-    hall = Hall(lengths(9), SHORTEST)
-    callers = await hall.all_come(5)
+async def test_a_caller_beyond_the_size_starts_a_new_group() -> None:
+    harness = JoiningHarness(lengths(9), SHORTEST)
+    callers = await harness.send_all(5)
     assert [c.group_id for c in callers] == ["group-c0"] * 4 + ["group-c4"]
-    callers += await hall.all_come(3)
-    await finish(hall, callers)
+    callers += await harness.send_all(3)
+    await finish(harness, callers)
     assert same_group(callers[:4])
     assert same_group(callers[4:])
-    assert len({c.got for c in callers}) == 8
+    assert len({c.result for c in callers}) == 8
 
 
-async def test_a_seat_that_was_served_is_not_vacant() -> None:
-    hall = by_caller(3, 10, 11, 12, 50)
-    callers = await hall.all_come()
-    await hall.steps(4)
+async def test_an_answered_seat_is_not_vacant() -> None:
+    harness = by_caller(3, 10, 11, 12, 50)
+    callers = await harness.send_all()
+    await harness.steps(4)
     assert sum(c.task.done() for c in callers) == 1
-    late = hall.come("c4")
+    late = harness.send("c4")
     await settle()
     assert late.group_id == "group-c4"
-    await hall.quiet()
-    await finish(hall, [*callers, late])
+    await harness.advance_clock()
+    await finish(harness, [*callers, late])
 
 
-async def test_a_seat_of_a_group_that_has_its_record_is_not_given_to_a_late_caller() -> None:
-    # Nobody could find the group by the request of one that comes only now, while what was cut is on its way.
+async def test_a_late_caller_gets_no_seat_in_a_group_that_has_ended() -> None:
+    # The group has its record already, without the late request, though a cut trajectory is still to be delivered.
     for _ in range(8):
-        hall = Hall(lambda request, index: Script(60 if index else 2 + int(request[-1])), CUT, tail_seed=LONG_TAIL)
-        gone, *rest = await hall.all_come()
-        gone.hang_up()
-        hall.rollouts.begun["group-c0"].set_deadline(9)
-        hall.signing.aborted.clear()
-        await hall.steps(9)
-        [record] = hall.recorder.records
-        late = hall.come("late")
+        harness = JoiningHarness(
+            lambda request, index: Script(60 if index else 2 + int(request[-1])), CUT, tail_seed=LONG_TAIL
+        )
+        gone, *rest = await harness.send_all()
+        gone.disconnect()
+        harness.rollouts.runs["group-c0"].set_deadline(9)
+        harness.signing.aborted.clear()
+        await harness.steps(9)
+        [record] = harness.recorder.records
+        late = harness.send("late")
         await settle()
         assert late.group_id == "group-late"
-        hall.signing.aborted.set()
-        await hall.quiet()
-        await finish(hall, [*rest, late])
+        harness.signing.aborted.set()
+        await harness.advance_clock()
+        await finish(harness, [*rest, late])
         assert late.name not in record.request_ids
-        assert {c.got.tokens for c in rest} < {2, 3, 4, 9}
+        assert {c.result.tokens for c in rest} < {2, 3, 4, 9}
 
 
 # --- which group ------------------------------------------------------------------
 
 
-async def test_requests_of_other_prompts_and_of_other_names_are_groups_of_their_own() -> None:
-    hall = Hall(lengths(9), SHORTEST)
+async def test_requests_with_different_prompts_or_names_join_different_groups() -> None:
+    harness = JoiningHarness(lengths(9), SHORTEST)
     wanted: dict[tuple[str, str | None], list[Caller]] = {}
     for number in range(4):
         for prompt in ("p", "q"):
             for name in (None, "mine", "yours"):
-                wanted.setdefault((prompt, name), []).append(hall.come(f"{prompt}{name}{number}", prompt, name))
-    await finish(hall, hall.callers)
+                wanted.setdefault((prompt, name), []).append(harness.send(f"{prompt}{name}{number}", prompt, name))
+    await finish(harness, harness.callers)
     for (prompt, _), callers in wanted.items():
         assert same_group(callers)
-        assert {c.got.prompt for c in callers} == {prompt}
-        assert len({c.got for c in callers}) == 4
-    assert len(hall.recorder.records) == 6
+        assert {c.result.prompt for c in callers} == {prompt}
+        assert len({c.result for c in callers}) == 4
+    assert len(harness.recorder.records) == 6
 
 
 async def test_two_groups_of_one_prompt_fill_one_after_the_other() -> None:
-    hall = Hall(lengths(5, 6, 7), SHORTEST)
-    callers = await hall.all_come(8)
-    await finish(hall, callers)
+    harness = JoiningHarness(lengths(5, 6, 7), SHORTEST)
+    callers = await harness.send_all(8)
+    await finish(harness, callers)
     assert [c.group_id for c in callers] == ["group-c0"] * 4 + ["group-c4"] * 4
 
 
 async def test_a_group_is_found_by_each_of_its_requests_and_by_its_name() -> None:
-    hall = Hall(lengths(9), SHORTEST)
-    callers = [hall.come(f"cmpl-{i}-0", name="step 3") for i in range(4)]
-    await finish(hall, callers)
-    [record] = hall.recorder.records
+    harness = JoiningHarness(lengths(9), SHORTEST)
+    callers = [harness.send(f"cmpl-{i}-0", name="step 3") for i in range(4)]
+    await finish(harness, callers)
+    [record] = harness.recorder.records
     assert record.request_ids == ("step 3", "cmpl-0-0", "cmpl-1-0", "cmpl-2-0", "cmpl-3-0")
     provenance = Provenance()
     provenance.group_ended(record)
@@ -359,19 +363,19 @@ async def test_a_group_is_found_by_each_of_its_requests_and_by_its_name() -> Non
         assert provenance.find(name) == [record], name
 
 
-async def test_lengths_are_remembered_under_the_prompts_key() -> None:
-    hall = Hall(lengths(9, 10, 11, 12), SHORTEST)
-    await finish(hall, await hall.all_come())
-    assert ("prompt", "p") in hall.store.kept
+async def test_lengths_are_recorded_under_the_prompts_key() -> None:
+    harness = JoiningHarness(lengths(9, 10, 11, 12), SHORTEST)
+    await finish(harness, await harness.send_all())
+    assert ("prompt", "p") in harness.store.kept
 
 
-async def test_groups_that_are_sealed_together_are_allocated_together() -> None:
-    hall = Hall(lengths(9), POLICIES["adaptive"])
+async def test_groups_that_are_closed_together_are_allocated_together() -> None:
+    harness = JoiningHarness(lengths(9), POLICIES["adaptive"])
     for number in range(4):
         for prompt in range(9):
-            hall.come(f"{prompt}/{number}", f"p{prompt}")
-    await finish(hall, hall.callers)
-    [batch] = hall.recorder.batches
+            harness.send(f"{prompt}/{number}", f"p{prompt}")
+    await finish(harness, harness.callers)
+    [batch] = harness.recorder.cohorts
     assert isinstance(batch, CohortRecord)
     assert (batch.groups, batch.mean_candidates) == (9, 6)
 
@@ -379,40 +383,40 @@ async def test_groups_that_are_sealed_together_are_allocated_together() -> None:
 # --- the server stops --------------------------------------------------------
 
 
-async def test_when_no_other_request_will_come_groups_are_made_of_those_who_are_there() -> None:
-    hall = Hall(lengths(9), SHORTEST)
-    there = [hall.come("c0"), hall.come("c1")]
+async def test_draining_closes_groups_with_the_requests_that_have_arrived() -> None:
+    harness = JoiningHarness(lengths(9), SHORTEST)
+    there = [harness.send("c0"), harness.send("c1")]
     await settle()
-    hall.rollouts.joiner.drain()
-    late = hall.come("c2")
+    harness.rollouts.joiner.drain()
+    late = harness.send("c2")
     await settle()
-    await finish(hall, [*there, late])
-    assert hall.recorder.started == 3, "more would only make them wait"
-    assert all(caller.served for caller in (*there, late))
+    await finish(harness, [*there, late])
+    assert harness.recorder.started == 3, "more would only make them wait"
+    assert all(caller.is_answered for caller in (*there, late))
     assert same_group(there)
     assert late.group_id != there[0].group_id
 
 
-async def test_an_end_from_outside_reaches_every_caller_with_its_own_error() -> None:
-    hall = Hall(lengths(9), SHORTEST)
-    callers = [*await hall.all_come(), hall.come("alone")]
+async def test_failing_all_groups_gives_every_caller_an_error_of_its_own() -> None:
+    harness = JoiningHarness(lengths(9), SHORTEST)
+    callers = [*await harness.send_all(), harness.send("alone")]
     await settle()
     error = ServerStopping("the server is stopping", 30)
-    hall.rollouts.fail_all(error)
-    assert await finish(hall, callers) == [error] * 5
+    harness.rollouts.fail_all(error)
+    assert await finish(harness, callers) == [error] * 5
 
 
 # --- its caller's trace --------------------------------------------------------
 
 
-async def test_a_group_belongs_to_the_trace_of_the_caller_that_began_it() -> None:
+async def test_a_group_belongs_to_the_trace_of_its_first_caller() -> None:
     """Wherever its end comes from."""
-    hall = Hall(lengths(9), SHORTEST)
+    harness = JoiningHarness(lengths(9), SHORTEST)
     callers = []
     for number in range(4):
         token = caller_of.set(From(trace={"traceparent": str(number)}))
-        callers.append(hall.come(f"c{number}"))
+        callers.append(harness.send(f"c{number}"))
         caller_of.reset(token)
         await settle()
-    await finish(hall, callers)
-    assert hall.record("group-c0").trace == {"traceparent": "0"}
+    await finish(harness, callers)
+    assert harness.record("group-c0").trace == {"traceparent": "0"}

@@ -13,7 +13,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import FinishReason, Outcome
 from tests.policy.oracle import chosen
-from tests.rollout.joining.joining import WAIT, Caller, Hall, SteppedLoop
+from tests.rollout.joining.joining import WAIT, Caller, JoiningHarness, SteppedLoop
 
 pytestmark = pytest.mark.anyio
 POLICIES = {
@@ -41,7 +41,9 @@ class Crowd:
         self.seed = seed
         self.failures = failures
         self.size = self.random.choice([3, 4, 8, 8, 8])
-        self.hall = Hall(self.script, shaping, self.size, window=self.random.choice([0.0, 0.0, 1.0]), tail_seed=seed)
+        self.harness = JoiningHarness(
+            self.script, shaping, self.size, window=self.random.choice([0.0, 0.0, 1.0]), tail_seed=seed
+        )
         self.leave_rate = self.random.choice([0.0, 0.1, 0.3])
         self.quiet_rate = self.random.choice([0.0, 0.02, 0.1])
         self.leaving: dict[int, list[Caller]] = {}
@@ -63,16 +65,16 @@ class Crowd:
     async def play(self) -> None:
         for step in range(PATIENCE):
             await self._step(step)
-            if not self.coming and all(c.task.done() for c in self.hall.callers):
+            if not self.coming and all(c.task.done() for c in self.harness.callers):
                 break
-            if self.random.random() < self.quiet_rate or (not self.coming and not self.hall.engine.running):
-                await self.hall.quiet(self.random.choice([1.0, WAIT]))
+            if self.random.random() < self.quiet_rate or (not self.coming and not self.harness.engine.running):
+                await self.harness.advance_clock(self.random.choice([1.0, WAIT]))
         assert not self.coming
-        await self.hall.engine.run()  # shadow candidates run on
+        await self.harness.engine.run()  # shadow candidates run on
 
     async def _step(self, step: int) -> None:
         """One decode step, in any turn of which somebody may come or go."""
-        engine = self.hall.engine
+        engine = self.harness.engine
         engine.now += 1
         for candidate in engine.running:
             candidate.step(engine.now)
@@ -81,54 +83,54 @@ class Crowd:
             for _ in range(turns.count(turn)):
                 self._come(step)
             for caller in self.leaving.pop(step * SETTLE_TURNS + turn, ()):
-                caller.hang_up()
+                caller.disconnect()
             await asyncio.sleep(0)
 
     def _come(self, step: int) -> None:
         if not self.coming:
             return
-        caller = self.hall.come(f"c{len(self.hall.callers)}", self.coming.pop())
+        caller = self.harness.send(f"c{len(self.harness.callers)}", self.coming.pop())
         if self.random.random() < self.leave_rate:
             moment = step * SETTLE_TURNS + self.random.randint(1, self.random.choice([SETTLE_TURNS, 60 * SETTLE_TURNS]))
             self.leaving.setdefault(moment, []).append(caller)
 
     def groups(self) -> Iterator[tuple[str, list[Caller]]]:
-        for group_id in self.hall.rollouts.begun:
-            yield group_id, [c for c in self.hall.callers if c.group_id == group_id]
+        for group_id in self.harness.rollouts.runs:
+            yield group_id, [c for c in self.harness.callers if c.group_id == group_id]
 
 
 def check_who_got_what(crowd: Crowd) -> None:
-    hall = crowd.hall
-    for caller in hall.callers:
-        assert caller.served or caller.task.cancelled()
-        assert not caller.served or caller.got.prompt == caller.prompt
-    given = Counter((c.got.request, c.got.index) for c in hall.callers if c.served)
+    harness = crowd.harness
+    for caller in harness.callers:
+        assert caller.is_answered or caller.task.cancelled()
+        assert not caller.is_answered or caller.result.prompt == caller.prompt
+    given = Counter((c.result.request, c.result.index) for c in harness.callers if c.is_answered)
     assert not given or max(given.values()) == 1
-    records = {record.group_id: record for record in hall.recorder.records}
-    assert records.keys() == set(hall.rollouts.begun)
-    assert len(hall.recorder.records) == len(records)
+    records = {record.group_id: record for record in harness.recorder.records}
+    assert records.keys() == set(harness.rollouts.runs)
+    assert len(harness.recorder.records) == len(records)
     for group_id, callers in crowd.groups():
         record = records[group_id]
         assert set(record.request_ids) == {c.name for c in callers}
-        given_here = {(c.got.request, c.got.index): c.got.tokens for c in callers if c.served}
-        selected = {hall.origin(group_id, c.index): c.tokens for c in record.selected}
+        given_here = {(c.result.request, c.result.index): c.result.tokens for c in callers if c.is_answered}
+        selected = {harness.origin(group_id, c.index): c.tokens for c in record.selected}
         assert given_here.items() <= selected.items()
-        assert all(c.served for c in callers) or len(given_here) <= record.size
+        assert all(c.is_answered for c in callers) or len(given_here) <= record.size
         if record.outcome is Outcome.CANCELLED:
-            assert not all(c.served for c in callers), "somebody hung up"
+            assert not all(c.is_answered for c in callers), "somebody hung up"
         assert all((c.selected_as is None) != (c.reason is None) for c in record.candidates)
 
 
 def check_the_rule(crowd: Crowd) -> None:
-    """What was given is what the rule makes of all candidates that were started, had nobody stopped them."""
-    hall = crowd.hall
-    for record in hall.recorder.records:
-        group = hall.rollouts.begun[record.group_id]._group
+    """Check that the rule would select the same from all started candidates, had none been stopped."""
+    harness = crowd.harness
+    for record in harness.recorder.records:
+        group = harness.rollouts.runs[record.group_id]._group
         selected = {c.index for c in record.selected}
         if not group.is_open:
             assert not selected
             continue
-        wanted = chosen(group.rule, hall.fates(record.group_id))  # type: ignore[arg-type]
+        wanted = chosen(group.rule, harness.fates(record.group_id))  # type: ignore[arg-type]
         assert record.outcome is not Outcome.FAILED
         if record.outcome is Outcome.COMPLETED:
             assert {c.index: c.selected_as for c in record.selected if not c.cut} == {
@@ -142,30 +144,30 @@ def check_the_rule(crowd: Crowd) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(25))
-async def test_every_caller_that_stays_gets_one_trajectory_of_its_own_prompt_and_the_group_is_the_rules(
+async def test_every_waiting_caller_gets_a_trajectory_of_its_prompt_and_the_group_follows_its_rule(
     policy: str, seed: int
 ) -> None:
     crowd = Crowd(seed, POLICIES[policy])
     await crowd.play()
-    await crowd.hall.assert_empty()
+    await crowd.harness.assert_empty()
     check_who_got_what(crowd)
     check_the_rule(crowd)
-    assert crowd.hall.recorder.started == len(crowd.hall.engine.started)
-    assert all(b.groups >= 1 for b in crowd.hall.recorder.batches)
+    assert crowd.harness.recorder.started == len(crowd.harness.engine.started)
+    assert all(b.groups >= 1 for b in crowd.harness.recorder.cohorts)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(100, 106))
-async def test_candidates_that_fail_cost_nobody_its_trajectory_or_everybody_hears_of_it(policy: str, seed: int) -> None:
+async def test_failing_candidates_are_replaced_or_every_caller_gets_the_error(policy: str, seed: int) -> None:
     crowd = Crowd(seed, POLICIES[policy], failures=0.15)
     await crowd.play()
-    await crowd.hall.assert_empty()
+    await crowd.harness.assert_empty()
     for _, callers in crowd.groups():
         stayed = [c for c in callers if not c.task.cancelled()]
-        errors = {repr(c.task.exception()) for c in stayed if not c.served}
-        assert len(errors) <= 1, "all of a group hear the same"
-        got = {(c.got.request, c.got.index): c.got.tokens for c in stayed if c.served}
-        assert len(got) == sum(c.served for c in stayed)
+        errors = {repr(c.task.exception()) for c in stayed if not c.is_answered}
+        assert len(errors) <= 1, "all callers of a group get the same error"
+        got = {(c.result.request, c.result.index): c.result.tokens for c in stayed if c.is_answered}
+        assert len(got) == sum(c.is_answered for c in stayed)
         for candidate, tokens in got.items():
             script = crowd.script(*candidate)
             # a cut candidate had not failed yet
@@ -174,17 +176,17 @@ async def test_candidates_that_fail_cost_nobody_its_trajectory_or_everybody_hear
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(200, 204))
-async def test_an_engine_that_dies_at_any_moment_leaves_nobody_waiting(policy: str, seed: int) -> None:
+async def test_an_engine_that_dies_at_any_moment_leaves_no_caller_waiting(policy: str, seed: int) -> None:
     crowd = Crowd(seed, POLICIES[policy])
     playing = asyncio.create_task(crowd.play())
     for _ in range(crowd.random.randrange(40 * SETTLE_TURNS)):
         await asyncio.sleep(0)
-    crowd.hall.engine.kill()
+    crowd.harness.engine.kill()
     await playing
-    crowd.hall._others.discard(playing)
-    await crowd.hall.assert_empty()
-    for caller in crowd.hall.callers:
-        assert caller.task.cancelled() or caller.served or isinstance(caller.task.exception(), EngineDead)
+    crowd.harness._others.discard(playing)
+    await crowd.harness.assert_empty()
+    for caller in crowd.harness.callers:
+        assert caller.task.cancelled() or caller.is_answered or isinstance(caller.task.exception(), EngineDead)
 
 
 # --- the lottery -------------------------------------------------------------------
@@ -195,24 +197,26 @@ SIZE = 8
 
 async def ranks_of_those_who_stay(random: Random) -> list[tuple[int, int]]:
     """Place in the queue and length rank of each caller that stays; the earlier ones' own candidates are shorter."""
-    hall = Hall(lambda request, index: Script(1 + int(request.partition(":c")[2]) if not index else 20), SHORT, SIZE)
-    callers = await hall.all_come()
+    harness = JoiningHarness(
+        lambda request, index: Script(1 + int(request.partition(":c")[2]) if not index else 20), SHORT, SIZE
+    )
+    callers = await harness.send_all()
     leaving = {random.randrange(0, SIZE + 2): caller for caller in random.sample(callers, random.randint(0, 4))}
     for step in range(SIZE + 2):
         if step in leaving:
-            leaving[step].hang_up()
+            leaving[step].disconnect()
             await settle()
-        await hall.engine.step()
+        await harness.engine.step()
     stayed = [(place, c) for place, c in enumerate(callers) if c not in leaving.values()]
-    assert all(c.served for _, c in stayed)
-    await hall.assert_empty()
-    return [(place, c.got.tokens) for place, c in stayed]
+    assert all(c.is_answered for _, c in stayed)
+    await harness.assert_empty()
+    return [(place, c.result.tokens) for place, c in stayed]
 
 
 SHORT = Shaping(redundancy=1.5, num_longest=0)
 
 
-async def test_neither_the_queue_nor_who_hangs_up_tells_anything_of_lengths() -> None:
+async def test_lengths_depend_neither_on_the_order_of_callers_nor_on_disconnects() -> None:
     random = Random(1)
     ranks = [pair for _ in range(TRIALS) for pair in await ranks_of_those_who_stay(random)]
     deviation = ((SIZE**2 - 1) / 12) ** 0.5

@@ -11,7 +11,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import Scalar, StoredValues
 from darts_server.rollout.plan import Plan
-from tests.rollout.helpers import Documents, House, an_allocator, collect, lengths
+from tests.rollout.helpers import Documents, Harness, collect, lengths, new_allocator
 
 
 class Faulty(Documents):
@@ -122,26 +122,26 @@ POLICY = Shaping(redundancy=1.5, adaptive=True, deadline=Deadline(exploration=0.
 async def test_a_restored_state_that_cannot_be_read_fails_no_rollout(
     value: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house = House(lengths(5), {"cut": POLICY})
+    harness = Harness(lengths(5), {"cut": POLICY})
     for kind, key in (("price", "cut/4"), ("deadline", "cut/4")):
-        house.store.put(kind, key, {"value": value})
+        harness.store.put(kind, key, {"value": value})
     for name in ("a", "b"):
-        [run] = await house.together(4, "cut", [name])
-        assert len(await house.group(run)) == 4
-    assert json.loads(str(house.store.kept["deadline", "cut/4"]["value"])) == [5, 5]
-    assert house.recorder.batches[-1].groups == 1
+        [run] = await harness.start_cohort(4, "cut", [name])
+        assert len(await harness.group(run)) == 4
+    assert json.loads(str(harness.store.kept["deadline", "cut/4"]["value"])) == [5, 5]
+    assert harness.recorder.cohorts[-1].groups == 1
     assert len(caplog.records) <= 2
 
 
 @pytest.mark.anyio
 async def test_a_store_that_cannot_be_read_fails_no_rollout() -> None:
-    house = House(lengths(5), {"cut": POLICY}, store=Faulty())
-    assert isinstance(house.store, Faulty)
-    house.store.fault = "the file was cut off"
-    runs = await house.together(4, "cut", [f"p{i}" for i in range(9)])
+    harness = Harness(lengths(5), {"cut": POLICY}, store=Faulty())
+    assert isinstance(harness.store, Faulty)
+    harness.store.fault = "the file was cut off"
+    runs = await harness.start_cohort(4, "cut", [f"p{i}" for i in range(9)])
     tasks = [asyncio.create_task(collect(run)) for run in runs]
     await asyncio.sleep(0)
-    await house.engine.run()
+    await harness.engine.run()
     assert [len(await task) for task in tasks] == [4] * 9
 
 
@@ -150,10 +150,10 @@ async def test_a_store_that_cannot_be_read_fails_no_rollout() -> None:
 
 async def spread(documents: Documents, restarts: bool) -> list[int]:
     """Candidates of prompts that arrive one at a time, with a restart before each or none."""
-    given, allocator = [], an_allocator(documents)
+    given, allocator = [], new_allocator(documents)
     for number in range(60):
         if restarts:
-            allocator = an_allocator(documents)
+            allocator = new_allocator(documents)
         given.append(
             (
                 await allocator.allocate(Plan("darts", Shaping(redundancy=1.3, adaptive=True), 8), f"p{number}")
@@ -165,7 +165,7 @@ async def spread(documents: Documents, restarts: bool) -> list[int]:
 @pytest.mark.anyio
 async def test_the_price_is_restored_after_a_restart() -> None:
     def known() -> Documents:
-        return Documents().know(**{f"p{number}": float(number * 37 % 60) ** 2 for number in range(60)})
+        return Documents().add_stds(**{f"p{number}": float(number * 37 % 60) ** 2 for number in range(60)})
 
     kept, restarted = known(), known()
     assert await spread(kept, restarts=False) == await spread(restarted, restarts=True)
@@ -176,14 +176,14 @@ async def test_the_price_is_restored_after_a_restart() -> None:
 @pytest.mark.anyio
 async def test_the_deadline_is_restored_after_a_restart() -> None:
     script = lengths(*range(3, 20))
-    first = House(script, {"cut": POLICY})
+    first = Harness(script, {"cut": POLICY})
     for number in range(10):
-        [run] = await first.together(4, "cut", [f"p{number}"])
+        [run] = await first.start_cohort(4, "cut", [f"p{number}"])
         await first.group(run)
-    second = House(script, {"cut": POLICY}, store=first.store)
-    for house in (first, second):
-        house.engine.now = 0
-        [run] = await house.together(4, "cut", ["next"])
-        await house.group(run)
+    second = Harness(script, {"cut": POLICY}, store=first.store)
+    for harness in (first, second):
+        harness.engine.now = 0
+        [run] = await harness.start_cohort(4, "cut", ["next"])
+        await harness.group(run)
     assert second.record("next").deadline == first.record("next").deadline == 6
-    assert first.recorder.batches[-1].deadline == second.recorder.batches[-1].deadline == 6
+    assert first.recorder.cohorts[-1].deadline == second.recorder.cohorts[-1].deadline == 6

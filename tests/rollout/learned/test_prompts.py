@@ -34,7 +34,7 @@ def test_a_group_whose_candidates_all_finished_gives_its_plain_mean_and_std() ->
     assert stats.weight_version == 4
 
 
-def test_a_pruned_candidate_counts_as_one_that_would_have_been_longer() -> None:
+def test_the_length_of_a_pruned_candidate_is_censored() -> None:
     pruned = CandidateRecord(3, 15, None, None, DiscardReason.PRUNED, False, 0.0, 1.0, 3, 4, 0.2, 0.3)
     with_it, without = Prompts(Documents()), Prompts(Documents())
     with_it.learn(record(*FINISHED, pruned))
@@ -45,7 +45,7 @@ def test_a_pruned_candidate_counts_as_one_that_would_have_been_longer() -> None:
     assert stats.mean_ema > 20  # of three lengths beyond 15 and one that is 15 it would not be
 
 
-def test_stopped_and_truncated_candidates_count_as_the_longer_ones_they_are() -> None:
+def test_lengths_of_stopped_and_truncated_candidates_are_censored() -> None:
     short, full = Prompts(Documents()), Prompts(Documents())
     full.learn(record(*FINISHED))
     short.learn(record(*FINISHED[:2], candidate(2, 20, None)))
@@ -66,13 +66,13 @@ def test_stopped_and_truncated_candidates_count_as_the_longer_ones_they_are() ->
         record(candidate(0, 0, None)),
     ],
 )
-def test_nothing_is_learned_from_a_group_that_tells_nothing(useless: GroupRecord) -> None:
+def test_nothing_is_learned_from_a_group_without_usable_lengths(useless: GroupRecord) -> None:
     documents = Documents()
     Prompts(documents).learn(useless)
     assert documents.kept == {}
 
 
-def test_a_store_that_cannot_be_read_costs_nobody_a_rollout_and_is_not_overwritten(
+def test_an_unreadable_store_raises_nothing_and_is_not_overwritten(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Unreadable(Documents):
@@ -87,7 +87,7 @@ def test_a_store_that_cannot_be_read_costs_nobody_a_rollout_and_is_not_overwritt
     assert caplog.text.count("the file was cut off") == 1
 
 
-def test_the_key_is_that_of_tokens_and_what_stands_beside_them() -> None:
+def test_the_key_depends_on_tokens_and_other_inputs() -> None:
     keys = {key_of([1, 2]), key_of([2, 1]), key_of([1, 2, 3]), key_of([1, 2], "\x03"), key_of([1, 2], "adapter")}
     assert len(keys) == 5
     assert key_of([1, 2], "adapter") == key_of((1, 2), "adapter")

@@ -15,7 +15,7 @@ def group(*returned: int, stopped: tuple[int, ...] = (), outcome: Outcome = Outc
     return GroupRecord("g", "p", "uniform", len(kept), outcome, (*kept, *gone), 0.0, 1.0, None)
 
 
-def test_nothing_is_known_before_the_first_group() -> None:
+def test_there_is_no_value_before_the_first_group() -> None:
     bias = LengthBias()
     bias.group_ended(group(outcome=Outcome.CANCELLED))
     bias.candidates_started(3)
@@ -30,7 +30,7 @@ def test_without_shaping_there_is_no_bias() -> None:
     assert bias.quantile("generated", 0.5) == 20
 
 
-def test_stopped_candidates_count_as_the_longer_ones_they_are() -> None:
+def test_lengths_of_stopped_candidates_are_estimated() -> None:
     bias = LengthBias()
     bias.group_ended(group(10, 12, 14, stopped=(14, 14, 14)))
     generated, returned = bias.mean("generated"), bias.mean("returned")
@@ -42,14 +42,14 @@ def test_stopped_candidates_count_as_the_longer_ones_they_are() -> None:
     assert tail > 14
 
 
-def test_one_that_hit_the_length_limit_was_generated_as_long_as_it_is() -> None:
+def test_a_truncated_trajectory_counts_with_its_length() -> None:
     bias = LengthBias()
     truncated = CandidateRecord(0, 256, FinishReason.LENGTH, SelectedAs.FILL, None, False, 0, 1, 0, 0)
     bias.group_ended(GroupRecord("g", "p", "uniform", 1, Outcome.COMPLETED, (truncated,), 0.0, 1.0, None))
     assert bias.mean("generated") == bias.mean("returned") == 256
 
 
-def test_old_groups_are_forgotten() -> None:
+def test_old_groups_are_dropped() -> None:
     bias = LengthBias()
     bias.group_ended(group(1000))
     for _ in range(MAX_GROUPS):

@@ -1,4 +1,4 @@
-"""What viewers are told, on the scripted engine."""
+"""Updates of the monitor's viewers, on the scripted engine."""
 
 from collections.abc import Iterator
 from random import Random
@@ -16,67 +16,67 @@ from darts_server.rollout.observers.monitor import (
 )
 from darts_server.rollout.run import GroupRun
 from darts_server.types import FinishReason, SelectedAs
-from tests.rollout.helpers import House, lengths
+from tests.rollout.helpers import Harness, lengths
 from tests.rollout.learned.test_prompts import candidate, record
 
 pytestmark = pytest.mark.anyio
-Told = dict[str, dict[str, Any]]
+State = dict[str, dict[str, Any]]
 
 
-def watched(house: House, **most: int) -> Monitor:
-    live = Monitor(house.rollouts, clock=lambda: float(house.engine.now), **most)
-    house.rollouts.observe(live)
-    return live
+def new_monitor(harness: Harness, **limits: int) -> Monitor:
+    monitor = Monitor(harness.rollouts, clock=lambda: float(harness.engine.now), **limits)
+    harness.rollouts.observe(monitor)
+    return monitor
 
 
-def merge(told: Told, view: MonitorUpdate) -> Told:
-    """What a viewer makes of all that it was told."""
-    for group_id in view.dropped:
-        del told[group_id]
-    for group in view.groups:
+def merge(state: State, update: MonitorUpdate) -> State:
+    """Merge an update into a viewer's state."""
+    for group_id in update.dropped:
+        del state[group_id]
+    for group in update.groups:
         if "began" in group.fields:
-            told[group.group_id] = {"candidates": {}}
-        told[group.group_id] |= group.fields
+            state[group.group_id] = {"candidates": {}}
+        state[group.group_id] |= group.fields
         for row in group.candidates:
-            told[group.group_id]["candidates"].setdefault(row["index"], {}).update(row)
-    return told
+            state[group.group_id]["candidates"].setdefault(row["index"], {}).update(row)
+    return state
 
 
-def everything(live: Monitor) -> Told:
-    return merge({}, Viewer(live).next_update())
+def full_state(monitor: Monitor) -> State:
+    return merge({}, Viewer(monitor).next_update())
 
 
-async def test_who_was_told_what_is_new_knows_as_much_as_who_comes_now() -> None:
+async def test_merged_updates_equal_the_state_that_a_new_viewer_gets() -> None:
     rng = Random(3)
-    house = House(lambda request, index: Script(Random(f"{request} {index}").randrange(1, 30)))
-    live = watched(house)
-    often, seldom = Viewer(live), Viewer(live)
-    told: list[Told] = [{}, {}]
+    harness = Harness(lambda request, index: Script(Random(f"{request} {index}").randrange(1, 30)))
+    monitor = new_monitor(harness)
+    often, seldom = Viewer(monitor), Viewer(monitor)
+    state: list[State] = [{}, {}]
     for step in range(80):
         if step < 40:
-            house.run(4, rng.choice(["shortest", "longest", "uniform"]), group_id=f"g{step}")
+            harness.run(4, rng.choice(["shortest", "longest", "uniform"]), group_id=f"g{step}")
         await settle()
-        await house.engine.step()
-        merge(told[0], often.next_update())
+        await harness.engine.step()
+        merge(state[0], often.next_update())
         if rng.random() < 0.1:
-            merge(told[1], seldom.next_update())
-    merge(told[1], seldom.next_update())
-    assert told[0] == told[1] == everything(live)
-    assert {group["outcome"] for group in told[0].values()} == {"completed"}
-    assert len(told[0]) == 40
+            merge(state[1], seldom.next_update())
+    merge(state[1], seldom.next_update())
+    assert state[0] == state[1] == full_state(monitor)
+    assert {group["outcome"] for group in state[0].values()} == {"completed"}
+    assert len(state[0]) == 40
 
 
-async def test_only_what_changed_is_told() -> None:
-    house = House(lengths(2, 9, 20))
-    viewer = Viewer(watched(house))
-    house.run(2, group_id="g")
+async def test_an_update_has_only_changed_fields() -> None:
+    harness = Harness(lengths(2, 9, 20))
+    viewer = Viewer(new_monitor(harness))
+    harness.run(2, group_id="g")
     await settle()
-    await house.engine.step()
+    await harness.engine.step()
     [group] = viewer.next_update().groups
     assert [row["state"] for row in group.candidates] == ["running"] * 3
     assert (group.fields["began"], group.fields["size"], group.fields["started"]) == (0, 2, 3)
     assert viewer.next_update().groups == []
-    await house.engine.step()
+    await harness.engine.step()
     [group] = viewer.next_update().groups
     assert group.fields == {}
     assert group.candidates == [
@@ -84,7 +84,7 @@ async def test_only_what_changed_is_told() -> None:
         {"index": 1, "tokens": 2},
         {"index": 2, "tokens": 2},
     ]
-    await house.engine.run()
+    await harness.engine.run()
     [group] = viewer.next_update().groups
     assert group.fields == {"ended": 9, "outcome": "completed"}
     assert group.candidates == [
@@ -95,64 +95,64 @@ async def test_only_what_changed_is_told() -> None:
     assert viewer.next_update().groups == []
 
 
-async def test_groups_and_candidates_that_run_are_counted() -> None:
-    house = House(lengths(3))
-    live = watched(house)
+async def test_running_groups_and_candidates_are_counted() -> None:
+    harness = Harness(lengths(3))
+    monitor = new_monitor(harness)
     for name in "ab":
-        house.run(4, group_id=name)
+        harness.run(4, group_id=name)
     await settle()
-    view = Viewer(live).next_update()
-    assert (view.running, view.candidates) == (2, 12)
-    await house.engine.run()
-    view = Viewer(live).next_update()
-    assert (view.running, view.candidates) == (0, 0)
+    update = Viewer(monitor).next_update()
+    assert (update.running, update.candidates) == (2, 12)
+    await harness.engine.run()
+    update = Viewer(monitor).next_update()
+    assert (update.running, update.candidates) == (0, 0)
 
 
-async def test_no_more_is_told_and_kept_than_there_is_room_for_and_what_makes_room_is_named() -> None:
-    house = House(lengths(50))
-    live = watched(house, max_groups=8, max_candidates=20)
-    viewer = Viewer(live)
-    told: Told = {}
+async def test_shown_groups_and_candidates_are_bounded_and_dropped_groups_are_named() -> None:
+    harness = Harness(lengths(50))
+    monitor = new_monitor(harness, max_groups=8, max_candidates=20)
+    viewer = Viewer(monitor)
+    state: State = {}
     for number in range(30):
-        house.run(4, group_id=f"g{number}")
+        harness.run(4, group_id=f"g{number}")
         await settle()
-        view = viewer.next_update()
-        assert sum(len(group.candidates) for group in view.groups) <= 20
-        assert set(merge(told, view)) == {f"g{n}" for n in range(max(0, number - 2), number + 1)}
-    assert (view.running, view.candidates) == (30, 180)
-    await house.engine.run()
-    view = viewer.next_update()
-    assert set(merge(told, view)) <= set(everything(live)) | {"g27", "g28", "g29"}
-    assert sum(len(group["candidates"]) for group in everything(live).values()) <= 20
+        update = viewer.next_update()
+        assert sum(len(group.candidates) for group in update.groups) <= 20
+        assert set(merge(state, update)) == {f"g{n}" for n in range(max(0, number - 2), number + 1)}
+    assert (update.running, update.candidates) == (30, 180)
+    await harness.engine.run()
+    update = viewer.next_update()
+    assert set(merge(state, update)) <= set(full_state(monitor)) | {"g27", "g28", "g29"}
+    assert sum(len(group["candidates"]) for group in full_state(monitor).values()) <= 20
     assert viewer._running == {}
 
 
-def test_of_a_very_large_group_the_first_candidates_are_told_even_if_they_fill_the_room() -> None:
-    house = House(lengths(1))
-    live = watched(house, max_candidates=100)
-    live.group_ended(record(*(candidate(i, 5, FinishReason.STOP, SelectedAs.SHORT) for i in range(3000))))
-    [group] = Viewer(live).next_update().groups
+def test_of_a_very_large_group_only_the_first_candidates_are_shown() -> None:
+    harness = Harness(lengths(1))
+    monitor = new_monitor(harness, max_candidates=100)
+    monitor.group_ended(record(*(candidate(i, 5, FinishReason.STOP, SelectedAs.SHORT) for i in range(3000))))
+    [group] = Viewer(monitor).next_update().groups
     assert (len(group.candidates), group.fields["started"]) == (MAX_CANDIDATES_PER_GROUP, 3000)
 
 
-async def test_a_group_that_took_the_id_of_another_is_told_whole() -> None:
-    house = House(lengths(3, 4, 5))
-    live = watched(house)
-    viewer = Viewer(live)
-    told: Told = {}
+async def test_a_group_that_reuses_an_id_is_sent_in_full() -> None:
+    harness = Harness(lengths(3, 4, 5))
+    monitor = new_monitor(harness)
+    viewer = Viewer(monitor)
+    state: State = {}
     for _ in range(2):
-        house.run(2, group_id="same")
+        harness.run(2, group_id="same")
         await settle()
-        await house.engine.step()
-        merge(told, viewer.next_update())
-        await house.engine.run()
-    assert merge(told, viewer.next_update())["same"]["began"] == 4
+        await harness.engine.step()
+        merge(state, viewer.next_update())
+        await harness.engine.run()
+    assert merge(state, viewer.next_update())["same"]["began"] == 4
 
 
-async def test_nothing_is_looked_at_while_nobody_looks() -> None:
-    house = House(lengths(3))
+async def test_without_viewers_running_groups_are_not_read() -> None:
+    harness = Harness(lengths(3))
 
-    class Unasked:
+    class UnreadGroups:
         @property
         def running(self) -> int:
             raise AssertionError
@@ -161,19 +161,19 @@ async def test_nothing_is_looked_at_while_nobody_looks() -> None:
         def newest(self) -> Iterator[GroupRun[Any, Any]]:
             raise AssertionError
 
-    asked: RunningGroups = Unasked()
-    live = Monitor(asked, max_groups=5)
-    house.rollouts.observe(live)
+    unread: RunningGroups = UnreadGroups()
+    monitor = Monitor(unread, max_groups=5)
+    harness.rollouts.observe(monitor)
     for number in range(20):
-        house.run(2, group_id=f"g{number}")
+        harness.run(2, group_id=f"g{number}")
     await settle()
-    await house.engine.run()
-    assert live.ended == 20
-    assert [kept.group_id for kept in live.ended_after(0)] == [f"g{n}" for n in range(15, 20)]
+    await harness.engine.run()
+    assert monitor.ended == 20
+    assert [kept.group_id for kept in monitor.ended_after(0)] == [f"g{n}" for n in range(15, 20)]
 
 
-def test_viewers_are_counted_while_they_watch() -> None:
-    live = watched(House(lengths(1)))
-    with Viewer(live), Viewer(live):
-        assert live.viewers == 2
-    assert live.viewers == 0
+def test_connected_viewers_are_counted() -> None:
+    monitor = new_monitor(Harness(lengths(1)))
+    with Viewer(monitor), Viewer(monitor):
+        assert monitor.viewers == 2
+    assert monitor.viewers == 0

@@ -17,7 +17,7 @@ def names(provenance: Provenance, name: str) -> list[str]:
     return [r.group_id for r in provenance.find(name)]
 
 
-def test_a_group_is_found_by_its_id_and_all_of_a_response_by_the_responses() -> None:
+def test_a_group_is_found_by_its_id_and_by_its_responses_id() -> None:
     provenance = kept("cmpl-a-10", "cmpl-a-2", "cmpl-b-0", "chatcmpl-c")
     assert names(provenance, "cmpl-a-2") == ["cmpl-a-2"]
     assert names(provenance, "cmpl-a") == ["cmpl-a-2", "cmpl-a-10"]
@@ -25,13 +25,13 @@ def test_a_group_is_found_by_its_id_and_all_of_a_response_by_the_responses() -> 
     assert names(provenance, "cmpl") == []
 
 
-def test_only_the_latest_are_kept() -> None:
+def test_only_the_newest_groups_are_kept() -> None:
     provenance = kept("cmpl-a-0", "cmpl-a-1", "cmpl-b-0", limit=2)
     assert names(provenance, "cmpl-a") == ["cmpl-a-1"]
     assert names(kept("cmpl-a-0", "cmpl-b-0", limit=1), "cmpl-a") == []
 
 
-def test_a_request_id_that_is_used_again_names_the_newer_group() -> None:
+def test_a_reused_request_id_finds_the_newer_group() -> None:
     provenance = kept("cmpl-a-0", "cmpl-a-1", "cmpl-a-0", limit=2)
     assert names(provenance, "cmpl-a") == ["cmpl-a-0", "cmpl-a-1"]
 
@@ -60,7 +60,7 @@ def test_groups_of_a_response_are_in_the_order_of_its_own_prompts() -> None:
     assert names(provenance, "cmpl-r") == ["group-cmpl-y-7", "group-cmpl-x-1", "group-cmpl-x-0"]
 
 
-def test_a_name_that_callers_use_again_finds_its_groups_from_the_oldest_kept_on() -> None:
+def test_a_reused_name_finds_all_its_kept_groups_oldest_first() -> None:
     provenance = Provenance(kept=3)
     for number in range(4):
         of_members(provenance, f"group-cmpl-{9 - number}-0", "prompt-7", f"cmpl-{9 - number}-0")
@@ -68,7 +68,7 @@ def test_a_name_that_callers_use_again_finds_its_groups_from_the_oldest_kept_on(
     assert names(provenance, "cmpl-9-0") == []
 
 
-def test_what_is_forgotten_is_found_by_none_of_its_names() -> None:
+def test_a_dropped_group_is_found_by_none_of_its_names() -> None:
     provenance = Provenance(kept=1)
     of_members(provenance, "group-cmpl-a-0", "step 3", "cmpl-a-0", "cmpl-a-0", "cmpl-a-1")
     of_members(provenance, "group-cmpl-b-0", "step 3", "cmpl-b-0")

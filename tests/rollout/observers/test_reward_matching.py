@@ -28,24 +28,24 @@ from darts_server.rollout.observers.reward_matching import (
 )
 from darts_server.store import Store
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, SelectedAs, TrajectoryRecord
-from tests.rollout.helpers import SHAPINGS, Documents, House, collect, lengths
+from tests.rollout.helpers import SHAPINGS, Documents, Harness, collect, lengths
 
 pytestmark = pytest.mark.anyio
 
 
 class Trainer(RewardObserver):
-    """RewardMatcher, and what those hear who listen to it."""
+    """A reward matcher, with a record of what it reports."""
 
     def __init__(self, store: Documents | Store | None = None, kept: int = 100) -> None:
         self.store = store or Documents()
         self.rewards = Rewards(self.store)
-        self.told: list[tuple[str, dict[int, bool]]] = []
+        self.rewarded_groups: list[tuple[str, dict[int, bool]]] = []
         self.counted = [0, 0]
         self.variances: list[bool] = []
         self.reward_matcher = RewardMatcher(self.rewards, self._rewarded, self, kept)
 
     def _rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
-        self.told.append((record.group_id, dict(right)))
+        self.rewarded_groups.append((record.group_id, dict(right)))
 
     def rewards_reported(self, matched: int, unknown: int) -> None:
         self.counted = [self.counted[0] + matched, self.counted[1] + unknown]
@@ -53,9 +53,9 @@ class Trainer(RewardObserver):
     def group_rewarded(self, zero_variance: bool) -> None:
         self.variances.append(zero_variance)
 
-    def listen(self, house: House) -> None:
-        """Hear of the groups of a house."""
-        house.rollouts.observe(self.reward_matcher)
+    def listen(self, harness: Harness) -> None:
+        """Hear of the groups of a harness."""
+        harness.rollouts.observe(self.reward_matcher)
 
     def report(self, *rewards: Reward) -> RewardReport:
         return asyncio.run(self.reward_matcher.report(rewards))
@@ -113,7 +113,7 @@ TWO = Made("g", "p", ((1, 2), (3, 4, 5)))
 
 @pytest.mark.parametrize("first", [by_id("g:0", 1.0), by_tokens([112], [1, 2], 1.0)])
 @pytest.mark.parametrize("second", [by_id("g:0", 1.0), by_id("g:0", -3.0), by_tokens([112], [1, 2], 0.0)])
-def test_a_trajectory_keeps_its_first_reward_whichever_way_it_was_named(first: Reward, second: Reward) -> None:
+def test_a_trajectory_keeps_its_first_reward(first: Reward, second: Reward) -> None:
     trainer = Trainer()
     TWO.happens(trainer.reward_matcher)
     assert trainer.report(first) == RewardReport(matched=1)
@@ -137,7 +137,7 @@ def test_a_trajectory_keeps_its_first_reward_whichever_way_it_was_named(first: R
     ],
     ids=lambda reward: str(reward.trajectory_id)[:9],
 )
-def test_what_is_not_kept_is_unknown_and_changes_nothing(unknown: Reward) -> None:
+def test_a_reward_for_an_unknown_trajectory_changes_nothing(unknown: Reward) -> None:
     trainer = Trainer()
     TWO.happens(trainer.reward_matcher)
     assert trainer.report(unknown, by_id("g:1", 0.0), unknown) == RewardReport(1, 0, 2, [0, 2])
@@ -145,7 +145,7 @@ def test_what_is_not_kept_is_unknown_and_changes_nothing(unknown: Reward) -> Non
     assert trainer.counted == [1, 2]
 
 
-def test_of_many_unknown_ones_the_first_hundred_places_are_told() -> None:
+def test_only_the_first_hundred_unknown_indices_are_reported() -> None:
     report = Trainer().report(*[by_id("g:0", 1.0)] * 150)
     assert (report.unknown, report.unknown_indices) == (150, list(range(MAX_UNKNOWN_INDICES)))
 
@@ -159,44 +159,44 @@ def test_all_trajectories_with_the_same_tokens_get_the_reward() -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_group_whose_rewards_are_all_known_is_told_once(late: bool) -> None:
+def test_a_fully_rewarded_group_is_reported_once(late: bool) -> None:
     trainer = Trainer()
     group = replace(TWO, late=late)
     group.happens(trainer.reward_matcher)
     trainer.report(by_id("g:1", 0.25))
     assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is None
-    assert (trainer.told, trainer.variances) == ([], [])
+    assert (trainer.rewarded_groups, trainer.variances) == ([], [])
     trainer.report(by_id("g:0", 0.0), by_id("g:0", 0.0), by_id("g:1", 0.25))
-    assert trainer.told == [("g", {0: False, 1: True})]
+    assert trainer.rewarded_groups == [("g", {0: False, 1: True})]
     assert trainer.variances == [False]
     assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is False
     assert trainer.prompt("p") == RewardStats(Moments(1, 3.0, 0.0), Moments(1, 2.0, 0.0), groups=1)
 
 
-def test_rewards_may_come_before_their_group_ends() -> None:
+def test_rewards_may_arrive_before_their_group_ends() -> None:
     trainer = Trainer()
     for index, tokens in enumerate(TWO.trajectories):
         trainer.reward_matcher.trajectory_returned(TrajectoryRecord("g", "p", 0.0, index, [112], tokens))
         assert trainer.report(by_id(f"g:{index}", 1.0)) == RewardReport(matched=1)
-    assert trainer.told == []
+    assert trainer.rewarded_groups == []
     trainer.reward_matcher.group_ended(TWO.record())
-    assert trainer.told == [("g", {0: True, 1: True})]
+    assert trainer.rewarded_groups == [("g", {0: True, 1: True})]
     assert trainer.reward_matcher.group_rewards(TWO.record()).zero_variance is True
     assert (trainer.prompt("p").groups, trainer.prompt("p").zero_variance) == (1, 1)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
-def test_what_a_group_gave_before_it_broke_off_counts_but_the_group_does_not(outcome: Outcome) -> None:
+def test_trajectories_of_an_incomplete_group_count_but_the_group_does_not(outcome: Outcome) -> None:
     trainer = Trainer()
     group = replace(TWO, outcome=outcome, late=False)
     group.happens(trainer.reward_matcher)
     assert trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0)) == RewardReport(matched=2)
     assert trainer.prompt("p") == RewardStats(right=Moments(2, 2.5, 0.5))
     assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is None
-    assert trainer.told == []
+    assert trainer.rewarded_groups == []
 
 
-def test_only_the_newest_groups_are_kept_and_nothing_is_left_of_the_others() -> None:
+def test_only_the_newest_groups_are_kept_and_others_are_dropped_completely() -> None:
     trainer = Trainer(kept=2)
     groups = [replace(TWO, group_id=name) for name in "abc"]
     for group in groups:
@@ -209,7 +209,7 @@ def test_only_the_newest_groups_are_kept_and_nothing_is_left_of_the_others() -> 
     assert len(trainer.reward_matcher._groups._by_tokens) == len(trainer.reward_matcher._groups._groups) == 2
 
 
-def test_a_group_id_that_is_used_again_names_the_newer_group() -> None:
+def test_a_reused_group_id_finds_the_newer_group() -> None:
     trainer = Trainer()
     TWO.happens(trainer.reward_matcher)
     trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0))
@@ -220,7 +220,7 @@ def test_a_group_id_that_is_used_again_names_the_newer_group() -> None:
     assert trainer.reward_matcher.group_rewards(TWO.record(5.0)).by_index == {0: (0.0, False), 1: (0.0, False)}
 
 
-def test_the_fingerprint_is_that_of_both_lists_in_order() -> None:
+def test_the_fingerprint_depends_on_both_lists_and_their_order() -> None:
     pairs: list[tuple[list[int], list[int]]] = [
         ([1], [2, 3]),
         ([1, 2], [3]),
@@ -289,7 +289,7 @@ class BruteForce:
     seed=st.integers(0, 10**6),
     values=st.lists(st.sampled_from([-1.0, 0.0, 1.0, 0.5]), min_size=12, max_size=12),
 )
-def test_any_order_repetition_and_mixture_of_names_comes_to_what_brute_force_does(
+def test_any_order_and_repetition_of_rewards_gives_the_brute_force_result(
     groups: list[Made], seed: int, values: list[float]
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -315,7 +315,7 @@ def test_any_order_repetition_and_mixture_of_names_comes_to_what_brute_force_doe
         assert_same(trainer.prompt(prompt), [g for g in everything if g.prompt == prompt], brute)
     assert_same(trainer.rewards.dataset, everything, brute)
     whole = brute.whole(groups)
-    assert sorted(trainer.told) == [
+    assert sorted(trainer.rewarded_groups) == [
         (name, {i: reward.correct for i, reward in enumerate(whole[name])}) for name in sorted(whole)
     ]
 
@@ -357,7 +357,7 @@ def assert_same(stats: RewardStats, groups: Sequence[Made], brute: BruteForce) -
     assert stats.zero_variance == sum(len({reward.reward for reward in rewards}) == 1 for rewards in whole.values())
 
 
-def test_many_at_once_are_the_same_as_one_by_one() -> None:
+def test_one_large_report_equals_many_small_ones() -> None:
     together, singly = Trainer(kept=1000), Trainer(kept=1000)
     groups = [Made(f"g{n}", "pq"[n % 2], tuple((n, i) for i in range(5))) for n in range(2 * REWARDS_PER_TURN)]
     for group in groups:
@@ -370,12 +370,12 @@ def test_many_at_once_are_the_same_as_one_by_one() -> None:
     )
     for reward in rewards:
         singly.report(reward)
-    assert together.told == singly.told
-    assert len(together.told) == 2 * REWARDS_PER_TURN
+    assert together.rewarded_groups == singly.rewarded_groups
+    assert len(together.rewarded_groups) == 2 * REWARDS_PER_TURN
     assert together.rewards.dataset.difference.error == pytest.approx(singly.rewards.dataset.difference.error)
 
 
-async def test_others_have_their_turns_while_many_are_taken_in() -> None:
+async def test_a_large_report_does_not_block_the_event_loop() -> None:
     trainer = Trainer()
     reporting = asyncio.create_task(trainer.reward_matcher.report([by_id("g:0", 1.0)] * (3 * REWARDS_PER_TURN)))
     turns = 0
@@ -390,40 +390,40 @@ async def test_others_have_their_turns_while_many_are_taken_in() -> None:
 
 @pytest.mark.parametrize("policy", ["shortest", "uniform", "shadow"])
 async def test_every_trajectory_that_a_caller_gets_can_be_rewarded(policy: str) -> None:
-    house = House(lengths(5, 9, 3, 7, 4, 20), SHAPINGS | {"shadow": replace(SHAPINGS["shortest"], shadow=True)})
+    harness = Harness(lengths(5, 9, 3, 7, 4, 20), SHAPINGS | {"shadow": replace(SHAPINGS["shortest"], shadow=True)})
     trainer = Trainer()
-    trainer.listen(house)
-    got = await house.group(house.run(4, policy, group_id="g"))
-    record = house.record("g")
+    trainer.listen(harness)
+    got = await harness.group(harness.run(4, policy, group_id="g"))
+    record = harness.record("g")
     assert sorted(t.index for t in got) == [c.index for c in record.selected]
     rewards = [by_id(f"g:{t.index}", 1.0) if t.index % 2 else by_tokens([ord("g")], t.output, 0.0) for t in got]
     assert await trainer.reward_matcher.report(rewards) == RewardReport(matched=4)
-    assert trainer.told == [("g", {t.index: bool(t.index % 2) for t in got})]
+    assert trainer.rewarded_groups == [("g", {t.index: bool(t.index % 2) for t in got})]
     discarded = [by_id(f"g:{c.index}", 1.0) for c in record.candidates if c.selected_as is None]
     assert (await trainer.reward_matcher.report(discarded)).unknown == len(discarded) == 2
 
 
-async def test_what_a_stream_gave_can_be_rewarded_while_its_group_runs() -> None:
-    house = House(lengths(3, 4, 50, 50))
+async def test_streamed_trajectories_can_be_rewarded_while_their_group_runs() -> None:
+    harness = Harness(lengths(3, 4, 50, 50))
     trainer = Trainer()
-    trainer.listen(house)
-    waiting = asyncio.create_task(collect(house.run(3, "uniform", group_id="g", early=True)))
+    trainer.listen(harness)
+    waiting = asyncio.create_task(collect(harness.run(3, "uniform", group_id="g", early=True)))
     for _ in range(10):
-        await house.engine.step()
+        await harness.engine.step()
     assert await trainer.reward_matcher.report([by_id("g:0", 1.0), by_id("g:1", 1.0)]) == RewardReport(matched=2)
-    await house.engine.run()
+    await harness.engine.run()
     last = {t.index for t in await waiting} - {0, 1}
     assert await trainer.reward_matcher.report([by_id(f"g:{index}", 1.0) for index in last]) == RewardReport(matched=1)
     assert trainer.variances == [True]
 
 
-async def test_a_fault_of_the_engine_leaves_nothing_to_reward() -> None:
-    house = House(lambda _, index: Script(5))
+async def test_a_group_that_failed_has_nothing_to_reward() -> None:
+    harness = Harness(lambda _, index: Script(5))
     trainer = Trainer()
-    trainer.listen(house)
-    waiting = asyncio.create_task(collect(house.run(2, group_id="g")))
+    trainer.listen(harness)
+    waiting = asyncio.create_task(collect(harness.run(2, group_id="g")))
     await settle()
-    house.engine.kill()
+    harness.engine.kill()
     with pytest.raises(Exception, match="killed"):
         await waiting
     assert (await trainer.reward_matcher.report([by_id("g:0", 1.0)])).unknown == 1
@@ -432,7 +432,7 @@ async def test_a_fault_of_the_engine_leaves_nothing_to_reward() -> None:
 # --- what is kept of it -------------------------------------------------------
 
 
-def test_statistics_outlive_the_process_and_processes_share_them(tmp_path: Any) -> None:
+def test_statistics_are_stored_and_shared_between_processes(tmp_path: Any) -> None:
     with Store(tmp_path) as store:
         first = Trainer(store)
         TWO.happens(first.reward_matcher)
@@ -456,7 +456,7 @@ DOCUMENTS: list[dict[str, Scalar]] = [{}, {"value": None}, {"value": "{"}, {"val
 @pytest.mark.parametrize(
     "junk", [*({"value": json.dumps(junk)} for junk in JUNK), *DOCUMENTS], ids=lambda junk: repr(junk)[:40]
 )
-def test_junk_counts_as_nothing_and_is_learned_over(junk: dict[str, Scalar]) -> None:
+def test_invalid_statistics_count_as_missing_and_are_overwritten(junk: dict[str, Scalar]) -> None:
     store = Documents()
     store.put(PROMPT_KIND, "p", junk)
     store.put(DATASET_KIND, KEY, junk)
@@ -481,36 +481,36 @@ def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:
     assert {kind for kind, _ in trainer.store.kept} == {DATASET_KIND}  # type: ignore[union-attr]
 
 
-def test_a_summary_says_what_the_statistics_come_to() -> None:
+def test_a_summary_of_reward_statistics() -> None:
     trainer = Trainer()
     TWO.happens(trainer.reward_matcher)
     Made("h", "p", ((9,), (1, 2, 3, 4))).happens(trainer.reward_matcher)
     trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0), by_id("h:0", 0.0))
-    told = summarize(trainer.rewards.of_prompt("p"))
-    assert told is not None
-    assert (told.rewarded, told.right, told.pass_rate) == (3, 2, 2 / 3)
-    assert (told.rewarded_groups, told.zero_variance_groups) == (1, 1)
-    assert told.length_right is not None
-    assert told.length_wrong is not None
-    assert (told.length_right.mean, told.length_right.se, told.length_right.count) == (2.5, 0.5, 2)
-    assert (told.length_wrong.mean, told.length_wrong.se, told.length_wrong.count) == (1, None, 1)
-    assert (told.pattern, told.difference, told.difference_se) == ("unclear", 1.5, None)
+    summary = summarize(trainer.rewards.of_prompt("p"))
+    assert summary is not None
+    assert (summary.rewarded, summary.right, summary.pass_rate) == (3, 2, 2 / 3)
+    assert (summary.rewarded_groups, summary.zero_variance_groups) == (1, 1)
+    assert summary.length_right is not None
+    assert summary.length_wrong is not None
+    assert (summary.length_right.mean, summary.length_right.se, summary.length_right.count) == (2.5, 0.5, 2)
+    assert (summary.length_wrong.mean, summary.length_wrong.se, summary.length_wrong.count) == (1, None, 1)
+    assert (summary.pattern, summary.difference, summary.difference_se) == ("unclear", 1.5, None)
 
 
-async def test_rewards_of_explored_groups_tell_what_deadlines_take_away() -> None:
+async def test_rewards_of_explored_groups_give_the_share_lost_to_deadlines() -> None:
     cut = Shaping(redundancy=1.5, deadline=Deadline(exploration=1.0))
-    house = House(lengths(5, 6, 7, 30, 40, 50), {"cut": cut})
+    harness = Harness(lengths(5, 6, 7, 30, 40, 50), {"cut": cut})
     trainer = Trainer()
-    trainer.listen(house)
-    trainer.reward_matcher._on_group_rewarded = house.rollouts.group_rewarded
+    trainer.listen(harness)
+    trainer.reward_matcher._on_group_rewarded = harness.rollouts.group_rewarded
     names = [f"g{i}" for i in range(10)]
-    waiting = [asyncio.create_task(collect(run)) for run in await house.together(4, "cut", names)]
+    waiting = [asyncio.create_task(collect(run)) for run in await harness.start_cohort(4, "cut", names)]
     await settle()
-    await house.engine.run()
+    await harness.engine.run()
     for name, got in zip(names, await asyncio.gather(*waiting), strict=True):
-        assert house.record(name).explored
+        assert harness.record(name).explored
         await trainer.reward_matcher.report([by_id(f"{name}:{t.index}", 1.0) for t in got])
     assert trainer.variances == [True] * 10
-    losses = house.rollouts.allocator.deadlines.losses
+    losses = harness.rollouts.allocator.deadlines.losses
     assert losses.right == pytest.approx(sum(4 * (1 - 4 / MEMORY) ** before for before in range(10)))
     assert losses.lost > 0

@@ -23,7 +23,7 @@ from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.spec import GroupSpec
 from darts_server.types import CandidateRecord, DiscardReason, PromptSpec, RequestOptions, SelectedAs
 from tests.rollout.batches.test_submission import Texts, play
-from tests.rollout.helpers import House, lengths
+from tests.rollout.helpers import Harness, lengths
 from tests.rollout.pruning.fake_scorer import EarlyStateEngine, FakeScorer, create_script
 
 pytestmark = pytest.mark.anyio
@@ -37,16 +37,16 @@ LOGPROBS_ONLY = {"uses_hidden_states": False, "uses_logprobs": True}
 
 def create_house(
     scorer: FakeScorer | None, lengths: list[int], scores: Mapping[int, tuple[float, float]], lag: int = 0
-) -> House:
-    house = House(create_script(lengths, scores, lag), SHAPINGS, scorer=scorer)
-    house.engine.probe_width = 2
-    return house
+) -> Harness:
+    harness = Harness(create_script(lengths, scores, lag), SHAPINGS, scorer=scorer)
+    harness.engine.probe_width = 2
+    return harness
 
 
-async def run_group(house: House, size: int = 2, policy: str = "arrol") -> list[CandidateRecord]:
-    run = house.run(size, policy)
-    trajectories = await house.group(run)
-    record = house.record("g")
+async def run_group(harness: Harness, size: int = 2, policy: str = "arrol") -> list[CandidateRecord]:
+    run = harness.run(size, policy)
+    trajectories = await harness.group(run)
+    record = harness.record("g")
     assert len(trajectories) == len(record.selected) == size
     return list(record.candidates)
 
@@ -56,8 +56,8 @@ async def run_group(house: House, size: int = 2, policy: str = "arrol") -> list[
 
 async def test_a_candidate_that_does_not_survive_its_score_is_stopped() -> None:
     scorer = FakeScorer(4)
-    house = create_house(scorer, [20], {0: (0.9, PRUNED), 2: (0.25, KEPT)})
-    candidates = await run_group(house)
+    harness = create_house(scorer, [20], {0: (0.9, PRUNED), 2: (0.25, KEPT)})
+    candidates = await run_group(harness)
     assert [c.reason for c in candidates] == [DiscardReason.PRUNED, None, DiscardReason.MIDDLE, None]
     assert (candidates[0].tokens, candidates[0].finish_reason) == (4, None)
     assert candidates[0].quality == pytest.approx(0.9)
@@ -68,15 +68,15 @@ async def test_a_candidate_that_does_not_survive_its_score_is_stopped() -> None:
 
 
 async def test_the_candidates_whose_mean_quality_is_nearest_the_target_are_returned() -> None:
-    house = create_house(FakeScorer(4), [20], {0: (1.0, 1.0), 1: (0.75, 1.0), 2: (1.0, 1.0), 3: (0.0, 1.0)})
-    candidates = await run_group(house)
+    harness = create_house(FakeScorer(4), [20], {0: (1.0, 1.0), 1: (0.75, 1.0), 2: (1.0, 1.0), 3: (0.0, 1.0)})
+    candidates = await run_group(harness)
     assert [c.index for c in candidates if c.selected_as is SelectedAs.BALANCED] == [0, 3]
 
 
 async def test_no_more_are_pruned_than_the_group_can_spare_and_the_others_are_kept_with_probability_1() -> None:
     scorer = FakeScorer(4)
-    house = create_house(scorer, [20], dict.fromkeys(range(6), (0.5, PRUNED)))
-    candidates = await run_group(house, size=3)
+    harness = create_house(scorer, [20], dict.fromkeys(range(6), (0.5, PRUNED)))
+    candidates = await run_group(harness, size=3)
     assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 3
     assert scorer.kept == [(3, 1.0), (4, 1.0), (5, 1.0)]
     assert sorted(scorer.dropped) == [0, 1, 2]
@@ -96,9 +96,9 @@ async def test_the_latest_score_counts_and_survival_multiplies() -> None:
     def script(_: str, index: int) -> Script:
         return Script(20, hidden=lambda n: (n / 10, 1.0 if index else n / 8))
 
-    house = House(script, SHAPINGS, scorer=scorer)
-    house.engine.probe_width = 2
-    candidates = await run_group(house)
+    harness = Harness(script, SHAPINGS, scorer=scorer)
+    harness.engine.probe_width = 2
+    candidates = await run_group(harness)
     assert [c.quality for c in candidates[1:]] == pytest.approx([0.6, 0.6, 0.6])
     assert scorer.scored_states[:4] == [(i, 2) for i in range(4)]
     assert candidates[0].survival in (pytest.approx(2 / 8), pytest.approx(2 / 8 * 6 / 8))
@@ -107,19 +107,19 @@ async def test_the_latest_score_counts_and_survival_multiplies() -> None:
 
 async def test_a_score_of_an_ended_candidate_does_not_prune_it_and_is_recorded_while_the_group_runs() -> None:
     scorer = FakeScorer(4)
-    house = create_house(scorer, [5, 20], {0: (0.25, PRUNED)}, lag=3)
-    candidates = await run_group(house)
+    harness = create_house(scorer, [5, 20], {0: (0.25, PRUNED)}, lag=3)
+    candidates = await run_group(harness)
     assert (candidates[0].quality, candidates[0].survival) == (0.25, 1.0)
     assert 0 not in {index for index, _ in scorer.kept}
 
 
 async def test_after_the_groups_end_only_returned_candidates_are_scored() -> None:
     scorer = FakeScorer(4)
-    house = create_house(scorer, [5], {}, lag=3)
-    candidates = await run_group(house)
+    harness = create_house(scorer, [5], {}, lag=3)
+    candidates = await run_group(harness)
     assert not scorer.scored_states
     for _ in range(3):
-        await house.engine.step()
+        await harness.engine.step()
     returned = [(c.index, 4) for c in candidates if c.selected_as is not None]
     assert scorer.scored_states == returned
     assert sorted([*scorer.dropped, *(index for index, _ in returned)]) == [0, 1, 2, 3]
@@ -127,9 +127,9 @@ async def test_after_the_groups_end_only_returned_candidates_are_scored() -> Non
 
 async def test_a_state_that_comes_before_the_candidate_is_marked_as_started_waits() -> None:
     scorer = FakeScorer(4)
-    house = House(create_script([20], {0: (0.9, PRUNED)}), SHAPINGS, scorer=scorer, engine=EarlyStateEngine)
-    house.engine.probe_width = 2
-    candidates = await run_group(house)
+    harness = Harness(create_script([20], {0: (0.9, PRUNED)}), SHAPINGS, scorer=scorer, engine=EarlyStateEngine)
+    harness.engine.probe_width = 2
+    candidates = await run_group(harness)
     assert (candidates[0].reason, candidates[0].tokens) == (DiscardReason.PRUNED, 0)
 
 
@@ -139,12 +139,12 @@ async def test_failed_stopped_and_cancelled_candidates_are_dropped() -> None:
     def script(_: str, index: int) -> Script:
         return Script(6, error=CandidateFailed("broken")) if index == 0 else Script(20, hidden=lambda _: (0.5, 1.0))
 
-    house = House(script, SHAPINGS, scorer=scorer)
-    house.engine.probe_width = 2
-    run = house.run(2, "arrol")
+    harness = Harness(script, SHAPINGS, scorer=scorer)
+    harness.engine.probe_width = 2
+    run = harness.run(2, "arrol")
     await settle()
     for _ in range(7):
-        await house.engine.step()
+        await harness.engine.step()
     assert scorer.dropped == []
     run.cancel()
     assert sorted(scorer.dropped) == [0, 1, 2, 3]
@@ -152,17 +152,17 @@ async def test_failed_stopped_and_cancelled_candidates_are_dropped() -> None:
 
 async def test_a_pruned_candidate_is_replaced_if_the_policy_refills() -> None:
     scorer = FakeScorer(4)
-    house = create_house(scorer, [20], dict.fromkeys(range(10), (0.5, PRUNED)))
-    candidates = await run_group(house, policy="refill")
+    harness = create_house(scorer, [20], dict.fromkeys(range(10), (0.5, PRUNED)))
+    candidates = await run_group(harness, policy="refill")
     assert len(candidates) == 6  # three times the group's size instead of two
     assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 4
 
 
 async def test_darts_selects_by_length_among_the_survivors() -> None:
-    house = create_house(FakeScorer(4), [10, 5, 7, 30], {1: (0.5, PRUNED)})
-    run = house.run(2, "darts+arrol")
-    trajectories = await house.group(run)
-    candidates = house.record("g").candidates
+    harness = create_house(FakeScorer(4), [10, 5, 7, 30], {1: (0.5, PRUNED)})
+    run = harness.run(2, "darts+arrol")
+    trajectories = await harness.group(run)
+    candidates = harness.record("g").candidates
     assert candidates[1].reason is DiscardReason.PRUNED
     assert candidates[2].selected_as is SelectedAs.SHORT
     assert len(trajectories) == 2
@@ -171,9 +171,9 @@ async def test_darts_selects_by_length_among_the_survivors() -> None:
 @pytest.mark.parametrize("policy", ["uniform", "darts", "shadow:darts"])
 async def test_candidates_of_policies_that_do_not_prune_are_not_probed(policy: str) -> None:
     scorer = FakeScorer(4)
-    house = create_house(scorer, [20], dict.fromkeys(range(6), (0.5, PRUNED)))
-    candidates = await run_group(house, policy=policy)
-    assert all(started.probe is None for started in house.engine.started)
+    harness = create_house(scorer, [20], dict.fromkeys(range(6), (0.5, PRUNED)))
+    candidates = await run_group(harness, policy=policy)
+    assert all(started.probe is None for started in harness.engine.started)
     assert [(c.quality, c.survival) for c in candidates] == [(None, 1.0)] * len(candidates)
     assert (scorer.scored_states, scorer.kept, scorer.dropped) == ([], [], [])
 
@@ -187,8 +187,8 @@ async def test_pruning_does_not_change_the_draws_of_the_tail_and_decisions_are_r
     assert tail_draws("darts") == tail_draws("darts+arrol")
     reasons = []
     for _ in range(2):
-        house = create_house(FakeScorer(4), [20], dict.fromkeys(range(16), (0.5, 0.5)))
-        reasons.append([c.reason for c in await run_group(house, size=8)])
+        harness = create_house(FakeScorer(4), [20], dict.fromkeys(range(16), (0.5, 0.5)))
+        reasons.append([c.reason for c in await run_group(harness, size=8)])
     assert reasons[0] == reasons[1]
 
 
@@ -197,8 +197,8 @@ async def test_pruning_does_not_change_the_draws_of_the_tail_and_decisions_are_r
 
 async def test_a_state_is_scored_with_the_log_probs_of_its_tokens() -> None:
     scorer = FakeScorer(4, 8, uses_logprobs=True)
-    house = create_house(scorer, [20], {0: (0.9, PRUNED), 2: (0.25, KEPT)})
-    candidates = await run_group(house)
+    harness = create_house(scorer, [20], {0: (0.9, PRUNED), 2: (0.25, KEPT)})
+    candidates = await run_group(harness)
     assert [c.reason for c in candidates] == [DiscardReason.PRUNED, None, DiscardReason.MIDDLE, None]
     assert sorted(scorer.scored_states) == [(0, 4), *((i, tokens) for i in (1, 2, 3) for tokens in (4, 8))]
 
@@ -236,26 +236,26 @@ async def test_a_state_waits_until_its_candidate_runs_and_its_log_probs_are_ther
 
 async def test_log_probs_are_scored_once_per_point_for_exactly_the_tokens_up_to_it() -> None:
     scorer = FakeScorer(4, 6, **LOGPROBS_ONLY, survival=1.0)
-    house = House(lengths(20), SHAPINGS, scorer=scorer)
-    await run_group(house)
+    harness = Harness(lengths(20), SHAPINGS, scorer=scorer)
+    await run_group(harness)
     assert sorted(scorer.scored_logprobs) == [(i, n) for i in range(4) for n in (4, 6)]
-    assert all(c.probe is not None and c.probe.logprobs and not c.probe.detect_at for c in house.engine.started)
+    assert all(c.probe is not None and c.probe.logprobs and not c.probe.detect_at for c in harness.engine.started)
     assert sorted(scorer.kept) == [(i, 1.0) for i in range(4) for _ in (4, 6)]
 
 
 async def test_candidates_are_pruned_by_log_probs_too() -> None:
     scorer = FakeScorer(4, **LOGPROBS_ONLY)
-    candidates = await run_group(House(lengths(20), SHAPINGS, scorer=scorer))
+    candidates = await run_group(Harness(lengths(20), SHAPINGS, scorer=scorer))
     assert [c.reason for c in candidates] == [DiscardReason.PRUNED, DiscardReason.PRUNED, None, None]
     assert sorted(scorer.dropped) == [0, 1]
 
 
 async def test_a_late_poll_scores_all_points_that_were_passed() -> None:
     scorer = FakeScorer(2, 3, 9, **LOGPROBS_ONLY, survival=1.0)
-    house = House(lengths(20), SHAPINGS, scorer=scorer)
-    run = house.run(2, "arrol")
+    harness = Harness(lengths(20), SHAPINGS, scorer=scorer)
+    run = harness.run(2, "arrol")
     await settle()
-    for candidate in house.engine.started:
+    for candidate in harness.engine.started:
         candidate.generated = 5
     run.poll()
     assert scorer.scored_logprobs == [(i, n) for i in range(4) for n in (2, 3)]
@@ -267,23 +267,23 @@ async def test_a_late_poll_scores_all_points_that_were_passed() -> None:
 
 async def test_single_requests_are_scored_at_once_and_pruned_when_the_group_is_complete() -> None:
     scorer = FakeScorer(2)
-    house = create_house(scorer, [30], {0: (0.5, PRUNED)})
-    plan = house.rollouts.plan(1, RequestOptions("arrol", group_size=2))
+    harness = create_house(scorer, [30], {0: (0.5, PRUNED)})
+    plan = harness.rollouts.plan(1, RequestOptions("arrol", group_size=2))
     assert plan is not None
 
     async def call(name: str) -> list[int]:
-        return await house.rollouts.joiner.join(JoinRequest("p", name, plan, "p", "p"), lambda _: None)
+        return await harness.rollouts.joiner.join(JoinRequest("p", name, plan, "p", "p"), lambda _: None)
 
     first = asyncio.create_task(call("a"))
     await settle()
     for _ in range(4):
-        await house.engine.step()
+        await harness.engine.step()
     assert scorer.scored_states == [(0, 2)]
-    assert house.engine.started[0].is_running
+    assert harness.engine.started[0].is_running
     second = asyncio.create_task(call("b"))
     await settle()
-    assert not house.engine.started[0].is_running
-    await house.engine.run()
+    assert not harness.engine.started[0].is_running
+    await harness.engine.run()
     assert [len(await task) for task in (first, second)] == [30, 30]
 
 
@@ -306,40 +306,40 @@ async def test_single_requests_are_scored_at_once_and_pruned_when_the_group_is_c
 async def test_pruning_is_refused_where_nothing_can_be_scored(
     scorer: FakeScorer | None, width: int | None, message: str | None
 ) -> None:
-    house = House(lengths(5), SHAPINGS, scorer=scorer)
-    house.engine.probe_width = width
+    harness = Harness(lengths(5), SHAPINGS, scorer=scorer)
+    harness.engine.probe_width = width
     planner = Planner(SHAPINGS, "arrol", Limits(64))
     request = BatchRequest([PromptSpec(text="5")], 2)
 
     async def prepare() -> Submission[str, list[int]]:
-        return await Submission.prepare(request, house.rollouts, Texts(), lambda _: planner)
+        return await Submission.prepare(request, harness.rollouts, Texts(), lambda _: planner)
 
     if message is None:
-        assert house.plan(2, "arrol").policy == "arrol"
+        assert harness.plan(2, "arrol").policy == "arrol"
         assert (await prepare()).size == 1
         return
     with pytest.raises(InvalidRequest, match=message) as refused:
-        house.plan(2, "arrol")
+        harness.plan(2, "arrol")
     assert refused.value.field == "policy"
     with pytest.raises(InvalidRequest, match=message):
         await prepare()
-    assert house.plan(2, "darts").policy == "darts"
+    assert harness.plan(2, "darts").policy == "darts"
 
 
 async def test_a_group_without_a_candidate_to_spare_is_refused() -> None:
     shapings = build_policies(Shaping(), Deadline(), Pruning(keep_ratio=0.9))
-    house = House(lengths(5), shapings, scorer=FakeScorer(4, **LOGPROBS_ONLY))
+    harness = Harness(lengths(5), shapings, scorer=FakeScorer(4, **LOGPROBS_ONLY))
     with pytest.raises(InvalidRequest, match=r"n / keep_ratio = 2 / 0\.9"):
-        house.plan(2, "arrol")
-    assert not house.engine.started
+        harness.plan(2, "arrol")
+    assert not harness.engine.started
 
 
 # --- all survivors ----------------------------------------------------------
 
 
-async def submit_under(house: House, policy: str, batch: BatchRequest) -> Submission[str, list[int]]:
+async def submit_under(harness: Harness, policy: str, batch: BatchRequest) -> Submission[str, list[int]]:
     planner = Planner(SHAPINGS, policy, Limits(64))
-    return await Submission.prepare(batch, house.rollouts, Texts(), lambda _: planner)
+    return await Submission.prepare(batch, harness.rollouts, Texts(), lambda _: planner)
 
 
 @pytest.mark.parametrize("policy", ["arrol", "darts+arrol"])
@@ -347,9 +347,9 @@ async def submit_under(house: House, policy: str, batch: BatchRequest) -> Submis
 async def test_a_caller_who_wants_all_survivors_gets_them_and_no_fewer_than_the_groups_size(
     policy: str, pruned: int
 ) -> None:
-    house = create_house(FakeScorer(4), [20], dict.fromkeys(range(pruned), (0.5, PRUNED)))
+    harness = create_house(FakeScorer(4), [20], dict.fromkeys(range(pruned), (0.5, PRUNED)))
     request = BatchRequest([PromptSpec(text="5")], 2, survivors=True, budget=4)
-    [result] = await play(house, await submit_under(house, policy, request))
+    [result] = await play(harness, await submit_under(harness, policy, request))
     assert result.record is not None
     pruned_ones = [c.index for c in result.record.candidates if c.reason is DiscardReason.PRUNED]
     assert pruned_ones == list(range(min(pruned, 2)))
@@ -357,20 +357,20 @@ async def test_a_caller_who_wants_all_survivors_gets_them_and_no_fewer_than_the_
 
 
 async def test_survivors_of_a_policy_that_does_not_prune_are_refused() -> None:
-    house = create_house(FakeScorer(4), [20], {})
+    harness = create_house(FakeScorer(4), [20], {})
     with pytest.raises(
         InvalidRequest, match="'darts' does not prune; leave it out, or use a policy that prunes"
     ) as refused:
-        await submit_under(house, "darts", BatchRequest([PromptSpec(text="5")], 2, survivors=True))
+        await submit_under(harness, "darts", BatchRequest([PromptSpec(text="5")], 2, survivors=True))
     assert refused.value.field == "survivors"
 
 
 async def test_a_stream_of_tokens_yields_survivors_when_all_have_ended() -> None:
-    house = create_house(FakeScorer(4), [10, 20], {1: (0.5, PRUNED)})
-    plan = house.plan(2, "arrol")
+    harness = create_house(FakeScorer(4), [10, 20], {1: (0.5, PRUNED)})
+    plan = harness.plan(2, "arrol")
     plan = replace(plan, shaping=replace(plan.shaping, return_survivors=True))
     spec = GroupSpec.of_plan(plan, "p", "g", tail_seed=(7,), early=True)
-    run = house.rollouts.start(spec, plan, Allocation(4))
-    trajectories = await house.group(run)
+    run = harness.rollouts.start(spec, plan, Allocation(4))
+    trajectories = await harness.group(run)
     assert [(t.index, t.last) for t in trajectories] == [(0, False), (2, False), (3, True)]
     assert run.has_ended

@@ -16,7 +16,7 @@ from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 from darts_server.types import DiscardReason
 from tests.quality.synthetic import WIDTH, SyntheticTask
-from tests.rollout.helpers import Documents, House
+from tests.rollout.helpers import Documents, Harness
 from tests.rollout.pruning.bench import FAST, Bench
 
 pytestmark = pytest.mark.anyio
@@ -33,11 +33,11 @@ class RewardedGroups:
         self.correct: dict[tuple[str, int], bool] = {}
         self.bench = Bench(replace(FAST, detect_at=(POINT,)))
         shapings = build_policies(Shaping(num_longest=1), Deadline(), Pruning())
-        self.house = House(self._script, shapings, scorer=self.bench.pruner)
-        self.house.engine.probe_width = WIDTH
+        self.harness = Harness(self._script, shapings, scorer=self.bench.pruner)
+        self.harness.engine.probe_width = WIDTH
         on_reward = [self.bench.pruner.learn_reward]
         self.reward_matcher = RewardMatcher(Rewards(Documents()), self._rewarded, RewardObserver(), on_reward=on_reward)
-        self.house.rollouts.observe(self.reward_matcher, self.bench.pruner)
+        self.harness.rollouts.observe(self.reward_matcher, self.bench.pruner)
         self.groups = 0
 
     def _rewarded(self, *_: object) -> None:
@@ -55,15 +55,15 @@ class RewardedGroups:
         self.groups += 1
         self.bench.version = self.groups // 16
         self.bench.now += 1
-        run = self.house.run(SIZE, self.policy, group_id=name, tail_seed=self.groups)
-        returned = await self.house.group(run)
+        run = self.harness.run(SIZE, self.policy, group_id=name, tail_seed=self.groups)
+        returned = await self.harness.group(run)
         assert len(returned) == SIZE
         rewards = [
             Reward(float(self.correct[name, t.index]), self.correct[name, t.index], f"{name}:{t.index}")
             for t in returned
         ]
         assert (await self.reward_matcher.report(rewards)).matched == SIZE
-        return sum(c.reason is DiscardReason.PRUNED for c in self.house.record(name).candidates)
+        return sum(c.reason is DiscardReason.PRUNED for c in self.harness.record(name).candidates)
 
 
 @pytest.mark.parametrize("policy", ["arrol", "darts+arrol"])

@@ -27,7 +27,7 @@ from darts_server.rollout.voting.runner import VoteRequest, VoteResult, VoteRunn
 from darts_server.serving.admission import Admission, Bounds
 from darts_server.store import Store
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, Sample, VoteOutcome
-from tests.rollout.helpers import Documents, House
+from tests.rollout.helpers import Documents, Harness
 
 pytestmark = pytest.mark.anyio
 LABELS = 300
@@ -74,12 +74,12 @@ class Election(VoteObserver):
 
     def __init__(self, *voters: Voter, documents: Documents | None = None) -> None:
         self._script = lambda _, i: voters[i].script or Script(voters[i].length)
-        self.house = House(self._script)
+        self.harness = Harness(self._script)
         self.scorer = StateScorer()
         self.confidence = Confidence(documents or Documents())
         self.sampling: Mapping[str, object] = {}
         self.outcomes: list[tuple[VoteOutcome, int]] = []
-        self.votes = VoteRunner(self.house.rollouts, self, self.confidence, self, lambda: self.house.engine.now)
+        self.votes = VoteRunner(self.harness.rollouts, self, self.confidence, self, lambda: self.harness.engine.now)
         self._voters = {voter.length: voter for voter in voters}
 
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
@@ -105,15 +105,15 @@ class Election(VoteObserver):
 
     def with_scorer(self) -> "Election":
         """Score candidates by their hidden states."""
-        self.house = House(self._script, scorer=self.scorer)
-        self.house.engine.probe_width = 1
-        self.votes = VoteRunner(self.house.rollouts, self, self.confidence, self, lambda: self.house.engine.now)
+        self.harness = Harness(self._script, scorer=self.scorer)
+        self.harness.engine.probe_width = 1
+        self.votes = VoteRunner(self.harness.rollouts, self, self.confidence, self, lambda: self.harness.engine.now)
         return self
 
     async def run(self, vote: VoteRequest) -> VoteResult:
         waiting = asyncio.create_task(self.votes.run(vote))
         await settle()
-        await self.house.engine.run()
+        await self.harness.engine.run()
         return await waiting
 
 
@@ -135,14 +135,14 @@ async def test_the_rest_is_stopped_once_the_leader_cannot_be_overtaken() -> None
     assert (result.count.tally.winner, dict(result.count.tally.votes)) == ("a", {"a": 4, "b": 1})
     assert result.decided_early
     assert [ballot.index for ballot in result.ballots] == [0, 1, 2, 3, 4]
-    assert election.house.engine.now == 50
+    assert election.harness.engine.now == 50
     reasons = [candidate.reason for candidate in result.record.candidates]
     assert reasons == [None] * 5 + [DiscardReason.DECIDED] * 3
     assert result.record.outcome is Outcome.DECIDED
     assert (result.record.group_id, result.record.policy) == (result.vote_id, "vote")
     assert election.outcomes == [(VoteOutcome.DECIDED_EARLY, 3)]
-    assert election.house.rollouts.running == 0
-    assert election.house.rollouts.gate.inside == 0
+    assert election.harness.rollouts.running == 0
+    assert election.harness.rollouts.gate.inside == 0
 
 
 async def test_a_close_vote_waits_for_all_candidates() -> None:
@@ -192,26 +192,26 @@ async def test_a_vote_fails_with_its_group() -> None:
     with pytest.raises(CandidateFailed, match="broken"):
         await election.run(create_vote(2))
     assert election.outcomes == []
-    assert election.house.rollouts.gate.inside == 0
+    assert election.harness.rollouts.gate.inside == 0
 
 
 async def test_cancellation_stops_all_candidates() -> None:
     election = Election(*voters("aaa"))
     waiting = asyncio.create_task(election.votes.run(create_vote(3)))
     await settle()
-    await election.house.engine.step()
+    await election.harness.engine.step()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert not election.house.engine.running
-    assert election.house.recorder.records[0].outcome is Outcome.CANCELLED
+    assert not election.harness.engine.running
+    assert election.harness.recorder.records[0].outcome is Outcome.CANCELLED
 
 
 async def test_long_texts_are_searched_in_a_thread() -> None:
     election = Election(Voter(10, "y" * SHORT_TEXT))
     waiting = asyncio.create_task(election.votes.run(create_vote(1)))
     await settle()
-    await election.house.engine.run()
+    await election.harness.engine.run()
     assert (await waiting).count.tally.winner == "y" * SHORT_TEXT
 
 
@@ -372,26 +372,26 @@ async def test_an_invalid_vote_is_refused_naming_the_field_and_starts_nothing(
     with pytest.raises(InvalidRequest) as refused:
         await election.votes.run(replace(create_vote(1), **change))  # type: ignore[arg-type]
     assert refused.value.field == field
-    assert not election.house.engine.started
+    assert not election.harness.engine.started
 
 
 async def test_a_vote_waits_at_the_gate_and_counts_as_load() -> None:
     election = Election(*voters("aa"))
-    rollouts = election.house.rollouts
+    rollouts = election.harness.rollouts
     rollouts.gate.close()
     waiting = asyncio.create_task(election.votes.run(create_vote(2)))
     await settle()
-    assert (rollouts.admission.ahead, len(election.house.engine.started)) == (2, 0)
+    assert (rollouts.admission.ahead, len(election.harness.engine.started)) == (2, 0)
     rollouts.gate.open()
     await settle()
-    assert (rollouts.admission.ahead, len(election.house.engine.started)) == (0, 2)
-    await election.house.engine.run()
+    assert (rollouts.admission.ahead, len(election.harness.engine.started)) == (0, 2)
+    await election.harness.engine.run()
     assert (await waiting).count.tally.winner == "a"
 
 
 async def test_a_vote_is_refused_when_too_many_wait() -> None:
     election = Election(*voters("aa"))
-    election.house.rollouts.admission = Admission(lambda: 9, 1, Bounds(max_waiting=1))
+    election.harness.rollouts.admission = Admission(lambda: 9, 1, Bounds(max_waiting=1))
     with pytest.raises(Overloaded):
         await election.votes.run(create_vote(2))
 

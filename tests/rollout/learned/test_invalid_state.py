@@ -1,4 +1,4 @@
-"""Whatever a whole state file says: the server starts, makes groups, and learns anew."""
+"""With any content of the state file, groups complete and statistics are learned again."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ async def make(store: Store, policy: str) -> Recorder:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("junk", [*JUNK, *PROMPTS], ids=repr)
-async def test_groups_are_made_and_learned_from_whatever_was_kept_before(
+async def test_groups_complete_and_are_learned_from_whatever_the_store_holds(
     junk: Any, policy: str, tmp_path: Path
 ) -> None:
     with Store(tmp_path) as store:

@@ -1,4 +1,4 @@
-"""A cut on an engine, under a limit that the group is told directly."""
+"""Cut trajectories on an engine, under a deadline that is set directly."""
 
 import asyncio
 
@@ -46,7 +46,7 @@ def the_tail(record: GroupRecord) -> CandidateRecord:
     return tail
 
 
-async def test_the_tail_is_cut_at_the_limit_and_counts_as_truncated_there() -> None:
+async def test_the_tail_is_cut_at_the_limit_and_has_finish_reason_length() -> None:
     script = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}
     got, recorder, engine = await play(script, limit=7)
     [record] = recorder.records
@@ -59,7 +59,7 @@ async def test_the_tail_is_cut_at_the_limit_and_counts_as_truncated_there() -> N
     assert engine.now >= 7
 
 
-async def test_a_group_that_needs_longer_than_the_limit_has_the_time_for_its_own_m_th_shortest() -> None:
+async def test_a_group_whose_m_th_shortest_is_longer_than_the_limit_is_cut_at_that_length() -> None:
     script = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(11)}
     got, recorder, _ = await play(script, limit=7)
     [record] = recorder.records
@@ -67,7 +67,7 @@ async def test_a_group_that_needs_longer_than_the_limit_has_the_time_for_its_own
     assert got[3] == list(range(11))
 
 
-async def test_one_that_ended_beyond_the_limit_before_anyone_looked_is_trimmed() -> None:
+async def test_a_candidate_that_finished_beyond_the_limit_before_a_poll_is_truncated() -> None:
     # The tail ends by itself beyond the limit before the third shortest, which began late, is known.
     script = {0: Script(2), 1: Script(3), 2: Script(4, delay=20), 3: Script(10)}
     got, recorder, _ = await play(script, limit=5)
@@ -77,7 +77,7 @@ async def test_one_that_ended_beyond_the_limit_before_anyone_looked_is_trimmed()
     assert tail.cut
 
 
-async def test_one_that_is_cut_while_it_runs_has_an_end_and_a_weight_version_as_the_others_have() -> None:
+async def test_a_running_candidate_that_is_cut_gets_an_end_time_and_a_weight_version() -> None:
     _, recorder, _ = await play({0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}, limit=7)
     [record] = recorder.records
     tail = the_tail(record)
@@ -97,7 +97,7 @@ class CannotCut(ScriptedEngine):
 
 
 @pytest.mark.parametrize("script", [CUT_RUNNING, CUT_ENDED])
-async def test_a_fault_while_cutting_reaches_the_caller(
+async def test_an_error_while_cutting_reaches_the_caller(
     script: dict[int, Script], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ZeroDivisionError, match="a bug in an adapter"):
@@ -125,7 +125,7 @@ class Deaf(ScriptedEngine):
             self.kill()
 
 
-async def test_an_engine_that_dies_between_a_cut_and_its_output_is_told_to_the_caller() -> None:
+async def test_an_engine_that_dies_between_a_cut_and_its_output_fails_the_caller() -> None:
     with pytest.raises(EngineDead):
         await asyncio.wait_for(play(CUT_RUNNING, 7, Deaf), 10)
 
@@ -136,7 +136,7 @@ class Slow(Deaf):
     def kill(self) -> None: ...
 
 
-async def test_a_caller_that_leaves_between_a_cut_and_its_output_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_caller_may_leave_between_a_cut_and_its_output(caplog: pytest.LogCaptureFixture) -> None:
     engine, recorder = Slow(lambda _, index: CUT_RUNNING[index]), Recorder()
     run = started(engine, recorder)
     run.open(CutTail(2, 1), Allocation(len(CUT_RUNNING)))

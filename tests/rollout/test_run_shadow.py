@@ -12,7 +12,7 @@ from darts_server.exceptions import CandidateFailed, EngineDead, GroupAborted
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs, ShadowRecord
-from tests.rollout.helpers import House, collect, lengths
+from tests.rollout.helpers import Harness, collect, lengths
 
 pytestmark = pytest.mark.anyio
 SIZE = 4
@@ -68,84 +68,84 @@ def as_shadow(record: GroupRecord) -> ShadowRecord:
 @pytest.mark.parametrize("policy", SHAPED)
 async def test_the_group_is_the_unshaped_one(policy: str) -> None:
     script = lengths(9, 30, 4, 50, 1, 2, 3, 60)
-    house = House(script, shadows(SHAPED))
-    got = await house.group(house.run(SIZE, policy))
+    harness = Harness(script, shadows(SHAPED))
+    got = await harness.group(harness.run(SIZE, policy))
     assert {t.index: len(t.output) for t in got} == {0: 9, 1: 30, 2: 4, 3: 50}
     assert sum(t.last for t in got) == 1
-    record = house.record("g")
+    record = harness.record("g")
     assert [(c.index, c.selected_as) for c in record.selected] == [(i, SelectedAs.SHORT) for i in range(SIZE)]
     assert {c.reason for c in record.candidates[SIZE:]} <= {DiscardReason.SHADOW}
     assert all(c.tokens == script("g", c.index).length for c in record.candidates), "all run to their end"
 
 
-async def test_the_caller_is_answered_before_the_others_have_ended_and_they_run_on() -> None:
-    house = House(lengths(5, 3, 4, 2, 50, 40), shadows(SHAPED))
-    task = asyncio.create_task(collect(house.run(SIZE, "shortest")))
+async def test_a_shadows_caller_is_answered_first_and_the_other_candidates_run_on() -> None:
+    harness = Harness(lengths(5, 3, 4, 2, 50, 40), shadows(SHAPED))
+    task = asyncio.create_task(collect(harness.run(SIZE, "shortest")))
     await settle()
     for _ in range(5):
-        await house.engine.step()
+        await harness.engine.step()
     assert task.done()
     assert sorted(t.index for t in await task) == [0, 1, 2, 3]
-    assert len(house.engine.running) == 2
-    assert house.recorder.records == []
-    assert house.rollouts.running == 1
-    await house.engine.run()
-    assert house.rollouts.running == 0
-    record = house.record("g")
+    assert len(harness.engine.running) == 2
+    assert harness.recorder.records == []
+    assert harness.rollouts.running == 1
+    await harness.engine.run()
+    assert harness.rollouts.running == 0
+    record = harness.record("g")
     assert (record.outcome, record.ended_at) == (Outcome.COMPLETED, 50)
     assert record.shadow == ShadowRecord("shortest", (0, 1, 2, 3), 5 + 3 + 4 + 2 + 5 + 5, 14, 5)
 
 
-async def test_a_caller_that_streams_gets_each_as_soon_as_it_is_done() -> None:
-    house = House(lengths(5, 1, 4, 2, 50, 40), shadows(SHAPED))
+async def test_a_streaming_caller_gets_each_trajectory_as_soon_as_it_finishes() -> None:
+    harness = Harness(lengths(5, 1, 4, 2, 50, 40), shadows(SHAPED))
     got: list[int] = []
 
     async def consume() -> None:
-        async for trajectory in house.run(SIZE, "sampled", early=True).trajectories():
+        async for trajectory in harness.run(SIZE, "sampled", early=True).trajectories():
             got.append(trajectory.index)
 
     task = asyncio.create_task(consume())
     await settle()
     for wanted in ([1], [1, 3], [1, 3], [1, 3, 2], [1, 3, 2, 0]):
-        await house.engine.step()
+        await harness.engine.step()
         assert got == wanted
     await task
-    await house.engine.run()
+    await harness.engine.run()
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-async def test_a_caller_that_leaves_before_it_has_all_stops_everything(steps: int) -> None:
-    house = House(lengths(2, 50), shadows(SHAPED))
-    task = asyncio.create_task(collect(house.run(SIZE, "shortest")))
+async def test_a_caller_that_leaves_before_it_is_answered_stops_everything(steps: int) -> None:
+    harness = Harness(lengths(2, 50), shadows(SHAPED))
+    task = asyncio.create_task(collect(harness.run(SIZE, "shortest")))
     await settle()
     for _ in range(steps):
-        await house.engine.step()
+        await harness.engine.step()
     task.cancel()
     await settle()
-    assert house.engine.running == []
-    record = house.record("g")
+    assert harness.engine.running == []
+    record = harness.record("g")
     assert (record.outcome, record.shadow) == (Outcome.CANCELLED, None)
     assert [c.index for c in record.selected] == ([0] if steps else [])
 
 
-async def test_an_abort_after_the_answer_stops_what_is_watched() -> None:
-    house = House(lengths(5, 3, 4, 2, 50, 40), shadows(SHAPED))
-    task = asyncio.create_task(collect(house.run(SIZE, "shortest")))
+async def test_an_abort_after_the_answer_stops_the_watched_candidates() -> None:
+    harness = Harness(lengths(5, 3, 4, 2, 50, 40), shadows(SHAPED))
+    task = asyncio.create_task(collect(harness.run(SIZE, "shortest")))
     await settle()
     for _ in range(6):
-        await house.engine.step()
-    house.rollouts.abort("g")
+        await harness.engine.step()
+    harness.rollouts.abort("g")
     await settle()
-    assert house.engine.running == []
+    assert harness.engine.running == []
     assert len(await task) == SIZE
-    assert [c.index for c in house.record("g").selected] == [0, 1, 2, 3]
+    assert [c.index for c in harness.record("g").selected] == [0, 1, 2, 3]
 
 
-async def test_an_abort_before_the_answer_is_told() -> None:
-    house = House(lengths(50), shadows(SHAPED))
-    task = asyncio.create_task(collect(house.run(SIZE, "shortest")))
+async def test_an_abort_before_the_answer_raises_in_the_caller() -> None:
+    harness = Harness(lengths(50), shadows(SHAPED))
+    task = asyncio.create_task(collect(harness.run(SIZE, "shortest")))
     await settle()
-    house.rollouts.abort("g")
+    harness.rollouts.abort("g")
     with pytest.raises(GroupAborted):
         await task
 
@@ -153,81 +153,81 @@ async def test_an_abort_before_the_answer_is_told() -> None:
 # --- failures ---------------------------------------------------------------------
 
 
-async def test_one_that_fails_before_the_answer_makes_room_for_the_next_by_index() -> None:
+async def test_a_candidate_that_fails_before_the_answer_is_replaced_by_the_next_index() -> None:
     def script(_: str, index: int) -> Script:
         return Script(2, error=CandidateFailed("boom")) if index == 1 else Script(6 + index)
 
-    house = House(script, shadows(SHAPED))
-    got = await house.group(house.run(SIZE, "shortest"))
+    harness = Harness(script, shadows(SHAPED))
+    got = await harness.group(harness.run(SIZE, "shortest"))
     assert {t.index: len(t.output) for t in got} == {0: 6, 2: 8, 3: 9, 4: 10}
-    shadow = house.record("g").shadow
+    shadow = harness.record("g").shadow
     assert shadow is not None
     assert shadow.selection == (0, 2, 3, 4)
 
 
-async def test_the_shadow_is_of_those_that_came_to_their_end() -> None:
+async def test_the_shadow_covers_only_finished_candidates() -> None:
     def script(_: str, index: int) -> Script:
         return Script(30, aborted=True) if index == 5 else Script([9, 8, 7, 6, 1][index])
 
-    house = House(script, shadows(SHAPED))
-    await house.group(house.run(SIZE, "shortest"))
-    record = house.record("g")
+    harness = Harness(script, shadows(SHAPED))
+    await harness.group(harness.run(SIZE, "shortest"))
+    record = harness.record("g")
     assert record.outcome is Outcome.COMPLETED
     assert record.candidates[5].reason is DiscardReason.FAILED
     assert record.shadow == ShadowRecord("shortest", (1, 2, 3, 4), 8 + 8 + 7 + 6 + 1, 8 + 7 + 6 + 1, 8)
 
 
-async def test_an_engine_that_dies_after_the_answer_takes_nothing_back() -> None:
-    house = House(lengths(5, 3, 4, 2, 50, 40), shadows(SHAPED))
-    task = asyncio.create_task(collect(house.run(SIZE, "shortest")))
+async def test_an_engine_that_dies_after_the_answer_does_not_change_it() -> None:
+    harness = Harness(lengths(5, 3, 4, 2, 50, 40), shadows(SHAPED))
+    task = asyncio.create_task(collect(harness.run(SIZE, "shortest")))
     await settle()
     for _ in range(6):
-        await house.engine.step()
-    house.engine.kill()
+        await harness.engine.step()
+    harness.engine.kill()
     await settle()
     assert len(await task) == SIZE
-    assert house.rollouts.running == 0
-    record = house.record("g")
+    assert harness.rollouts.running == 0
+    record = harness.record("g")
     assert record.outcome is Outcome.COMPLETED
     assert len(record.selected) == SIZE
 
 
-async def test_an_engine_that_dies_before_the_answer_is_told() -> None:
-    house = House(lengths(50), shadows(SHAPED))
-    task = asyncio.create_task(collect(house.run(SIZE, "shortest")))
+async def test_an_engine_that_dies_before_the_answer_fails_the_caller() -> None:
+    harness = Harness(lengths(50), shadows(SHAPED))
+    task = asyncio.create_task(collect(harness.run(SIZE, "shortest")))
     await settle()
-    house.engine.kill()
+    harness.engine.kill()
     with pytest.raises(EngineDead):
         await task
-    assert house.record("g").shadow is None
+    assert harness.record("g").shadow is None
 
 
 # --- the record --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", SHAPED)
-async def test_the_shadow_is_what_the_policy_does_with_the_same_candidates_and_lots(policy: str) -> None:
+async def test_the_shadow_equals_the_policys_choice_with_the_same_candidates_and_tail_seed(policy: str) -> None:
     for seed in range(40):
-        shaped, shadow = House(scripted(seed), SHAPED), House(scripted(seed), shadows(SHAPED))
-        for house in (shaped, shadow):
-            await house.group(house.run(SIZE, policy, tail_seed=seed))
+        shaped, shadow = Harness(scripted(seed), SHAPED), Harness(scripted(seed), shadows(SHAPED))
+        for harness in (shaped, shadow):
+            await harness.group(harness.run(SIZE, policy, tail_seed=seed))
         assert shadow.record("g").shadow == as_shadow(shaped.record("g")), seed
         assert shaped.record("g").shadow is None
 
 
 @pytest.mark.parametrize("policy", BATCHED)
-async def test_the_shadow_of_a_batch_is_what_the_policy_does_with_it(policy: str) -> None:
+async def test_the_shadow_of_a_cohort_equals_the_policys_choice(policy: str) -> None:
     for seed in range(8):
-        shaped, shadow = House(scripted(seed), BATCHED), House(scripted(seed), shadows(BATCHED))
-        for house in (shaped, shadow):
+        shaped, shadow = Harness(scripted(seed), BATCHED), Harness(scripted(seed), shadows(BATCHED))
+        for harness in (shaped, shadow):
             if seed % 2:  # prompts that differ in how many candidates they get
-                house.store.know(**{name: float(number**3) for number, name in enumerate(PROMPTS)})
-            runs = await house.together(SIZE, policy, PROMPTS)
-            house.engine.now = 0
+                harness.store.add_stds(**{name: float(number**3) for number, name in enumerate(PROMPTS)})
+            runs = await harness.start_cohort(SIZE, policy, PROMPTS)
+            harness.engine.now = 0
             tasks = [asyncio.create_task(collect(run)) for run in runs]
             await settle()
-            await house.engine.run()
+            await harness.engine.run()
             await asyncio.gather(*tasks)
         for name in PROMPTS:
             assert shadow.record(name).shadow == as_shadow(shaped.record(name)), (seed, name)
-        assert [b.deadline for b in shadow.recorder.batches] == [b.deadline for b in shaped.recorder.batches]
+        assert [b.deadline for b in shadow.recorder.cohorts] == [b.deadline for b in shaped.recorder.cohorts]

@@ -16,7 +16,7 @@ from darts_server.rollout.plan import Planner
 from darts_server.rollout.run import GroupRun
 from darts_server.types import CandidateRecord, CohortRecord, FinishReason, GroupRecord, Outcome, SelectedAs
 from tests.policy.oracle import Fate, chosen, cut_lengths
-from tests.rollout.helpers import House, collect
+from tests.rollout.helpers import Harness, collect
 
 pytestmark = pytest.mark.anyio
 SIZE = 8
@@ -33,17 +33,17 @@ def shaping(tail: Tail, exploration: float = 0.0) -> Shaping:
 class Played:
     """A batch that was played to its end. ``steps``: of the engine until then."""
 
-    house: House
+    harness: Harness
     runs: dict[str, GroupRun[str, list[int]]]
     outputs: dict[str, dict[int, list[int]]]
     batch: CohortRecord
     steps: int
 
     def fates(self, name: str) -> dict[int, Fate]:
-        """How every candidate of a group would end if nobody stopped it."""
+        """How every candidate of a group would end if it were not stopped."""
         fates = {}
         for candidate in self.runs[name]._group.candidates:
-            script = self.house.script(name, candidate.index)
+            script = self.harness.script(name, candidate.index)
             fates[candidate.index] = Fate(script.length, script.finish_reason is FinishReason.STOP, candidate.tail_draw)
         return fates
 
@@ -51,17 +51,17 @@ class Played:
         """The length of a group's M-th shortest."""
         return sorted(fate.length for fate in self.fates(name).values() if fate.valid)[SIZE - 1]
 
-    def told(self, name: str) -> int:
-        """What a group told its batch: of one with less than the mean of 12 candidates the same share of these."""
+    def reported(self, name: str) -> int:
+        """The need that a group reports: with fewer than the mean of 12 candidates, that of the same share of them."""
         fates = self.fates(name)
         place = min(ceil(SIZE * len(fates) / 12), SIZE)
         return sorted(fate.length for fate in fates.values() if fate.valid)[place - 1]
 
     def records(self) -> list[tuple[str, GroupRecord]]:
-        return [(name, self.house.record(name)) for name in GROUPS]
+        return [(name, self.harness.record(name)) for name in GROUPS]
 
 
-def long_tails(seed: int, delays: int = 0) -> House:
+def long_tails(seed: int, delays: int = 0) -> Harness:
     """Prompts of different lengths, each with a few candidates that are many times as long as the others."""
 
     def script(prompt: str, index: int) -> Script:
@@ -70,22 +70,22 @@ def long_tails(seed: int, delays: int = 0) -> House:
         length = max(1, round(usual * random.lognormvariate(0, 0.9)))
         return Script(min(length, 200), random.randint(0, delays))
 
-    house = House(script, {"sampled": shaping(Tail.SAMPLED), "longest": shaping(Tail.LONGEST)})
+    harness = Harness(script, {"sampled": shaping(Tail.SAMPLED), "longest": shaping(Tail.LONGEST)})
     if seed % 2:  # prompts that differ in how many candidates they get
-        house.store.know(**{name: Random(f"{seed} {name}").choice([1.0, 100.0, 900.0]) for name in GROUPS})
-    return house
+        harness.store.add_stds(**{name: Random(f"{seed} {name}").choice([1.0, 100.0, 900.0]) for name in GROUPS})
+    return harness
 
 
-async def play(house: House, policy: str) -> Played:
-    runs = dict(zip(GROUPS, await house.together(SIZE, policy, GROUPS), strict=True))
-    house.engine.now = 0
+async def play(harness: Harness, policy: str) -> Played:
+    runs = dict(zip(GROUPS, await harness.start_cohort(SIZE, policy, GROUPS), strict=True))
+    harness.engine.now = 0
     tasks = [asyncio.create_task(collect(run)) for run in runs.values()]
     await settle()
-    await house.engine.run()
+    await harness.engine.run()
     outputs = {name: {t.index: t.output for t in await task} for name, task in zip(GROUPS, tasks, strict=True)}
-    [batch] = house.recorder.batches
-    assert house.rollouts.running == 0
-    return Played(house, runs, outputs, batch, house.engine.now)
+    [batch] = harness.recorder.cohorts
+    assert harness.rollouts.running == 0
+    return Played(harness, runs, outputs, batch, harness.engine.now)
 
 
 def tails(record: GroupRecord) -> list[CandidateRecord]:
@@ -94,9 +94,11 @@ def tails(record: GroupRecord) -> list[CandidateRecord]:
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_no_tail_is_longer_than_the_batchs_deadline_or_the_groups_own_need(tail: Tail, seed: int) -> None:
+async def test_no_tail_is_longer_than_the_cohorts_deadline_or_the_groups_completion_length(
+    tail: Tail, seed: int
+) -> None:
     played = await play(long_tails(seed), tail.value)
-    assert played.batch.deadline == sorted(map(played.told, GROUPS))[ceil(QUANTILE * len(GROUPS)) - 1]
+    assert played.batch.deadline == sorted(map(played.reported, GROUPS))[ceil(QUANTILE * len(GROUPS)) - 1]
     assert (played.batch.groups, played.batch.mean_candidates, played.batch.explored) == (16, 12, False)
     for name, record in played.records():
         limit = max(played.batch.deadline, played.needed(name))
@@ -106,14 +108,14 @@ async def test_no_tail_is_longer_than_the_batchs_deadline_or_the_groups_own_need
         assert all(len(output) <= limit for output in played.outputs[name].values())
         assert record.deadline in (None, limit), "None for one that was complete before"
         assert record.ended_at <= limit
-    assert played.steps <= max(played.batch.deadline, *map(played.needed, GROUPS)), "nobody waits for more"
+    assert played.steps <= max(played.batch.deadline, *map(played.needed, GROUPS)), "no group waits for more"
     assert (len({len(record.candidates) for _, record in played.records()}) > 1) == bool(seed % 2)
     assert any(record.deadline is not None for _, record in played.records())
 
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_a_group_is_what_the_rule_makes_of_all_its_candidates_under_that_deadline(tail: Tail, seed: int) -> None:
+async def test_a_group_is_what_its_rule_selects_of_all_candidates_under_the_deadline(tail: Tail, seed: int) -> None:
     played = await play(long_tails(seed), tail.value)
     for name, record in played.records():
         rule, fates = played.runs[name]._group.rule, played.fates(name)
@@ -125,7 +127,7 @@ async def test_a_group_is_what_the_rule_makes_of_all_its_candidates_under_that_d
             assert output == list(range(cuts.get(index, fates[index].length)))
 
 
-async def test_what_is_cut_has_exactly_as_many_tokens_as_its_group_was_held_to_and_says_so() -> None:
+async def test_a_cut_trajectory_has_exactly_the_deadlines_tokens_and_is_marked() -> None:
     cut = 0
     for seed in SEEDS:
         played = await play(long_tails(seed), "sampled")
@@ -141,9 +143,7 @@ async def test_what_is_cut_has_exactly_as_many_tokens_as_its_group_was_held_to_a
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_candidates_that_start_at_different_times_are_held_to_the_same_number_of_tokens(
-    tail: Tail, seed: int
-) -> None:
+async def test_candidates_that_start_at_different_times_have_the_same_token_limit(tail: Tail, seed: int) -> None:
     played = await play(long_tails(seed, delays=40), tail.value)
     for name, record in played.records():
         assert played.batch.deadline is not None
@@ -161,10 +161,10 @@ async def test_candidates_that_start_at_different_times_are_held_to_the_same_num
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_explored_groups_run_whole_and_say_so(tail: Tail, seed: int) -> None:
-    house = long_tails(seed)
-    house.rollouts.planner = Planner({"explored": shaping(tail, exploration=1.0)}, "explored", house.limits)
-    played = await play(house, "explored")
+async def test_explored_groups_are_not_cut_and_are_marked(tail: Tail, seed: int) -> None:
+    harness = long_tails(seed)
+    harness.rollouts.planner = Planner({"explored": shaping(tail, exploration=1.0)}, "explored", harness.limits)
+    played = await play(harness, "explored")
     assert played.batch.explored
     assert played.batch.deadline is not None
     whole = (SampledTail if tail is Tail.SAMPLED else LongestTail)(SIZE - 1, 1)
@@ -182,15 +182,15 @@ async def test_explored_groups_run_whole_and_say_so(tail: Tail, seed: int) -> No
     assert beyond, "something would have been taken away"
 
 
-async def test_a_deadline_over_the_groups_before_holds_from_the_start() -> None:
-    house = long_tails(0)
-    await play(house, "sampled")
-    known = sorted(json.loads(str(house.store.kept["deadline", "sampled/8"]["value"])))
+async def test_a_deadline_from_earlier_groups_applies_from_the_start() -> None:
+    harness = long_tails(0)
+    await play(harness, "sampled")
+    known = sorted(json.loads(str(harness.store.kept["deadline", "sampled/8"]["value"])))
     assert len(known) == len(GROUPS)
-    [run] = await house.together(SIZE, "sampled", ["next"])
+    [run] = await harness.start_cohort(SIZE, "sampled", ["next"])
     task = asyncio.create_task(collect(run))
     await settle()
     assert run._group.deadline == known[ceil(QUANTILE * len(known)) - 1]
-    await house.engine.run()
+    await harness.engine.run()
     assert len(await task) == SIZE
-    assert house.recorder.batches[-1].deadline == run._group.deadline
+    assert harness.recorder.cohorts[-1].deadline == run._group.deadline

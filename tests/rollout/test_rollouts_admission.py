@@ -1,4 +1,4 @@
-"""What becomes of groups while more waits than the engine runs at once."""
+"""Groups while more candidates wait than the engine runs at once."""
 
 import asyncio
 
@@ -13,16 +13,16 @@ from darts_server.rollout.plan import Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
-from tests.rollout.batches.test_submission import SIZE, asked, script, submit
-from tests.rollout.helpers import Documents, House, lengths
+from tests.rollout.batches.test_submission import SIZE, batch_request, script, submit
+from tests.rollout.helpers import Documents, Harness, lengths
 
 pytestmark = pytest.mark.anyio
 CAPACITY = 4
 PROMPTS = ["20", "30", "40"]
 
 
-class Full(House):
-    """A house whose engine runs ``CAPACITY`` candidates at once, and whose redundancy falls from there on."""
+class FullHarness(Harness):
+    """A harness whose engine runs ``CAPACITY`` candidates at once, and whose redundancy falls from there on."""
 
     def __init__(self, max_waiting: int = 16) -> None:
         super().__init__(lengths(5))
@@ -39,45 +39,45 @@ class Full(House):
         self.rollouts.observe(self.recorder)
 
 
-async def test_redundancy_falls_as_the_queue_grows_and_is_back_when_it_has_gone() -> None:
-    house = Full()
+async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty() -> None:
+    harness = FullHarness()
     runs, candidates = [], []
     for number in range(5):
-        plan = house.plan(4, "uniform")
-        grant = await house.rollouts.allocator.allocate(plan, "p")
-        runs.append(house.rollouts.start(GroupSpec.of_plan(plan, "p", str(number)), plan, grant))
+        plan = harness.plan(4, "uniform")
+        grant = await harness.rollouts.allocator.allocate(plan, "p")
+        runs.append(harness.rollouts.start(GroupSpec.of_plan(plan, "p", str(number)), plan, grant))
         await settle()
         candidates.append(grant.candidates)
     # Waiting before each: 0, 4, 12, 17, 21; the scale falls from 1 at 4 to 0 at 16.
     assert candidates == [8, 8, 5, 4, 4]
-    assert house.rollouts.redundancy_scale() == 0
+    assert harness.rollouts.redundancy_scale() == 0
     for run in runs:
         run.leave()
     await settle()
-    assert house.rollouts.redundancy_scale() == 1
+    assert harness.rollouts.redundancy_scale() == 1
 
 
-async def test_a_batch_is_refused_while_the_queue_is_too_long_and_nothing_of_it_begins() -> None:
-    house = House(script)
+async def test_a_batch_is_refused_while_the_queue_is_too_long_and_starts_nothing() -> None:
+    harness = Harness(script)
     waiting = 0
-    house.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(max_waiting=8))
+    harness.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(max_waiting=8))
     waiting = 7
-    await submit(house, asked(*PROMPTS))
+    await submit(harness, batch_request(*PROMPTS))
     waiting = 8
     with pytest.raises(Overloaded, match="8 candidates wait"):
-        await submit(house, asked(*PROMPTS))
-    assert not house.engine.started
+        await submit(harness, batch_request(*PROMPTS))
+    assert not harness.engine.started
 
 
 async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> None:
-    house = House(script)
+    harness = Harness(script)
     most = len(PROMPTS) * SIZE
-    house.rollouts.admission = Admission(lambda: 0, None, Bounds(max_per_caller=most))
+    harness.rollouts.admission = Admission(lambda: 0, None, Bounds(max_per_caller=most))
     token = caller.set(Caller("one"))
     with pytest.raises(InvalidRequest, match="a key may have") as error:
-        await submit(house, asked(*PROMPTS, "50"))
+        await submit(harness, batch_request(*PROMPTS, "50"))
     assert error.value.field == "prompts"
-    submission = await submit(house, asked(*PROMPTS))
+    submission = await submit(harness, batch_request(*PROMPTS))
 
     async def play() -> int:
         return len([result async for result in submission.results()])
@@ -85,8 +85,8 @@ async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> No
     playing = asyncio.create_task(play())
     await settle()
     with pytest.raises(QuotaReached):
-        await submit(house, asked("20"))
-    await house.engine.run()
+        await submit(harness, batch_request("20"))
+    await harness.engine.run()
     assert await playing == len(PROMPTS)
-    await submit(house, asked(*PROMPTS))
+    await submit(harness, batch_request(*PROMPTS))
     caller.reset(token)
