@@ -4,7 +4,7 @@ A test builds the whole app and fails for a route that is missing here. At run t
 """
 
 import re
-from functools import cache, lru_cache
+from functools import cache
 
 from starlette.routing import compile_path
 
@@ -127,9 +127,9 @@ OWN_LIMITS = {
 """Routes that limit their large bodies themselves, by the size of the model or of the state."""
 
 
-@lru_cache(maxsize=1024)
 def access_of(method: str, path: str) -> RouteAccess | None:
     """Return who may call the route that a request matches; ``None`` if the table has no such route."""
+    # Not cached by path: callers without a key choose it, at any length.
     method = "GET" if method == "HEAD" else method
     for pattern, methods, access in _patterns():
         if (method in methods or ANY in methods) and pattern.match(path):
@@ -137,10 +137,9 @@ def access_of(method: str, path: str) -> RouteAccess | None:
     return None
 
 
-@lru_cache(maxsize=1024)
 def has_own_limits(method: str, path: str) -> bool:
     """Return whether the route that a request matches limits its body itself."""
-    return any(method == each and compile_path(template)[0].match(path) for each, template in OWN_LIMITS)
+    return any(method == each and pattern.match(path) for each, pattern in _own_limits())
 
 
 def access_of_route(method: str, template: str) -> RouteAccess | None:
@@ -149,6 +148,11 @@ def access_of_route(method: str, template: str) -> RouteAccess | None:
         if method in (methods := routes.get(template, "").split()) or ANY in methods:
             return access
     return None
+
+
+@cache
+def _own_limits() -> list[tuple[str, re.Pattern[str]]]:
+    return [(method, compile_path(template)[0]) for method, template in OWN_LIMITS]
 
 
 @cache
