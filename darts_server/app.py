@@ -63,7 +63,7 @@ from darts_server.weights.updates import Updates
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
-    """Serve with vLLM's own flags in ``vllm_argv``; the process's exit code.
+    """Serve with vLLM's own flags in ``vllm_argv``, and return the process's exit code.
 
     Raises:
         InvalidSetting
@@ -248,7 +248,7 @@ def _metric_sources(rollouts: VllmRollouts, control: Control, store: Store, bias
 
 
 def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: Store, model_name: str) -> Pruner:
-    """What judges candidates under policies that prune. It has begun only if the default policy is one of these.
+    """Create what scores candidates for policies that prune, and start it if the default policy is one of these.
 
     Raises:
         InvalidSetting: the default policy prunes, and nothing can be scored.

@@ -77,7 +77,7 @@ def traces(args: Namespace) -> list[Traces]:
 
 
 def run(args: Namespace, serving: Coroutine[Any, Any, int]) -> int:
-    """Run the server's main coroutine on vLLM's event loop; the process's exit code."""
+    """Run the server's main coroutine on vLLM's event loop, and return the process's exit code."""
     configure_logging(args)
     if (warning := version_warning(vllm_version())) is not None:
         logger.warning(warning)
