@@ -76,7 +76,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
     with Store(settings.state_dir) as store, Staging(settings.weights_staging) as staging:
-        return server.run(args, _serve(settings, args, access, store, staging))
+        return server.run(args, lambda: _serve(settings, args, access, store, staging))
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Profiles of hypothesis, the option ``--all``, and the environment that engines run in.
 
-Property tests try the same examples on every run. ``HYPOTHESIS_PROFILE`` names another profile: ``nightly`` has three
-times as many examples and is the default with ``--all``, ``search`` draws new ones on every run.
+Property tests of a push try the same examples on every run. ``HYPOTHESIS_PROFILE`` names another profile: ``nightly``,
+the default with ``--all``, draws three times as many new ones on every run, ``search`` sixty times as many.
 """
 
 import os
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 SLOW_MACHINES = [HealthCheck.too_slow]
 settings.register_profile("push", max_examples=50, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
-settings.register_profile("nightly", settings.get_profile("push"), max_examples=150)
+settings.register_profile("nightly", settings.get_profile("push"), max_examples=150, derandomize=False, print_blob=True)
 settings.register_profile("search", settings.get_profile("push"), max_examples=3_000, derandomize=False)
 
 # vLLM binds each engine to the same core unless it is switched off, and tests run several engines at a time.

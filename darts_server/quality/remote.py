@@ -242,6 +242,8 @@ class RemoteHead:
             while (message := process.receive()) is not None:
                 self._apply(TrainerReport.from_json(message.fields), message.body)
         except (OSError, ValueError, KeyError, TypeError, StateError, InvalidRequest) as error:
+            if self._closed and isinstance(error, OSError):
+                return  # it was killed in the middle of a report
             logger.error("a report of the quality head's trainer cannot be read: %r", error)
         finally:
             with self._changed:

@@ -17,7 +17,7 @@ class ControlledLLM(AsyncLLM):
     """
 
     gate: Gate
-    """What every request passes. Set once, right after construction."""
+    """What every request passes. Set by `start_engine` before anything uses it."""
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0

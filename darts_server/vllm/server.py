@@ -76,12 +76,12 @@ def traces(args: Namespace) -> list[Traces]:
     return [] if args.otlp_traces_endpoint is None else [Traces()]
 
 
-def run(args: Namespace, serving: Coroutine[Any, Any, int]) -> int:
-    """Run the server's main coroutine on vLLM's event loop, and return the process's exit code."""
+def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run the server's main coroutine function on vLLM's kind of event loop; return the process's exit code."""
     configure_logging(args)
     if (warning := version_warning(vllm_version())) is not None:
         logger.warning(warning)
-    return uvloop.run(serving)
+    return uvloop.run(main())
 
 
 @contextmanager
