@@ -97,6 +97,7 @@ def test_groups_are_pruned_once_the_head_is_trained_also_after_a_restart(serve: 
         assert pruned(train_step(server, rng, name="darts+arrol")) > 0
 
 
+@pytest.mark.nightly  # tests/rollout/pruning has the same on the scripted engine
 def test_without_pruning_no_head_is_trained_and_log_prob_scores_need_none(serve: Serve, tmp_path: Path) -> None:
     with serve(DARTS, tmp_path / "log", *FLAGS[2:], "--quality", "logprob", "--cold-labels", "64") as server:
         assert server.metric("darts_quality_status", status="unused") == 1
