@@ -4,6 +4,7 @@ Property tests of a push try the same examples on every run. ``HYPOTHESIS_PROFIL
 the default with ``--all``, draws three times as many new ones on every run, ``search`` sixty times as many.
 """
 
+import logging
 import os
 
 import pytest
@@ -36,6 +37,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if item not in nightly]
     items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+
+
+@pytest.fixture(autouse=True)
+def enabled_loggers() -> None:
+    """Enable our loggers again: an engine in this process configures logging, which disables those that exist."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("darts_server") and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 @pytest.fixture(scope="session")

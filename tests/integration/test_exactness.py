@@ -286,6 +286,7 @@ async def test_a_shadow_run_returns_the_unshaped_group_and_records_the_shaped_on
     assert saved > 0
 
 
+@pytest.mark.nightly  # tests/rollout/allocation has the same on the scripted engine
 async def test_darts_gives_prompts_with_more_spread_more_candidates_within_the_budget(
     engine: TinyEngine,
 ) -> None:
