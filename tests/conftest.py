@@ -40,11 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def enabled_loggers() -> None:
-    """Enable our loggers again: an engine in this process configures logging, which disables those that exist."""
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith("darts_server") and isinstance(logger, logging.Logger):
-            logger.disabled = False
+def default_log_level() -> None:
+    """Log warnings: a library that vLLM uses raises the root logger's level to ERROR when vLLM's app is made."""
+    logging.root.setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")
