@@ -17,7 +17,7 @@ SURVIVAL_STREAM = (1,)
 """Keeps survival draws apart from tail draws, so that the tail is the same with and without pruning."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)  # several fields are plain strings
 class GroupSpec(Generic[RequestT]):
     """Describe a group before anything of it is started.
 
@@ -52,7 +52,15 @@ class GroupSpec(Generic[RequestT]):
     ) -> "GroupSpec[RequestT]":
         """Describe a group as its plan wants it. A shadow's caller leaves before its last candidates have ended."""
         pruning = plan.shaping.pruning if plan.shaping.prunes else None
-        return cls(request, group_id, plan.policy, prompt_key, tail_seed, early or plan.shaping.shadow, pruning)
+        return cls(
+            request=request,
+            group_id=group_id,
+            policy=plan.policy,
+            prompt_key=prompt_key,
+            tail_seed=tail_seed,
+            early=early or plan.shaping.shadow,
+            pruning=pruning,
+        )
 
     def new_group(self) -> Group:
         """Create the state machine with its own random streams."""

@@ -109,7 +109,8 @@ class Harness:
 
     def collect(self, request: str, policy: str, tail_seed: Sequence[int] | None = None) -> GroupRun[str, list[int]]:
         """Create a group that is not open yet."""
-        return self.rollouts.collect(GroupSpec(request, request, policy, tail_seed=tail_seed, early=True))
+        spec = GroupSpec(request=request, group_id=request, policy=policy, tail_seed=tail_seed, early=True)
+        return self.rollouts.collect(spec)
 
     def plan(self, size: int, policy: str) -> Plan:
         plan = self.rollouts.plan(size, RequestOptions(policy))

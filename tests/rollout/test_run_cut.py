@@ -21,7 +21,8 @@ SEED = 0
 
 def started(engine: ScriptedEngine, recorder: Recorder) -> GroupRun[str, list[int]]:
     context = GroupContext(engine, recorder, None, lambda: engine.now)
-    return GroupRun(context, GroupSpec("prompt", "g", "cut", tail_seed=(SEED,)), lambda _: None)
+    spec = GroupSpec(request="prompt", group_id="g", policy="cut", tail_seed=(SEED,))
+    return GroupRun(context, spec, lambda _: None)
 
 
 async def play(

@@ -174,7 +174,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
 
     def _start_group(self, vote: VoteRequest, request: RequestT, vote_id: str) -> GroupRun[RequestT, OutputT]:
         spec = GroupSpec(
-            request,
+            request=request,
             group_id=vote_id,
             policy=POLICY,
             prompt_key=vote.prompt.key or self._renderer.prompt_key(request),
