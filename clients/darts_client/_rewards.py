@@ -11,7 +11,7 @@ from ._prompts import as_token_ids
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The server accepts 100,000 rewards in 256 MiB. These limits stay well below, so that each answer comes quickly.
+# The server accepts 100,000 rewards in 64 MiB. These limits stay well below, so that each answer comes quickly.
 MAX_REWARDS = 10_000
 MAX_TOKENS = 4_000_000
 

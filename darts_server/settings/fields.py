@@ -167,7 +167,7 @@ class Settings(BaseSettings):
         False, description="Enable vLLM's /collective_rpc and profiler routes for admins."
     )
     max_body_bytes: int = Field(
-        256 * 1024 * 1024, ge=1, description="Maximum size of a request body, except for pushed weights and states."
+        64 * 1024 * 1024, ge=1, description="Maximum size of a request body, except for pushed weights and states."
     )
     max_queued_candidates: int | None = Field(
         None,

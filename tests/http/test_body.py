@@ -1,11 +1,18 @@
+import json
+import re
+import time
 from typing import Any
 
 import anyio
 import pytest
 from fastapi import Request
+from pydantic import ValidationError
 
 from darts_server.exceptions import InvalidRequest, TooLarge
-from darts_server.http.body import read_body
+from darts_server.http.body import INLINE_BYTES, MAX_JSON_PARTS, Body, parse_body, parsed, read_body
+from darts_server.http.resources.rewards import RewardsIn
+from darts_server.http.resources.rollouts_models import RolloutsIn
+from darts_server.http.resources.vote_models import VoteIn
 
 pytestmark = pytest.mark.anyio
 
@@ -57,3 +64,102 @@ async def test_a_body_without_announced_size_is_read_up_to_the_limit() -> None:
 async def test_a_sender_that_hangs_or_disconnects_is_an_error(then: str) -> None:
     with pytest.raises(InvalidRequest, match="is incomplete"):
         await read_body(Sender(b"a", then=then).request, 10, stall_seconds=0.01)
+
+
+# --- validation -------------------------------------------------------------
+
+
+class Item(Body):
+    ids: list[int] | None = None
+    anything: dict[str, Any] | None = None
+
+
+class Items(Body):
+    items: list[Item]
+
+
+WRONG = ["x"] * 1000
+UNKNOWN = {f"name{i}": 1 for i in range(1000)}
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "field"),
+    [
+        (RolloutsIn, {"prompts": [{"token_ids": WRONG}] * 50, "group_size": 1}, "prompts[0].token_ids[0]"),
+        (RolloutsIn, {"prompts": [{"text": "a"} | UNKNOWN] * 50, "group_size": 1}, "prompts[0].name0"),
+        (RolloutsIn, {"prompts": [{"messages": WRONG}], "group_size": 1}, "prompts[0].messages[0]"),
+        (RolloutsIn, {"prompts": [{"text": "a"}], "group_size": 1} | UNKNOWN, "name0"),
+        (RewardsIn, {"rewards": WRONG}, "rewards[0]"),
+        (
+            RewardsIn,
+            {"rewards": [{"prompt_token_ids": WRONG, "completion_token_ids": WRONG, "reward": 1}]},
+            "rewards[0].prompt_token_ids[0]",
+        ),
+        (VoteIn, {"prompt": WRONG, "n": 1, "pattern": "boxed"}, "prompt[0]"),
+        (VoteIn, {"prompt": "a", "n": 1, "pattern": {"choices": [1] * 1000}}, "pattern.choices[0]"),
+    ],
+)
+def test_validation_ends_at_the_first_error(model: type[Body], body: dict[str, Any], field: str) -> None:
+    raw = json.dumps(body).encode()
+    with pytest.raises(ValidationError) as invalid:
+        model.model_validate_json(raw)
+    assert invalid.value.error_count() <= 2  # two fields of one object may be invalid
+    with pytest.raises(InvalidRequest) as refused:
+        parsed(model, raw)
+    assert refused.value.field == field
+    assert refused.value.__cause__ is None
+
+
+def test_an_unknown_field_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=re.escape("items[1].idz: is unknown; remove it")):
+        parsed(Items, b'{"items": [{}, {"idz": [1]}]}')
+    assert Items.model_json_schema()["additionalProperties"] is False
+    assert Items.model_json_schema()["$defs"]["Item"]["additionalProperties"] is False
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="recursion limit"):
+        parsed(Items, b'{"items":[{"anything":{"a":' + b"[" * 100_000)
+
+
+@pytest.mark.parametrize("part", [b"[]", b'"a"', b"{}", b'"\\""', b'"\\\\"'])
+def test_strings_arrays_and_objects_are_limited(part: bytes) -> None:
+    def body(count: int) -> bytes:
+        return b'{"items":[{"anything":{"a":[' + b",".join([part] * count) + b"]}}]}"
+
+    used = 8  # strings, arrays and objects around these
+    parsed(Items, body(MAX_JSON_PARTS - used))
+    with pytest.raises(TooLarge, match="at most 600000 strings, arrays and objects"):
+        parsed(Items, body(MAX_JSON_PARTS - used + 1))
+
+
+def test_what_is_in_strings_does_not_count() -> None:
+    text = '[{\\"' * MAX_JSON_PARTS
+    assert parsed(Items, json.dumps({"items": [{"anything": {"a": text}}]}).encode()).items[0].anything == {"a": text}
+
+
+@pytest.mark.parametrize("body", [b'"' + b'\\"' * 1_000_000 + b"[" * MAX_JSON_PARTS, b'"' * 2 * MAX_JSON_PARTS + b'"a'])
+def test_counting_takes_linear_time(body: bytes) -> None:
+    began = time.process_time()
+    with pytest.raises(InvalidRequest):
+        parsed(Items, body)
+    assert time.process_time() - began < 5
+
+
+async def test_the_loop_runs_while_a_large_body_is_validated() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await anyio.sleep(0)
+            turns += 1
+
+    body = json.dumps({"items": [{"ids": [100_000] * 1000}] * 300}).encode()
+    assert len(body) > INLINE_BYTES
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(count)
+        items = (await parse_body(Items, body)).items
+        tasks.cancel_scope.cancel()
+    assert (len(items), items[299].ids) == (300, [100_000] * 1000)
+    assert turns > 1

@@ -3,9 +3,9 @@
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from darts_server.http.body import parsed, read_body
+from darts_server.http.body import Body, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.http.resources.weights import (
     MAX_REQUEST_BYTES,
@@ -26,10 +26,8 @@ Name = Annotated[
 ]
 
 
-class LoraIn(BaseModel):
+class LoraIn(Body):
     """A LoRA adapter on the server's machine."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
     rule: Literal["finish", "keep", "restart"] | None = Field(None, description=RULE)
@@ -59,7 +57,7 @@ def routes(updates: Updates) -> APIRouter:
     @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load(name: Name, request: Request) -> WeightsAnswer:
         """Serve the adapter in that folder under that name, or change nothing."""
-        body = parsed(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
+        body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await updates.loras.load(name, body.path, _rule(body.rule), body.version)
         return answer(updates)
 

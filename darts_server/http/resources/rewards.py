@@ -4,24 +4,22 @@ from dataclasses import asdict
 from typing import Annotated, Self
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, Field, StrictInt, model_validator
 
-from darts_server.http.body import parsed, read_body
+from darts_server.http.body import Body, parse_body, read_body
 from darts_server.http.openapi import json_body
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 
-MAX_BODY_BYTES = 256 * 1024 * 1024
-"""Enough for 4,096 trajectories named by 8,192 tokens each."""
+MAX_BODY_BYTES = 64 * 1024 * 1024
+"""Enough for 1,024 trajectories named by 8,192 tokens each."""
 MAX_REWARDS = 100_000
 MAX_TOKEN_ID = 2**31 - 1
 
 TokenIds = list[Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]]
 
 
-class RewardIn(BaseModel):
+class RewardIn(Body):
     """The reward of a trajectory, identified by its id or by its tokens."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     trajectory_id: str | None = Field(None, min_length=1, description="The group's id, a colon, the candidate's index.")
     prompt_token_ids: TokenIds | None = None
@@ -48,10 +46,8 @@ class RewardIn(BaseModel):
         return Reward(self.reward, correct, None, self.prompt_token_ids or (), self.completion_token_ids or ())
 
 
-class RewardsIn(BaseModel):
+class RewardsIn(Body):
     """Rewards of trajectories of any groups, in any order."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     rewards: list[RewardIn] = Field(max_length=MAX_REWARDS)
 
@@ -79,7 +75,7 @@ def routes(reward_matcher: RewardMatcher) -> APIRouter:
     @api.post("/rewards", openapi_extra=json_body(RewardsIn, EXAMPLE))
     async def rewards(request: Request) -> RewardsOut:
         """Record rewards of returned trajectories. A trajectory keeps its first reward, so sending twice is safe."""
-        body = parsed(RewardsIn, await read_body(request, MAX_BODY_BYTES))
+        body = await parse_body(RewardsIn, await read_body(request, MAX_BODY_BYTES))
         return RewardsOut(**asdict(await reward_matcher.report([each.reward_report for each in body.rewards])))
 
     return api

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, StrictInt, ValidationInfo, field_validator, model_validator
 
 from darts_server.exceptions import DartsError
+from darts_server.http.body import Body
 from darts_server.http.errors import body_of
 from darts_server.http.resources.trajectories import (
     Cut,
@@ -23,10 +24,8 @@ from darts_server.types import CandidateRecord
 MAX_PROMPTS = 100_000
 
 
-class PromptIn(BaseModel):
+class PromptIn(Body):
     """A prompt, as exactly one of token ids, messages and text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     token_ids: list[Annotated[StrictInt, Field(ge=0)]] | None = Field(None, min_length=1)
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, description="A chat, in OpenAI's form.")
@@ -47,10 +46,8 @@ class PromptIn(BaseModel):
         return self
 
 
-class RolloutsIn(BaseModel):
+class RolloutsIn(Body):
     """A batch of prompts."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     prompts: list[PromptIn] = Field(min_length=1, max_length=MAX_PROMPTS)
     group_size: int = Field(ge=1, description="Trajectories returned per prompt.")

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from darts_server.http.body import parsed, read_body
+from darts_server.http.body import parse_body, read_body
 from darts_server.http.disconnect import while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.vote_models import VoteIn, VoteOut
@@ -31,7 +31,7 @@ def routes(votes: VoteRunner[Any, Any]) -> APIRouter:
     @api.post("/vote", response_model=VoteOut, openapi_extra=json_body(VoteIn, *EXAMPLES))
     async def vote(request: Request) -> Response:
         """Sample one prompt until the result of the vote is certain; stop the remaining candidates."""
-        body = parsed(VoteIn, await read_body(request, MAX_BODY_BYTES))
+        body = await parse_body(VoteIn, await read_body(request, MAX_BODY_BYTES))
         return await while_connected(request, _answer(votes, body.question))
 
     return api

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, field_validator, model_validator
+from pydantic import BaseModel, Discriminator, Field, StrictInt, Tag, field_validator, model_validator
 
+from darts_server.http.body import Body
 from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, UsageOut, sample_fields
 from darts_server.http.shaping.options import NAME_CHARS
 from darts_server.rollout.voting.ballots import Ballot
@@ -13,10 +14,8 @@ from darts_server.types import CandidateRecord, PromptSpec
 TokenIds = list[Annotated[StrictInt, Field(ge=0)]]
 
 
-class ChoicesIn(BaseModel):
+class ChoicesIn(Body):
     """The possible answers. The one that occurs last in a text is its answer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     choices: list[str] = Field(min_length=1)
 
@@ -40,10 +39,8 @@ PatternIn = Annotated[
 ]
 
 
-class VoteIn(BaseModel):
+class VoteIn(Body):
     """A question, as exactly one of prompt and messages, and how answers are found and weighted."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Prompt | None = Field(None, description="Text or token ids.")
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, description="A chat, in OpenAI's form.")

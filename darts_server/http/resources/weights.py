@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from darts_server.http.body import chunks_of, parsed, read_body
+from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.types import UpdateRecord
 from darts_server.weights.rules import Rule
@@ -21,11 +21,11 @@ VERSION = "Version of the new weights; the next number by default."
 PARTIAL = "Whether tensors may be missing; missing ones keep their values."
 
 
-class WeightsIn(BaseModel):
+class WeightsIn(Body):
     """Weights on the server's machine, or on a host from which it can pull them."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, json_schema_extra={"oneOf": [{"required": ["path"]}, {"required": ["url"]}]}
+        json_schema_extra={"additionalProperties": False, "oneOf": [{"required": ["path"]}, {"required": ["url"]}]}
     )
 
     path: str = Field("", description="Safetensors file, or a folder of them, under --weights-root.")
@@ -112,7 +112,7 @@ def routes(updates: Updates) -> APIRouter:
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
         """Replace the weights by those at a path or URL, or change nothing. Responds when they are served."""
-        body = parsed(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
+        body = await parse_body(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
         options = _options(body.rule, body.version, body.partial)
         if "path" in body.model_fields_set:
             await updates.load(body.path, options)
