@@ -55,7 +55,7 @@ from darts_server.types import GroupRecord
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine
-from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, set_grace_seconds
+from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.pull import AllowedHosts
 from darts_server.weights.rules import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
@@ -121,8 +121,7 @@ async def _serve(settings: Settings, args: Namespace, access: Access, store: Sto
     supervision = Supervision(Lifecycle(), set_grace_seconds(args, settings.grace_seconds), settings.engine_watchdog)
     with server.bound_socket(args) as sock, ExitStack() as closing:
         async with start_engine(args) as engine:
-            if settings.api_key_file or settings.admin_api_key_file:
-                server.handle_sighup(access.reload_keys)
+            handle_sighup(access.reload_keys if settings.api_key_file or settings.admin_api_key_file else None)
             rooms = make_rooms(settings, engine, store, staging, server.traces(args), closing)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             application = await server.make_app(engine.llm, args, read_options)

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.vllm.parent import end_engine_with_server
 from darts_server.vllm.plugin import SHARE_CORES
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 NO_COMPILATION = "TORCHDYNAMO_DISABLE"
 """Environment variable of torch: ``1`` disables compilation, in child processes too."""
 NO_COMPILER = "no C++ compiler with Python's headers: nothing is compiled, as with --enforce-eager"
+PLUGINS = "VLLM_PLUGINS"
+"""vLLM's environment variable with the names of the only plugins to load, separated by commas. Without it all are."""
+OUR_PLUGIN = "darts_server"
 WORKER = "darts_server.vllm.worker"
 EXTENSION = "WorkerExtension"
 COMBINED = f"{EXTENSION} with "
@@ -30,7 +34,7 @@ worker module builds the combined class when vLLM looks the attribute up.
 
 
 def prepare(args: Namespace) -> None:
-    """Add our worker extension to the user's, and set defaults for flags that the user left open.
+    """Add our worker extension and plugin to the user's, and set defaults for flags that the user left open.
 
     On CPU:
 
@@ -40,6 +44,9 @@ def prepare(args: Namespace) -> None:
       the engine if it fails.
     """
     args.worker_extension_cls = extension(args.worker_extension_cls)
+    end_engine_with_server()
+    if PLUGINS in os.environ:
+        os.environ[PLUGINS] = ",".join(filter(None, (os.environ[PLUGINS], OUR_PLUGIN)))
     if not current_platform.is_cpu():
         return
     if args.enable_chunked_prefill is None and args.max_num_batched_tokens is None:

@@ -3,11 +3,19 @@
 import os
 import time
 
+from darts_server.vllm.parent import end_with_parent
+
 SHARE_CORES = "DARTS_ENGINE_SHARES_CORES"
 """Environment variable that the server sets to ``1`` if the engine's processes must not spin while they wait."""
 
 POLL_SECONDS = 1e-5
 """A hundredth of a decode step; no loss of throughput was measured."""
+
+
+def prepare_process() -> None:
+    """Prepare a process of the engine. vLLM calls this in the server's process too."""
+    share_cores()
+    end_with_parent()
 
 
 def share_cores() -> None:

@@ -1,8 +1,6 @@
 """vLLM's own HTTP server around the engine that shapes: its flags, its app, its routes."""
 
-import asyncio
 import os
-import signal
 import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -49,7 +47,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     """
     cli_env_setup()  # type: ignore[no-untyped-call]
     empty = FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]")  # type: ignore[no-untyped-call]
-    args: Namespace = make_arg_parser(empty).parse_args(list(argv))
+    parser = make_arg_parser(empty)
+    args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag
     validate_parsed_serve_args(args)
@@ -92,11 +91,6 @@ def bound_socket(args: Namespace) -> Iterator[socket.socket]:
         yield sock
     finally:
         sock.close()
-
-
-def handle_sighup(reload: Callable[[], None]) -> None:
-    """Call ``reload`` on SIGHUP. Not before the engine has started: under nohup its processes ignore the signal."""
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 async def make_app(llm: ShapingLLM, args: Namespace, read_options: ReadOptions) -> FastAPI:

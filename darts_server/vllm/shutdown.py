@@ -1,13 +1,14 @@
 """How a server on vLLM's engine shuts down: after a signal, or because the engine is dead or hung."""
 
 import asyncio
+import faulthandler
 import logging
 import math
 import multiprocessing
 import os
 import signal
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from darts_server.vllm.watchdog import cause_of_death, wait_until_hung
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 CHILD_GRACE_SECONDS = 5.0  # no caller waits any more for what an engine could still finish
 GRACE_SECONDS = 30.0
 CONNECTION_SECONDS = 5
@@ -54,9 +55,28 @@ def set_grace_seconds(args: Namespace, grace: float | None) -> float:
 
 
 def exit_on_signals() -> None:
-    """Exit at once on a signal, until `supervise` has replaced these handlers."""
+    """Exit at once on a signal, until `supervise` has replaced these handlers.
+
+    SIGHUP is ignored, also by the processes that the engine starts: it reloads keys, see `handle_sighup`, and must not
+    end a server that has none to reload. SIGUSR1 writes the stacks of all threads to standard error, also while the
+    event loop stands still.
+    """
     for number in SIGNALS:
         signal.signal(number, exit_at_once)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def handle_sighup(reload: Callable[[], None] | None) -> None:
+    """Call ``reload`` on SIGHUP. Without one, log that there is nothing to reload.
+
+    Call this after the engine has started: its processes inherit an ignored signal, but not a handled one.
+    """
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload or _ignore_sighup)
+
+
+def _ignore_sighup() -> None:
+    logger.warning("SIGHUP: ignored, since the server has no key files to reload")
 
 
 @asynccontextmanager

@@ -127,7 +127,7 @@ def forget_signals() -> None:
     With the descriptor that wakes uvloop up, a signal to the engine would arrive in the server as well.
     """
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

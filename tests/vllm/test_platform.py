@@ -6,7 +6,8 @@ from vllm.platforms import current_platform
 
 from darts_server.vllm import worker
 from darts_server.vllm.checks import devices
-from darts_server.vllm.platform import NO_COMPILATION, NO_COMPILER, can_compile, extension, prepare
+from darts_server.vllm.parent import SERVER_PID
+from darts_server.vllm.platform import NO_COMPILATION, NO_COMPILER, PLUGINS, can_compile, extension, prepare
 from darts_server.vllm.plugin import SHARE_CORES
 
 
@@ -43,13 +44,28 @@ def test_other_names_raise_attribute_error() -> None:
         resolved(f"{worker.__name__}.Other")
 
 
+@pytest.mark.parametrize(("users", "loaded"), [(None, None), ("theirs", "theirs,darts_server"), ("", "darts_server")])
+def test_our_plugin_is_loaded_beside_those_that_the_user_chose(
+    users: str | None, loaded: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (PLUGINS, NO_COMPILATION, SHARE_CORES, SERVER_PID):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+    if users is None:
+        monkeypatch.delenv(PLUGINS)
+    else:
+        monkeypatch.setenv(PLUGINS, users)
+    prepare(Namespace(worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None))
+    assert os.environ.get(PLUGINS) == loaded
+    assert os.environ[SERVER_PID] == str(os.getpid())
+
+
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")
 @pytest.mark.parametrize("compiler", ["sh", "no-such-compiler"])
 def test_without_a_compiler_compilation_is_disabled(
     compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    for name in (NO_COMPILATION, SHARE_CORES):
+    for name in (NO_COMPILATION, SHARE_CORES, SERVER_PID):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     args = Namespace(

@@ -3,7 +3,7 @@ from importlib.metadata import entry_points
 import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 
-from darts_server.vllm.plugin import SHARE_CORES, share_cores
+from darts_server.vllm.plugin import SHARE_CORES, prepare_process, share_cores
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def original(monkeypatch: pytest.MonkeyPatch) -> object:
 
 def test_the_plugin_is_registered_as_an_entry_point_of_vllm() -> None:
     (found,) = entry_points(group="vllm.general_plugins", name="darts_server")
-    assert found.load() is share_cores
+    assert found.load() is prepare_process
 
 
 @pytest.mark.parametrize("value", [None, "0"])

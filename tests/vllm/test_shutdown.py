@@ -1,8 +1,12 @@
 """The end of a server, without an engine."""
 
+import asyncio
+import faulthandler
 import logging
+import os
 import signal
 from argparse import Namespace
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -57,3 +61,29 @@ def test_the_exit_code_and_the_last_line_tell_why(
     assert shutdown.exit_code(llm, lifecycle) == code
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL] * code
     assert says is None or says in caplog.text
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Restore the handlers of this process's signals."""
+    numbers = (*shutdown.SIGNALS, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    faulthandler.unregister(signal.SIGUSR1)
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("restored")
+async def test_sighup_reloads_keys_or_is_ignored_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    shutdown.exit_on_signals()
+    os.kill(os.getpid(), signal.SIGHUP)
+    for reload in (Mock(), None):
+        shutdown.handle_sighup(reload)
+        os.kill(os.getpid(), signal.SIGHUP)
+        async with asyncio.timeout(10):
+            while not (reload.called if reload else caplog.messages):
+                await asyncio.sleep(0.01)
+    assert caplog.messages == ["SIGHUP: ignored, since the server has no key files to reload"]
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)

@@ -1,0 +1,25 @@
+"""A process that starts two, each of which starts two more, as a server starts its engine and that its workers."""
+
+import multiprocessing
+import os
+import signal
+import sys
+
+from darts_server.vllm.parent import end_engine_with_server, end_with_parent
+
+
+def run(method: str, generations: int) -> None:
+    """Print the id of this process, and start two for the next generation."""
+    if method == "spawn":  # vLLM loads its plugins in spawned processes alone
+        end_with_parent()
+    print(os.getpid(), flush=True)
+    if generations:
+        context = multiprocessing.get_context(method)
+        for _ in range(2):
+            context.Process(target=run, args=(method, generations - 1)).start()  # type: ignore[attr-defined]
+    signal.pause()
+
+
+if __name__ == "__main__":
+    end_engine_with_server()
+    run(sys.argv[1], 2)
