@@ -19,6 +19,7 @@ from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
+from darts_server.http.security.sites import Sites
 from darts_server.http.shaping.group_id import GroupIdHeader
 from darts_server.http.shaping.headers import read_options
 from darts_server.http.shaping.options import merge_options
@@ -72,7 +73,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     args = server.parse(vllm_argv)
     if failing := findings.failing(check_local(settings, args)):
         raise InvalidSetting("\n".join(map(str, failing)))
-    access = _access(settings, server.take_api_keys(args))
+    access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
     with Store(settings.state_dir) as store, Staging(settings.weights_staging) as staging:
@@ -84,18 +85,20 @@ def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
     args = server.parse(vllm_argv)
     yield from check_local(settings, args)
     try:
-        yield check_address(args, _access(settings, server.take_api_keys(args)), settings.allow_unauthenticated)
+        yield check_address(args, _access(settings, args), settings.allow_unauthenticated)
     except InvalidSetting as error:
         yield findings.fail("keys", str(error))
     yield from check_vllm(args, has_model=bool(args.model_tag) or "--model" in vllm_argv)
 
 
-def _access(settings: Settings, keys: Sequence[str]) -> Access:
+def _access(settings: Settings, args: Namespace) -> Access:
     admin_keys = [] if settings.admin_api_key is None else [settings.admin_api_key.get_secret_value()]
+    hosts = ["*"] if getattr(args, "uds", None) else [args.host, *filter(None, settings.allowed_hosts.split(","))]
     access = Access(
-        Keys(keys, settings.api_key_file),
+        Keys(server.take_api_keys(args), settings.api_key_file),
         Keys(admin_keys, settings.admin_api_key_file),
         settings.allow_dangerous_routes,
+        Sites(hosts, args.allowed_origins),  # browsers have no access to a Unix socket
     )
     if settings.max_candidates_per_key is not None and not access.keys:
         raise InvalidSetting("--max-candidates-per-key needs API keys: set VLLM_API_KEY or --api-key-file")

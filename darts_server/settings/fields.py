@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from darts_server.settings.value_types import HOSTS, DetectAt, LogFormat, LogLevel, Policy
+from darts_server.settings.value_types import HOSTS, NAMES, DetectAt, LogFormat, LogLevel, Policy
 
 ENV_PREFIX = "DARTS_"
 RUNTIME = object()
@@ -162,6 +162,13 @@ class Settings(BaseSettings):
     admin_api_key_file: Path | None = Field(None, description="File with admin API keys, one per line.")
     allow_unauthenticated: bool = Field(
         False, description="Allow listening on a non-loopback address without an API key."
+    )
+    allowed_hosts: str = Field(
+        "",
+        pattern=NAMES,
+        description="Names by which callers without an API key may address the server, in addition to localhost, the "
+        "machine's own name, that of --host, and IP addresses: NAME, *.DOMAIN, or * for every name, separated by "
+        "commas. Default: none, so that a web page whose name points at this machine cannot use the server.",
     )
     allow_dangerous_routes: bool = Field(
         False, description="Enable vLLM's /collective_rpc and profiler routes for admins."

@@ -8,6 +8,9 @@ from pydantic_settings import NoDecode
 HOSTS = r"^$|^[^\s,/@]+(,[^\s,/@]+)*$"
 """A comma-separated list of host names, without scheme, path or password."""
 
+NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
+"""A comma-separated list of host names without port, or patterns of them: ``*.example.com``, ``*``."""
+
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 Policy = Literal[

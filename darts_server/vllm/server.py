@@ -48,6 +48,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     cli_env_setup()  # type: ignore[no-untyped-call]
     empty = FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]")  # type: ignore[no-untyped-call]
     parser = make_arg_parser(empty)
+    parser.set_defaults(allowed_origins=[])  # vLLM's default lets the web pages of all sites read all answers
     args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag

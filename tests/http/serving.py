@@ -27,6 +27,7 @@ from darts_server.weights.updates import Updates
 from tests.rollout.learned.test_prompts import FINISHED, record
 
 HERE = "127.0.0.1"
+URL = "http://127.0.0.1:8000"
 LARGEST = 2**30
 """Bytes of a body."""
 
@@ -86,4 +87,4 @@ def client(
         async def unshaped() -> None:
             pass
 
-        yield TestClient(app, client=None if host is None else (host, 1))  # type: ignore[arg-type]
+        yield TestClient(app, URL, client=None if host is None else (host, 1))  # type: ignore[arg-type]

@@ -181,6 +181,17 @@ def test_an_invalid_weights_host_is_an_error_at_start(hosts: str) -> None:
         load({"weights_hosts": hosts}, None)
 
 
+@pytest.mark.parametrize("hosts", ["", "*", "node17", "rollouts.example.com,*.cluster.local"])
+def test_allowed_hosts_are_names_and_patterns_of_names(hosts: str) -> None:
+    assert load({"allowed_hosts": hosts}, None).allowed_hosts == hosts
+
+
+@pytest.mark.parametrize("hosts", ["node17:8000", "http://node17", "a*", "a.*", "**", "*.", "a, b", "a,,b", ","])
+def test_an_invalid_allowed_host_is_an_error_at_start(hosts: str) -> None:
+    with pytest.raises(InvalidSetting, match="--allowed-hosts"):
+        load({"allowed_hosts": hosts}, None)
+
+
 def test_detection_points_are_ascending_numbers_separated_by_commas(config: Path) -> None:
     assert load({"detect_at": "512, 128,512"}, None).detect_at == (128, 512)
     config.write_text("detect_at = [64, 32]\n")

@@ -2,18 +2,19 @@
 
 import hashlib
 import logging
+import os
 import secrets
+import stat
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
-from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from darts_server.exceptions import Forbidden, InvalidSetting, Unauthorized
+from darts_server.http.security.sites import Sites, hostname, is_loopback
 
 logger = logging.getLogger(__name__)
 
-LOCAL_NAME = "localhost"
 MAX_KEY_FILE_BYTES = 1024 * 1024
 """Enough for ten thousand keys."""
 SEND_A_KEY = "send the header Authorization: Bearer KEY, with a key of this server"
@@ -32,8 +33,28 @@ class RouteAccess(Enum):
     """It runs code or writes files that the caller chooses. Off by default; if enabled, as `ADMIN`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Where a request comes from.
+
+    ``address``: of the caller; empty if unknown, as on a Unix socket. ``host``, ``origin``: the headers of these names.
+    ``is_forwarded``: whether a proxy has sent it, so that the address is the proxy's, or one that anyone can claim.
+    """
+
+    address: str
+    host: str | None = None
+    origin: str | None = None
+    is_forwarded: bool = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a program on this machine, or a web page of this machine, has sent the request."""
+        is_page_of_others = self.origin is not None and not is_loopback(hostname(self.origin))
+        return is_loopback(self.address) and not self.is_forwarded and not is_page_of_others
+
+
 class Keys:
-    """API keys: those given at start, and those in a file, one per line."""
+    """API keys: those given at start, and those in a file, one per line. Lines that begin with ``#`` are comments."""
 
     def __init__(self, keys: Sequence[str] = (), file: Path | None = None) -> None:
         """
@@ -74,12 +95,20 @@ class Access:
         keys: for routes that do not change the server; without any, these need no key.
         admin_keys: for every route.
         dangerous: whether admins may call dangerous routes.
+        sites: for callers without a key, whose requests a web page may have sent: what these may name.
     """
 
-    def __init__(self, keys: Keys | None = None, admin_keys: Keys | None = None, dangerous: bool = False) -> None:
+    def __init__(
+        self,
+        keys: Keys | None = None,
+        admin_keys: Keys | None = None,
+        dangerous: bool = False,
+        sites: Sites | None = None,
+    ) -> None:
         self.keys = keys or Keys()
         self.admin_keys = admin_keys or Keys()
         self._dangerous = dangerous
+        self._sites = sites or Sites()
 
     @property
     def needs_key(self) -> bool:
@@ -92,14 +121,12 @@ class Access:
             if keys.file is not None:
                 keys.reload()
 
-    def check(self, access: RouteAccess, what: str, key: bytes | None, host: str, origin: str | None) -> str | None:
+    def check(self, access: RouteAccess, what: str, key: bytes | None, sender: Sender) -> str | None:
         """Check a request, and return the name of the caller's key; ``None`` for admins and callers without a key.
 
         Args:
             what: method and path, for messages.
             key: as sent.
-            host: the caller's address.
-            origin: of the web page that sent the request, if one did.
 
         Raises:
             Unauthorized, Forbidden
@@ -116,20 +143,19 @@ class Access:
         name = self.keys.find(key)
         if self.keys and name is None:
             raise Unauthorized(SEND_A_KEY)
+        if name is None:
+            self._sites.check(sender.host, sender.origin)
         if access is not RouteAccess.USE:
-            self._check_admin(what, key, host, origin)
+            self._check_admin(what, key, sender)
         return name
 
-    def _check_admin(self, what: str, key: bytes | None, host: str, origin: str | None) -> None:
-        """Check a caller without a valid admin key.
-
-        On this machine the origin counts too: a browser sends requests for any web page that it shows.
-        """
+    def _check_admin(self, what: str, key: bytes | None, sender: Sender) -> None:
+        """Check a caller without a valid admin key."""
         if self.admin_keys:
             if key is None:
                 raise Unauthorized(f"{what} changes the server; {SEND_A_KEY.replace('a key', 'an admin key')}")
             raise Forbidden(f"{what} changes the server; it needs an admin key")
-        if not is_loopback(host) or (origin is not None and not is_loopback(_host_of(origin))):
+        if not sender.is_here:
             raise Forbidden(
                 f"{what} changes the server; without admin keys only callers on this machine may do that; start the "
                 "server with DARTS_ADMIN_API_KEY or --admin-api-key-file, and send Authorization: Bearer KEY"
@@ -149,35 +175,25 @@ def check_listening(host: str, access: Access, allow_unauthenticated: bool) -> N
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether an address or name stands for this machine."""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host == LOCAL_NAME
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
-def _host_of(origin: str) -> str:
-    try:
-        return urlsplit(origin).hostname or ""
-    except ValueError:
-        return ""
-
-
 def _digests_in(file: Path | None) -> tuple[bytes, ...]:
     if file is None:
         return ()
     try:
-        with file.open("rb") as opened:
+        with open(file, "rb", opener=_open_at_once) as opened:
+            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                raise InvalidSetting(f"key file {file} must be a regular file")
             text = opened.read(MAX_KEY_FILE_BYTES + 1)
     except OSError as error:
         raise InvalidSetting(f"key file {file} cannot be read: {error.strerror}") from error
-    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith(b"#")]
     if not keys or len(text) > MAX_KEY_FILE_BYTES:
         raise InvalidSetting(f"key file {file} must have keys, one per line, and at most {MAX_KEY_FILE_BYTES} bytes")
     return tuple(_digest(key) for key in keys)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe without a writer would otherwise block the server."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """Check every request, on vLLM's routes and ours: API keys, body limits, shutdown, and the form of errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from http import HTTPStatus
 
@@ -21,7 +21,7 @@ from darts_server.exceptions import (
 )
 from darts_server.http.body import BodyLimits, IncompleteBody, LimitedBody
 from darts_server.http.errors import body_of, headers_of, status_of
-from darts_server.http.security.access import Access, RouteAccess
+from darts_server.http.security.access import Access, RouteAccess, Sender
 from darts_server.http.security.route_table import access_of, has_own_limits
 from darts_server.serving.admission import Caller, caller
 from darts_server.serving.lifecycle import Lifecycle
@@ -32,6 +32,8 @@ SAFE = ("GET", "HEAD", "DELETE")
 REQUEST_ID, MAX_REQUEST_ID_CHARS = b"x-request-id", 200
 TRACE = (b"traceparent", b"tracestate")
 HEALTH = ("/health", "/ping")
+FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
+"""What the names of headers begin with that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
 POLICY_VIOLATION = 1008
 """Close code of a websocket."""
@@ -86,13 +88,8 @@ class SecurityMiddleware:
         headers = dict(reversed(scope["headers"]))  # the first of several with the same name
         method, path = scope.get("method", "WEBSOCKET"), get_route_path(scope)
         route_access = access_of(method, path) or (RouteAccess.ADMIN if _is_route(scope) else RouteAccess.USE)
-        origin = headers.get(b"origin")
         return self._access.check(
-            route_access,
-            f"{method} {path}",
-            _key(headers.get(b"authorization", b"")),
-            scope["client"][0] if scope.get("client") else "",
-            None if origin is None else origin.decode("latin-1"),
+            route_access, f"{method} {path}", _key(headers.get(b"authorization", b"")), _sender(scope, headers)
         )
 
     def _limit_body(self, scope: Scope, receive: Receive, who: Caller) -> Receive:
@@ -159,6 +156,17 @@ def _is_refused_at_shutdown(scope: Scope) -> bool:
 def _is_route(scope: Scope) -> bool:
     """Return whether any route of the app matches the request."""
     return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
+
+
+def _sender(scope: Scope, headers: Mapping[bytes, bytes]) -> Sender:
+    # With --forwarded-allow-ips, or FORWARDED_ALLOW_IPS, uvicorn has replaced the client's address by one of
+    # X-Forwarded-For. The header remains, so such an address never counts as this machine's.
+    return Sender(
+        scope["client"][0] if scope.get("client") else "",
+        headers[b"host"].decode("latin-1") if b"host" in headers else None,
+        headers[b"origin"].decode("latin-1") if b"origin" in headers else None,
+        any(name.startswith(FORWARDED) for name in headers),
+    )
 
 
 def _key(authorization: bytes) -> bytes | None:

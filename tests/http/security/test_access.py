@@ -1,7 +1,8 @@
 import pytest
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.http.security.access import Access, Keys, check_listening, is_loopback
+from darts_server.http.security.access import Access, Keys, check_listening
+from darts_server.http.security.sites import is_loopback
 from tests.http.serving import client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")

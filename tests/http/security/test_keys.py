@@ -1,4 +1,5 @@
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,16 @@ from darts_server.http.security.access import MAX_KEY_FILE_BYTES, Access, Keys
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "keys"
-    path.write_text("one\n\n  two\t\r\nschlüssel\n")
+    path.write_text("# the first team\none\n\n  two\t\r\n  # comment\nschlüssel\n")
     return path
 
 
 def valid(keys: Keys) -> set[str]:
-    return {key for key in ("given", "one", "two", "three", "schlüssel") if keys.find(key.encode()) is not None}
+    return {
+        key
+        for key in ("given", "one", "two", "three", "schlüssel", "# the first team", "# comment")
+        if keys.find(key.encode()) is not None
+    }
 
 
 def test_keys_come_from_the_arguments_and_the_file(file: Path) -> None:
@@ -67,3 +72,9 @@ def test_an_empty_or_too_large_file_is_an_error(file: Path, text: str) -> None:
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="nowhere cannot be read: No such file"):
         Keys([], tmp_path / "nowhere")
+
+
+def test_a_pipe_is_no_key_file_and_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "keys")
+    with pytest.raises(InvalidSetting, match="must be a regular file"):
+        Keys(file=tmp_path / "keys")

@@ -86,7 +86,7 @@ class App:
         self.seen.append(request.url.path)
 
     def client(self, host: tuple[str, int] = HERE) -> TestClient:
-        return TestClient(self.app, client=host)
+        return TestClient(self.app, "http://127.0.0.1:8000", client=host)
 
 
 def app_with_keys(*keys: str, admin: tuple[str, ...] = (), **more: Any) -> App:
@@ -130,6 +130,50 @@ def test_the_apps_root_path_is_not_part_of_a_routes_path() -> None:
     app.app.root_path = "/behind/a/proxy"
     assert app.client(OTHER_MACHINE).post("/behind/a/proxy/pause").status_code == 403
     assert app.client(HERE).post("/behind/a/proxy/pause").status_code == 200
+
+
+@pytest.mark.parametrize("forwarded", ["X-Forwarded-For", "x-forwarded-host", "Forwarded", "X-Real-IP", "Via"])
+def test_what_a_proxy_has_sent_is_not_from_this_machine(forwarded: str) -> None:
+    """uvicorn may have replaced the address by a header's, and a proxy on this machine forwards requests of others."""
+    app = App()
+    assert app.client(HERE).post("/pause", headers={forwarded: "127.0.0.1"}).status_code == 403
+    assert app.client(HERE).get("/health", headers={forwarded: "127.0.0.1"}).status_code == 200
+    assert app.seen == ["/health"]
+
+
+def test_without_keys_the_server_answers_to_its_own_names_alone() -> None:
+    app = App()
+    for path in ("/brand_new", "/nowhere"):
+        answer = app.client().get(path, headers={"Host": "example.com"})
+        assert answer.status_code == 403
+        assert "--allowed-hosts" in answer.json()["error"]["message"]
+    with pytest.raises(WebSocketDisconnect), app.client().websocket_connect("ws://example.com/v1/realtime"):
+        pass
+    assert app.client().get("/health", headers={"Host": "example.com"}).status_code == 200
+    assert app.seen == ["/health"]
+    assert app.refused == ["permission"] * 3
+
+
+def test_without_keys_a_web_page_of_a_stranger_makes_no_work_and_reports_no_rewards() -> None:
+    app = App()
+    page = {"Origin": "https://example.com"}
+    for path in ("/v1/completions", "/darts/v1/rewards"):
+        assert app.client().post(path, json={"n": 1}, headers=page).status_code == 403
+    with pytest.raises(WebSocketDisconnect), app.client().websocket_connect("ws://127.0.0.1/v1/realtime", headers=page):
+        pass
+    assert app.client().post("/darts/v1/rewards", headers={"Origin": "http://localhost:3000"}).status_code == 200
+    assert app.seen == ["/darts/v1/rewards"]
+
+
+def test_with_a_valid_key_the_server_answers_to_every_name_and_page() -> None:
+    """Behind an ingress callers use its name; and no web page has a key unless its user gave it one."""
+    elsewhere = {"Host": "rollouts.example.com", "Origin": "https://app.example.com"}
+    app = app_with_keys("one", admin=("root",))
+    for key in ("one", "root"):
+        headers = {**elsewhere, "Authorization": f"Bearer {key}"}
+        assert app.client(OTHER_MACHINE).post("/v1/completions", json={"n": 1}, headers=headers).status_code == 200
+    only_admins = app_with_keys(admin=("root",))
+    assert only_admins.client().post("/v1/completions", json={"n": 1}, headers=elsewhere).status_code == 403
 
 
 def test_dangerous_routes_are_disabled_unless_allowed_and_then_for_admins() -> None:
@@ -295,7 +339,7 @@ def test_a_stopping_server_refuses_work_with_retry_after() -> None:
         assert answer.headers["Retry-After"] == "30"
         error = answer.json()["error"]
         assert (error["code"], error["message"]) == (503, "the server is stopping")
-    with pytest.raises(WebSocketDisconnect), app.client().websocket_connect("/v1/realtime"):
+    with pytest.raises(WebSocketDisconnect), app.client().websocket_connect("ws://127.0.0.1/v1/realtime"):
         pass
     assert app.refused == ["shutdown"] * 3
 
