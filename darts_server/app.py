@@ -46,6 +46,7 @@ from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
+from darts_server.rollout.voting.answer_search import AnswerSearch
 from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.serving.admission import Admission, Bounds, default_max_waiting
@@ -177,7 +178,9 @@ def make_rooms(
     batches: VllmBatches = BatchRegistry(
         rollouts, engine.renderer, control.new_planner, retention, settings.poll_interval
     )
-    votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics)
+    answer_search = AnswerSearch()
+    closing.callback(answer_search.close)
+    votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, answer_search, metrics)
 
     limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_observers = (WeightMetrics(engine.model_name), event_log)

@@ -8,6 +8,7 @@ import numpy as np
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.observers import GroupObserver
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.voting.answers import create_extractor
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.documents import Scalar
@@ -17,6 +18,7 @@ from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.voting.answer_search import Pattern
 from darts_server.types import CohortRecord, GroupRecord, RequestOptions
 
 SHAPINGS = {
@@ -24,6 +26,16 @@ SHAPINGS = {
     "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
     "shortest": Shaping(redundancy=1.5, num_longest=0),
 }
+
+
+class InProcessFinder:
+    """Finds answers without a process of its own."""
+
+    async def check(self, pattern: Pattern) -> None:
+        create_extractor(pattern)
+
+    async def find(self, pattern: Pattern, text: str) -> str | None:
+        return create_extractor(pattern).extract(text)
 
 
 class Recorder(GroupObserver):

@@ -5,12 +5,13 @@ last match in the text, since a trajectory ends with its answer, and gives ``Non
 answer is dropped, and within it counts as one blank; otherwise two answers are equal only if they are written alike
 (1/2 is not 0.5).
 
-Regular expressions come from callers, so they must not be expensive. They are run by RE2, whose time for a match is
-linear in the text for any expression; in return it has no look-around and no back-references. Their length and their
-compiled size are bounded, and only the last `TEXT_CHARS` of a text are read: finding all matches can take time
-quadratic in that, some 0.2 seconds.
+Regular expressions come from callers. They are run by RE2, whose time for a match is linear in the text and in the
+compiled expression; in return it has no look-around and no back-references. Both are bounded: the last `TEXT_CHARS` of
+a text are read, and an expression takes at most `PATTERN_BYTES`. Their product, for each match that is tried, can still
+be minutes, so whatever runs an extractor must be able to end it.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,7 +27,8 @@ PATTERN_BYTES = 1 << 20
 """Memory that a compiled expression may take."""
 CHOICES = 100
 CHOICE_CHARS = 200
-BOX = r"\boxed"
+BOXED = "boxed"
+BOX = re.compile(r"\\boxed\s*\{")
 
 
 class Extractor(Protocol):
@@ -62,8 +64,8 @@ class BoxedExtractor:
 
     def extract(self, text: str) -> str | None:
         text = _tail(text)
-        boxes = [(start, end) for start, end in _braces(text) if text[: start - 1].rstrip().endswith(BOX)]
-        start, end = max(boxes, default=(0, 0))
+        starts = {box.end() for box in BOX.finditer(text)}
+        start, end = max((pair for pair in _braces(text) if pair[0] in starts), default=(0, 0))
         return _normalise(text[start:end])
 
 
@@ -89,6 +91,20 @@ class ChoiceExtractor:
         ends = [(_last_end(choice, text), len(choice), choice) for choice in self.choices]
         end, _, choice = max(ends)
         return _normalise(choice) if end else None
+
+
+def create_extractor(pattern: str | Sequence[str]) -> Extractor:
+    """Create an extractor from a regular expression with one group, ``boxed``, or a list of possible answers.
+
+    Raises:
+        InvalidRequest: the pattern cannot be used.
+    """
+    if isinstance(pattern, str):
+        return BoxedExtractor() if pattern == BOXED else RegexExtractor(pattern)
+    try:
+        return ChoiceExtractor(tuple(pattern))
+    except InvalidRequest as error:
+        raise InvalidRequest("pattern.choices", error.message) from error
 
 
 def _compiled(pattern: str) -> Any:

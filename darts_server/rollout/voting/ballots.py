@@ -1,22 +1,17 @@
 """The ballots of one vote while it runs: answers, their scores, and whether the rest of the trajectories is needed."""
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.voting.answers import BoxedExtractor, ChoiceExtractor, Extractor, RegexExtractor
 from darts_server.policy.voting.tally import Tally, count_votes, is_decided
 from darts_server.policy.voting.weighting import LogOddsWeighting, MajorityWeighting, RankWeighting, Vote, Weighting
 from darts_server.types import Sample
 
-BOXED = "boxed"
 MAJORITY, RANK, LOG_ODDS = WEIGHTS = ("majority", "rank", "log_odds")
 DEFAULT_SCORE = 0.5
 """Of all votes if none has a score: equal scores give equal weights."""
-SHORT_TEXT = 2048
-"""Characters that any pattern searches within milliseconds. Longer texts are searched in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +24,8 @@ class BallotScore:
     probability: float
 
 
+FindAnswer = Callable[[str], Awaitable[str | None]]
+"""Finds the answer in a text; ``None`` if there is none."""
 ScoreBallot = Callable[[int, Sample], BallotScore | None]
 """Scores a trajectory, given its candidate's index; ``None`` while it has no score."""
 
@@ -58,18 +55,15 @@ class BallotBox:
     has decided an election can change later.
     """
 
-    def __init__(self, extractor: Extractor, weighting: Weighting, score_ballot: ScoreBallot | None) -> None:
+    def __init__(self, find_answer: FindAnswer, weighting: Weighting, score_ballot: ScoreBallot | None) -> None:
         self.ballots: list[Ballot] = []
-        self._extractor = extractor
+        self._find_answer = find_answer
         self._weighting = weighting
         self._score_ballot = score_ballot
 
     async def add(self, index: int, sample: Sample) -> None:
         """Extract the answer of a finished trajectory, and add its ballot."""
-        extract = self._extractor.extract
-        is_short = len(sample.text) <= SHORT_TEXT
-        answer = extract(sample.text) if is_short else await asyncio.to_thread(extract, sample.text)
-        self.ballots.append(Ballot(index, sample, answer))
+        self.ballots.append(Ballot(index, sample, await self._find_answer(sample.text)))
 
     def is_decided(self, remaining: Sequence[int]) -> bool:
         """Whether the winner cannot change, whatever the candidates ``remaining`` answer.
@@ -107,20 +101,6 @@ class BallotBox:
             else:
                 votes.append(Vote(ballot.index, ballot.answer, ballot.score.probability))
         return votes, unscored
-
-
-def create_extractor(pattern: str | Sequence[str]) -> Extractor:
-    """Create an extractor from a regular expression with one group, ``boxed``, or a list of possible answers.
-
-    Raises:
-        InvalidRequest: the pattern cannot be used.
-    """
-    if isinstance(pattern, str):
-        return BoxedExtractor() if pattern == BOXED else RegexExtractor(pattern)
-    try:
-        return ChoiceExtractor(tuple(pattern))
-    except InvalidRequest as error:
-        raise InvalidRequest("pattern.choices", error.message) from error
 
 
 def create_weighting(weights: str, pattern: str | Sequence[str]) -> Weighting:

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
@@ -18,6 +19,7 @@ from darts_server.rollout.plan import OFF
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.voting.answer_search import AnswerFinder
 from darts_server.rollout.voting.ballots import (
     DEFAULT_SCORE,
     LOG_ODDS,
@@ -27,7 +29,6 @@ from darts_server.rollout.voting.ballots import (
     BallotScore,
     ScoreBallot,
     VoteCount,
-    create_extractor,
     create_weighting,
 )
 from darts_server.rollout.voting.confidence import KINDS, Confidence, logprob_scores
@@ -45,8 +46,9 @@ MAX_DECISION_CHECKS = 64
 class VoteRequest:
     """A vote of ``n`` trajectories of ``prompt``.
 
-    ``sampling``: the engine's sampling parameters by name. ``pattern``: see `create_extractor`. ``weights``: one of
-    `WEIGHTS`. ``score``: what weights are computed from, ``head`` or one of `KINDS`; majorities need none.
+    ``sampling``: the engine's sampling parameters by name. ``pattern``: see `policy.voting.answers.create_extractor`.
+    ``weights``: one of `WEIGHTS`. ``score``: what weights are computed from, ``head`` or one of `KINDS`; majorities
+    need none.
     """
 
     prompt: PromptSpec
@@ -99,6 +101,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
 
     Args:
         confidence: calibrates scores from log-probs.
+        finder: finds the answers of trajectories.
         observer: is notified of every vote.
         clock: monotonic seconds.
     """
@@ -108,12 +111,14 @@ class VoteRunner(Generic[RequestT, OutputT]):
         rollouts: Rollouts[RequestT, OutputT],
         renderer: PromptRenderer[RequestT, OutputT],
         confidence: Confidence,
+        finder: AnswerFinder,
         observer: VoteObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rollouts = rollouts
         self._renderer = renderer
         self._confidence = confidence
+        self._finder = finder
         self._observer = observer
         self._clock = clock
 
@@ -121,13 +126,14 @@ class VoteRunner(Generic[RequestT, OutputT]):
         """Sample and count until the answer is certain, then stop the rest. Cancellation stops all candidates.
 
         Raises:
-            InvalidRequest: names the field; nothing was started.
+            InvalidRequest: names the field; nothing was started, unless the pattern takes too long for a trajectory.
             Overloaded, QuotaReached
             EngineError, GroupFailed, GroupAborted: too few candidates could finish.
         """
         self._check(vote)
+        await self._finder.check(vote.pattern)
         self._rollouts.admission.check(vote.n)
-        extractor, weighting = create_extractor(vote.pattern), create_weighting(vote.weights, vote.pattern)
+        weighting = create_weighting(vote.weights, vote.pattern)
         vote_id = f"vote-{uuid.uuid4().hex}"
         request = await self._create_request(vote, vote_id)
         calibration = self._confidence.status(vote.score) if vote.needs_calibration and vote.score else None
@@ -136,7 +142,9 @@ class VoteRunner(Generic[RequestT, OutputT]):
             async with self._rollouts.gate.enter():
                 run = self._start_group(vote, request, vote_id)
                 ticket.mark_started()
-                box = BallotBox(extractor, weighting, self._score_ballot(vote, run, calibration))
+                box = BallotBox(
+                    partial(self._finder.find, vote.pattern), weighting, self._score_ballot(vote, run, calibration)
+                )
                 early = await self._collect(run, box)
         assert run.record is not None
         count, ballots = box.count(), sorted(box.ballots, key=lambda ballot: ballot.index)

@@ -15,6 +15,7 @@ from darts_server.policy.voting.answers import (
     BoxedExtractor,
     ChoiceExtractor,
     RegexExtractor,
+    create_extractor,
 )
 
 # --- patterns ---------------------------------------------------------------
@@ -98,6 +99,12 @@ def test_only_the_end_of_a_long_text_is_read() -> None:
     assert ChoiceExtractor(["1"]).extract(far) is None
 
 
+def test_boxes_take_linear_time() -> None:
+    began = time.process_time()
+    assert BoxedExtractor().extract((r"\boxed " + " " * 8 + "{}") * 1000 + "{" * TEXT_CHARS) is None
+    assert time.process_time() - began < 1
+
+
 # --- choices ----------------------------------------------------------------
 
 
@@ -115,3 +122,12 @@ def test_the_choice_that_ends_last_is_the_answer() -> None:
 def test_invalid_choices_are_refused(choices: list[str]) -> None:
     with pytest.raises(InvalidRequest, match="choices: must"):
         ChoiceExtractor(choices)
+
+
+def test_an_extractor_is_created_from_a_pattern_boxed_or_a_list() -> None:
+    assert create_extractor("#(.)") == RegexExtractor("#(.)")
+    assert create_extractor("boxed") == BoxedExtractor()
+    assert create_extractor(["yes", "no"]) == ChoiceExtractor(("yes", "no"))
+    with pytest.raises(InvalidRequest, match="must be 1 to") as refused:
+        create_extractor([])
+    assert refused.value.field == "pattern.choices"

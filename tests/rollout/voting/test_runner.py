@@ -21,13 +21,14 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.voting.ballots import SHORT_TEXT, BallotBox, create_extractor, create_weighting
+from darts_server.rollout.voting.answer_search import Pattern
+from darts_server.rollout.voting.ballots import BallotBox, create_weighting
 from darts_server.rollout.voting.confidence import KINDS, Confidence
 from darts_server.rollout.voting.runner import VoteRequest, VoteResult, VoteRunner
 from darts_server.serving.admission import Admission, Bounds
 from darts_server.store import Store
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, Sample, VoteOutcome
-from tests.rollout.helpers import Documents, Harness
+from tests.rollout.helpers import Documents, Harness, InProcessFinder
 
 pytestmark = pytest.mark.anyio
 LABELS = 300
@@ -79,7 +80,8 @@ class Election(VoteObserver):
         self.confidence = Confidence(documents or Documents())
         self.sampling: Mapping[str, object] = {}
         self.outcomes: list[tuple[VoteOutcome, int]] = []
-        self.votes = VoteRunner(self.harness.rollouts, self, self.confidence, self, lambda: self.harness.engine.now)
+        self.finder = InProcessFinder()
+        self.votes = self._runner()
         self._voters = {voter.length: voter for voter in voters}
 
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
@@ -107,8 +109,13 @@ class Election(VoteObserver):
         """Score candidates by their hidden states."""
         self.harness = Harness(self._script, scorer=self.scorer)
         self.harness.engine.probe_width = 1
-        self.votes = VoteRunner(self.harness.rollouts, self, self.confidence, self, lambda: self.harness.engine.now)
+        self.votes = self._runner()
         return self
+
+    def _runner(self) -> VoteRunner[str, list[int]]:
+        return VoteRunner(
+            self.harness.rollouts, self, self.confidence, self.finder, self, lambda: self.harness.engine.now
+        )
 
     async def run(self, vote: VoteRequest) -> VoteResult:
         waiting = asyncio.create_task(self.votes.run(vote))
@@ -207,12 +214,18 @@ async def test_cancellation_stops_all_candidates() -> None:
     assert election.harness.recorder.records[0].outcome is Outcome.CANCELLED
 
 
-async def test_long_texts_are_searched_in_a_thread() -> None:
-    election = Election(Voter(10, "y" * SHORT_TEXT))
-    waiting = asyncio.create_task(election.votes.run(create_vote(1)))
-    await settle()
-    await election.harness.engine.run()
-    assert (await waiting).count.tally.winner == "y" * SHORT_TEXT
+async def test_a_pattern_that_takes_too_long_ends_the_vote() -> None:
+    class SlowFinder(InProcessFinder):
+        async def find(self, pattern: Pattern, text: str) -> str | None:
+            raise InvalidRequest("pattern", "took too long")
+
+    election = Election(*voters("aaa"))
+    election.votes._finder = SlowFinder()
+    with pytest.raises(InvalidRequest, match="took too long"):
+        await election.run(create_vote(3))
+    assert not election.harness.engine.running
+    assert election.harness.recorder.records[0].outcome is Outcome.CANCELLED
+    assert (election.outcomes, election.harness.rollouts.gate.inside) == ([], 0)
 
 
 # --- weights ----------------------------------------------------------------
@@ -449,7 +462,5 @@ def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
         assert ballot.answer == electorate[ballot.index].answer
 
 
-def test_listed_choices_are_extracted_and_set_the_number_of_wrong_answers() -> None:
-    assert create_extractor(["yes", "no"]).extract("yes or no? yes") == "yes"
-    assert create_extractor("boxed").extract(r"\boxed{7}") == "7"
+def test_listed_choices_set_the_number_of_wrong_answers() -> None:
     assert create_weighting("log_odds", ["yes", "no"]) == create_weighting("log_odds", ["only"])
