@@ -135,8 +135,12 @@ class GroupRecord:
     tail_wait: float | None
     """Seconds from the finish of the K-th shortest trajectory to completion; ``None`` unless completed."""
     error: str | None = None
-    deadline: int | None = None
-    """Tokens at which its tail was cut or, if explored, would have been cut; ``None`` without a deadline."""
+    cohort_deadline: int | None = None
+    """Deadline of its cohort in tokens; ``None`` if there is none, or if the group was complete before it was known."""
+    stretch: float = 1.0
+    """Factor that ``cohort_deadline`` contains, so that it does not discard too many right answers."""
+    completion_length: int | None = None
+    """Length of its M-th shortest valid candidate; ``None`` while fewer than M valid ones had finished."""
     explored: bool = False
     """Whether it ran past its deadline, to measure what the deadline discards."""
     tokens_needed: int | None = None
@@ -148,6 +152,13 @@ class GroupRecord:
     """Index of the first candidate since its last restart: earlier ones were generated with older weights."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Trace context of the request that started it: ``traceparent`` and ``tracestate``."""
+
+    @property
+    def deadline(self) -> int | None:
+        """Tokens at which its tail was cut or, if explored, would have been cut; ``None`` without a deadline."""
+        if self.cohort_deadline is None or self.completion_length is None:
+            return None
+        return max(self.cohort_deadline, self.completion_length)
 
     @property
     def selected(self) -> list[CandidateRecord]:

@@ -7,6 +7,7 @@ from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
 from darts_server.policy.replay import replay
 from darts_server.policy.selection.rules import Shadow
+from darts_server.rollout.allocation.cohort import Cohort
 from darts_server.serving.admission import caller
 from darts_server.types import CandidateRecord, GroupRecord, Outcome, ShadowRecord, TrajectoryRecord
 
@@ -71,16 +72,20 @@ class GroupRecorder:
         return max(candidate.tokens, self._entries[candidate.index].tokens)
 
     def close(
-        self, group: Group, error: Exception | None, deadline: int | None, explored: bool, tokens_needed: int | None
+        self,
+        group: Group,
+        error: Exception | None,
+        cohort: Cohort | None,
+        tokens_needed: int | None,
     ) -> GroupRecord:
         """Create the record of a group that has an outcome.
 
-        ``deadline``: its limit or, if ``explored``, what the limit would have been. ``tokens_needed``: the length that
-        it reported to its cohort.
+        ``tokens_needed``: the length that it reported to its ``cohort``.
         """
         assert group.outcome is not None
         self.closed = True
         now = self._clock()
+        explored = cohort is not None and cohort.terms.explored
         return GroupRecord(
             group_id=self.group_id,
             prompt_key=self.prompt_key,
@@ -92,9 +97,9 @@ class GroupRecorder:
             ended_at=now,
             tail_wait=self._tail_wait(group, now),
             error=None if error is None else str(error),
-            deadline=None
-            if deadline is None or group.completion_length is None
-            else max(deadline, group.completion_length),
+            cohort_deadline=cohort.tokens if explored and cohort is not None else group.deadline,
+            stretch=1.0 if cohort is None else cohort.terms.stretch,
+            completion_length=group.completion_length if group.is_open else None,
             explored=explored,
             tokens_needed=tokens_needed,
             request_ids=self.request_ids,

@@ -181,7 +181,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Learn what deadlines cost from the rewards of a group, by candidate index."""
         shaping = self.planner.shaping(record.policy)
         if shaping is not None and shaping.deadline is not None:
-            self.allocator.deadlines.learn_rewards(record, correct, shaping.deadline)
+            self.allocator.deadlines.learn_rewards(record, correct)
 
     # --- ending groups ------------------------------------------------------
 

@@ -379,9 +379,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         if not self.has_ended or self.recorder.closed:
             return
         try:
-            explored = self._cohort if self._cohort is not None and self._cohort.terms.explored else None
-            deadline = self._group.deadline if explored is None else explored.tokens
-            self.record = self.recorder.close(self._group, error, deadline, explored is not None, self._tokens_needed)
+            self.record = self.recorder.close(self._group, error, self._cohort, self._tokens_needed)
             self._observer.group_ended(self.record)
         finally:  # an observer that fails must not make others wait
             if self._group_scorer is not None:

@@ -164,8 +164,10 @@ def test_cut_candidates_explored_tails_and_shadow_results_are_counted() -> None:
     metrics = RolloutMetrics("tiny", registry=registry)
     tail = replace(candidate(2, 30, selected_as=SelectedAs.LONG), cut=True)
     metrics.group_ended(record(candidates=(candidate(0, 10, selected_as=SelectedAs.SHORT), tail)))
-    metrics.group_ended(record(deadline=25, explored=True))
-    metrics.group_ended(record(deadline=45, explored=True, shadow=ShadowRecord("darts", (0,), 60, 40, 30)))
+    metrics.group_ended(record(cohort_deadline=25, completion_length=20, explored=True))
+    metrics.group_ended(
+        record(cohort_deadline=45, completion_length=20, explored=True, shadow=ShadowRecord("darts", (0,), 60, 40, 30))
+    )
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, {"model_name": "tiny", **labels})

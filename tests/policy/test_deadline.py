@@ -1,6 +1,7 @@
-"""Deadlines: quantiles over what is known, and how lost answers hold them back."""
+"""Deadlines: quantiles over what is known, and how lost answers move them later."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.policy.deadline import (
+    MAX_STRETCH,
+    MEMORY,
     MIN_GROUPS,
     MIN_RIGHT,
-    STRETCH_UP,
+    RATIO_STEP,
     WINDOW,
     Deadline,
     DeadlineLosses,
     RecentCompletionLengths,
+    RightAnswer,
 )
 
 
@@ -62,39 +66,90 @@ def test_recent_groups_stand_in_for_a_cohort_once_there_are_enough() -> None:
     assert RecentCompletionLengths(needs.state).deadline(Deadline()) == 7
 
 
-def test_there_is_no_share_with_few_right_answers() -> None:
-    losses = DeadlineLosses().with_group(MIN_RIGHT - 1, MIN_RIGHT - 1, 0.02)
-    assert losses.share is None
-    assert losses.stretch == 1.0
+def answers(*overruns: float, weight: float = 1.0) -> list[RightAnswer]:
+    return [RightAnswer(overrun, weight) for overrun in overruns]
 
 
-def test_the_stretch_grows_while_too_much_is_lost_and_shrinks_after() -> None:
-    """Right answers have log-normal lengths; the deadline would be their median, and 2 % of them may be lost."""
-    rng = np.random.default_rng(3)
-    losses, shares = DeadlineLosses(), []
-    for group in range(3000):
-        lengths = rng.lognormal(5, 0.5, 8)
-        losses = losses.with_group(8, int((lengths > math.exp(5) * losses.stretch).sum()), 0.02)
-        if group > 1000:
-            shares.append(losses.share)
-    settled = math.exp(0.5 * 2.054)  # where 2 % of a standard normal are beyond
-    # It comes back slowly, so it stays on the safe side of the bound.
-    assert 0.9 * settled < losses.stretch < 1.6 * settled
-    assert 0.003 < np.mean([s for s in shares if s is not None]) < 0.02
+def test_nothing_is_concluded_from_few_right_answers() -> None:
+    losses = DeadlineLosses().with_answers(answers(*[3.0] * (MIN_RIGHT - 1)))
+    assert losses.share(1.0) is None
+    assert losses.stretch(0.02) == 1.0
+
+
+@given(st.lists(st.floats(0, 40), min_size=MIN_RIGHT, max_size=200), st.floats(0, 0.5))
+def test_the_stretch_is_the_smallest_that_takes_no_more_than_its_share(overruns: list[float], max_share: float) -> None:
+    losses = DeadlineLosses().with_answers(answers(*overruns))
+    stretch = losses.stretch(max_share)
+
+    def lost_of(factor: float) -> float:
+        return sum(o > factor for o in overruns) / len(overruns)
+
+    assert 1 <= stretch <= MAX_STRETCH
+    assert stretch == MAX_STRETCH or lost_of(stretch * RATIO_STEP * (1 + 1e-9)) <= max_share + 1e-9
+    assert stretch == 1 or lost_of(stretch / RATIO_STEP / (1 + 1e-9)) > max_share - 1e-9
+    share = losses.share(stretch)
+    assert share is not None
+    assert stretch == MAX_STRETCH or share <= max_share + 1e-9
+
+
+def test_an_answer_counts_by_its_weight() -> None:
+    """One in fifty returned answers is late, and stands for five: one in ten is lost."""
+    losses = DeadlineLosses().with_answers([*answers(*[0.5] * 45), *answers(3.0, weight=5.0), *answers(*[0.5] * 4)])
+    assert losses.share(1.0) == pytest.approx(5 / 54)
+    assert losses.stretch(0.02) > 2.8
+    assert losses.stretch(0.1) == 1.0
+
+
+def test_old_answers_fade() -> None:
+    losses = DeadlineLosses().with_answers(answers(*[8.0] * 100))
+    assert losses.stretch(0.02) == pytest.approx(8, rel=0.05)
     for _ in range(1000):
-        losses = losses.with_group(8, 0, 0.02)
-    assert losses.stretch == 1.0
+        losses = losses.with_answers(answers(*[0.5] * 50))
+    assert losses.stretch(0.02) == 1.0
+    assert losses.right == pytest.approx(MEMORY, rel=0.01)
 
 
-def test_the_stretch_changes_in_steps_up_to_a_maximum() -> None:
-    losses = DeadlineLosses().with_group(MIN_RIGHT, MIN_RIGHT, 0.02)
-    assert losses.stretch == pytest.approx(STRETCH_UP)
-    for _ in range(1000):
-        losses = losses.with_group(8, 8, 0.02)
-    assert losses.stretch == 16
+def test_the_stretch_has_a_maximum() -> None:
+    assert DeadlineLosses().with_answers(answers(*[100.0] * 60)).stretch(0.02) == MAX_STRETCH
+    assert DeadlineLosses().with_answers(answers(*[15.99] * 60)).stretch(0.0) == MAX_STRETCH
 
 
-@pytest.mark.parametrize("state", [{"right": -1}, {"right": 1, "lost": 2}, {"stretch": 0.5}, {"right": math.nan}])
-def test_a_state_out_of_range_is_refused(state: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="losses must hold"):
+@pytest.mark.parametrize(("sigma", "between_prompts"), [(0.5, 0.3), (0.8, 0.5), (0.6, 0.0)])
+def test_the_stretch_settles_within_a_tenth_in_twenty_batches_and_stays(sigma: float, between_prompts: float) -> None:
+    """64 groups return the 7 shortest of 12 and a sampled one, by log-normal lengths; 60 % are right."""
+
+    def explore(rng: np.random.Generator) -> tuple[list[RightAnswer], list[float]]:
+        """Return the right answers that are returned, and the overruns of all that were generated."""
+        medians = np.exp(5 + between_prompts * rng.standard_normal(64))
+        lengths = np.sort(medians[:, None] * np.exp(sigma * rng.standard_normal((64, 12))))
+        deadline = np.sort(lengths[:, 7])[57]
+        overruns = np.where(lengths <= lengths[:, [7]], 0.0, lengths / deadline)
+        right = rng.random((64, 12)) < 0.6
+        sampled = rng.integers(7, 12, 64)
+        returned = [
+            RightAnswer(overruns[g, i], 1.0 if i < 7 else 5.0)
+            for g in range(64)
+            for i in (*range(7), sampled[g])
+            if right[g, i]
+        ]
+        return returned, list(overruns[right])
+
+    rng = np.random.default_rng(0)
+    wanted = float(np.quantile([o for _ in range(300) for o in explore(rng)[1]], 0.98))
+    errors = []
+    for _ in range(4):
+        losses = DeadlineLosses()
+        for batch in range(40):
+            losses = losses.with_answers(explore(rng)[0])
+            if batch >= 19:
+                errors.append(losses.stretch(0.02) / wanted - 1)
+    assert np.mean(np.abs(errors) < 0.1) > 0.85
+    assert abs(np.mean(errors)) < 0.05
+
+
+@pytest.mark.parametrize(
+    "state", [{"right": -1}, {"right": math.nan}, {"weights": [1.0]}, {"weights": [-1.0] * 59}, {"right": "7"}]
+)
+def test_a_state_out_of_range_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="losses must be"):
         DeadlineLosses(**state)

@@ -31,7 +31,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Sequence[Any]:
 
 def test_a_groups_span_is_a_child_of_the_callers(spans: Sequence[Any]) -> None:
     trace = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-    Traces(clock=lambda: 10.0).group_ended(replace(record(), trace=trace, deadline=60))
+    Traces(clock=lambda: 10.0).group_ended(replace(record(), trace=trace, cohort_deadline=60, completion_length=9))
     [span] = spans
     assert span.name == "darts_group"
     assert f"{span.context.trace_id:x}" == TRACE[1:], "without its leading zero"

@@ -141,6 +141,7 @@ class Allocator(GroupObserver):
             predicted_seconds=budget.seconds,
             deadline=None if few else rule,
             tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
+            stretch=1.0 if rule is None else rule.stretch,
             explored=rule is not None and self.deadlines.should_explore(rule),
         )
 

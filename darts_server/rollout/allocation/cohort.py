@@ -29,6 +29,7 @@ class CohortTerms:
         predicted_seconds: until its last group ends; ``None`` where nothing was predicted.
         deadline: how its groups determine the deadline together; ``None`` if they do not.
         tokens: the deadline where it is known from the start.
+        stretch: factor that the deadline contains.
         explored: whether its groups run past the deadline, to measure what the deadline costs.
     """
 
@@ -38,6 +39,7 @@ class CohortTerms:
     predicted_seconds: float | None = None
     deadline: Deadline | None = None
     tokens: int | None = None
+    stretch: float = 1.0
     explored: bool = False
 
     def place(self, size: int, candidates: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from darts_server.policy.deadline import Deadline, DeadlineLosses, RecentCompletionLengths
+from darts_server.policy.deadline import Deadline, DeadlineLosses, RecentCompletionLengths, RightAnswer
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import DocumentStore, StoredValues
 from darts_server.types import GroupRecord, Outcome
@@ -24,13 +24,19 @@ class Deadlines:
 
     @property
     def losses(self) -> DeadlineLosses:
-        """Share of correct answers lost to deadlines, as far as rewards were reported."""
+        """Correct answers that deadlines discard, as far as rewards were reported."""
         losses: DeadlineLosses | None = self._losses.load(KEY)
         return losses or DeadlineLosses()
 
+    def lost_share(self, max_lost_share: float) -> float | None:
+        """Share of correct answers that the deadline discards; ``None`` while too few are known."""
+        losses = self.losses
+        return losses.share(losses.stretch(max_lost_share))
+
     def current_rule(self, shaping: Shaping) -> Deadline | None:
         """The policy's deadline rule with the present stretch; ``None`` if the policy has no deadlines."""
-        return None if shaping.deadline is None else replace(shaping.deadline, stretch=self.losses.stretch)
+        rule = shaping.deadline
+        return None if rule is None else replace(rule, stretch=self.losses.stretch(rule.max_lost_share))
 
     def recent_deadline(self, rule: Deadline, name: str) -> int | None:
         """The deadline from recent groups, for a cohort of a few; ``None`` while there are too few of them."""
@@ -51,14 +57,18 @@ class Deadlines:
             lengths.add(record.tokens_needed)
             self._lengths.save(name, lengths.state)
 
-    def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool], rule: Deadline) -> None:
+    def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
         """Learn from an explored group which of its candidates, by index, were correct. Other groups are ignored."""
-        if not record.explored:
-            return
-        answers = [c for c in record.selected if correct.get(c.index)]
-        # A group that was complete before its deadline was known loses nothing by it.
-        lost = sum(record.deadline is not None and c.tokens > record.deadline for c in answers)
-        self._losses.save(KEY, asdict(self.losses.with_group(len(answers), lost, rule.max_lost_share)))
+        if record.explored:
+            answers = [RightAnswer(_overrun(record, c.tokens)) for c in record.selected if correct.get(c.index)]
+            self._losses.save(KEY, asdict(self.losses.with_answers(answers)))
+
+
+def _overrun(record: GroupRecord, tokens: int) -> float:
+    """Return the length of an answer relative to its group's deadline without a stretch, or 0 if none discards it."""
+    if record.cohort_deadline is None or record.completion_length is None or tokens <= record.completion_length:
+        return 0.0
+    return tokens * record.stretch / record.cohort_deadline
 
 
 def _completion_lengths(value: Any) -> RecentCompletionLengths:

@@ -16,30 +16,49 @@ RULE = Deadline(max_lost_share=0.02)
 CUTTING = Shaping(deadline=RULE)
 
 
-def explored(deadline: int, *lengths: int) -> GroupRecord:
+def explored(deadline: int | None, *lengths: int, stretch: float = 1.0) -> GroupRecord:
     candidates = tuple(
         CandidateRecord(i, tokens, FinishReason.STOP, SelectedAs.SHORT, None, False, 0.0, 1.0, 0, 0)
         for i, tokens in enumerate(lengths)
     )
     return GroupRecord(
-        "g", "p", "darts_cut", SIZE, Outcome.COMPLETED, candidates, 0.0, 1.0, None, deadline=deadline, explored=True
+        "g",
+        "p",
+        "darts_cut",
+        SIZE,
+        Outcome.COMPLETED,
+        candidates,
+        0.0,
+        1.0,
+        None,
+        cohort_deadline=deadline,
+        stretch=stretch,
+        completion_length=45,
+        explored=True,
     )
 
 
-def reported(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: int = MIN_RIGHT) -> None:
+def report(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: int = MIN_RIGHT) -> None:
     for _ in range(times):
-        deadlines.learn_rewards(record, dict.fromkeys(range(SIZE), right), RULE)
+        deadlines.learn_rewards(record, dict.fromkeys(range(SIZE), right))
 
 
 def test_correct_answers_beyond_the_deadline_stretch_it_and_the_stretch_is_stored() -> None:
     documents = Documents()
     deadlines = Deadlines(documents, np.random.default_rng(0))
-    reported(deadlines, explored(50, *[40] * 7, 90), right=True)
-    assert deadlines.losses.share == pytest.approx(1 / 8)
+    report(deadlines, explored(50, *[40] * 7, 90), right=True)
+    assert deadlines.losses.share(1.0) == pytest.approx(1 / 8)
+    assert deadlines.lost_share(0.02) == pytest.approx(0.02)
     rule = Deadlines(documents, np.random.default_rng(0)).current_rule(CUTTING)
     assert rule is not None
-    assert rule.stretch == deadlines.losses.stretch > 1
+    assert rule.stretch == deadlines.losses.stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
     assert rule.from_lengths([100] * 10, 10) == pytest.approx(100 * rule.stretch, abs=1)
+
+
+def test_lengths_are_compared_with_the_deadline_without_its_stretch() -> None:
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    report(deadlines, explored(100, *[40] * 7, 90, stretch=2.0), right=True)
+    assert deadlines.losses.stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -47,17 +66,18 @@ def test_correct_answers_beyond_the_deadline_stretch_it_and_the_stretch_is_store
     [
         (explored(50, *[40] * 7, 90), False),
         (explored(90, *[40] * 7, 90), True),
+        (explored(30, *[40] * 7, 45), True),
         (replace(explored(50, *[40] * 7, 90), explored=False), True),
-        (replace(explored(50, *[40] * 7, 90), deadline=None), True),
+        (explored(None, *[40] * 7, 90), True),
     ],
 )
 def test_wrong_answers_timely_answers_and_unexplored_groups_do_not_stretch_the_deadline(
     record: GroupRecord, right: bool
 ) -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    reported(deadlines, record, right=right)
-    assert deadlines.losses.stretch == 1
-    assert not deadlines.losses.lost
+    report(deadlines, record, right=right)
+    assert deadlines.losses.stretch(0.02) == 1
+    assert not deadlines.lost_share(0.02)
 
 
 def test_the_configured_share_of_cohorts_explores() -> None:
