@@ -174,7 +174,9 @@ def make_rooms(
     )
     rollouts.observe(metrics, provenance, bias, reward_matcher, monitor, pruner, event_log, *traces)
 
-    retention = BatchRetention(settings.resume_seconds, settings.kept_seconds, settings.kept_batches)
+    retention = BatchRetention(
+        settings.resume_seconds, settings.kept_seconds, settings.kept_batches, settings.kept_bytes
+    )
     batches: VllmBatches = BatchRegistry(
         rollouts, engine.renderer, control.new_planner, retention, settings.poll_interval
     )

@@ -280,14 +280,15 @@ class RequestOptions:
 class PromptSpec:
     """A caller's prompt: exactly one of token ids, chat messages and text.
 
-    ``key``: the caller's key for the prompt's statistics. ``metadata``: returned with the group, unchanged.
+    ``key``: the caller's key for the prompt's statistics. ``metadata``: a JSON object, returned with the group
+    unchanged; as Python objects it would take many times the memory.
     """
 
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, object]] | None = None
     text: str | None = None
     key: str | None = None
-    metadata: Mapping[str, object] | None = None
+    metadata: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,12 @@ class Settings(BaseSettings):
         le=65536,
         description="Maximum ended batches kept, with all their tokens; the oldest are dropped first.",
     )
+    kept_bytes: int = Field(
+        1 << 30,
+        ge=0,
+        description="Maximum memory for batches with an Idempotency-Key, running ones counted by the size of their "
+        "requests. The oldest ended ones are dropped first. One API key has half of it.",
+    )
 
     weights_root: Path | None = Field(
         None, description="Folder from which new weights may be loaded. Default: weights can only be pushed."

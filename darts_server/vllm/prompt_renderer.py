@@ -1,5 +1,6 @@
 """Render prompts and sampling parameters of our own API for vLLM, and convert its outputs."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -61,8 +62,9 @@ class VllmPromptRenderer:
 
     def to_sample(self, output: RequestOutput) -> Sample:
         completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        logprobs = None if completion.logprobs is None else token_logprobs(completion.logprobs, tokens)
+        tokens = array("i", completion.token_ids)  # batches are kept: a list takes nine times the memory
+        found = completion.logprobs
+        logprobs = None if found is None else array("d", token_logprobs(found, tokens))
         return Sample(tokens, logprobs, completion.text, FinishReason(completion.finish_reason or ""))
 
     # --- sampling parameters ------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from darts_server.demo.server import Server
@@ -82,6 +83,24 @@ def test_a_body_of_many_small_parts_is_too_large(server: Server) -> None:
     with served_meanwhile(server):
         answer = post(server, "rollouts", b'{"prompts": [{"text": "a", %b}], "group_size": 1}' % UNKNOWN_FIELDS)
     assert (answer.status_code, answer.json()["error"]["param"]) == (413, "body")
+
+
+def test_kept_metadata_takes_little_more_than_its_json(server: Server) -> None:
+    numbers = b",".join([b"1.5"] * 2_000_000)
+    body = b'{"prompts": [{"text": "7a>", "metadata": {"a": [%b]}}], "group_size": 1, "sampling": {"max_tokens": 1}}'
+    process = psutil.Process(server.process.pid)
+
+    def send(key: str) -> None:
+        headers = {"Idempotency-Key": f"large {key}"}
+        answer = httpx.post(f"{server.url}/darts/v1/rollouts", content=body % numbers, headers=headers, timeout=120)
+        assert len(answer.json()["groups"][0]["metadata"]["a"]) == 2_000_000
+
+    send("first")  # of what it takes to parse and answer one, some stays with the process
+    before = process.memory_info().rss
+    with served_meanwhile(server):
+        for number in range(4):
+            send(str(number))
+    assert process.memory_info().rss - before < 3 * 4 * len(numbers)
 
 
 def test_a_pattern_that_takes_too_long_ends_its_vote_alone(server: Server) -> None:

@@ -1,10 +1,11 @@
 """``/darts/v1/rollouts``: groups for a batch of prompts, as one answer or as events."""
 
+import asyncio
 import hashlib
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import parse_body, read_body
@@ -20,6 +21,7 @@ from darts_server.http.resources.rollouts_models import (
     usage_of,
 )
 from darts_server.http.sse import MEDIA_TYPE
+from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest
@@ -54,7 +56,7 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
     ) -> Response:
         """Generate a shaped group for each prompt; with ``stream`` as server-sent events."""
         raw = await read_body(request, MAX_BODY_BYTES)
-        key = None if idempotency_key is None else _idempotency_key(request, idempotency_key, raw)
+        key = None if idempotency_key is None else await _idempotency_key(request, idempotency_key, raw)
         body = await parse_body(RolloutsIn, raw)
         batch = await batches.open(_batch_request(body), AnswerFormat(StreamMode(body.stream), body.chunk_tokens), key)
         return await _respond(request, batch, 0)
@@ -94,14 +96,20 @@ async def _answer(batch: BatchRun) -> Response:
     errors = [result.error for result in done.results if result.error is not None]
     if len(errors) == len(done.results):  # no group to return
         raise errors[0]
-    answer = RolloutsOut(
+    # In a thread: a large answer takes seconds. The interpreter is free for the event loop between two trajectories.
+    return Response(await asyncio.to_thread(_encode, batch, done), media_type="application/json")
+
+
+def _encode(batch: BatchRun, done: BatchDone) -> bytes:
+    head = RolloutsOut(
         id=batch.batch_id,
         policy=batch.policy,
-        groups=[GroupOut.of(group) for group in sorted(done.results, key=lambda g: g.number)],
+        groups=[],
         unfinished=[UnfinishedOut.of(prompt) for prompt in done.unfinished],
         usage=usage_of(done.results, done.seconds),
     )
-    return JSONResponse(answer.model_dump(mode="json"))
+    groups = (GroupOut.of(group).model_dump_json() for group in sorted(done.results, key=lambda g: g.number))
+    return head.model_dump_json().replace('"groups":[]', f'"groups":[{",".join(groups)}]', 1).encode()
 
 
 def _batch_request(body: RolloutsIn) -> BatchRequest:
@@ -116,11 +124,12 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
     )
 
 
-def _idempotency_key(request: Request, key: str, body: bytes) -> IdempotencyKey:
+async def _idempotency_key(request: Request, key: str, body: bytes) -> IdempotencyKey:
     if not (1 <= len(key) <= MAX_KEY_CHARS and key.isprintable() and not key.isspace()):
         raise InvalidRequest(KEY_HEADER, f"must be 1 to {MAX_KEY_CHARS} printable characters, if it is sent")
     caller = request.headers.get("authorization", "")
-    return IdempotencyKey(hashlib.sha256(caller.encode()).digest(), key, hashlib.sha256(body).digest())
+    digest = (await asyncio.to_thread(hashlib.sha256, body)).digest()
+    return IdempotencyKey(hashlib.sha256(caller.encode()).digest(), key, digest, len(body))
 
 
 def _event_number(text: str) -> int:

@@ -1,9 +1,19 @@
 """Request and response models of ``/darts/v1/rollouts``."""
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, StrictInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StrictInt,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from darts_server.exceptions import DartsError
 from darts_server.http.body import Body
@@ -24,6 +34,18 @@ from darts_server.types import CandidateRecord
 MAX_PROMPTS = 100_000
 
 
+def _encode_object(value: object) -> bytes:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+JsonObject = Annotated[
+    bytes, BeforeValidator(_encode_object), WithJsonSchema({"type": "object", "additionalProperties": True})
+]
+"""An object, as JSON."""
+
+
 class PromptIn(Body):
     """A prompt, as exactly one of token ids, messages and text."""
 
@@ -36,7 +58,7 @@ class PromptIn(Body):
         max_length=NAME_CHARS,
         description="Name under which its statistics are kept; its tokens by default.",
     )
-    metadata: dict[str, Any] | None = Field(None, description="Returned with the group unchanged.")
+    metadata: JsonObject | None = Field(None, description="Returned with the group unchanged.")
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
@@ -113,7 +135,7 @@ class GroupOut(BaseModel):
             number=result.number,
             group_id=result.group_id,
             prompt_key=result.prompt_key,
-            metadata=None if result.metadata is None else dict(result.metadata),
+            metadata=None if result.metadata is None else json.loads(result.metadata),
             candidates=len(candidates),
             deadline=None if record is None else record.deadline,
             mixed_versions=record is not None and record.mixed_versions,
@@ -145,7 +167,7 @@ class UnfinishedOut(BaseModel):
 
     @classmethod
     def of(cls, unfinished: Unfinished) -> Self:
-        metadata = None if unfinished.metadata is None else dict(unfinished.metadata)
+        metadata = None if unfinished.metadata is None else json.loads(unfinished.metadata)
         return cls(number=unfinished.number, prompt_key=unfinished.prompt_key, metadata=metadata)
 
 

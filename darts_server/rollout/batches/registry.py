@@ -1,18 +1,28 @@
 """Start batches, and find them again by id or by idempotency key."""
 
 import asyncio
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import Conflict, DartsError, NotFound
+from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
+from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.rollout.batches.submission import BatchRequest, NewPlanner, Submission
+from darts_server.rollout.batches.submission import BatchRequest, GroupResult, NewPlanner, Submission
 from darts_server.rollout.rollouts import Rollouts
+from darts_server.serving.admission import RETRY_SECONDS
+from darts_server.types import Sample
 
 KEY_HEADER = "Idempotency-Key"
+SEND_LESS = "send less per request, or without that header"
+CANDIDATE_BYTES = 300
+"""Memory of a candidate's record."""
+GROUP_BYTES = 2000
+"""Memory of a group without its candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +30,13 @@ class IdempotencyKey:
     """A caller's key for a batch, which makes the batch durable.
 
     ``owner``: identifies the caller, as keys of different callers are unrelated. ``body_digest``: hash of the request,
-    to refuse another request under the same key.
+    to refuse another request under the same key. ``body_bytes``: the size of that request.
     """
 
     owner: bytes
     key: str
     body_digest: bytes
+    body_bytes: int = 0
 
     @property
     def scoped(self) -> tuple[bytes, str]:
@@ -38,18 +49,21 @@ class BatchRetention:
     """How long durable batches are kept.
 
     ``resume_seconds``: while running without a listener. ``kept_seconds``, ``kept_batches``: after the end.
+    ``kept_bytes``: of all durable batches, running ones by the size of their requests; one caller has half of it.
     """
 
     resume_seconds: float = 60.0
     kept_seconds: float = 600.0
     kept_batches: int = 64
+    kept_bytes: int = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _KeyedRequest:
-    """The request under an idempotency key, and the task that opens its batch."""
+    """The request under an idempotency key, and the task that opens its batch. ``bytes``: what it counts for."""
 
     body_digest: bytes
+    bytes: int
     opening: asyncio.Task[BatchRun]
 
 
@@ -113,22 +127,20 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         Raises:
             InvalidRequest: names the field; nothing was started.
             Conflict: the key was used for another request.
+            TooLarge, QuotaReached, Overloaded: the batch cannot be kept.
         """
         if key is None:
             return await self._open(request, answer_format, None)
         keyed = self._by_key.get(key.scoped)
         if keyed is None:
+            self._make_room(key)
             opening = asyncio.get_running_loop().create_task(self._open(request, answer_format, key))
-            keyed = self._by_key[key.scoped] = _KeyedRequest(key.body_digest, opening)
+            keyed = self._by_key[key.scoped] = _KeyedRequest(key.body_digest, key.body_bytes, opening)
+            opening.add_done_callback(partial(self._forget_if_failed, key))
         elif keyed.body_digest != key.body_digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
-        try:
-            # Shielded, because another caller with the same key may be waiting for the same task.
-            return await asyncio.shield(keyed.opening)
-        except Exception:
-            if self._by_key.get(key.scoped) is keyed:
-                del self._by_key[key.scoped]
-            raise
+        # Shielded, because another caller with the same key may be waiting for the same task.
+        return await asyncio.shield(keyed.opening)
 
     def find(self, batch_id: str) -> BatchRun:
         """Find a durable batch that runs or is kept. The caller must start to listen in the same turn.
@@ -182,6 +194,11 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             self._handle_idle(batch)
         return batch
 
+    def _forget_if_failed(self, key: IdempotencyKey, opening: asyncio.Task[BatchRun]) -> None:
+        """Free the key of a batch that could not be opened, also if its caller has left."""
+        if opening.cancelled() or opening.exception() is not None:
+            del self._by_key[key.scoped]
+
     def _handle_idle(self, batch: BatchRun) -> None:
         """Cancel a batch that has no listener: now, or if it is durable after a while."""
         durable = self._durable.get(batch.batch_id)
@@ -197,16 +214,72 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             self._drop(batch_id)
 
     def _handle_end(self, batch: BatchRun) -> None:
-        """Keep a durable batch for a while, in place of the oldest one if there are too many."""
+        """Keep a durable batch for a while, in place of the oldest ones if there are too many."""
         self._running.pop(batch.batch_id)
         if durable := self._durable.get(batch.batch_id):
             durable.schedule(self._retention.kept_seconds, self._drop)
             self._ended[batch.batch_id] = None
+            self._by_key[durable.scoped_key].bytes = kept_bytes(batch)
             if len(self._ended) > self._retention.kept_batches:
                 self._drop(next(iter(self._ended)))
+            self._drop_excess(durable.scoped_key)
+
+    def _make_room(self, key: IdempotencyKey) -> None:
+        """Drop the oldest ended batches for one that is to start.
+
+        Raises:
+            TooLarge, QuotaReached, Overloaded: that would not suffice.
+        """
+        ended = {self._durable[batch_id].scoped_key for batch_id in self._ended}
+        errors = (QuotaReached, "this key's"), (Overloaded, "all")
+        for (limit, counted), (error, whose) in zip(self._shares(key.scoped), errors, strict=True):
+            if key.body_bytes > limit:
+                raise TooLarge("body", f"must have at most {limit} bytes with {KEY_HEADER} (--kept-bytes); {SEND_LESS}")
+            running = sum(self._by_key[scoped].bytes for scoped in counted if scoped not in ended)
+            if running + key.body_bytes > limit:
+                raise error(
+                    f"{whose} running batches with {KEY_HEADER} have {running} bytes, and {key.body_bytes} more would "
+                    f"exceed {limit} (--kept-bytes); retry when some have ended",
+                    RETRY_SECONDS,
+                )
+        self._drop_excess(key.scoped, key.body_bytes)
+
+    def _drop_excess(self, scoped_key: tuple[bytes, str], more: int = 0) -> None:
+        """Drop ended batches, the oldest first, until the others and ``more`` bytes may be kept."""
+        for limit, counted in self._shares(scoped_key):
+            excess = sum(self._by_key[scoped].bytes for scoped in counted) + more - limit
+            for batch_id in list(self._ended):
+                if excess > 0 and (scoped := self._durable[batch_id].scoped_key) in counted:
+                    excess -= self._by_key[scoped].bytes
+                    self._drop(batch_id)
+
+    def _shares(self, scoped_key: tuple[bytes, str]) -> Iterator[tuple[int, set[tuple[bytes, str]]]]:
+        """Yield the keys that share a number of bytes with this key: those of its owner, then all."""
+        owner, _ = scoped_key
+        yield self._retention.kept_bytes // 2, {scoped for scoped in self._by_key if scoped[0] == owner}
+        yield self._retention.kept_bytes, set(self._by_key)
 
     def _drop(self, batch_id: str) -> None:
         if durable := self._durable.pop(batch_id, None):
             durable.cancel_timer()
             self._by_key.pop(durable.scoped_key, None)
             self._ended.pop(batch_id, None)
+
+
+def kept_bytes(batch: BatchRun) -> int:
+    """Return about how much memory a batch takes after its end."""
+    if not isinstance(batch.end, BatchDone):
+        return GROUP_BYTES
+    copies = 2 if batch.answer_format.stream is StreamMode.TOKENS else 1  # its deltas can be sent again
+    unfinished = sum(GROUP_BYTES + len(prompt.metadata or b"") for prompt in batch.end.unfinished)
+    return unfinished + sum(_group_bytes(result, copies) for result in batch.end.results)
+
+
+def _group_bytes(result: GroupResult, copies: int) -> int:
+    candidates = 0 if result.record is None else len(result.record.candidates)
+    samples = sum(_sample_bytes(sample, copies) for sample in result.samples.values())
+    return GROUP_BYTES + CANDIDATE_BYTES * candidates + len(result.metadata or b"") + samples
+
+
+def _sample_bytes(sample: Sample, copies: int) -> int:
+    return copies * (sys.getsizeof(sample.token_ids) + sys.getsizeof(sample.logprobs)) + sys.getsizeof(sample.text)

@@ -59,7 +59,7 @@ class GroupResult:
     samples: Mapping[int, Sample]
     record: GroupRecord | None
     error: Exception | None = None
-    metadata: Mapping[str, object] | None = None
+    metadata: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Unfinished:
 
     number: int
     prompt_key: str
-    metadata: Mapping[str, object] | None
+    metadata: bytes | None
 
 
 class BatchObserver(Protocol):
@@ -90,7 +90,7 @@ class _PreparedGroup(Generic[RequestT]):
     number: int
     request: RequestT
     prompt_key: str
-    metadata: Mapping[str, object] | None
+    metadata: bytes | None
     allocation: Allocation
 
 

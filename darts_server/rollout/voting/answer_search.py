@@ -137,7 +137,7 @@ class _SearchProcess:
         ours, its = socket.socketpair()
         with its:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
-            return cls(subprocess.Popen(command, stdin=its, stdout=its), reader, writer)
+            return cls(subprocess.Popen(command, stdin=its.fileno(), stdout=its.fileno()), reader, writer)
 
     @property
     def pid(self) -> int:

@@ -47,12 +47,14 @@ def run_on_stepped_clock(scenario: Coroutine[Any, Any, None]) -> None:
         runner.run(scenario)
 
 
-def idempotency_key(key: str = "key", body: bytes = b"body", owner: bytes = b"owner") -> IdempotencyKey:
-    return IdempotencyKey(owner, key, body)
+def idempotency_key(
+    key: str = "key", body: bytes = b"body", owner: bytes = b"owner", body_bytes: int = 0
+) -> IdempotencyKey:
+    return IdempotencyKey(owner, key, body, body_bytes)
 
 
 def batch_request(prompts: int, size: int = 4, num_groups: int | None = None) -> BatchRequest:
-    specs = [PromptSpec(text=str(i), metadata={"place": i}) for i in range(prompts)]
+    specs = [PromptSpec(text=str(i), metadata=b'{"place": %d}' % i) for i in range(prompts)]
     return BatchRequest(specs, size, num_groups=num_groups)
 
 

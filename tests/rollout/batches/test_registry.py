@@ -5,10 +5,19 @@ import asyncio
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import Conflict, GroupAborted, InvalidRequest, NotFound, ServerStopping
+from darts_server.exceptions import (
+    Conflict,
+    GroupAborted,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    QuotaReached,
+    ServerStopping,
+    TooLarge,
+)
 from darts_server.rollout.batches.events import BatchDone, BatchFailed
-from darts_server.rollout.batches.registry import BatchRetention
-from darts_server.rollout.batches.run import AnswerFormat
+from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, kept_bytes
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.types import Outcome, PromptSpec
 from tests.rollout.batches.streams import (
@@ -226,5 +235,99 @@ def test_failing_ends_streams_with_the_error_and_answers_the_others() -> None:
             assert [result.error for result in sorted(done.results, key=lambda r: r.number)] == [None, error]
         await settle()
         assert not harness.engine.running
+
+    run_on_stepped_clock(scenario())
+
+
+# --- bytes ------------------------------------------------------------------
+
+Registry = BatchRegistry[str, list[int]]
+
+
+def is_kept(registry: Registry, batch: BatchRun) -> bool:
+    try:
+        return registry.find(batch.batch_id) is batch
+    except NotFound:
+        return False
+
+
+def large(size: int) -> BatchRequest:
+    return BatchRequest([PromptSpec(text="0", metadata=b"x" * size)], 4)
+
+
+def test_ended_batches_are_kept_up_to_a_number_of_bytes_of_which_one_caller_has_half() -> None:
+    async def scenario() -> None:
+        harness = Harness(lengths(5))
+        registry = new_registry(harness, "shortest", BatchRetention(kept_bytes=400_000))
+
+        async def run(key: str, owner: bytes, size: int) -> BatchRun:
+            batch = await registry.open(large(size), WHOLE, idempotency_key(key, owner=owner))
+            with batch.listen():
+                await harness.engine.run()
+                await batch.wait()
+            assert size < kept_bytes(batch) < size + 20_000
+            return batch
+
+        first, second = await run("1", b"a", 80_000), await run("2", b"a", 80_000)
+        other = await run("1", b"b", 80_000)
+        assert all(is_kept(registry, batch) for batch in (first, second, other))
+        third = await run("3", b"a", 80_000)
+        assert [is_kept(registry, batch) for batch in (first, second, other, third)] == [False, True, True, True]
+        too_large = await run("4", b"b", 210_000)
+        assert [is_kept(registry, batch) for batch in (second, other, third, too_large)] == [True, False, True, False]
+        last = [await run("5", owner, 140_000) for owner in (b"b", b"c")]
+        assert [is_kept(registry, batch) for batch in (second, third, *last)] == [False, True, True, True]
+
+    run_on_stepped_clock(scenario())
+
+
+def test_running_batches_count_by_the_size_of_their_requests() -> None:
+    async def scenario() -> None:
+        harness = Harness(lengths(5))
+        registry = new_registry(harness, "shortest", BatchRetention(kept_bytes=400_000))
+
+        async def open_batch(key: str, owner: bytes, size: int) -> BatchRun:
+            return await registry.open(batch_request(1), WHOLE, idempotency_key(key, owner=owner, body_bytes=size))
+
+        with pytest.raises(TooLarge, match="at most 200000 bytes with Idempotency-Key"):
+            await open_batch("1", b"a", 200_001)
+        await open_batch("1", b"a", 150_000)
+        with pytest.raises(QuotaReached, match="this key's running batches"):
+            await open_batch("2", b"a", 60_000)
+        await open_batch("1", b"b", 200_000)
+        with pytest.raises(Overloaded, match="all running batches"):
+            await open_batch("1", b"c", 60_000)
+        await harness.engine.run()
+        await settle()
+        await open_batch("2", b"a", 190_000)
+        assert harness.recorder.started == 18
+
+    run_on_stepped_clock(scenario())
+
+
+def test_a_batch_that_starts_takes_the_place_of_ended_ones() -> None:
+    async def scenario() -> None:
+        harness = Harness(lengths(5))
+        registry = new_registry(harness, "shortest", BatchRetention(kept_bytes=400_000))
+        ended = await registry.open(large(100_000), WHOLE, idempotency_key("1"))
+        with ended.listen():
+            await harness.engine.run()
+            await ended.wait()
+        assert is_kept(registry, ended)
+        await registry.open(batch_request(1), WHOLE, idempotency_key("2", body_bytes=150_000))
+        assert not is_kept(registry, ended)
+
+    run_on_stepped_clock(scenario())
+
+
+def test_a_batch_that_could_not_be_opened_does_not_count_though_its_caller_has_left() -> None:
+    async def scenario() -> None:
+        registry = new_registry(Harness(lengths(5)), "shortest", BatchRetention(kept_bytes=400_000))
+        wrong = BatchRequest([PromptSpec(text="x")], 4)
+        leaving = asyncio.create_task(registry.open(wrong, WHOLE, idempotency_key(body_bytes=150_000)))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await settle()
+        await registry.open(batch_request(1), WHOLE, idempotency_key("2", body_bytes=150_000))
 
     run_on_stepped_clock(scenario())
