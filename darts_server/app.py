@@ -29,6 +29,7 @@ from darts_server.metrics import (
     QualitySources,
     RolloutMetrics,
     RolloutSources,
+    ServingMetrics,
     WeightMetrics,
 )
 from darts_server.observers import GroupObserver
@@ -51,6 +52,7 @@ from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.serving.admission import Admission, Bounds, default_max_waiting
 from darts_server.serving.lifecycle import Lifecycle
+from darts_server.serving.loop_lag import LoopLag
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.types import GroupRecord
@@ -130,6 +132,7 @@ async def _serve(settings: Settings, args: Namespace, access: Access, store: Sto
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             application = await server.make_app(engine.llm, args, read_options)
             extend(application, rooms, settings, access, store, supervision.lifecycle, engine.model_name)
+            closing.enter_context(LoopLag(ServingMetrics(engine.model_name).loop_lagged))
             await server.serve(engine.llm, application, args, sock, rooms.batches, supervision)
     return exit_code(engine.llm, supervision.lifecycle)
 

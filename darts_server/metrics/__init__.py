@@ -6,6 +6,15 @@ Every metric has the label ``model_name`` besides its own. The classes implement
 from darts_server.metrics.access import AccessMetrics
 from darts_server.metrics.quality import QualityMetrics, QualitySources
 from darts_server.metrics.rollouts import RolloutMetrics, RolloutSources
+from darts_server.metrics.serving import ServingMetrics
 from darts_server.metrics.weights import WeightMetrics
 
-__all__ = ["AccessMetrics", "QualityMetrics", "QualitySources", "RolloutMetrics", "RolloutSources", "WeightMetrics"]
+__all__ = [
+    "AccessMetrics",
+    "QualityMetrics",
+    "QualitySources",
+    "RolloutMetrics",
+    "RolloutSources",
+    "ServingMetrics",
+    "WeightMetrics",
+]

@@ -1,0 +1,55 @@
+"""How late the event loop is, and what held it."""
+
+import asyncio
+import logging
+import threading
+import time
+
+import pytest
+
+from darts_server.serving.loop_lag import LoopLag
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def hold_the_loop(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+async def test_a_stall_is_measured_and_what_held_the_loop_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    lags: list[float] = []
+    with caplog.at_level(logging.WARNING), LoopLag(lags.append, interval=0.01, late=0.1):
+        await asyncio.sleep(0.05)
+        assert lags
+        hold_the_loop(1.0)
+        await asyncio.sleep(0.05)
+        hold_the_loop(0.5)
+        await asyncio.sleep(0.05)
+    assert sum(lag > 0.9 for lag in lags) == 1
+    assert sum(lag > 0.4 for lag in lags) == 2
+    [record] = caplog.records  # the next line comes later
+    assert "hold_the_loop (" in record.getMessage()
+    assert record.levelno == logging.WARNING
+    assert vars(record)["seconds"] >= 0.1
+
+
+async def test_nothing_is_logged_while_the_loop_runs_and_nothing_runs_afterwards(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lags: list[float] = []
+    with caplog.at_level(logging.WARNING), LoopLag(lags.append, interval=0.01, late=60.0):
+        await asyncio.sleep(0.1)
+    count = len(lags)
+    assert count > 0
+    assert all(lag >= 0 for lag in lags)
+    await asyncio.sleep(0.05)
+    assert len(lags) == count
+    assert not caplog.records
+    assert "darts-loop-lag" not in {thread.name for thread in threading.enumerate()}
