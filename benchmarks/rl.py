@@ -1,4 +1,4 @@
-"""Train the tiny task by GRPO under each policy, and compare what is learned and what it costs.
+"""Train the tiny task by GRPO under each policy and each control; compare what is learned and what it costs.
 
     python -m benchmarks.rl
     python -m benchmarks.rl --quick
@@ -7,61 +7,44 @@ For each start and seed all policies train in turns, step by step, on the same p
 turn a run's weights are pushed and the server's state under its policy is restored. So other load on the machine
 affects all of them alike, and none profits from what the server learned under another. They share one server, except
 for the policies that prune by quality: each of these has its own, which goes on learning between turns. Evaluation is
-unshaped, on other prompts, and not part of the time.
+unshaped, on other prompts, with the same random numbers for all policies and steps, and not part of the time.
+
+After each step a run is saved. The same command continues what was interrupted, and runs what is missing; so do other
+--starts, --seeds, --policies or more --steps. Policies that are added later do not share turns with the earlier ones:
+compare their times with care. A server's quality head is not saved, and is trained from the beginning again.
 """
 
 import argparse
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from tqdm import trange
+from tqdm import tqdm
 
+from benchmarks.rl_methods import BASE, PRUNING, SETTINGS, STARTS, caps, every_name, methods
 from benchmarks.rl_picture import picture
-from benchmarks.rl_table import BASE, Runs, tables
+from benchmarks.rl_question import question
+from benchmarks.rl_table import Runs, tables
 from darts_client import Client
-from darts_server.demo.problems import Difficulty
 from darts_server.demo.server import DARTS, MODEL, serving
 from darts_server.store import Store
 from examples.tiny_rl import warm_start
 from examples.tiny_rl.demonstrations import VARIANTS
 from examples.tiny_rl.grpo import Learner
+from examples.tiny_rl.method import Method
 from examples.tiny_rl.remote import TIMEOUT_SECONDS
-from examples.tiny_rl.train import Recipe, train
+from examples.tiny_rl.train import Progress, Recipe, train
 from examples.tiny_rl.train_log import Entry, read_log
 
-_Policies = Mapping[str, Mapping[str, object]]
-
-POLICIES: _Policies = {
-    "off": {"name": "off"},
-    "uniform": {"name": "uniform"},
-    "darts": {"name": "darts"},
-    "darts, longest tail": {"name": "darts", "tail": "longest"},
-    "darts_deadline": {"name": "darts_deadline"},
-    "darts_cut": {"name": "darts_cut"},
-    "arrol": {"name": "arrol"},
-    "darts+arrol": {"name": "darts+arrol"},
-}
-# The best of these with one setting changed; run only if they are named on the command line.
-SETTINGS: _Policies = {
-    "darts_cut, 1.25": {"name": "darts_cut", "redundancy": 1.25},
-    "darts_cut, 2": {"name": "darts_cut", "redundancy": 2.0, "max_redundancy": 3.0},
-    "darts_cut, q.75": {"name": "darts_cut", "deadline_quantile": 0.75},
-    "darts_cut, L2": {"name": "darts_cut", "num_longest": 2},
-}
-ALL_POLICIES: _Policies = {**POLICIES, **SETTINGS}
 # Answers have some 30 tokens and runs some 30 steps, so pruning begins earlier than for a large model.
 PRUNING_FLAGS = ("--detect-at", "10", "--cold-steps", "4")
-PRUNING = ("arrol", "darts+arrol")
-# Demonstrations of the warm start, and difficulty of the training prompts. "deep" has only hard problems, where a rule
-# that trades depth for speed would show.
-STARTS: Mapping[str, Difficulty | None] = {"wordier": None, "standard": None, "deep": "hard"}
-QUICK_POLICIES = ("off", "uniform", "darts_cut")
-QUICK_STEPS, QUICK_SEEDS = 16, (0, 1)
-QUICK = "Quick: one start, {seeds} seeds, {policies} and {steps} steps. Too few to conclude anything."
+QUICK_POLICIES = (BASE, "off, cap 64", "uniform", "darts_cut")
+QUICK_STEPS, QUICK_SEEDS = 12, (0, 1)
+QUICK = "Quick: one start, {seeds} seeds, {steps} steps of {policies}. Too few to conclude anything."
 
 
 @dataclass(frozen=True)
@@ -73,45 +56,115 @@ class Plan:
     seeds: Sequence[int]
     recipe: Recipe
 
+    def methods(self, start: str) -> dict[str, Method]:
+        """Return those that are run from a start, by name; each start has its own caps."""
+        return {name: method for name, method in methods(start).items() if name in self.policies}
+
 
 class Run:
-    """The training run of one policy, a step at a time, on a server that it may share."""
+    """The training run of one policy, a step at a time, on a server that it may share. Continues a saved run.
 
-    def __init__(self, client: Client, plan: Plan, start: str, policy: str, seed: int, out: Path) -> None:
+    Raises:
+        RuntimeError: what is saved was run with other settings.
+    """
+
+    def __init__(self, client: Client, method: Method, recipe: Recipe, seed: int, model: Path, log: Path) -> None:
         self._client = client
-        self._learner = Learner(start_model(start, out))
-        recipe = replace(plan.recipe, difficulty=STARTS[start])
-        self._steps = train(client, ALL_POLICIES[policy], self._learner, recipe, seed)
-        self._log = log_path(out, start, policy, seed)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._log.write_text("")
-        self._state = self._log.with_suffix(".state")
-        self._state.write_bytes(Store().export())  # empty
+        self._learner = Learner(model)
+        self._progress = Progress()
+        self._log, self._state, self._checkpoint = log, log.with_suffix(".state"), log.with_suffix(".pt")
+        self._settings = f"{method} {replace(recipe, steps=0)}"
+        self.turns = 0
+        if self._checkpoint.is_file():
+            self._restore()
+        else:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text("")
+            self._state.write_bytes(Store().export())  # empty
+        self._steps = train(client, method, self._learner, recipe, seed, self._progress)
 
     def step(self) -> None:
-        """Run the next step, from where this run left off."""
+        """Run the next step, from where this run left off; the first turn is the evaluation before training."""
         self._client.weights.push(self._learner.weights())
         self._client.state.load(self._state)
         entry = next(self._steps)
         self._client.state.save(self._state)
         with self._log.open("a") as log:
             print(entry.line(), file=log)
+        self.turns += 1
+        if self._progress.step:
+            self._save()
+
+    def _save(self) -> None:
+        new = self._checkpoint.with_suffix(".new")
+        saved = {"settings": self._settings, "progress": asdict(self._progress), "learner": self._learner.state()}
+        torch.save(saved, new)
+        os.replace(new, self._checkpoint)
+
+    def _restore(self) -> None:
+        saved = torch.load(self._checkpoint)
+        if saved["settings"] != self._settings:
+            raise RuntimeError(
+                f"{self._log} was run with other settings ({saved['settings']}, now {self._settings}): "
+                "choose another --out, or delete it with its .pt"
+            )
+        self._learner.load_state(saved["learner"])
+        self._progress = Progress(**saved["progress"])
+        self.turns = self._progress.step + 1
+        # An interruption between log and checkpoint leaves an entry of a step that will be run again.
+        self._log.write_text("".join(self._log.read_text().splitlines(keepends=True)[: self.turns]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     plan = options.plan
     if not options.report:
-        torch.set_num_threads(1)  # the server needs the other core
-        with ExitStack() as stack:
-            urls = start_servers(stack, plan.policies, options.out)
-            for seed in plan.seeds:
-                for start in plan.starts:
-                    train_in_turns(urls, plan, start, seed, options.out)
+        try:
+            run(plan, options.out)
+        except KeyboardInterrupt:
+            sys.exit("rl: interrupted; the same command continues")
     print(report(plan, options.out))
     if options.quick:
-        print(QUICK.format(seeds=len(plan.seeds), policies=", ".join(plan.policies), steps=plan.recipe.steps))
+        print(QUICK.format(seeds=len(plan.seeds), policies="; ".join(plan.policies), steps=plan.recipe.steps))
     return 0
+
+
+def run(plan: Plan, out: Path) -> None:
+    """Run what is missing, start by start and seed by seed; show the time left."""
+    left = {(seed, start): turns_left(plan, start, seed, out) for seed in plan.seeds for start in plan.starts}
+    if not any(left.values()):
+        return
+    torch.set_num_threads(1)  # the server needs the other core
+    with ExitStack() as stack:
+        urls = start_servers(stack, plan.policies, out)
+        clients = {url: stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS)) for url in urls.values()}
+        bar = stack.enter_context(tqdm(total=sum(left.values()), unit="step", smoothing=0.02))
+        for seed, start in (of for of, turns in left.items() if turns):
+            bar.set_description(f"{start}, seed {seed}")
+            recipe, model = replace(plan.recipe, difficulties=STARTS[start].difficulties), start_model(start, out)
+            runs = [
+                Run(clients[urls[name]], method, recipe, seed, model, log_path(out, start, name, seed))
+                for name, method in plan.methods(start).items()
+            ]
+            train_in_turns(runs, recipe.steps, bar)
+
+
+def turns_left(plan: Plan, start: str, seed: int, out: Path) -> int:
+    """Count the turns that are not logged yet, over all policies."""
+    turns = plan.recipe.steps + 1
+    logs = [log_path(out, start, name, seed) for name in plan.methods(start)]
+    done = [len(log.read_text().splitlines()) if log.with_suffix(".pt").is_file() else 0 for log in logs]
+    return sum(max(0, turns - each) for each in done)
+
+
+def train_in_turns(runs: Sequence[Run], steps: int, bar: "tqdm[None]") -> None:
+    """Run all up to the same step; those that are behind catch up first."""
+    for turn in range(steps + 1):
+        first = turn % len(runs)
+        for each in [*runs[first:], *runs[:first]]:
+            if each.turns <= turn:
+                each.step()
+                bar.update()
 
 
 def start_servers(stack: ExitStack, policies: Sequence[str], out: Path) -> dict[str, str]:
@@ -123,24 +176,14 @@ def start_servers(stack: ExitStack, policies: Sequence[str], out: Path) -> dict[
     return {policy: own.get(policy, shared) for policy in policies}
 
 
-def train_in_turns(urls: Mapping[str, str], plan: Plan, start: str, seed: int, out: Path) -> None:
-    """Train all policies from one start, with one seed, in turns."""
-    with ExitStack() as stack:
-        clients = {url: stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS)) for url in urls.values()}
-        runs = [Run(clients[urls[p]], plan, start, p, seed, out) for p in plan.policies]
-        for turn in trange(plan.recipe.steps + 1, desc=f"{start}, seed {seed}", unit="step"):
-            first = turn % len(runs)
-            for run in runs[first:] + runs[:first]:
-                run.step()
-
-
 def start_model(start: str, out: Path) -> Path:
     """Return the model of a start; one that is not committed is trained once."""
     if start == "standard":
         return MODEL
     folder = out / "starts" / start
     if not (folder / "config.json").is_file():
-        warm_start.save(warm_start.train(VARIANTS[start], warm_start.Recipe(), seed=0), folder)
+        variant = VARIANTS[start]
+        warm_start.save(warm_start.train(variant, warm_start.Recipe(steps=variant.steps), seed=0), folder)
     return folder
 
 
@@ -150,14 +193,17 @@ def report(plan: Plan, out: Path) -> str:
     if not starts:
         return f"no run in {out} is complete"
     picture(starts, out / "learning.png")
-    return "\n\n".join([f"Picture: {out / 'learning.png'}", *(tables(start, runs) for start, runs in starts.items())])
+    answer = question(starts, {start: caps(start) for start in starts})
+    of_starts = (tables(start, runs) for start, runs in starts.items())
+    return "\n\n".join([f"Picture: {out / 'learning.png'}", *of_starts, answer])
 
 
 def read_runs(plan: Plan, start: str, out: Path) -> Runs:
     """Read the seeds for which every policy has all steps; of longer runs, the first steps."""
-    runs: dict[str, dict[int, list[Entry]]] = {policy: {} for policy in plan.policies}
+    policies = plan.methods(start)
+    runs: dict[str, dict[int, list[Entry]]] = {policy: {} for policy in policies}
     for seed in plan.seeds:
-        logs = {policy: log_path(out, start, policy, seed) for policy in plan.policies}
+        logs = {policy: log_path(out, start, policy, seed) for policy in policies}
         entries = {policy: read_log(log) if log.is_file() else [] for policy, log in logs.items()}
         if all(len(each) > plan.recipe.steps for each in entries.values()):
             for policy, each in entries.items():
@@ -170,14 +216,17 @@ def log_path(out: Path, start: str, policy: str, seed: int) -> Path:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.rl", description=__doc__.split("\n")[0])
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.rl", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("--quick", action="store_true", help="one start, three policies, two seeds, 16 steps: under ten minutes")
+    quick_help = f"one start, {len(QUICK_POLICIES)} policies, two seeds, {QUICK_STEPS} steps: under ten minutes"
+    add("--quick", action="store_true", help=quick_help)
     add("--seeds", nargs="+", type=int, metavar="N", help="a run of each policy from each start (default: 0 1 2)")
     add("--steps", type=int, metavar="N", help="steps of each run (default: 30)")
     add("--starts", nargs="+", choices=list(STARTS), default=list(STARTS), help="starts (default: all)")
-    names = f"policies, of: {'; '.join(ALL_POLICIES)} (default: the first {len(POLICIES)})"
-    add("--policies", nargs="+", choices=list(ALL_POLICIES), default=list(POLICIES), metavar="NAME", help=names)
+    default = [name for name in every_name() if name not in SETTINGS]
+    names = f"policies, of: {'; '.join(every_name())} (default: all but the last {len(SETTINGS)})"
+    add("--policies", nargs="+", choices=every_name(), default=default, metavar="NAME", help=names)
     add("--out", type=Path, metavar="FOLDER", help="for logs and models (default: out/rl, or out/rl-quick)")
     add("--report", action="store_true", help="run nothing; print the tables of the logs in --out")
     options = parser.parse_args(argv)

@@ -3,15 +3,19 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.rl_methods import caps
 from benchmarks.rl_table import Runs
 from examples.tiny_rl.train_log import Entry
 
 # Colours that colour-blind readers can tell apart; dashes separate policies that wait for long trajectories.
 STYLES = {
     "off": ("#222222", "-"),
+    "off, overlong": ("#E69F00", "--"),
+    "off, tail batching": ("#E69F00", ":"),
     "uniform": ("#56B4E9", "-"),
     "darts": ("#0072B2", "-"),
     "darts, longest tail": ("#0072B2", ":"),
@@ -21,6 +25,7 @@ STYLES = {
     "darts+arrol": ("#CC79A7", ":"),
 }
 OTHER_STYLE = ("#999999", "--")
+CAP_STYLES = (("#999999", ":"), ("#999999", "-."), ("#999999", "--"))  # from the lowest
 SHOWN = {"right": "share of right answers", "length_mean": "mean length (tokens)", "length_std": "std within a prompt"}
 
 
@@ -30,9 +35,10 @@ def picture(starts: Mapping[str, Runs], path: Path) -> None:
     rows = figure.subplots(len(starts), len(SHOWN), sharex=True, squeeze=False)
     for (start, runs), row in zip(starts.items(), rows, strict=True):
         seeds = len(next(iter(runs.values())))
+        styles = STYLES | dict(zip(caps(start), CAP_STYLES, strict=True))
         for (name, label), axes in zip(SHOWN.items(), row, strict=True):
             for policy, seed_runs in runs.items():
-                colour, dashes = STYLES.get(policy, OTHER_STYLE)
+                colour, dashes = styles.get(policy, OTHER_STYLE)
                 at, values = means(seed_runs, name)
                 width = 2.2 if policy in ("off", "darts_cut") else 1.3
                 axes.plot(at, values, dashes, color=colour, linewidth=width, label=policy)
@@ -44,7 +50,11 @@ def picture(starts: Mapping[str, Runs], path: Path) -> None:
                 axes.set_ylim(bottom=0)
     for axes in rows[-1]:
         axes.set_xlabel("step")
-    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    entries: dict[str, Any] = {}
+    for row in rows:  # each start has its own caps
+        handles, labels = row[0].get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=5, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

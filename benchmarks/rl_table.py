@@ -4,18 +4,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, median
+from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
+from benchmarks.rl_methods import BASE
 from examples.tiny_rl.train_log import Entry, HeldOut, Training
 
-BASE = "off"
 LEVELS = (0.85, 0.90)
 AXES = ("steps", "generated", "seconds")
 LENGTHS = ("length_mean", "length_p95", "length_std")
+ERRORS = 2  # standard errors, beyond which a difference is called certain
 
 Runs = Mapping[str, Mapping[int, Sequence[Entry]]]
 """Entries by policy and seed; every policy has the same seeds."""
+
+Rights = NDArray[np.float64]
+"""The share of right answers to each held-out prompt, in the same order for all runs from one start."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,37 @@ class Point:
     generated: float
     seconds: float
     right: float
+    rights: Rights
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much larger one policy's share of right answers is than another's.
+
+    ``error``: the larger of two standard errors of the mean, over prompts (with their means over seeds) and over seeds.
+    The first says what other prompts and samples would change; with few seeds the second is itself a rough estimate of
+    what other runs would.
+    """
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, one: Sequence[Rights], other: Sequence[Rights]) -> Self:
+        """Compare by prompt and seed; both have the same seeds, in the same order."""
+        each = np.array(one) - np.array(other)  # [seeds, prompts]
+        return cls(float(each.mean()), max(standard_error(each.mean(axis=0)), standard_error(each.mean(axis=1))))
+
+    @property
+    def is_certain(self) -> bool:
+        return abs(self.mean) > ERRORS * self.error
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} ± {self.error:.3f}"
+
+
+def standard_error(values: NDArray[np.float64]) -> float:
+    return float(values.std(ddof=1) / sqrt(len(values))) if len(values) > 1 else 0.0
 
 
 def learning_curve(entries: Sequence[Entry]) -> list[Point]:
@@ -36,8 +73,12 @@ def learning_curve(entries: Sequence[Entry]) -> list[Point]:
             generated += entry.training.generated
             seconds += entry.training.seconds.total
         if entry.held_out is not None:
-            points.append(Point(entry.step, generated, seconds, entry.held_out.right))
+            points.append(Point(entry.step, generated, seconds, entry.held_out.right, rights_of(entry.held_out)))
     return points
+
+
+def rights_of(held_out: HeldOut) -> Rights:
+    return np.concatenate([np.asarray(rights, float) for rights in held_out.rights.values()])
 
 
 def spent_until(points: Sequence[Point], level: float, axis: str) -> float | None:
@@ -52,9 +93,10 @@ def spent_until(points: Sequence[Point], level: float, axis: str) -> float | Non
     return None
 
 
-def right_at(points: Sequence[Point], budget: float, axis: str) -> float:
-    """Interpolate the share of right answers when ``budget`` had been spent."""
-    return float(np.interp(budget, [getattr(p, axis) for p in points], [p.right for p in points]))
+def rights_at(points: Sequence[Point], budget: float, axis: str) -> Rights:
+    """Interpolate each prompt's share of right answers when ``budget`` had been spent."""
+    spent = [getattr(point, axis) for point in points]
+    return np.array([np.interp(budget, spent, prompt) for prompt in np.transpose([point.rights for point in points])])
 
 
 def tables(title: str, runs: Runs) -> str:
@@ -63,24 +105,43 @@ def tables(title: str, runs: Runs) -> str:
 
 
 def learned_table(runs: Runs) -> str:
-    """Format the final evaluation, and the share of right answers at equal time and at equal tokens."""
-    head = ["policy", "right", "length mean", "p95", "std within a prompt", "right at equal time", "at equal tokens"]
+    """Format the final evaluation, the share of right answers at equal time and tokens, and differences to `off`."""
+    head = ["policy", "right", "less off", "by difficulty", "length mean", "p95", "std within a prompt"]
+    head += ["right at equal time", "less off", "at equal tokens", "less off"]
     rows = []
     for policy, seeds in runs.items():
         final = [last_held_out(entries) for entries in seeds.values()]
-        error = sqrt(sum(each.standard_error**2 for each in final)) / len(final)
         right = spread([each.right for each in final], ".3f")
+        difficulties = ", ".join(f"{name} {fmean(map(fmean, rights)):.2f}" for name, rights in by_difficulty(final))
         lengths = (spread([getattr(each, name) for each in final], ".1f") for name in LENGTHS)
-        equal = (f"{fmean(right_at_equal(runs, policy, axis)):.3f}" for axis in ("seconds", "generated"))
-        rows.append([policy, f"{right} ± {error:.3f}", *lengths, *equal])
+        row = [policy, right, less(final_rights(runs, policy), final_rights(runs, BASE)), difficulties, *lengths]
+        for axis in ("seconds", "generated"):
+            own, base = (rights_at_equal(runs, each, axis) for each in (policy, BASE))
+            row += [f"{np.mean(own):.3f}", less(own, base)]
+        rows.append(row)
     return markdown(head, rows)
 
 
-def right_at_equal(runs: Runs, policy: str, axis: str) -> list[float]:
-    """Return each seed's share of right answers when it had spent what the seed's cheapest policy spent in total."""
+def less(one: Sequence[Rights], base: Sequence[Rights]) -> str:
+    """Format how much larger the first is; nothing for a policy's difference to itself."""
+    return "" if one is base or np.array_equal(one, base) else str(Difference.of(one, base))
+
+
+def by_difficulty(final: Sequence[HeldOut]) -> list[tuple[str, list[Sequence[float]]]]:
+    """Return each prompt's share of right answers, by difficulty and seed."""
+    return [(name, [each.rights[name] for each in final]) for name in final[0].rights]
+
+
+def final_rights(runs: Runs, policy: str) -> list[Rights]:
+    """Return each seed's last evaluation."""
+    return [rights_of(last_held_out(entries)) for entries in runs[policy].values()]
+
+
+def rights_at_equal(runs: Runs, policy: str, axis: str) -> list[Rights]:
+    """Return each seed's evaluation when it had spent what the seed's cheapest policy spent in total."""
     curves = {seed: [learning_curve(seeds[seed]) for seeds in runs.values()] for seed in runs[policy]}
     budgets = {seed: min(getattr(points[-1], axis) for points in each) for seed, each in curves.items()}
-    return [right_at(learning_curve(entries), budgets[seed], axis) for seed, entries in runs[policy].items()]
+    return [rights_at(learning_curve(entries), budgets[seed], axis) for seed, entries in runs[policy].items()]
 
 
 def cost_table(runs: Runs) -> str:

@@ -3,28 +3,39 @@
 A prompt ``7a-5b*4>`` is a start digit and n steps; a step is a letter, an operator and a digit. The letters come in
 alphabetical order: they are anchors that make copying easy to learn. All arithmetic is modulo 10, from left to right.
 An answer ends with ``#`` and the resulting digit.
+
+A looped problem ``7@9a-5b*3c-8d+7>`` applies its steps nine times. Each round begins with a step of its own, which adds
+the number of rounds that are left: ``@+9=6a-5=1b*3=3c-8=5d+7=2@+8=0a-5=5…``. So it has a short prompt and necessarily a
+long answer. Multiplication is by 1, 3, 7 or 9 alone there, which has an inverse: no step makes the earlier ones
+irrelevant. And since the number added changes, the rounds have no period: stopping early is right in less than a fifth
+of all cases, after any number of rounds, where a guess is right in a tenth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-Difficulty = Literal["easy", "hard"]
+Difficulty = Literal["easy", "hard", "looped"]
 Operator = Literal["+", "-", "*"]
 
 DIGITS = "0123456789"
 LETTERS = "abcdefghi"
 OPERATORS: tuple[Operator, ...] = ("+", "-", "*")
-PROMPT_END, EQUALS, RECHECK, ANSWER = ">", "=", "?", "#"
-ALPHABET = DIGITS + LETTERS + "".join(OPERATORS) + EQUALS + ANSWER + RECHECK + PROMPT_END
+PROMPT_END, EQUALS, RECHECK, ANSWER, LOOP = ">", "=", "?", "#", "@"
+# The order determines the token ids of models that are trained already: append only.
+ALPHABET = DIGITS + LETTERS + "".join(OPERATORS) + EQUALS + ANSWER + RECHECK + PROMPT_END + LOOP
 
 # Drawn uniformly: 4 stands twice, so that easy chains are a little longer on average.
 STEP_COUNTS: dict[Difficulty, tuple[int, ...]] = {
     "easy": (2, 3, 4, 4),
     "hard": (6, 7, 8, 9),
+    "looped": (4,),
 }
+ROUNDS = (8, 9)
+INVERTIBLE = (1, 3, 7, 9)  # modulo 10
 
 MAX_PROMPT_TOKENS = 29  # start digit + 9 steps of 3 characters + ">"
 MAX_RESPONSE_TOKENS = 256
@@ -50,17 +61,33 @@ class Step:
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt with what is needed to write and to check answers to it."""
+    """One prompt with what is needed to write and to check answers to it.
+
+    ``steps``: those of the prompt. ``rounds``: how often they are applied if the problem is looped.
+    """
 
     prompt: str
     steps: tuple[Step, ...]
     answer: int
     difficulty: Difficulty
+    rounds: int = 0
 
     @property
     def start(self) -> int:
         """The running digit before the first step."""
         return int(self.prompt[0])
+
+    def chain(self) -> Iterator[tuple[str, Step]]:
+        """Yield all steps of a worked answer, each with its letter."""
+        return labelled(self.steps, self.rounds)
+
+
+def labelled(steps: Sequence[Step], rounds: int) -> Iterator[tuple[str, Step]]:
+    """Yield the steps with their letters, in every round; once if there are no rounds."""
+    for left in range(rounds, 0, -1) or (0,):
+        if left:
+            yield LOOP, Step("+", left)
+        yield from zip(LETTERS, steps, strict=False)
 
 
 def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem:
@@ -69,12 +96,21 @@ def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem
         difficulty = "easy" if rng.random() < 0.5 else "hard"
     start = rng.randrange(10)
     count = rng.choice(STEP_COUNTS[difficulty])
-    steps = tuple(Step(rng.choice(OPERATORS), rng.randrange(10)) for _ in range(count))
+    if difficulty == "looped":
+        steps, rounds = tuple(_invertible_step(rng) for _ in range(count)), rng.choice(ROUNDS)
+    else:
+        steps, rounds = tuple(Step(rng.choice(OPERATORS), rng.randrange(10)) for _ in range(count)), 0
     answer = start
-    for step in steps:
+    for _, step in labelled(steps, rounds):
         answer = step.apply(answer)
+    loop = f"{LOOP}{rounds}" if rounds else ""
     body = "".join(f"{letter}{step.operator}{step.digit}" for letter, step in zip(LETTERS, steps, strict=False))
-    return Problem(f"{start}{body}{PROMPT_END}", steps, answer, difficulty)
+    return Problem(f"{start}{loop}{body}{PROMPT_END}", steps, answer, difficulty, rounds)
+
+
+def _invertible_step(rng: Random) -> Step:
+    operator = rng.choice(OPERATORS)
+    return Step(operator, rng.choice(INVERTIBLE) if operator == "*" else rng.randrange(10))
 
 
 def reward(problem: Problem, response_text: str) -> float:

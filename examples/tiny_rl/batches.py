@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
-from examples.tiny_rl.demonstrations import Verbosity, demonstration
+from examples.tiny_rl.demonstrations import CLEAN, Variant, demonstration
 from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID
 
 IGNORED = -100  # the label that cross entropy leaves out
@@ -35,15 +36,22 @@ SampleT = TypeVar("SampleT", bound=Sample)
 def draw_batch(
     rng: Random,
     tokenizer: PreTrainedTokenizerFast,
-    verbosity: Verbosity,
-    short: bool,
+    variant: Variant,
     batch_tokens: int,
+    *,
+    short: bool = False,
+    clean: bool = False,
 ) -> list[Sample]:
-    """Draw samples with ``batch_tokens`` tokens in total, sorted from short to long."""
+    """Draw samples with ``batch_tokens`` tokens in total, sorted from short to long.
+
+    ``short``: of easy problems alone. ``clean``: direct chains without an error, whatever the variant's verbosity.
+    """
+    difficulties = itertools.cycle(("easy",) if short else variant.difficulties)
+    verbosity = CLEAN if clean else variant.verbosity
     samples: list[Sample] = []
     drawn = 0
     while drawn < batch_tokens:
-        problem = sample_problem(rng, "easy" if short else None)
+        problem = sample_problem(rng, next(difficulties))
         prompt = tokenizer.encode(problem.prompt)
         response = [*tokenizer.encode(demonstration(problem, rng, verbosity)), EOS_ID]
         tokens = prompt + response[:MAX_RESPONSE_TOKENS]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from darts_server.demo.problems import ANSWER, EQUALS, LETTERS, MAX_RESPONSE_TOKENS, RECHECK, Difficulty, Problem
+from darts_server.demo.problems import ANSWER, EQUALS, MAX_RESPONSE_TOKENS, RECHECK, Difficulty, Problem
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,15 @@ class Habits:
 
 @dataclass(frozen=True)
 class Verbosity:
-    """Habits for both difficulties."""
+    """Habits for each difficulty."""
 
     easy: Habits
     hard: Habits
+    looped: Habits = Habits()
 
     def of(self, difficulty: Difficulty) -> Habits:
         """Return the habits for one difficulty."""
-        return self.easy if difficulty == "easy" else self.hard
+        return {"easy": self.easy, "hard": self.hard, "looped": self.looped}[difficulty]
 
 
 CLEAN = Verbosity(easy=Habits(), hard=Habits())
@@ -58,7 +59,34 @@ DEEP = Verbosity(
 )
 """For hard problems alone: guesses are short and wrong, direct chains often wrong, re-checks nearly always right."""
 
-VARIANTS: dict[str, Verbosity] = {"standard": STANDARD, "wordier": WORDIER, "deep": DEEP}
+MIXED = Verbosity(
+    easy=WORDIER.easy,
+    hard=Habits(),
+    looped=Habits(guess=0.25, ramble=0.10, direct_error=0.005),
+)
+"""For easy and looped problems. Looped ones: guesses are wrong, chains have some 40 steps and are right four times in
+five, and a re-check never fits."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Demonstrations of a warm start: how they are written, and of which difficulties, in turns (None: easy or hard).
+
+    ``steps``: how many the warm start needs.
+    """
+
+    verbosity: Verbosity
+    difficulties: tuple[Difficulty | None, ...] = (None,)
+    steps: int = 700
+
+
+VARIANTS: dict[str, Variant] = {
+    "standard": Variant(STANDARD),
+    "wordier": Variant(WORDIER),
+    "deep": Variant(DEEP),
+    # Far more looped ones than the policy is trained on: it has to learn them from a few hundred steps.
+    "mixed": Variant(MIXED, ("looped", "easy", "easy", "easy"), steps=900),
+}
 
 
 def demonstration(problem: Problem, rng: Random, verbosity: Verbosity = CLEAN) -> str:
@@ -83,7 +111,7 @@ def _chain(problem: Problem, rng: Random, error: float) -> tuple[str, int]:
     """Write all steps once, each wrong with probability ``error``, carried on."""
     value = problem.start
     parts: list[str] = []
-    for letter, step in zip(LETTERS, problem.steps, strict=False):
+    for letter, step in problem.chain():
         value = step.apply(value)
         if rng.random() < error:
             value = (value + rng.randrange(1, 10)) % 10

@@ -5,10 +5,11 @@ so the loss is the policy gradient. Advantages are relative to the group, the lo
 no KL term.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -78,6 +79,15 @@ class Learner:
     def weights(self) -> bytes:
         """Return all weights under their Hugging Face names, as a safetensors file that has tied ones once."""
         return save({name: tensor.detach() for name, tensor in self.model.named_parameters()})
+
+    def state(self) -> dict[str, Any]:
+        """Return weights and the optimizer's moments, for `load_state`."""
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from where another learner was."""
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
 
     def update(self, batch: Sequence[Trained]) -> Update:
         """Take one step on all trajectories.

@@ -14,11 +14,12 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 from statistics import mean, median, pstdev, quantiles
 
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS, STEP_COUNTS, Problem, reward, sample_problem
 
 PROMPT_SEED = 20_240  # fixed, so that two models get the same prompts
 LONG_TAIL = 3.0  # a prompt with a larger max/median length has a long tail
@@ -120,11 +121,10 @@ def column(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def table(groups: Sequence[Group]) -> str:
-    """Return the Markdown table: all prompts, easy ones, hard ones."""
-    columns = {
-        "all": column(groups),
-        "easy": column([group for group in groups if group.problem.difficulty == "easy"]),
-        "hard": column([group for group in groups if group.problem.difficulty == "hard"]),
+    """Return the Markdown table: all prompts, and those of each difficulty."""
+    difficulties = sorted({group.problem.difficulty for group in groups})
+    columns = {"all": column(groups)} | {
+        name: column([group for group in groups if group.problem.difficulty == name]) for name in difficulties
     }
     lines = [f"| | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)]
     for row in columns["all"]:
@@ -137,6 +137,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument(
+        "--difficulties",
+        nargs="+",
+        choices=list(STEP_COUNTS),
+        default=[None],
+        help="of the prompts, in turns (default: easy or hard)",
+    )
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument(
         "--seed",
@@ -146,7 +153,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     rng = Random(PROMPT_SEED)
-    problems = [sample_problem(rng) for _ in range(arguments.prompts)]
+    difficulties = islice(cycle(arguments.difficulties), arguments.prompts)
+    problems = [sample_problem(rng, difficulty) for difficulty in difficulties]
     groups = sample_groups(arguments.model, problems, arguments.samples, arguments.seed)
     print(table(groups))
 

@@ -1,28 +1,32 @@
 """The training loop's requests to the server, for groups and for evaluation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from darts_client import Client, Group, Trajectory
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS
+from examples.tiny_rl.method import Method
 
 TIMEOUT_SECONDS = 300.0  # a batch of the tiny task takes seconds
-
-Policy = str | Mapping[str, object]
-"""The name of a policy, or ``name`` and settings to change, as ``POST /darts/v1/rollouts`` takes them."""
+CONNECTIONS = 32  # for evaluations; with 4 samples each they fill the engine
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A batch of groups, in the order of the prompts. ``generated``: tokens of all candidates."""
+    """The groups of a batch, in the order of their prompts. ``generated``: tokens of all candidates."""
 
     groups: Sequence[Group]
     generated: int
 
 
-def rollouts(client: Client, policy: Policy, prompts: Sequence[list[int]], group_size: int) -> Rollouts:
-    """Request a group for each prompt (token ids), as one batch with one budget and one deadline."""
-    batch = client.rollouts(prompts, group_size=group_size, max_tokens=MAX_RESPONSE_TOKENS, policy=policy)
+def rollouts(
+    client: Client, method: Method, prompts: Sequence[list[int]], group_size: int, num_groups: int
+) -> Rollouts:
+    """Start a group for each prompt (token ids), as one batch; return the first ``num_groups`` that are complete."""
+    batch = client.rollouts(
+        prompts, group_size=group_size, max_tokens=method.max_tokens, policy=method.policy, num_groups=num_groups
+    )
     groups = sorted(batch, key=lambda group: group.number)
     if batch.failed:
         raise RuntimeError(f"{len(batch.failed)} of {len(prompts)} groups failed; the first: {batch.failed[0].error}")
@@ -30,13 +34,27 @@ def rollouts(client: Client, policy: Policy, prompts: Sequence[list[int]], group
     return Rollouts(groups, batch.usage.generated)
 
 
-def samples(client: Client, prompts: Sequence[str], count: int) -> list[tuple[Trajectory, ...]]:
-    """Request ``count`` unshaped answers to each prompt.
+def samples(client: Client, prompts: Sequence[str], count: int, seed: int) -> list[tuple[Trajectory, ...]]:
+    """Request ``count`` unshaped answers to each prompt, every one of them with its own random numbers.
 
-    They pass through vLLM alone, so the server neither shapes them nor learns from them.
+    Sample k of prompt i has the seed ``seed + i * count + k``: the same, whatever was trained. One request with all
+    prompts would have only ``count`` different seeds. Requests pass through vLLM alone, so the server neither shapes
+    them nor learns from them.
     """
-    groups = client.completions(prompts, group_size=count, max_tokens=MAX_RESPONSE_TOKENS, policy="off", logprobs=False)
-    return [group.trajectories for group in groups]
+
+    def answers(number: int) -> tuple[Trajectory, ...]:
+        [group] = client.completions(
+            prompts[number],
+            group_size=count,
+            max_tokens=MAX_RESPONSE_TOKENS,
+            seed=seed + number * count,
+            policy="off",
+            logprobs=False,
+        )
+        return group.trajectories
+
+    with ThreadPoolExecutor(CONNECTIONS) as threads:
+        return list(threads.map(answers, range(len(prompts))))
 
 
 def truncated(trajectory: Trajectory) -> bool:

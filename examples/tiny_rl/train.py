@@ -13,9 +13,9 @@ The loop is `train` below. It is a template for a trainer of your own: `remote.p
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -26,16 +26,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from darts_client import Client, DartsError, Trajectory
+from darts_client import Client, DartsError, Group, Trajectory
 from darts_server.demo.problems import Difficulty, Problem, reward, sample_problem
 from darts_server.demo.server import DARTS, MODEL, serving
 from examples.tiny_rl.grpo import Learner, Trained, Update, advantages
-from examples.tiny_rl.remote import TIMEOUT_SECONDS, Policy, Rollouts, rollouts, samples, truncated
+from examples.tiny_rl.method import Method
+from examples.tiny_rl.remote import TIMEOUT_SECONDS, Rollouts, rollouts, samples, truncated
 from examples.tiny_rl.tokenizer import build_tokenizer
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training
 from examples.tiny_rl.train_picture import picture
 
 HELD_OUT_SEED = 20_240
+EVALUATION_SEEDS = 1_000_000  # more than samples in an evaluation: runs share no random numbers
 
 
 @dataclass(frozen=True)
@@ -49,40 +51,66 @@ class Recipe:
     held_out_prompts: int = 96
     held_out_samples: int = 4  # of each
     held_out_every: int = 5  # steps
-    difficulty: Difficulty | None = None  # of all prompts; None for both
+    difficulties: tuple[Difficulty | None, ...] = (None,)  # of the prompts, in turns; None for easy or hard
 
 
-def train(client: Client, policy: Policy, learner: Learner, recipe: Recipe, seed: int) -> Iterator[Entry]:
+@dataclass
+class Progress:
+    """How far a run is: with the learner's state, all that is needed to continue it.
+
+    ``drawn``: prompts that were drawn from the epochs. ``carried``: prompts (numbers in the pool) whose groups were not
+    among the first to be complete, and which are started again.
+    """
+
+    step: int = 0
+    drawn: int = 0
+    carried: list[int] = field(default_factory=list)
+
+
+def train(
+    client: Client, method: Method, learner: Learner, recipe: Recipe, seed: int, progress: Progress | None = None
+) -> Iterator[Entry]:
     """Train step by step; yield an entry after each. The server may have any weights at the start.
+
+    Prompts, their order and the evaluations' random numbers depend on the seed alone. ``progress`` is updated before
+    each entry; a run that continues gets the one it ended with.
 
     Raises:
         StaleWeights: the server samples with weights that are not the learner's.
     """
-    held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts, recipe.difficulty)
-    pool = problems(seed, recipe.pool, recipe.difficulty, avoid=held_out)
-    batches = endless(pool, recipe.prompts, Random(seed))
+    progress = progress or Progress()
+    held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts, recipe.difficulties)
+    pool = problems(seed, recipe.pool, recipe.difficulties, avoid=held_out)
+    epochs = islice(endless(len(pool), Random(seed)), progress.drawn, None)
     tokenizer = build_tokenizer()
+    tokens = [tokenizer.encode(problem.prompt) for problem in pool]
     client.weights.push(learner.weights())
-    yield Entry(0, held_out=evaluate(client, held_out, recipe.held_out_samples))
-    for step, batch in enumerate(islice(batches, recipe.steps), start=1):
-        prompts = [tokenizer.encode(problem.prompt) for problem in batch]
+    if progress.step == 0:
+        yield Entry(0, held_out=evaluate(client, held_out, recipe.held_out_samples, seed))
+    while progress.step < recipe.steps:
+        new = list(islice(epochs, method.prompts(recipe.prompts) - len(progress.carried)))
+        started = progress.carried + new
         start = time.perf_counter()
-        shaped = rollouts(client, policy, prompts, recipe.group_size)
+        shaped = rollouts(client, method, [tokens[number] for number in started], recipe.group_size, recipe.prompts)
         end = time.perf_counter()
+        batch = [started[group.number] for group in shaped.groups]
         rewards = [
-            [score(problem, trajectory) for trajectory in group.trajectories]
-            for problem, group in zip(batch, shaped.groups, strict=True)
+            [score(pool[number], trajectory) for trajectory in group.trajectories]
+            for number, group in zip(batch, shaped.groups, strict=True)
         ]
-        update = learner.update(graded(prompts, shaped, rewards))
+        update = learner.update(graded([tokens[number] for number in batch], shaped, rewards, method))
         updated = time.perf_counter()
         client.rewards(shaped.groups, rewards)
         client.weights.push(learner.weights())
         seconds = Seconds(end - start, updated - end, time.perf_counter() - updated)
-        due = step % recipe.held_out_every == 0 or step == recipe.steps
+        progress.step += 1
+        progress.drawn += len(new)
+        progress.carried = without(started, {group.number for group in shaped.groups})
+        due = progress.step % recipe.held_out_every == 0 or progress.step == recipe.steps
         yield Entry(
-            step,
+            progress.step,
             summary(shaped, rewards, update, seconds),
-            evaluate(client, held_out, recipe.held_out_samples) if due else None,
+            evaluate(client, held_out, recipe.held_out_samples, seed) if due else None,
         )
 
 
@@ -96,43 +124,55 @@ def score(problem: Problem, trajectory: Trajectory) -> float:
     return 0.0 if truncated(trajectory) else reward(problem, trajectory.text)
 
 
-def graded(prompts: Sequence[list[int]], shaped: Rollouts, rewards: Sequence[Sequence[float]]) -> list[Trained]:
-    """Return all trajectories with their advantages within their groups."""
+def graded(
+    prompts: Sequence[list[int]], shaped: Rollouts, rewards: Sequence[Sequence[float]], method: Method
+) -> list[Trained]:
+    """Return all trajectories with their advantages within their groups, after the method's penalty."""
     return [
         Trained([*prompt, *trajectory.token_ids], len(prompt), trajectory.logprobs or (), advantage)
         for prompt, group, earned in zip(prompts, shaped.groups, rewards, strict=True)
-        for trajectory, advantage in zip(group.trajectories, advantages(earned), strict=True)
+        for trajectory, advantage in zip(group.trajectories, advantages(penalized(group, earned, method)), strict=True)
     ]
 
 
-def evaluate(client: Client, held_out: Sequence[Problem], count: int) -> HeldOut:
-    """Evaluate the policy on ``count`` unshaped samples of each prompt."""
-    answers = samples(client, [problem.prompt for problem in held_out], count)
+def penalized(group: Group, rewards: Sequence[float], method: Method) -> list[float]:
+    """Return the rewards less the method's penalties. The server and the log get the rewards themselves."""
+    return [reward - method.penalty(length) for reward, length in zip(rewards, group.lengths, strict=True)]
+
+
+def evaluate(client: Client, held_out: Sequence[Problem], count: int, seed: int) -> HeldOut:
+    """Evaluate the policy on ``count`` unshaped samples of each prompt, with random numbers of this seed."""
+    answers = samples(client, [problem.prompt for problem in held_out], count, seed * EVALUATION_SEEDS)
     rewards = [
         [score(problem, trajectory) for trajectory in group] for problem, group in zip(held_out, answers, strict=True)
     ]
     lengths = [[len(trajectory.token_ids) for trajectory in group] for group in answers]
-    return HeldOut.of(rewards, lengths, sum(truncated(each) for group in answers for each in group))
+    cut = sum(truncated(trajectory) for group in answers for trajectory in group)
+    return HeldOut.of([problem.difficulty for problem in held_out], rewards, lengths, cut)
 
 
 def problems(
-    seed: int, count: int, difficulty: Difficulty | None = None, avoid: Sequence[Problem] = ()
+    seed: int, count: int, difficulties: Sequence[Difficulty | None] = (None,), avoid: Sequence[Problem] = ()
 ) -> list[Problem]:
-    """Sample ``count`` different problems, none of which is in ``avoid``."""
+    """Sample ``count`` different problems, none of which is in ``avoid``, of these difficulties in turns."""
     rng, taken = Random(seed), {problem.prompt for problem in avoid}
     found: dict[str, Problem] = {}
     while len(found) < count:
-        problem = sample_problem(rng, difficulty)
+        problem = sample_problem(rng, difficulties[len(found) % len(difficulties)])
         if problem.prompt not in taken:
             found[problem.prompt] = problem
     return list(found.values())
 
 
-def endless(pool: Sequence[Problem], size: int, rng: Random) -> Iterator[list[Problem]]:
-    """Yield batches from epochs over the pool, each in another order; drop incomplete batches."""
+def endless(count: int, rng: Random) -> Iterator[int]:
+    """Yield the numbers below ``count`` in epochs, each in another order."""
     while True:
-        order = rng.sample(pool, len(pool))
-        yield from (order[start : start + size] for start in range(0, len(pool) - size + 1, size))
+        yield from rng.sample(range(count), count)
+
+
+def without(numbers: Sequence[int], places: Container[int]) -> list[int]:
+    """Return the numbers that are at other places."""
+    return [number for place, number in enumerate(numbers) if place not in places]
 
 
 def summary(shaped: Rollouts, rewards: Sequence[Sequence[float]], update: Update, seconds: Seconds) -> Training:
@@ -166,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             client = stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS))
             log = stack.enter_context((options.out / "log.jsonl").open("w"))
             learner, recipe = Learner(options.model), Recipe(options.steps)
-            entries = run(train(client, options.policy, learner, recipe, options.seed), options.steps, log)
+            steps = train(client, Method(options.policy), learner, recipe, options.seed)
+            entries = run(steps, options.steps, log)
         picture(entries, options.policy, options.out / "training.png")
         print(f"Log: {options.out / 'log.jsonl'}\nPicture: {options.out / 'training.png'}")
     except (DartsError, RuntimeError, OSError) as error:

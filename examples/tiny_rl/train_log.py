@@ -1,7 +1,7 @@
 """The log of a training run: one JSON object for each step."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
@@ -44,7 +44,10 @@ class Training:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Unshaped samples of prompts that are not trained on. Lengths are in tokens."""
+    """Unshaped samples of prompts that are not trained on. Lengths are in tokens.
+
+    ``rights``: each prompt's share of right answers, by difficulty; always the same prompts in the same order.
+    """
 
     samples: int
     right: float
@@ -53,11 +56,21 @@ class HeldOut:
     length_p95: float
     length_std: float  # within a prompt (n - 1), mean over prompts
     truncated: float
+    rights: Mapping[str, Sequence[float]]
 
     @classmethod
-    def of(cls, rewards: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]], truncated: int) -> Self:
+    def of(
+        cls,
+        difficulties: Sequence[str],
+        rewards: Sequence[Sequence[float]],
+        lengths: Sequence[Sequence[int]],
+        truncated: int,
+    ) -> Self:
         """Summarize rewards and lengths of each prompt's samples, at least two each; ``truncated``: of all samples."""
         rights, flat = [fmean(prompt) for prompt in rewards], [length for prompt in lengths for length in prompt]
+        by_difficulty: dict[str, list[float]] = {}
+        for difficulty, right in sorted(zip(difficulties, rights, strict=True), key=lambda pair: pair[0]):
+            by_difficulty.setdefault(difficulty, []).append(right)
         return cls(
             samples=len(flat),
             right=fmean(rights),
@@ -66,6 +79,7 @@ class HeldOut:
             length_p95=float(np.percentile(flat, 95)),
             length_std=fmean(stdev(prompt) for prompt in lengths),
             truncated=truncated / len(flat),
+            rights=by_difficulty,
         )
 
 

@@ -113,7 +113,7 @@ def verifier(of: Sequence[Problem]) -> Callable[..., list[float]]:
 def held_out_score(trainer: DartsGRPOTrainer, client: Client, recipe: Recipe) -> HeldOut:
     """Run the evaluation of `train.py` with the trainer's current weights."""
     trainer.vllm_generation.sync_weights()  # type: ignore[no-untyped-call, unused-ignore]
-    return evaluate(client, problems(HELD_OUT_SEED, recipe.held_out_prompts), recipe.held_out_samples)
+    return evaluate(client, problems(HELD_OUT_SEED, recipe.held_out_prompts), recipe.held_out_samples, seed=0)
 
 
 def summary(steps: Sequence[dict[str, Any]], before: HeldOut, after: HeldOut, report: RewardReport, took: float) -> str:

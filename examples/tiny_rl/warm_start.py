@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from examples.tiny_rl.batches import IGNORED, collate, draw_batch, parts_of
-from examples.tiny_rl.demonstrations import CLEAN, VARIANTS, Verbosity
+from examples.tiny_rl.demonstrations import VARIANTS, Variant
 from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID, VOCABULARY_SIZE, build_tokenizer
 
 MAX_LENGTH = 320  # positions; prompt and response take at most 285
@@ -44,7 +44,7 @@ MAX_LENGTH = 320  # positions; prompt and response take at most 285
 class Recipe:
     """Numbers of the training run; fractions are of ``steps``."""
 
-    steps: int = 700
+    steps: int
     batch_tokens: int = 3000
     learning_rate: float = 3e-3
     warmup_steps: int = 30
@@ -89,8 +89,8 @@ def summed_loss(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Ten
     return cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def train(verbosity: Verbosity, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
-    """Train a policy from nothing on demonstrations of the given verbosity."""
+def train(variant: Variant, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
+    """Train a policy from nothing on demonstrations of the given variant."""
     torch.manual_seed(seed)
     rng = Random(seed)
     tokenizer = build_tokenizer()
@@ -101,7 +101,7 @@ def train(verbosity: Verbosity, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
     for step in progress:
         short = step < recipe.short_until * recipe.steps
         clean = step < recipe.clean_until * recipe.steps
-        samples = draw_batch(rng, tokenizer, CLEAN if clean else verbosity, short, recipe.batch_tokens)
+        samples = draw_batch(rng, tokenizer, variant, recipe.batch_tokens, short=short, clean=clean)
         targets = sum(len(sample.tokens) - sample.prompt_length for sample in samples)
         total = 0.0
         for part in parts_of(samples):
@@ -131,11 +131,12 @@ def main() -> None:
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="standard")
     parser.add_argument("--out", type=Path, required=True, help="folder to save the model into")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--steps", type=int, help="default: the variant's")
     arguments = parser.parse_args()
     # One thread is steadier than two on a small machine, and repeats bit for bit.
     torch.set_num_threads(1)
-    model = train(VARIANTS[arguments.variant], Recipe(steps=arguments.steps), arguments.seed)
+    variant = VARIANTS[arguments.variant]
+    model = train(variant, Recipe(arguments.steps or variant.steps), arguments.seed)
     save(model, arguments.out)
 
 

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import rl
-from benchmarks.rl_table import learning_curve, relative, right_at, right_at_equal, spent_until, tables
+from benchmarks.rl_methods import STARTS, caps, methods
+from benchmarks.rl_question import Comparison, Verdict, best_cap, question
+from benchmarks.rl_table import Difference, learning_curve, relative, rights_at, rights_at_equal, spent_until, tables
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training
 
 
@@ -24,7 +27,8 @@ def step(tokens: int, seconds: float) -> Training:
 
 
 def held_out(right: float) -> HeldOut:
-    return HeldOut(384, right, 0.02, 30.0, 80.0, 5.0, 0.01)
+    rights = {"easy": [right + 0.02, right - 0.02], "hard": [right, right]}
+    return HeldOut(384, right, 0.02, 30.0, 80.0, 5.0, 0.01, rights)
 
 
 OFF = trained([0.5, 0.7, 0.9, 0.94])
@@ -54,13 +58,26 @@ def test_the_first_time_counts_even_if_the_run_falls_back() -> None:
 
 
 def test_right_answers_at_a_budget_are_on_the_same_line() -> None:
-    assert right_at(learning_curve(OFF), 3000, "generated") == pytest.approx(0.8)
+    assert rights_at(learning_curve(OFF), 3000, "generated") == pytest.approx([0.82, 0.78, 0.8, 0.8])
 
 
 def test_equal_budgets_are_those_of_the_cheapest_policy_with_the_same_seed() -> None:
     runs = {"off": {0: OFF, 1: OFF}, "cheap": {0: CHEAP, 1: OFF}}
-    assert right_at_equal(runs, "off", "generated") == pytest.approx([0.8, 0.94])
-    assert right_at_equal(runs, "cheap", "seconds") == pytest.approx([0.92, 0.94])
+    assert [each.mean() for each in rights_at_equal(runs, "off", "generated")] == pytest.approx([0.8, 0.94])
+    assert [each.mean() for each in rights_at_equal(runs, "cheap", "seconds")] == pytest.approx([0.92, 0.94])
+
+
+def test_a_difference_is_paired_by_prompt_and_its_error_the_larger_of_those_over_prompts_and_over_seeds() -> None:
+    hard_or_easy = np.array([0.1, 0.9, 0.5, 0.7])
+    better = Difference.of([hard_or_easy + 0.02, hard_or_easy + 0.02], [hard_or_easy, hard_or_easy])
+    assert (better.mean, better.error) == pytest.approx((0.02, 0.0))
+    assert better.is_certain
+    prompts_differ = Difference.of([np.array([0.4, 0.6])] * 2, [np.array([0.5, 0.5])] * 2)
+    assert (prompts_differ.mean, prompts_differ.error) == pytest.approx((0.0, 0.1))
+    seeds_differ = Difference.of([np.array([0.6, 0.6]), np.array([0.5, 0.5])], [np.array([0.5, 0.5])] * 2)
+    assert (seeds_differ.mean, seeds_differ.error) == pytest.approx((0.05, 0.05))
+    assert not seeds_differ.is_certain
+    assert str(Difference.of([np.array([0.6, 0.5])], [np.array([0.5, 0.5])])) == "+0.050 ± 0.050"
 
 
 def test_what_a_level_took_is_relative_to_off_with_the_same_seed() -> None:
@@ -78,7 +95,9 @@ def test_tables_have_a_row_for_each_policy_and_means_with_ranges_over_seeds() ->
     text = tables("wordier", {"off": {0: OFF, 1: OFF}, "uniform": {0: CHEAP, 1: OFF}})
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows] == ["policy", "off", "uniform", "policy", "off", "uniform"]
-    assert rows[2][1:4] == ["0.930 [0.920, 0.940] ± 0.014", "30.0 [30.0, 30.0]", "80.0 [80.0, 80.0]"]
+    assert rows[1][1:3] == ["0.940 [0.940, 0.940]", ""]
+    assert rows[2][1:4] == ["0.930 [0.920, 0.940]", "-0.010 ± 0.010", "easy 0.93, hard 0.93"]
+    assert rows[2][4:6] == ["30.0 [30.0, 30.0]", "80.0 [80.0, 80.0]"]
     assert rows[5][1:] == [
         "750", "375", "2.0%", "0.100", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]",
         "0.93, 0.71, 0.71", "1.00, 0.75, 0.75",
@@ -89,7 +108,7 @@ def test_tables_have_a_row_for_each_policy_and_means_with_ranges_over_seeds() ->
 def test_quick_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rl.main(["--quick", "--report", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "one start, 2 seeds, off, uniform, darts_cut and 16 steps" in out
+    assert "one start, 2 seeds, 12 steps of off; off, cap 64; uniform; darts_cut" in out
 
 
 def test_seeds_with_incomplete_runs_are_left_out(tmp_path: Path) -> None:
@@ -111,3 +130,59 @@ def test_policies_without_off_are_refused(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit, match="2"):
         rl.arguments(["--policies", "uniform"])
     assert "--policies must include off" in capsys.readouterr().err
+
+
+def test_each_start_has_three_caps_as_controls_and_the_same_policies() -> None:
+    for start in STARTS:
+        assert len(caps(start)) == 3
+        assert {"off", *caps(start), "off, overlong", "off, tail batching", "darts_cut"} <= methods(start).keys()
+    assert methods("deep")["off, cap 64"].max_tokens == 64
+    assert methods("mixed").keys() - methods("deep").keys() == {"off, cap 240"}
+
+
+def test_a_cap_is_run_from_the_starts_that_have_it() -> None:
+    plan = rl.arguments(["--policies", "off", "off, cap 64", "off, cap 240"]).plan
+    assert list(plan.methods("deep")) == ["off", "off, cap 64"]
+    assert list(plan.methods("mixed")) == ["off", "off, cap 240"]
+
+
+CAPPED = trained([0.5, 0.75, 0.89, 0.89], seconds=1.0)
+LOW = trained([0.5, 0.6, 0.6, 0.6], seconds=0.5)
+CAPS = {"deep": ("off, cap 48", "off, cap 64")}
+
+
+def test_the_best_cap_is_the_one_that_is_right_most_often_at_equal_time() -> None:
+    runs = {"off": {0: OFF}, "off, cap 48": {0: LOW}, "off, cap 64": {0: CAPPED}}
+    assert best_cap(runs, CAPS["deep"]) == "off, cap 64"
+    assert best_cap({"off": {0: OFF}}, CAPS["deep"]) is None
+
+
+@pytest.mark.parametrize(
+    ("with_off", "with_cap", "verdict"),
+    [
+        ((-0.01, 0.01), (0.03, 0.01), Verdict.YES),
+        ((-0.03, 0.01), (0.03, 0.01), Verdict.NO),
+        ((0.0, 0.01), (0.01, 0.01), Verdict.OPEN),
+        ((0.0, 0.01), (-0.001, 0.01), Verdict.NO),
+    ],
+)
+def test_a_verdict_needs_no_certain_loss_to_off_and_a_certain_gain_on_the_cap(
+    with_off: tuple[float, float], with_cap: tuple[float, float], verdict: Verdict
+) -> None:
+    assert Comparison(Difference(*with_off), Difference(*with_cap)).verdict is verdict
+
+
+def test_the_question_is_answered_by_policies_that_hold_from_every_start() -> None:
+    def start(ahead: list[Entry]) -> dict[str, dict[int, list[Entry]]]:
+        runs = {"off": OFF, "off, cap 48": LOW, "off, cap 64": CAPPED, "uniform": OFF, "cap": ahead}
+        return {policy: {0: entries, 1: entries} for policy, entries in runs.items()}
+
+    good = trained([0.5, 0.9, 0.94, 0.96], seconds=0.5)
+    both = {"deep": CAPS["deep"], "mixed": CAPS["deep"]}
+    text = question({"deep": start(good), "mixed": start(good)}, both)
+    assert "with off, cap 64 at equal time" in text
+    assert "| cap | +0.020 ± 0.000; +0.140 ± 0.000; yes | +0.020 ± 0.000; +0.140 ± 0.000; yes |" in text
+    assert "| off, cap" not in text
+    assert "beyond 2 standard errors: cap." in text
+    assert "beyond 2 standard errors: none." in question({"deep": start(good), "mixed": start(OFF)}, both)
+    assert "No fixed cap was run" in question({"deep": {"off": {0: OFF}}}, CAPS)

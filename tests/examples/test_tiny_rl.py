@@ -12,7 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalL
 
 from darts_server.demo.problems import (
     ANSWER,
+    LOOP,
     MAX_PROMPT_TOKENS,
+    MAX_RESPONSE_TOKENS,
     RECHECK,
     Difficulty,
     Problem,
@@ -22,7 +24,7 @@ from darts_server.demo.problems import (
 )
 from darts_server.demo.server import MODEL
 from examples.tiny_rl.batches import IGNORED, PARTS, collate, draw_batch, parts_of
-from examples.tiny_rl.demonstrations import CLEAN, STANDARD, WORDIER, demonstration
+from examples.tiny_rl.demonstrations import CLEAN, MIXED, STANDARD, VARIANTS, WORDIER, demonstration
 from examples.tiny_rl.measure import Group, Response, table
 from examples.tiny_rl.tokenizer import EOS_ID, VOCABULARY_SIZE, build_tokenizer
 from examples.tiny_rl.warm_start import Recipe, train
@@ -95,10 +97,39 @@ def test_wordier_variant_is_longer_and_not_worse(difficulty: Difficulty) -> None
     assert _share_right(wordier) > _share_right(standard) - 0.02
 
 
-def test_prompts_fit_their_limit_in_tokens() -> None:
+def test_looped_demonstrations_are_long_and_mostly_right_and_their_guesses_are_not() -> None:
+    rng = Random(6)
+    problems = [sample_problem(rng, "looped") for _ in range(2000)]
+    drawn = [(text, reward(problem, text)) for problem in problems for text in [demonstration(problem, rng, MIXED)]]
+    guesses = [pair for pair in drawn if pair[0].startswith(ANSWER)]
+    direct = [pair for pair in drawn if len(pair[0]) > 2 and RECHECK not in pair[0]]
+    assert len(guesses) / len(drawn) == pytest.approx(MIXED.looped.guess, abs=0.03)
+    assert _share_right(guesses) < 0.15
+    assert 0.7 < _share_right(direct) < 0.9
+    assert {len(text) for text, _ in direct} == {202, 227}
+
+
+def test_a_warm_start_draws_the_difficulties_of_its_variant_in_turns() -> None:
+    tokenizer = build_tokenizer()
+    loop = tokenizer.convert_tokens_to_ids(LOOP)
+    samples = draw_batch(Random(9), tokenizer, VARIANTS["mixed"], batch_tokens=6000, clean=True)
+    looped = [loop in sample.tokens for sample in samples]
+    assert sum(looped) / len(looped) == pytest.approx(0.25, abs=0.03)
+    assert not any(loop in each.tokens for each in draw_batch(Random(9), tokenizer, VARIANTS["mixed"], 500, short=True))
+
+
+def test_prompts_fit_their_limit_in_tokens_and_looped_chains_the_limit_of_answers() -> None:
     rng, tokenizer = Random(7), build_tokenizer()
     lengths = [len(tokenizer.encode(sample_problem(rng, "hard").prompt)) for _ in range(200)]
     assert max(lengths) == MAX_PROMPT_TOKENS
+    for _ in range(50):
+        problem = sample_problem(rng, "looped")
+        assert len(tokenizer.encode(problem.prompt)) < MAX_PROMPT_TOKENS
+        assert len(tokenizer.encode(demonstration(problem, rng))) < MAX_RESPONSE_TOKENS
+
+
+def test_the_committed_tokenizer_is_the_one_that_is_built(committed_tokenizer: PreTrainedTokenizerFast) -> None:
+    assert committed_tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 
 def test_tokenizer_is_one_character_a_token_and_decodes_to_the_same_text(
@@ -135,7 +166,7 @@ def test_chat_template_gives_the_last_user_message_and_nothing_else(
 
 def test_loss_falls_on_the_response_and_its_end_only() -> None:
     tokenizer = build_tokenizer()
-    samples = draw_batch(Random(9), tokenizer, STANDARD, short=False, batch_tokens=1500)
+    samples = draw_batch(Random(9), tokenizer, VARIANTS["standard"], batch_tokens=1500)
     parts = list(parts_of(samples))
     assert [sample for part in parts for sample in part] == samples
     assert 1 < len(parts) <= PARTS + 1
@@ -150,7 +181,7 @@ def test_loss_falls_on_the_response_and_its_end_only() -> None:
 
 def test_training_twice_with_one_seed_gives_the_same_weights() -> None:
     recipe = Recipe(steps=3, batch_tokens=200, warmup_steps=1)
-    first, second = (train(STANDARD, recipe, seed=0).state_dict() for _ in range(2))
+    first, second = (train(VARIANTS["mixed"], recipe, seed=0).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -7,11 +7,14 @@ from random import Random
 from typing import Literal
 
 import pytest
+import torch
 
 from darts_client import Group, Trajectory
-from darts_server.demo.problems import Problem, sample_problem
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.server import MODEL
 from examples.tiny_rl import train
-from examples.tiny_rl.grpo import Update
+from examples.tiny_rl.grpo import Learner, Trained, Update, log_probs
+from examples.tiny_rl.method import Method
 from examples.tiny_rl.remote import Rollouts
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training, read_log
 from examples.tiny_rl.train_picture import picture
@@ -32,7 +35,11 @@ def group(*trajectories: Trajectory) -> Group:
 
 def entry(step: int, right: float, held_out: float | None = None) -> Entry:
     training = Training(right, 0.1, 30.0, 90.0, 0.0, 5000, 3000, -0.1, 0.2, 1e-5, step, SECONDS)
-    return Entry(step, training, None if held_out is None else HeldOut(8, held_out, 0.02, 31.0, 88.0, 7.0, 0.0))
+    return Entry(step, training, None if held_out is None else evaluation(held_out))
+
+
+def evaluation(right: float) -> HeldOut:
+    return HeldOut(8, right, 0.02, 31.0, 88.0, 7.0, 0.0, {"easy": [right], "hard": [right]})
 
 
 def test_a_right_answer_is_rewarded_with_one_and_a_truncated_one_with_nothing() -> None:
@@ -44,7 +51,7 @@ def test_a_right_answer_is_rewarded_with_one_and_a_truncated_one_with_nothing() 
 def test_a_truncated_trajectory_is_trained_on_with_all_its_tokens_as_a_wrong_one() -> None:
     answers = [answer(RIGHT), answer(RIGHT), answer("a-5=2", length=48, truncated=True)]
     rewards = [[train.score(PROBLEM, each) for each in answers]]
-    batch = train.graded([[7, 8]], Rollouts([group(*answers)], generated=100), rewards)
+    batch = train.graded([[7, 8]], Rollouts([group(*answers)], generated=100), rewards, Method("darts_cut"))
     assert [len(each.tokens) for each in batch] == [5, 5, 50]
     assert [len(each.logprobs) for each in batch] == [3, 3, 48]
     assert [each.prompt_length for each in batch] == [2, 2, 2]
@@ -57,17 +64,59 @@ def test_held_out_problems_are_not_trained_on() -> None:
     assert len({problem.prompt for problem in held_out + pool}) == 100
 
 
-def test_the_same_seed_gives_the_same_batches_and_each_epoch_all_problems_in_a_new_order() -> None:
-    def epochs(seed: int) -> list[list[Problem]]:
-        pool = train.problems(seed, 32)
-        batches = list(islice(train.endless(pool, 8, Random(seed)), 8))
-        return [[problem for batch in half for problem in batch] for half in (batches[:4], batches[4:])]
+def test_problems_have_their_difficulties_in_turns() -> None:
+    drawn = train.problems(1, 8, ("looped", "easy", "easy", "easy"))
+    assert [problem.difficulty for problem in drawn] == ["looped", "easy", "easy", "easy"] * 2
+    assert {problem.difficulty for problem in train.problems(1, 20)} == {"easy", "hard"}
+
+
+def test_the_same_seed_gives_the_same_order_and_each_epoch_all_problems_in_another() -> None:
+    def epochs(seed: int) -> list[list[int]]:
+        numbers = list(islice(train.endless(32, Random(seed)), 64))
+        return [numbers[:32], numbers[32:]]
 
     first, second = epochs(3)
     assert [first, second] == epochs(3) != epochs(4)
     assert first != second
-    assert {problem.prompt for problem in first} == {problem.prompt for problem in second}
-    assert len(first) == 32
+    assert sorted(first) == sorted(second) == list(range(32))
+
+
+def test_prompts_whose_groups_came_too_late_are_carried_over_in_their_order() -> None:
+    assert train.without([7, 3, 9, 4], places={0, 2}) == [3, 4]
+
+
+def test_a_penalty_grows_linearly_over_the_last_tokens_before_the_limit() -> None:
+    method = Method("off", max_tokens=96, overlong=48)
+    assert [method.penalty(length) for length in (3, 48, 60, 96)] == [0.0, 0.0, 0.25, 1.0]
+    assert Method("off", max_tokens=96).penalty(96) == 0.0
+
+
+def test_a_penalty_changes_advantages_and_not_the_rewards_that_are_reported() -> None:
+    answers = group(answer(RIGHT, length=10), answer(RIGHT, length=72), answer("x", length=96, truncated=True))
+    method = Method("off", max_tokens=96, overlong=48)
+    rewards = [train.score(PROBLEM, each) for each in answers.trajectories]
+    assert rewards == [1.0, 1.0, 0.0]
+    assert train.penalized(answers, rewards, method) == [1.0, 0.5, -1.0]
+    batch = train.graded([[7]], Rollouts([answers], generated=178), [rewards], method)
+    assert batch[0].advantage > batch[1].advantage > batch[2].advantage
+
+
+@pytest.mark.parametrize(("started", "expected"), [(1.0, 16), (1.5, 24), (1.26, 21)])
+def test_tail_batching_starts_more_prompts_than_are_needed(started: float, expected: int) -> None:
+    assert Method("off", started=started).prompts(16) == expected
+
+
+def test_a_learner_continues_where_another_was() -> None:
+    tokens = [7, 8, 20, 21, 1]
+    with torch.no_grad():
+        logprobs = log_probs(Learner(MODEL).model, torch.tensor([tokens]), torch.tensor([tokens]))[0, 1:].tolist()
+    batch = [Trained(tokens, 2, logprobs, 1.0)]
+    first, second = Learner(MODEL), Learner(MODEL)
+    first.update(batch)
+    second.load_state(first.state())
+    assert second.weights() == first.weights() != Learner(MODEL).weights()
+    moments = [learner.state()["optimizer"]["state"][0]["exp_avg"] for learner in (first, second)]
+    assert torch.equal(*moments)
 
 
 def test_the_log_describes_the_groups() -> None:
@@ -81,7 +130,10 @@ def test_the_log_describes_the_groups() -> None:
 
 
 def test_held_out_error_counts_prompts_not_samples() -> None:
-    held_out = HeldOut.of([[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], [[2, 2, 2, 2], [8, 4, 4, 8], [3, 3, 3, 3]], 3)
+    difficulties = ["hard", "easy", "hard"]
+    rewards = [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]]
+    held_out = HeldOut.of(difficulties, rewards, [[2, 2, 2, 2], [8, 4, 4, 8], [3, 3, 3, 3]], 3)
+    assert held_out.rights == {"easy": [0], "hard": [1, 1]}
     assert held_out.samples == 12
     assert held_out.right == pytest.approx(2 / 3)
     assert held_out.standard_error == pytest.approx(1 / 3)
@@ -90,7 +142,7 @@ def test_held_out_error_counts_prompts_not_samples() -> None:
 
 
 def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
-    entries = [Entry(0, held_out=HeldOut(8, 0.5, 0.02, 31.0, 88.0, 7.0, 0.1)), entry(1, 0.5), entry(2, 0.6, 0.7)]
+    entries = [Entry(0, held_out=evaluation(0.5)), entry(1, 0.5), entry(2, 0.6, 0.7)]
     path = tmp_path / "log.jsonl"
     with path.open("w") as log:
         assert train.run(iter(entries), 2, log) == entries
@@ -100,7 +152,7 @@ def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_picture_is_a_png_however_short_the_run_was(tmp_path: Path, steps: int) -> None:
-    entries = [Entry(0, held_out=HeldOut(8, 0.5, 0.02, 31.0, 88.0, 7.0, 0.1))]
+    entries = [Entry(0, held_out=evaluation(0.5))]
     entries += [entry(step, 0.5 + step / 10, 0.6) for step in range(1, steps + 1)]
     picture(entries, "darts_cut", tmp_path / "new" / "training.png")
     data = (tmp_path / "new" / "training.png").read_bytes()

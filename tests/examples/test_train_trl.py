@@ -31,7 +31,7 @@ def test_the_reward_is_the_verifiers_and_0_for_a_truncated_completion() -> None:
 
 def test_the_summary_has_both_evaluations_and_the_counts_of_rewards() -> None:
     steps = [STEP | {"reward": reward} for reward in (0.1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9)]
-    before = HeldOut(8, 0.5, 0.01, 40.0, 100.0, 9.0, 0.0)
+    before = HeldOut(8, 0.5, 0.01, 40.0, 100.0, 9.0, 0.0, {"easy": [0.5]})
     report = RewardReport(0.0, matched=60, repeated=15, unknown=2, unreported=3)
     text = summary(steps, before, replace(before, right=0.75), report, 31.0)
     assert "0.500 ± 0.010 right, 40.0 tokens before, 0.750" in text

@@ -1,0 +1,86 @@
+"""What `benchmarks.rl` compares: starts, policies, and the controls that plain trainers have instead of a policy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from darts_server.demo.problems import Difficulty
+from examples.tiny_rl.method import Method
+
+BASE = "off"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training starts: the model is that of the variant with the start's name.
+
+    Args:
+        caps: values of ``max_tokens`` that someone could try. With the best of them, found afterwards, a policy is
+            compared.
+        difficulties: of the training prompts and of the evaluation's, in turns; None for easy or hard.
+    """
+
+    caps: tuple[int, ...]
+    difficulties: tuple[Difficulty | None, ...] = (None,)
+
+
+_EASY_ONES: tuple[Difficulty, ...] = ("easy",) * 11
+
+# The longest hard problem takes 48 tokens at least, so no lower cap can be best. In "deep", where a rule that trades
+# depth for speed would show, all problems are hard. In "mixed" no cap fits all: 11 of 12 problems take 13 to 23 tokens,
+# and the twelfth 203 or 228.
+STARTS: Mapping[str, Start] = {
+    "wordier": Start(caps=(48, 64, 96)),
+    "standard": Start(caps=(48, 64, 96)),
+    "deep": Start(caps=(48, 64, 96), difficulties=("hard",)),
+    "mixed": Start(caps=(48, 96, 240), difficulties=("looped", *_EASY_ONES)),
+}
+
+POLICIES: Mapping[str, Method] = {
+    "uniform": Method("uniform"),
+    "darts": Method("darts"),
+    "darts, longest tail": Method({"name": "darts", "tail": "longest"}),
+    "darts_deadline": Method("darts_deadline"),
+    "darts_cut": Method("darts_cut"),
+    "arrol": Method("arrol"),
+    "darts+arrol": Method("darts+arrol"),
+}
+# The best of these with one setting changed; run only if they are named on the command line.
+SETTINGS: Mapping[str, Method] = {
+    "darts_cut, 1.25": Method({"name": "darts_cut", "redundancy": 1.25}),
+    "darts_cut, 2": Method({"name": "darts_cut", "redundancy": 2.0, "max_redundancy": 3.0}),
+    "darts_cut, q.75": Method({"name": "darts_cut", "deadline_quantile": 0.75}),
+    "darts_cut, L2": Method({"name": "darts_cut", "num_longest": 2}),
+}
+# Each has a server of its own, whose quality head goes on learning between turns.
+PRUNING = ("arrol", "darts+arrol")
+
+
+def cap_name(cap: int) -> str:
+    return f"{BASE}, cap {cap}"
+
+
+def controls(start: Start) -> dict[str, Method]:
+    """Return plain sampling, and what plain trainers do about long tails."""
+    largest = max(start.caps)
+    return {
+        BASE: Method("off"),
+        **{cap_name(cap): Method("off", max_tokens=cap) for cap in start.caps},
+        f"{BASE}, overlong": Method("off", max_tokens=largest, overlong=largest // 2),
+        f"{BASE}, tail batching": Method("off", started=1.5),
+    }
+
+
+def methods(start: str) -> dict[str, Method]:
+    """Return everything that can be run from a start, by name."""
+    return {**controls(STARTS[start]), **POLICIES, **SETTINGS}
+
+
+def caps(start: str) -> list[str]:
+    """Return the names of the start's fixed caps."""
+    return [cap_name(cap) for cap in STARTS[start].caps]
+
+
+def every_name() -> list[str]:
+    """Return the names of all methods of any start; those in `SETTINGS` come last."""
+    of_starts = [name for start in STARTS.values() for name in controls(start)]
+    return list(dict.fromkeys([*of_starts, *POLICIES, *SETTINGS]))
