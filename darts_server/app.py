@@ -1,5 +1,6 @@
 """Build all rooms from the settings and connect them: engine, rooms, app, in this order."""
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -54,6 +55,7 @@ from darts_server.serving.admission import Admission, Bounds, default_max_waitin
 from darts_server.serving.lifecycle import Lifecycle
 from darts_server.serving.loop_lag import LoopLag
 from darts_server.settings import Settings
+from darts_server.settings.fields import ENV_PREFIX
 from darts_server.store import Store
 from darts_server.types import GroupRecord
 from darts_server.vllm import server
@@ -64,6 +66,8 @@ from darts_server.weights.pull import AllowedHosts
 from darts_server.weights.rules import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
+
+ADMIN_KEY_VARIABLE = f"{ENV_PREFIX}ADMIN_API_KEY"
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
@@ -96,6 +100,8 @@ def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
 
 def _access(settings: Settings, args: Namespace) -> Access:
     admin_keys = [] if settings.admin_api_key is None else [settings.admin_api_key.get_secret_value()]
+    for name in [name for name in os.environ if name.upper() == ADMIN_KEY_VARIABLE]:
+        del os.environ[name]  # the engine's processes must not inherit it
     hosts = ["*"] if getattr(args, "uds", None) else [args.host, *filter(None, settings.allowed_hosts.split(","))]
     access = Access(
         Keys(server.take_api_keys(args), settings.api_key_file),

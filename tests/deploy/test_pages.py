@@ -38,3 +38,10 @@ def test_every_link_to_a_file_or_heading_works(page: Path) -> None:
 
 def test_the_readme_is_read_in_a_minute() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= MAX_README_WORDS
+
+
+def test_every_test_that_the_security_page_names_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "SECURITY.md").read_text())
+    assert named
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text() if test else (ROOT / file).exists(), (file, test)
