@@ -48,6 +48,7 @@ from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
+from darts_server.rollout.saved_state import check_document
 from darts_server.rollout.voting.answer_search import AnswerSearch
 from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRunner
@@ -83,7 +84,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
-    with Store(settings.state_dir) as store, Staging(settings.weights_staging) as staging:
+    with Store(settings.state_dir, check=check_document) as store, Staging(settings.weights_staging) as staging:
         return server.run(args, lambda: _serve(settings, args, access, store, staging))
 
 
@@ -260,6 +261,7 @@ def _metric_sources(rollouts: VllmRollouts, control: Control, store: Store, bias
         pattern_difference=lambda: rewards.dataset.difference.tokens,
         pattern_error=lambda: rewards.dataset.difference.error,
         redundancy_scale=rollouts.redundancy_scale,
+        observer_failures=lambda: rollouts.observers.failures,
     )
 
 

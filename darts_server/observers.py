@@ -1,11 +1,43 @@
 """What rooms report while they work, for metrics, logs, traces and statistics.
 
-All methods are called synchronously in the event loop: they must return fast and must not raise.
+All methods are called synchronously in the event loop: they must return fast. One that raises misses that call, and
+nothing else: see `Observers`.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
 from darts_server.types import CohortRecord, GroupRecord, TrajectoryRecord, VoteOutcome
+
+logger = logging.getLogger(__name__)
+
+ObserverT = TypeVar("ObserverT")
+
+
+class Observers(Generic[ObserverT]):
+    """Notify several observers, in order. An error of one is logged and counted; the others are notified all the same.
+
+    ``failures``: calls that raised.
+    """
+
+    def __init__(self, observers: Iterable[ObserverT] = ()) -> None:
+        self.failures = 0
+        self._observers = list(observers)
+        self._failed: set[type[ObserverT]] = set()
+
+    def add(self, *observers: ObserverT) -> None:
+        self._observers += observers
+
+    def notify(self, call: Callable[[ObserverT], None]) -> None:
+        for observer in self._observers:
+            try:
+                call(observer)
+            except Exception:
+                self.failures += 1
+                if type(observer) not in self._failed:  # not at every group, if it fails at every group
+                    self._failed.add(type(observer))
+                    logger.exception("%s failed; its further errors are only counted", type(observer).__name__)
 
 
 class GroupObserver:
@@ -25,29 +57,30 @@ class GroupObserver:
 
 
 class GroupObservers(GroupObserver):
-    """Pass every call on to each of several observers, in order."""
+    """Pass every call on to each of several observers."""
 
     def __init__(self, observers: Iterable[GroupObserver] = ()) -> None:
-        self._observers = list(observers)
+        self._observers = Observers(observers)
+
+    @property
+    def failures(self) -> int:
+        """Calls that raised."""
+        return self._observers.failures
 
     def add(self, *observers: GroupObserver) -> None:
-        self._observers += observers
+        self._observers.add(*observers)
 
     def candidates_started(self, count: int) -> None:
-        for observer in self._observers:
-            observer.candidates_started(count)
+        self._observers.notify(lambda observer: observer.candidates_started(count))
 
     def trajectory_returned(self, returned: TrajectoryRecord) -> None:
-        for observer in self._observers:
-            observer.trajectory_returned(returned)
+        self._observers.notify(lambda observer: observer.trajectory_returned(returned))
 
     def group_ended(self, record: GroupRecord) -> None:
-        for observer in self._observers:
-            observer.group_ended(record)
+        self._observers.notify(lambda observer: observer.group_ended(record))
 
     def cohort_ended(self, record: CohortRecord) -> None:
-        for observer in self._observers:
-            observer.cohort_ended(record)
+        self._observers.notify(lambda observer: observer.cohort_ended(record))
 
 
 class RewardObserver:

@@ -43,7 +43,8 @@ class RolloutSources:
     answers that the deadline discards. ``deadline_stretch``: factor that moves the deadline later. ``pass_rate``: share
     of correct trajectories among rewarded ones. ``answer_length``: mean tokens, for one of `ANSWERS`.
     ``pattern_difference``, ``pattern_error``: mean length of correct minus incorrect ones, and its standard error.
-    ``redundancy_scale``: share of the configured redundancy that is in force.
+    ``redundancy_scale``: share of the configured redundancy that is in force. ``observer_failures``: calls of observers
+    that failed.
     """
 
     tracked: Callable[[], float]
@@ -59,6 +60,7 @@ class RolloutSources:
     pattern_difference: Callable[[], float | None]
     pattern_error: Callable[[], float | None]
     redundancy_scale: Callable[[], float] = lambda: 1.0
+    observer_failures: Callable[[], float] = lambda: 0.0
 
 
 class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
@@ -228,6 +230,11 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             "darts_redundancy_scale",
             "Share of the configured redundancy in force: 1, or less while too many candidates wait.",
             {(): sources.redundancy_scale},
+        )
+        self._make_gauge(
+            "darts_observer_failures",
+            "Failed calls of what is notified of groups (statistics, metrics, monitor); the log has the first of each.",
+            {(): sources.observer_failures},
         )
         self._make_gauge(
             "darts_deadline_lost_share",

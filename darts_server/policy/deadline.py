@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log
 
+from darts_server.policy.checks import check_count, check_number
+
 QUANTILE = 0.9
 EXPLORATION = 0.05
 MAX_LOST_SHARE = 0.02
@@ -90,9 +92,10 @@ class DeadlineLosses:
     weights: Sequence[float] = (0.0,) * (LAST_BIN + 1)
 
     def __post_init__(self) -> None:
-        values = (self.right, *self.weights)
-        if len(self.weights) != LAST_BIN + 1 or not all(isinstance(v, int | float) and 0 <= v < 1e12 for v in values):
-            raise ValueError(f"losses must be {LAST_BIN + 2} numbers of at least 0, got {self}")
+        if len(self.weights) != LAST_BIN + 1:
+            raise ValueError(f"weights must be {LAST_BIN + 1} numbers, got {len(self.weights)}")
+        for name, value in (("right", self.right), *(("weights", weight) for weight in self.weights)):
+            check_number(name, value)
 
     def with_answers(self, answers: Sequence[RightAnswer]) -> "DeadlineLosses":
         """Return the losses after the right answers of one more group."""
@@ -138,7 +141,13 @@ class RecentCompletionLengths:
     """Completion lengths of the last `WINDOW` groups, in tokens, for groups that come one at a time."""
 
     def __init__(self, lengths: Iterable[int] = ()) -> None:
+        """
+        Raises:
+            ValueError: a length is no whole number of at least 0.
+        """
         self._lengths: deque[int] = deque(lengths, maxlen=WINDOW)
+        for tokens in self._lengths:
+            check_count("lengths", tokens)
 
     @property
     def state(self) -> list[int]:

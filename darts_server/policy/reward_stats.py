@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from darts_server.policy.checks import LARGEST
+
 MIN_STANDARD_ERRORS = 2.0
 """Standard errors that a difference must reach: without any true difference about one in twenty does."""
 MIN_TRAJECTORIES = 10
 """Trajectories on each side below which the standard error is itself too uncertain. With ten, six in a hundred prompts
 without a true difference show one."""
-LARGEST = 2**52
-"""Largest count or mean that is accepted: the sum of two is still an exact float."""
 LARGEST_SQUARES = 1e300
 """Largest M2 that is accepted: the sum of two is still finite."""
 

@@ -19,6 +19,7 @@ from darts_server.exceptions import StateDamaged, StateTooNew
 VERSION = 1
 _FIRST_LINE = re.compile(rb"darts-quality-head ([1-9][0-9]{0,8}) ([0-9a-f]{64})\n")
 _NUMBERS = "numbers"
+LARGEST = 2**52
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
@@ -55,8 +56,8 @@ def unpack(data: bytes) -> tuple[dict[str, NDArray[np.generic]], dict[str, int]]
         arrays = safetensors.load(body)
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise state_damaged(f"cannot be read ({error!r})") from error
-    if not isinstance(numbers, dict) or not all(type(n) is int and n >= 0 for n in numbers.values()):
-        raise state_damaged("has numbers that are not integers of at least 0")
+    if not isinstance(numbers, dict) or not all(type(n) is int and 0 <= n <= LARGEST for n in numbers.values()):
+        raise state_damaged(f"has numbers that are not integers in [0, {LARGEST}]")
     return arrays, numbers
 
 

@@ -12,6 +12,8 @@ from darts_server.quality.serialization import pack, state_damaged, unpack
 
 LOGIT_RANGE = 60.0
 """Logits are clipped to it, so that ``exp`` cannot overflow; beyond it a sigmoid is as good as 0 or 1."""
+MAX_WEIGHT = 1e6
+"""Far above any trained one. Logits of any input are finite floats with such weights."""
 SHAPES = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """The state that torch's Adam keeps for each parameter."""
@@ -94,4 +96,6 @@ class Snapshot:
         mean, variance = (arrays[name].astype(np.float64) for name in scale)
         if not (weights.are_finite and np.isfinite([mean, variance]).all() and (variance >= 0).all()):
             raise state_damaged("has values that are not finite, or negative variances")
+        if any((np.abs(arrays[name]) > MAX_WEIGHT).any() for name in SHAPES):
+            raise state_damaged(f"has weights above {MAX_WEIGHT:g}")
         return Snapshot(weights, Standardiser(numbers["seen"], mean, variance), numbers["steps"])

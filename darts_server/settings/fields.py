@@ -156,7 +156,9 @@ class Settings(BaseSettings):
     )
 
     api_key_file: Path | None = Field(
-        None, description="File with API keys, one per line, in addition to vLLM's --api-key. SIGHUP reloads it."
+        None,
+        description="File with API keys, one per line, in addition to vLLM's --api-key; lines that begin with # are "
+        "comments. SIGHUP reloads it.",
     )
     admin_api_key: SecretStr | None = Field(
         None,

@@ -1,5 +1,6 @@
 """The port to where documents are stored, and the backend in memory for servers without a state folder."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -49,14 +50,15 @@ class MemoryBackend:
 
     def __init__(self, max_documents: int = MAX_IN_MEMORY) -> None:
         self._max_documents = max_documents
-        self._texts: dict[str, dict[str, str]] = {}
+        # Ordered: to find the oldest of a plain dict takes longer the more were deleted before it.
+        self._texts: dict[str, OrderedDict[str, str]] = {}
 
     def read(self, name: Name) -> str | None:
         kind, key = name
-        return self._texts.get(kind, {}).get(key)
+        return self._texts.get(kind, OrderedDict()).get(key)
 
     def count(self, kind: str, pending: list[str]) -> int:
-        stored = self._texts.get(kind, {})
+        stored = self._texts.get(kind, OrderedDict())
         return len(stored) + sum(key not in stored for key in pending)
 
     def snapshot(self, kind: str | None) -> AbstractContextManager[Iterable[Row]]:
@@ -68,11 +70,11 @@ class MemoryBackend:
 
     def write(self, texts: Mapping[Name, str], generation: int | None) -> bool:
         for (kind, key), text in texts.items():
-            stored = self._texts.setdefault(kind, {})
-            stored.pop(key, None)  # so that it becomes the newest
+            stored = self._texts.setdefault(kind, OrderedDict())
             stored[key] = text
+            stored.move_to_end(key)
             if len(stored) > self._max_documents:
-                del stored[next(iter(stored))]
+                stored.popitem(last=False)
         return True
 
     def replace(self, rows: Iterable[Row]) -> None:

@@ -41,6 +41,7 @@ class SqliteBackend:
                     schema.create(self._path)
         except OSError as error:
             raise StateError(f"{self._path} cannot be created: {error}; give another --state-dir") from error
+        schema.refuse_special_files(self._path)
         schema.check_file(self._path)
         with schema.translate_errors(self._path), ExitStack() as opened:
             self._writer = opened.enter_context(closing(schema.connect(self._path, "rw")))
@@ -79,6 +80,7 @@ class SqliteBackend:
     @contextmanager
     def snapshot(self, kind: str | None) -> Iterator[Iterator[Row]]:
         """Uses a connection of its own. SQLite's log cannot shrink while it is open."""
+        self._refuse_replaced()
         with schema.translate_errors(self._path), closing(schema.connect(self._path, "ro")) as connection:
             where, arguments = ("", ()) if kind is None else ("WHERE kind = ?", (kind,))
             rows = connection.execute(f"{_SELECT} {where} ORDER BY kind, key", arguments)
@@ -103,8 +105,7 @@ class SqliteBackend:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        if _file_id(self._path) != self._file_id:
-            raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
+        self._refuse_replaced()
         with schema.translate_errors(self._path):
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -114,6 +115,10 @@ class SqliteBackend:
             finally:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
+
+    def _refuse_replaced(self) -> None:
+        if _file_id(self._path) != self._file_id:
+            raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
 
     def close(self) -> None:
         self._connections.close()

@@ -3,6 +3,7 @@
 import os
 import secrets
 import sqlite3
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -67,6 +68,24 @@ def create(path: Path) -> None:
     finally:
         for suffix in ("", "-wal", "-shm", "-journal"):
             Path(f"{new}{suffix}").unlink(missing_ok=True)
+
+
+def refuse_special_files(path: Path) -> None:
+    """Check that the state file and its logs are regular files: SQLite would wait for ever for the writer of a pipe.
+
+    Raises:
+        StateDamaged: one is not.
+        StateError: one cannot be read.
+    """
+    for suffix in ("", "-wal", "-shm"):
+        file = Path(f"{path}{suffix}")
+        try:
+            if not stat.S_ISREG(file.stat().st_mode):
+                raise StateDamaged(f"{file} is not a regular file; it was not touched. Move it away")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise StateError(f"{file} cannot be read: {error.strerror}; give another --state-dir") from error
 
 
 def check_file(path: Path) -> None:

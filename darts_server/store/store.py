@@ -1,6 +1,6 @@
 """The store of documents that the other rooms use."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from darts_server.store.archive import LIMIT_BYTES, pack, unpack
 from darts_server.store.backend import MAX_IN_MEMORY, MemoryBackend
 from darts_server.store.buffered import BufferedBackend
 from darts_server.store.database import SqliteBackend
-from darts_server.store.document import Document, Scalar, check_name, decode, encode
+from darts_server.store.document import Document, Row, Scalar, check_name, decode, encode
 from darts_server.store.writer import BackgroundWriter
 
 
@@ -23,6 +23,8 @@ class Store(AbstractContextManager["Store"]):
     of each key is in memory. ``get`` sees this process's puts at once, and those of other processes that share the
     folder, each with its own store, about a second later. Of two puts of one key the one written later wins.
 
+    ``check`` gets kind and document of everything to be restored; it raises ``ValueError`` for what cannot be used.
+
     Raises:
         StateDamaged, StateTooNew: the file is damaged, another program's or newer; it was not touched.
         StateError: the folder or file cannot be used.
@@ -33,7 +35,13 @@ class Store(AbstractContextManager["Store"]):
     {'mean': 812.5, 'count': 16}
     """
 
-    def __init__(self, folder: Path | None = None, max_in_memory: int = MAX_IN_MEMORY) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        max_in_memory: int = MAX_IN_MEMORY,
+        check: Callable[[str, Document], None] = lambda kind, document: None,
+    ) -> None:
+        self._check = check
         self._documents = BufferedBackend(MemoryBackend(max_in_memory) if folder is None else SqliteBackend(folder))
         self._writer = BackgroundWriter(self._documents.write)
         self._is_closed = False
@@ -90,15 +98,26 @@ class Store(AbstractContextManager["Store"]):
         the data may have when decompressed.
 
         Raises:
-            StateDamaged, StateTooNew: ``data`` is incomplete, no saved state, too large or newer; nothing was changed.
+            StateDamaged, StateTooNew: ``data`` is incomplete, no saved state, too large or newer, or has a document
+                that cannot be used; nothing was changed.
             StateError: it could not be written; nothing was changed.
         """
-        for _ in unpack(data, limit):  # check all of it before anything is changed
-            pass
+        for row in unpack(data, limit):  # check all of it before anything is changed
+            self._check_row(row)
         try:
             self._documents.replace(unpack(data, limit))
         except (StateDamaged, StateTooNew) as error:  # of the state file: ``data`` was checked above
             raise StateError(str(error)) from error
+
+    def _check_row(self, row: Row) -> None:
+        kind, key, text = row
+        try:
+            self._check(kind, decode(text))
+        except ValueError as error:
+            raise StateDamaged(
+                f"the state given has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}; "
+                "nothing was changed. Send a saved file, byte for byte"
+            ) from error
 
     def close(self) -> None:
         """Write what is pending and close. Raises ``StateError`` if that cannot be written; it is lost then."""

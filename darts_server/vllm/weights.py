@@ -1,8 +1,6 @@
 """The model in vLLM's engine, for the weights room."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -11,7 +9,7 @@ from darts_server.vllm.checkpoint import HEAD, Checkpoint
 from darts_server.vllm.compat.engine import set_weight_version
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.lora import VllmLoras
-from darts_server.weights.tensors import ExpectedTensors, TensorSet
+from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +59,8 @@ class VllmModel:
     async def abort_requests(self) -> None:
         await AsyncLLM.pause_generation(self._llm, mode="abort", clear_cache=True)
 
-    async def load(self, files: Mapping[Path, Sequence[str]]) -> None:
-        plan = [(str(path), list(names)) for path, names in files.items()]
+    async def load(self, files: FilePlan) -> None:
+        plan = [(str(file.path), list(file.stamp), list(names)) for file, names in files]
         await self._call_workers("darts_load_weights", plan)
 
     async def abandon_update(self) -> None:

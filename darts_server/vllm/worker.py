@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 from vllm.platforms import current_platform
 
+from darts_server.files import open_unchanged, path_of
 from darts_server.vllm.platform import COMBINED, EXTENSION
 from darts_server.vllm.probe.capture import install
+
+Plan = Sequence[tuple[str, Sequence[int], Sequence[str]]]
+"""Path, stamp and tensor names of each file. The stamp, see `files.Stamp`, is that of the file that was checked."""
 
 
 class WorkerExtension:
@@ -22,8 +27,8 @@ class WorkerExtension:
     Those that change weights do not raise: they return an error message, or ``None``.
     """
 
-    def darts_load_weights(self, plan: Sequence[tuple[str, Sequence[str]]]) -> str | None:
-        """Load all of the model's tensors, named by file.
+    def darts_load_weights(self, plan: Plan) -> str | None:
+        """Load all of the model's tensors.
 
         After a failure the model's layers are complete, but their weights are undefined.
         """
@@ -94,9 +99,10 @@ def __getattr__(name: str) -> type:
     return type(EXTENSION, (WorkerExtension, getattr(import_module(module), other)), {})
 
 
-def _tensors(plan: Sequence[tuple[str, Sequence[str]]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, names in plan:
-        with safe_open(path, "pt") as file:
+def _tensors(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, (device, inode, size, changed), names in plan:
+        opened = open_unchanged(Path(path), (device, inode, size, changed))
+        with opened, safe_open(path_of(opened), "pt") as file:
             for name in names:
                 yield name, file.get_tensor(name)
 

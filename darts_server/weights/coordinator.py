@@ -4,6 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
+from darts_server.observers import Observers
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome, UpdateRecord
 from darts_server.weights.phases import Update
@@ -44,7 +45,7 @@ class Coordinator:
         self._model = model
         self._gate = gate
         self._groups = groups
-        self._observers = tuple(observers)
+        self._observers = Observers(observers)
         self._machine = StateMachine(model.weight_version)
         self._source: str | None = None
         self._paused_by_update = False
@@ -94,8 +95,7 @@ class Coordinator:
             UpdateFailed, WeightsLost
         """
         self._machine.apply(Transition.ANNOUNCE)
-        for observer in self._observers:
-            observer.update_announced(self.target)
+        self._observers.notify(lambda observer: observer.update_announced(self.target))
         self._gate.close(UPDATE)
         try:
             await self._apply_rule(update)
@@ -237,6 +237,5 @@ class Coordinator:
         if record.error is not None:
             self.last_error = record.error
             logger.warning("a weight update was %s: %s", record.outcome, record.error)
-        for observer in self._observers:
-            observer.update_ended(record)
+        self._observers.notify(lambda observer: observer.update_ended(record))
         return record

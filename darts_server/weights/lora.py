@@ -92,9 +92,9 @@ class Loras:
         """
 
         async def fetch(layers: LoraLayers) -> Fetched:
-            folder = await run_sync(resolve_path, self._root, path)
-            config = await run_sync(read_config, folder)
-            return config, await self.files.write(stream_tensors(folder, layers.max_bytes))
+            folder, root = await run_sync(resolve_path, self._root, path)
+            config = await run_sync(read_config, folder, root)
+            return config, await self.files.write(stream_tensors(folder, root, layers.max_bytes))
 
         return await self._put("disk", name, fetch, "path", rule, version)
 

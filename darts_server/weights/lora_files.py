@@ -12,6 +12,7 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.files import open_file, read_file
 from darts_server.weights.lora_config import MAX_CONFIG_BYTES, LoraConfig, parse_config
 from darts_server.weights.staging import BUFFER_BYTES, Staging
 
@@ -57,31 +58,28 @@ class LoraFiles:
                 link.unlink(missing_ok=True)
 
 
-def read_config(folder: Path) -> LoraConfig:
-    """Read PEFT's configuration from a folder.
+def read_config(folder: Path, root: Path) -> LoraConfig:
+    """Read PEFT's configuration from a folder below ``root``.
 
     Raises:
         InvalidRequest: it is missing, or not supported.
     """
     try:
-        with (folder / CONFIG).open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
+        text = read_file(folder / CONFIG, MAX_CONFIG_BYTES, root)
     except OSError as error:
         raise _unreadable(folder, CONFIG, error) from error
-    if len(text) > MAX_CONFIG_BYTES:
-        raise InvalidRequest(FIELD, f"{CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
     return parse_config(text, FIELD)
 
 
-async def stream_tensors(folder: Path, limit: int) -> AsyncIterator[bytes]:
-    """Yield the bytes of a folder's tensors, at most ``limit``.
+async def stream_tensors(folder: Path, root: Path, limit: int) -> AsyncIterator[bytes]:
+    """Yield the bytes of the tensors in a folder below ``root``, at most ``limit``.
 
     Raises:
         InvalidRequest: the file is missing, or larger.
     """
     size = 0
     try:
-        with (folder / TENSORS).open("rb") as file:
+        with await run_sync(open_file, folder / TENSORS, root) as file:
             while chunk := await run_sync(file.read, BUFFER_BYTES):
                 size += len(chunk)
                 if size > limit:

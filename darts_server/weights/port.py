@@ -1,12 +1,11 @@
 """Interfaces that this room needs: the served model, its LoRA adapters, the running groups and observers."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from darts_server.types import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
-from darts_server.weights.tensors import ExpectedTensors, TensorSet
+from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
 
 
 class LoraEngine(Protocol):
@@ -87,8 +86,8 @@ class Model(Protocol):
         """Abort all running requests: they would continue with undefined weights."""
         ...
 
-    async def load(self, files: Mapping[Path, Sequence[str]]) -> None:
-        """Load a full set of weights: the tensor names in each file. Called while the engine is paused.
+    async def load(self, files: FilePlan) -> None:
+        """Load a full set of weights, from the very files that were checked. Called while the engine is paused.
 
         Raises:
             UpdateFailed: the model's weights are undefined.

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import DiskFull
+from darts_server.files import open_file
 from darts_server.weights.tensors import SUFFIX
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def _is_abandoned(folder: Path) -> bool:
     """Whether the folder is this user's and no process has locked it."""
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         return False
-    with (folder / LOCK).open("rb") as lock:
+    with open_file(folder / LOCK) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

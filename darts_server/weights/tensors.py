@@ -1,21 +1,23 @@
 """Sets of tensors in safetensors files, and whether they fit a model. Only headers are read here, not the data."""
 
 import json
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.files import Stamp, list_folder, open_file, open_unchanged, path_of, read_file, stamp_of
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
-MAX_INDEX_BYTES = 1 << 28
+MAX_INDEX_BYTES = 1 << 26
+"""Several times that of the largest public models."""
 FLOAT_DTYPES = frozenset({"F32", "F16", "BF16"})
 """The engine converts between these when it loads."""
 CHUNK_BYTES = 1 << 20
@@ -34,23 +36,25 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A safetensors file. ``stamp``: its identity, size and time of change when it was read."""
+    """A safetensors file. ``stamp``: that of the file whose header was read."""
 
     path: Path
     tensors: Mapping[str, Tensor]
-    stamp: tuple[int, ...]
+    stamp: Stamp
 
     @property
     def is_unchanged(self) -> bool:
         """Whether it is still the file that was read."""
         try:
-            return _stamp(self.path) == self.stamp
+            return stamp_of(self.path) == self.stamp
         except OSError:
             return False
 
 
 TensorSet = Mapping[str, TensorFile]
 """The file of each tensor, by the tensor's name."""
+FilePlan = Sequence[tuple[TensorFile, Sequence[str]]]
+"""The names of the tensors to load from each file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +73,35 @@ class ExpectedTensors:
         return 8 * sum(prod(tensor.shape) for tensor in self.tensors.values()) + MAX_HEADER_BYTES
 
 
-def read_tensors(path: Path, field: str) -> TensorSet:
+def read_tensors(path: Path, field: str, root: Path | None = None) -> TensorSet:
     """Read the headers of a file, or of a folder: the files of its index if it has one, otherwise all.
 
+    ``root``: see `files.open_file`.
+
     Raises:
-        InvalidRequest: of ``field``; a file is missing, not safetensors, or incomplete.
+        InvalidRequest: of ``field``; a file is missing, not a regular one, not safetensors, or incomplete.
     """
     try:
-        return _merge((read_file(file, field) for file in _list_files(path, field)), field)
+        return _merge((read_header(file, field, root) for file in _list_files(path, field, root)), field)
     except OSError as error:
-        raise InvalidRequest(field, f"{path} cannot be read: {error.strerror}") from error
+        raise _unreadable(field, path, error) from error
 
 
-def read_file(path: Path, field: str) -> TensorFile:
-    """Read the header of a file.
+def read_header(path: Path, field: str, root: Path | None = None) -> TensorFile:
+    """Read the header of a file. ``root``: see `files.open_file`.
 
     Raises:
         InvalidRequest: of ``field``; the file is not safetensors, or incomplete.
         OSError
     """
-    stamp = _stamp(path)
-    try:
-        with safe_open(path, "numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-            tensors = {name: Tensor(tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    except SafetensorError as error:
-        raise InvalidRequest(field, f"not a whole safetensors file: {error}; send or write it again") from error
-    return TensorFile(path, tensors, stamp)
+    with open_file(path, root) as opened:
+        try:
+            with safe_open(path_of(opened), "numpy") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+                tensors = {name: Tensor(tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+        except SafetensorError as error:
+            raise InvalidRequest(field, f"not a whole safetensors file: {error}; send or write it again") from error
+        return TensorFile(path, tensors, stamp_of(opened))
 
 
 def check_tensors(expected: ExpectedTensors, given: TensorSet, *, partial: bool, field: str) -> TensorSet:
@@ -125,12 +131,12 @@ def changed_files(tensors: TensorSet) -> list[Path]:
     return [path for path, file in files.items() if not file.is_unchanged]
 
 
-def names_by_file(tensors: TensorSet) -> dict[Path, list[str]]:
+def names_by_file(tensors: TensorSet) -> FilePlan:
     """The names of the tensors in each file."""
-    files: dict[Path, list[str]] = {}
+    files: dict[Path, tuple[TensorFile, list[str]]] = {}
     for name, file in tensors.items():
-        files.setdefault(file.path, []).append(name)
-    return files
+        files.setdefault(file.path, (file, []))[1].append(name)
+    return list(files.values())
 
 
 def _check_tensor(expected: ExpectedTensors, given: TensorSet, name: str, file: TensorFile, field: str) -> None:
@@ -140,7 +146,13 @@ def _check_tensor(expected: ExpectedTensors, given: TensorSet, name: str, file: 
         raise InvalidRequest(field, f"tensor {name} is not one of the model's; leave it out, or correct its name")
     if tensor.shape != wanted.shape or not _is_convertible(tensor.dtype, wanted.dtype):
         raise InvalidRequest(field, f"tensor {name} is {tensor}, and the model's is {wanted}")
-    if tied_to is not None and (tied_to not in given or not _have_equal_data(file, name, given[tied_to], tied_to)):
+    if tied_to is None:
+        return
+    try:
+        is_equal = tied_to in given and _have_equal_data(file, name, given[tied_to], tied_to)
+    except OSError as error:
+        raise _unreadable(field, file.path, error) from error
+    if not is_equal:
         raise InvalidRequest(
             field, f"tensor {name} differs from {tied_to}, and the model has one for both; leave it out"
         )
@@ -151,49 +163,46 @@ def _is_convertible(given: str, wanted: str) -> bool:
 
 
 def _have_equal_data(file: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
-    (start, end), (other_start, other_end) = _data_range(file.path, name), _data_range(other.path, other_name)
-    if end - start != other_end - other_start:
-        return False
-    with file.path.open("rb") as a, other.path.open("rb") as b:
-        a.seek(start)
-        b.seek(other_start)
-        return all(
-            a.read(min(CHUNK_BYTES, end - at)) == b.read(min(CHUNK_BYTES, end - at))
-            for at in range(start, end, CHUNK_BYTES)
+    with open_unchanged(file.path, file.stamp) as a, open_unchanged(other.path, other.stamp) as b:
+        size = _seek(a, name)
+        return size == _seek(b, other_name) and all(
+            a.read(min(CHUNK_BYTES, size - at)) == b.read(min(CHUNK_BYTES, size - at))
+            for at in range(0, size, CHUNK_BYTES)
         )
 
 
-def _data_range(path: Path, name: str) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end in its file.
+def _seek(file: BinaryIO, name: str) -> int:
+    """Move to the beginning of a tensor's data, and return its size in bytes.
 
     The library does not expose it. The format is: length of the header (8 bytes, little-endian), header, data.
     """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        start, end = json.loads(file.read(length))[name]["data_offsets"]
-    return 8 + length + start, 8 + length + end
+    length = int.from_bytes(file.read(8), "little")
+    start, end = json.loads(file.read(length))[name]["data_offsets"]
+    file.seek(8 + length + start)
+    return int(end - start)
 
 
-def _list_files(path: Path, field: str) -> list[Path]:
-    if not path.is_dir():
+def _list_files(path: Path, field: str, root: Path | None) -> list[Path]:
+    in_folder = list_folder(path, root)
+    if in_folder is None:
         return [path]
-    indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
-    names = _read_index(indices[0], field) if indices else sorted(file.name for file in path.glob(f"*{SUFFIX}"))
+    indices = sorted(name for name in in_folder if name.endswith(INDEX_SUFFIX))
+    tensor_files = sorted(name for name in in_folder if name.endswith(SUFFIX))
+    names = _read_index(path / indices[0], field, root) if indices else tensor_files
     if not names:
         raise InvalidRequest(field, f"{path} has no *{SUFFIX} file")
     return [path / name for name in names]
 
 
-def _read_index(index: Path, field: str) -> list[str]:
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise InvalidRequest(field, f"{index.name} is no index of safetensors files")
+def _read_index(index: Path, field: str, root: Path | None) -> list[str]:
+    content = read_file(index, MAX_INDEX_BYTES, root)
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        are_plain = all(Path(name).name == name for name in names)
+        names = sorted(set(json.loads(content)["weight_map"].values()))
+        are_plain = all(name.endswith(SUFFIX) and Path(name).name == name and "\0" not in name for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidRequest(field, f"{index.name} is no index of safetensors files") from error
     if not are_plain:
-        raise InvalidRequest(field, f"{index.name} names files outside its folder")
+        raise InvalidRequest(field, f"{index.name} may name only *{SUFFIX} files in its folder")
     return names
 
 
@@ -207,9 +216,8 @@ def _merge(files: Iterable[TensorFile], field: str) -> TensorSet:
     return tensors
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+def _unreadable(field: str, path: Path, error: OSError) -> InvalidRequest:
+    return InvalidRequest(field, f"{error.filename or path} cannot be read: {error.strerror}")
 
 
 def _and_more(count: int) -> str:

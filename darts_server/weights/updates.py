@@ -118,7 +118,8 @@ class Updates:
 
         async def fetch() -> TensorSet:
             await self._model.expected_tensors()  # raises where the model is not supported
-            return await run_sync(lambda: read_tensors(resolve_path(self._root, path), "path"))
+            resolved, root = await run_sync(resolve_path, self._root, path)
+            return await run_sync(read_tensors, resolved, "path", root)
 
         return await self._update("disk", fetch, options, "path")
 

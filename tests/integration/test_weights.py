@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from darts_server.demo.server import DARTS, MODEL, Server
+from darts_server.files import stamp_of
 from tests.integration import waiting
 from tests.integration.fork_server import Serve
 from tests.integration.weights import (
@@ -163,7 +164,7 @@ def test_invalid_sets_are_rejected_and_change_nothing(server: Server, root: Path
 async def test_a_client_that_dies_while_it_sends_changes_nothing(server: Server) -> None:
     version, whole = status(server)["version"], save(perturbed(9))
     _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-    head = f"PUT /darts/v1/weights HTTP/1.1\r\nHost: x\r\nContent-Length: {len(whole)}\r\n\r\n"
+    head = f"PUT /darts/v1/weights HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(whole)}\r\n\r\n"
     writer.write(head.encode() + whole[:100_000])
     await writer.drain()
     while status(server)["state"] != "staging":
@@ -232,7 +233,9 @@ def test_an_engine_survives_a_load_that_fails_half_way_and_a_full_load_repairs_i
     """The server does the same when files that it has checked can no longer be read."""
     names = sorted(ORIGINAL)
     save_file(perturbed(1), root / "whole.safetensors")
-    plans = [[str(root / "whole.safetensors"), names[:9]], [str(root / "nothing.safetensors"), names[9:]]]
+    whole = root / "whole.safetensors"
+    stamp = list(stamp_of(whole))
+    plans = [[str(whole), stamp, names[:9]], [str(root / "nothing.safetensors"), stamp, names[9:]]]
     call = {"method": "darts_load_weights", "args": [plans]}
     (error,) = httpx.post(f"{server.url}/collective_rpc", json=call, timeout=60).json()["results"]
     assert "nothing.safetensors" in error

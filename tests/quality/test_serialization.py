@@ -88,7 +88,7 @@ def test_arrays_that_are_not_of_a_head_are_refused() -> None:
     lacking = {name: x for name, x in arrays.items() if name != "mean"}
     for wrong, complaint in [
         (pack({}, {}), "lacks a number"),
-        (pack(arrays, {**numbers, "steps": -1}), "not integers of at least 0"),
+        (pack(arrays, {**numbers, "steps": -1}), "not integers in"),
         (pack(lacking, numbers), "other shapes"),
         (pack(nan, numbers), "not finite"),
         (pack(negative, numbers), "negative variances"),

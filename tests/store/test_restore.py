@@ -1,6 +1,7 @@
 """Export from one store and restore into another."""
 
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.store import Store
+from darts_server.store.backend import MemoryBackend
 
 
 def test_everything_can_be_exported_and_restored(store: Store, tmp_path: Path) -> None:
@@ -52,3 +54,19 @@ def test_a_damaged_state_file_is_not_reported_as_damaged_data(tmp_path: Path) ->
         assert type(caught.value) is StateError
         with closing(sqlite3.connect(tmp_path / "state.db")) as other:
             other.execute("PRAGMA user_version = 1")
+
+
+def test_documents_that_push_out_older_ones_take_no_longer() -> None:
+    """To find the oldest one took longer the more had been pushed out before it."""
+    number = 2**16
+    backend = MemoryBackend(number)
+    seconds = []
+    for begin in (0, number):
+        texts = {("prompt", f"{i:06d}"): "{}" for i in range(begin, begin + number)}
+        began = time.perf_counter()
+        backend.write(texts, None)
+        seconds.append(time.perf_counter() - began)
+    assert backend.count("prompt", []) == number
+    assert backend.read(("prompt", f"{number - 1:06d}")) is None
+    assert backend.read(("prompt", f"{number:06d}")) == "{}"
+    assert seconds[1] < 20 * seconds[0]

@@ -110,3 +110,15 @@ def test_the_umask_decides_who_may_write_the_file(tmp_path: Path, mask: int) -> 
         os.umask(before)
     assert modes.keys() == {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
     assert set(modes.values()) == {0o666 & ~mask}
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_the_file_is_refused_at_once(tmp_path: Path, suffix: str) -> None:
+    if suffix:
+        Store(tmp_path).close()
+    path = tmp_path / f"state.db{suffix}"
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(StateDamaged, match=f"state.db{suffix} is not a regular file"):
+        Store(tmp_path)

@@ -23,7 +23,7 @@ def tensors_of(*layers: str, rank: int = 2, dtype: str = "F32") -> TensorSet:
         outputs, inputs = LAYERS.shapes.get(layer, (2, 2))
         shapes[f"{BASE}{layer}.lora_A.weight"] = Tensor((rank, inputs), dtype)
         shapes[f"{BASE}{layer}.lora_B.weight"] = Tensor((outputs, rank), dtype)
-    file = TensorFile(Path("nowhere"), shapes, ())
+    file = TensorFile(Path("nowhere"), shapes, (0, 0, 0, 0))
     return dict.fromkeys(shapes, file)
 
 

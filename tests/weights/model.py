@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
-from darts_server.weights.tensors import ExpectedTensors, TensorSet, read_tensors
+from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet, read_tensors
 
 SHAPES = {"embed_tokens.weight": (4, 2), "layers.0.weight": (2, 2), "layers.1.weight": (2, 2)}
 TIED = {"lm_head.weight": "embed_tokens.weight"}
@@ -68,13 +68,13 @@ class FakeModel:
     async def abort_requests(self) -> None:
         await self.step("abort_requests")
 
-    async def load(self, files: Mapping[Path, Sequence[str]]) -> None:
+    async def load(self, files: FilePlan) -> None:
         assert not self.running, "groups run while the model is written"
-        assert sorted(name for names in files.values() for name in names) == sorted(SHAPES)
+        assert sorted(name for _, names in files for name in names) == sorted(SHAPES)
         self.values = dict.fromkeys(SHAPES, -1.0)
         await self.step("load")
-        for path, names in files.items():
-            data = load_file(path)
+        for file, names in files:
+            data = load_file(file.path)
             self.values |= {name: float(data[name].flat[0]) for name in names}
 
     async def abandon_update(self) -> None:

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -99,12 +100,62 @@ def test_an_inconsistent_folder_is_refused(tmp_path: Path) -> None:
         ("{", "no index"),
         ("[]", "no index"),
         ('{"weight_map": {"a": 1}}', "no index"),
-        ('{"weight_map": {"a": "../a.safetensors"}}', "outside its folder"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "only .*safetensors files in its folder"),
+        ('{"weight_map": {"a": "/a.safetensors"}}', "only .*safetensors files in its folder"),
+        ('{"weight_map": {"a": "..safetensors/../a.safetensors"}}', "only .*safetensors files in its folder"),
+        ('{"weight_map": {"a": "a\\u0000.safetensors"}}', "only .*safetensors files in its folder"),
+        ('{"weight_map": {"a": "a.bin"}}', "only .*safetensors files in its folder"),
+        ('{"weight_map": {"a": ""}}', "only .*safetensors files in its folder"),
         ('{"weight_map": {"a": "c.safetensors"}}', "cannot be read"),
     ):
         index.write_text(text)
         with pytest.raises(InvalidRequest, match=message):
             read_tensors(tmp_path, "path")
+
+
+def test_links_out_of_the_root_are_refused_wherever_they_are(tmp_path: Path) -> None:
+    outside = write(tmp_path / "outside" / "a.safetensors", 1)
+    root = tmp_path / "root"
+    write(root / "good" / "a.safetensors", 1)
+    (root / "file.safetensors").symlink_to(outside)
+    (root / "folder").symlink_to(outside.parent)
+    (root / "step").mkdir()
+    (root / "step" / "a.safetensors").symlink_to(outside)
+    (root / "indexed").mkdir()
+    (root / "indexed" / "b.safetensors").symlink_to(outside)
+    (root / "indexed" / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+    (root / "linked").mkdir()
+    (root / "linked" / "x.safetensors.index.json").symlink_to(root / "indexed" / "x.safetensors.index.json")
+    assert read_tensors(root / "good", "path", root).keys() == SHAPES.keys()
+    for name in ("file.safetensors", "folder", "folder/a.safetensors", "step", "indexed", "linked"):
+        with pytest.raises(InvalidRequest, match="is a symbolic link; name what it points to") as error:
+            read_tensors(root / name, "path", root)
+        assert error.value.field == "path"
+    assert read_tensors(root / "folder", "checkpoint").keys() == SHAPES.keys()
+
+
+@pytest.mark.timeout(20)
+def test_pipes_and_devices_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "step").mkdir()
+    os.mkfifo(tmp_path / "step" / "a.safetensors")
+    (tmp_path / "indexed").mkdir()
+    os.mkfifo(tmp_path / "indexed" / "a.safetensors.index.json")
+    for name in ("pipe", "step", "indexed"):
+        for root in (tmp_path, None):
+            with pytest.raises(InvalidRequest, match="is not a regular file"):
+                read_tensors(tmp_path / name, "path", root)
+    with pytest.raises(InvalidRequest, match="is not a regular file"):
+        read_tensors(Path("/dev/null"), "path", Path("/dev"))
+
+
+def test_a_tied_file_that_changes_while_it_is_compared_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twins.safetensors"
+    save_file(tensors(1, **{"lm_head.weight": (4, 2)}), path)
+    given = read_tensors(path, "path")
+    os.utime(path, (1, 1))
+    with pytest.raises(InvalidRequest, match="has changed since it was checked"):
+        check_tensors(EXPECTED, given, partial=False, field="path")
 
 
 def test_a_changed_or_removed_file_is_detected(tmp_path: Path) -> None:

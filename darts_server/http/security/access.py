@@ -2,21 +2,21 @@
 
 import hashlib
 import logging
-import os
 import secrets
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from darts_server.exceptions import Forbidden, InvalidSetting, Unauthorized
+from darts_server.files import read_file
 from darts_server.http.security.sites import Sites, hostname, is_loopback
 
 logger = logging.getLogger(__name__)
 
 MAX_KEY_FILE_BYTES = 1024 * 1024
 """Enough for ten thousand keys."""
+COMMENT = b"#"
 SEND_A_KEY = "send the header Authorization: Bearer KEY, with a key of this server"
 
 
@@ -179,21 +179,14 @@ def _digests_in(file: Path | None) -> tuple[bytes, ...]:
     if file is None:
         return ()
     try:
-        with open(file, "rb", opener=_open_at_once) as opened:
-            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-                raise InvalidSetting(f"key file {file} must be a regular file")
-            text = opened.read(MAX_KEY_FILE_BYTES + 1)
+        text = read_file(file, MAX_KEY_FILE_BYTES)
     except OSError as error:
         raise InvalidSetting(f"key file {file} cannot be read: {error.strerror}") from error
-    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith(b"#")]
-    if not keys or len(text) > MAX_KEY_FILE_BYTES:
-        raise InvalidSetting(f"key file {file} must have keys, one per line, and at most {MAX_KEY_FILE_BYTES} bytes")
+    lines = [line.strip() for line in text.splitlines()]
+    keys = [line for line in lines if line and not line.startswith(COMMENT)]
+    if not keys:
+        raise InvalidSetting(f"key file {file} must have keys, one per line; lines that begin with # are comments")
     return tuple(_digest(key) for key in keys)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe without a writer would otherwise block the server."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _digest(key: bytes) -> bytes:

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from darts_server.policy.allocation.optimum import Floats, check_bounds, checked
+from darts_server.policy.checks import check_length, check_number
 
 WINDOW = 256
 """Requests that stand in for the cohort: a usual number of prompts a step."""
 DEBT_HORIZON = 32
 """Requests over which a mean that is off its target is brought back. Short against the window, so that a stream that is
 sorted by length is held as well; long against the noise of single requests."""
+
+MAX_DEBT = 2**24
+"""Far above what any group size allows: `DEBT_HORIZON` times its candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +37,11 @@ class ShadowPriceState:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recent", tuple(self.recent))  # JSON has lists only
-        checked("recent", self.recent)
-        if not math.isfinite(self.debt):
-            raise ValueError(f"debt must be finite, got {self.debt}")
-        if not -0.5 <= self.carry < 0.5:
-            raise ValueError(f"carry must be in [-0.5, 0.5), got {self.carry}")
+        check_length("recent", self.recent, WINDOW)
+        for std in self.recent:
+            check_number("recent", std)
+        check_number("debt", self.debt, -MAX_DEBT, MAX_DEBT)
+        check_number("carry", self.carry, -0.5, math.nextafter(0.5, 0))
 
 
 class ShadowPrice:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import linear_regression, median
 
+from darts_server.policy.checks import LARGEST, check_count, check_length, check_number
 from darts_server.policy.isotonic import fit_isotonic
 from darts_server.policy.latency.curve import LatencyCurve
 
@@ -34,6 +35,8 @@ SPREAD = 2.0
 HALF_LIFE = 256
 """Steps after which a bin that was not seen again counts for half where it contradicts others."""
 MIN_WEIGHT = 1e-12
+SECONDS = (1e-9, 1e6)
+"""Range of a step's seconds, so that neither sums nor logarithms of them leave the range of floats."""
 DIGITS = 5
 """Of seconds that are kept: the noise is far larger, and the state is a third of the size."""
 
@@ -57,12 +60,14 @@ class LatencyState:
         if [len(x) for x in self.batches] != [len(x) for x in self.seconds] or len(self.ages) != len(self.seconds):
             raise ValueError("batches, seconds and ages must be equally many")
         for batches, seconds, age in zip(self.batches, self.seconds, self.ages, strict=True):
-            if len({_bin_index(_checked_batch(b)) for b in batches}) != 1:
+            check_length("batches", batches, STEPS_PER_BIN)
+            for batch in batches:
+                check_count("batches", batch, 1)
+            if len({_bin_index(batch) for batch in batches}) != 1:
                 raise ValueError(f"batches must be at least one, and of one bin, got {batches}")
             for value in seconds:
-                _checked_seconds(value)
-            if age < 0:
-                raise ValueError(f"ages must be at least 0, got {age}")
+                check_number("seconds", value, *SECONDS)
+            check_count("ages", age)
         bins = [_bin_index(batches[0]) for batches in self.batches]
         if len(set(bins)) != len(bins):
             raise ValueError("batches must have one entry for each bin")
@@ -95,7 +100,7 @@ class LatencyModel:
         return LatencyState(
             batches=tuple(tuple(b.batches) for b in bins),
             seconds=tuple(tuple(b.seconds) for b in bins),
-            ages=tuple(self._steps - b.last_step for b in bins),
+            ages=tuple(min(self._steps - b.last_step, LARGEST) for b in bins),
         )
 
     def observe(self, batch: int, seconds: float) -> None:
@@ -111,7 +116,7 @@ class LatencyModel:
             known = self._bins[index] = _Bin(deque(maxlen=STEPS_PER_BIN), deque(maxlen=STEPS_PER_BIN), 0)
         self._steps += 1
         known.batches.append(batch)
-        known.seconds.append(float(f"{seconds:.{DIGITS}g}"))
+        known.seconds.append(float(f"{min(max(seconds, SECONDS[0]), SECONDS[1]):.{DIGITS}g}"))
         known.last_step = self._steps
         self._is_fitted = False
 

@@ -33,6 +33,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.policy.checks import check_number
+
 Floats = NDArray[np.float64]
 
 OCTAVES = (-6, 6)
@@ -66,8 +68,8 @@ class ProfileState:
             counts = tuple(getattr(self, name)) or (0.0,) * (len(EDGES) - 1)  # JSON has lists only
             if len(counts) != len(EDGES) - 1:
                 raise ValueError(f"{name} must have {len(EDGES) - 1} counts, got {len(counts)}")
-            if not all(math.isfinite(x) and x >= 0 for x in counts):
-                raise ValueError(f"{name} must be finite and at least 0")
+            for count in counts:
+                check_number(name, count, NO_COUNT if count else 0)
             object.__setattr__(self, name, counts)
 
 

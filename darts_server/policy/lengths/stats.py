@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from darts_server.policy.checks import LARGEST, MIN_MEAN, check_count, check_length, check_number
 from darts_server.policy.lengths.estimate import LengthEstimate, Observation, estimate_lengths
 
 EMA_ALPHA = 0.3
@@ -34,9 +35,13 @@ class PromptStats:
     weight_version: int | None
 
     def __post_init__(self) -> None:
-        known = [self.mean_ema, self.groups, self.candidates, *([] if self.std_ema is None else [self.std_ema])]
-        if not all(isinstance(x, int | float) and 0 <= x < math.inf for x in known):
-            raise ValueError(f"statistics of a prompt must be finite numbers of at least 0, got {self}")
+        if self.std_ema is not None:
+            check_number("std_ema", self.std_ema)
+        check_number("mean_ema", self.mean_ema, MIN_MEAN)
+        check_count("groups", self.groups)
+        check_count("candidates", self.candidates)
+        if self.weight_version is not None:
+            check_count("weight_version", self.weight_version)
 
 
 def update_stats(
@@ -58,8 +63,8 @@ def update_stats(
     return PromptStats(
         std_ema=_average(stats.std_ema, latest.std, alpha),
         mean_ema=alpha * latest.mean + (1 - alpha) * stats.mean_ema,
-        groups=stats.groups + 1,
-        candidates=stats.candidates + len(observations),
+        groups=min(stats.groups + 1, LARGEST),
+        candidates=min(stats.candidates + len(observations), LARGEST),
         weight_version=weight_version,
     )
 
@@ -84,6 +89,12 @@ class DatasetStats:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recent_stds", tuple(self.recent_stds))  # JSON has lists only
+        check_length("recent_stds", self.recent_stds, WINDOW_STEPS)
+        for std in self.recent_stds:
+            check_number("recent_stds", std)
+        if self.mean is not None:
+            check_number("mean", self.mean, MIN_MEAN)
+        check_count("steps", self.steps)
 
     @property
     def std(self) -> float | None:
@@ -103,7 +114,7 @@ class DatasetStats:
         return DatasetStats(
             recent_stds=recent[-WINDOW_STEPS:],
             mean=math.fsum(e.mean for e in estimates) / len(estimates),
-            steps=self.steps + 1,
+            steps=min(self.steps + 1, LARGEST),
         )
 
 

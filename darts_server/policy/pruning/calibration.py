@@ -30,6 +30,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.policy.checks import LARGEST, check_count
 from darts_server.policy.isotonic import fit_isotonic
 
 Floats = NDArray[np.float64]
@@ -133,8 +134,7 @@ class CalibrationState:
         object.__setattr__(self, "labels", tuple((s, y, p) for s, y, p in self.labels))  # JSON has lists only
         for label in self.labels:
             Label(*label)
-        if self.steps < 0:
-            raise ValueError(f"steps must be at least 0, got {self.steps}")
+        check_count("steps", self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Calibrator:
 
     def count_step(self) -> None:
         """Count one more step of the trainer."""
-        self._steps += 1
+        self._steps = min(self._steps + 1, LARGEST)
 
     def add(self, label: Label) -> None:
         self._labels.append(label)

@@ -15,13 +15,17 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
-from darts_server.rollout.learned.documents import StoredValues
+from darts_server.rollout.learned.documents import Parse, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Plan
 from darts_server.types import CohortRecord, GroupRecord
 
 Kind = tuple[str, int]
 """Policy and group size: groups that are allocated together must be comparable."""
+
+PRICE_KIND = "price"
+PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPriceState(**value)}
+"""How values are parsed, by kind."""
 
 
 @dataclass(slots=True)
@@ -61,7 +65,7 @@ class Allocator(GroupObserver):
     ) -> None:
         self._prompts = statistics.prompts
         self._budgets = Budgets(statistics.prompts, statistics.dataset, statistics.latency, clock)
-        self._prices = StoredValues(statistics.documents, "price", lambda value: ShadowPriceState(**value))
+        self._prices = StoredValues(statistics.documents, PRICE_KIND, PARSERS[PRICE_KIND])
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
         self._with_deadlines: set[Kind] = set()
         self._window = window

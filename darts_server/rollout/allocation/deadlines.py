@@ -8,18 +8,31 @@ import numpy as np
 
 from darts_server.policy.deadline import Deadline, DeadlineLosses, RecentCompletionLengths, RightAnswer
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.learned.documents import DocumentStore, StoredValues
+from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
 from darts_server.types import GroupRecord, Outcome
 
 KEY = "all"
+
+
+def _completion_lengths(value: Any) -> RecentCompletionLengths:
+    if not isinstance(value, list):
+        raise ValueError("lengths in tokens must be a list of whole numbers")
+    return RecentCompletionLengths(value)
+
+
+PARSERS: dict[str, Parse] = {
+    "deadline": _completion_lengths,
+    "losses": lambda value: DeadlineLosses(**value),
+}
+"""How values are parsed, by kind."""
 
 
 class Deadlines:
     """Learn from groups what is needed for deadlines, by policy and group size, and keep it in ``documents``."""
 
     def __init__(self, documents: DocumentStore, rng: np.random.Generator) -> None:
-        self._lengths = StoredValues(documents, "deadline", _completion_lengths)
-        self._losses = StoredValues(documents, "losses", lambda value: DeadlineLosses(**value))
+        self._lengths = StoredValues(documents, "deadline", PARSERS["deadline"])
+        self._losses = StoredValues(documents, "losses", PARSERS["losses"])
         self._rng = rng
 
     @property
@@ -69,9 +82,3 @@ def _overrun(record: GroupRecord, tokens: int) -> float:
     if record.cohort_deadline is None or record.completion_length is None or tokens <= record.completion_length:
         return 0.0
     return tokens * record.stretch / record.cohort_deadline
-
-
-def _completion_lengths(value: Any) -> RecentCompletionLengths:
-    if not (isinstance(value, list) and all(isinstance(tokens, int) for tokens in value)):
-        raise ValueError("lengths in tokens must be a list of whole numbers")
-    return RecentCompletionLengths(value)

@@ -1,12 +1,14 @@
 """Length statistics of the whole data set."""
 
 from dataclasses import asdict
+from typing import Any
 
+from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
 from darts_server.policy.lengths.estimate import LengthEstimate, estimate_lengths
 from darts_server.policy.lengths.profile import LengthProfile, ProfileState
 from darts_server.policy.lengths.stats import DatasetStats, PromptStats
 from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import DocumentStore, StoredValues
+from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
 from darts_server.rollout.learned.prompts import observations
 from darts_server.types import GroupRecord, Outcome
 
@@ -17,6 +19,24 @@ WRITE_DELAY_SECONDS = 0.3
 KEY = "all"
 
 
+def _parse_step(value: Any) -> list[tuple[int, LengthEstimate]]:
+    check_length("groups", value, STEP_GROUPS)
+    for version, mean, std in value:
+        check_count("version", version)
+        check_number("mean", mean, MIN_MEAN)
+        if std is not None:
+            check_number("std", std)
+    return [(version, LengthEstimate(mean, std)) for version, mean, std in value]
+
+
+PARSERS: dict[str, Parse] = {
+    "dataset": lambda value: DatasetStats(**value),
+    "step": _parse_step,
+    "profile": lambda value: ProfileState(**value),
+}
+"""How values are parsed, by kind."""
+
+
 class Dataset:
     """Aggregate lengths over all prompts and keep the result in ``documents``.
 
@@ -24,11 +44,9 @@ class Dataset:
     """
 
     def __init__(self, documents: DocumentStore) -> None:
-        self._stats = StoredValues(documents, "dataset", lambda value: DatasetStats(**value))
-        self._steps = StoredValues(
-            documents, "step", lambda value: [(int(v), LengthEstimate(m, s)) for v, m, s in value]
-        )
-        self._profiles = StoredValues(documents, "profile", lambda value: ProfileState(**value))
+        self._stats = StoredValues(documents, "dataset", PARSERS["dataset"])
+        self._steps = StoredValues(documents, "step", PARSERS["step"])
+        self._profiles = StoredValues(documents, "profile", PARSERS["profile"])
         self._ratios: list[tuple[float, bool]] = []
         self._groups: list[tuple[int, LengthEstimate]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
@@ -65,14 +83,15 @@ class Dataset:
         return self._stats.load(KEY) or DatasetStats()
 
     def _write(self) -> None:
+        ratios, groups = self._ratios, self._groups
+        self._ratios, self._groups = [], []
         profile = LengthProfile(self._profiles.load(KEY))
-        profile.observe(self._ratios)
+        profile.observe(ratios)
         self._profiles.save(KEY, asdict(profile.state))
         step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
-        for version, estimate in self._groups:
+        for version, estimate in groups:
             if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
                 self._stats.save(KEY, asdict(self._load_stats().with_step(group for _, group in step)))
                 step = []
             step.append((version, estimate))
         self._steps.save(KEY, [(version, estimate.mean, estimate.std) for version, estimate in step])
-        self._ratios, self._groups = [], []

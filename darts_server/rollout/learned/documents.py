@@ -3,13 +3,19 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from darts_server.exceptions import StateError
 
 logger = logging.getLogger(__name__)
 
 Scalar = str | int | float | bool | None
+Document = Mapping[str, Scalar]
+T = TypeVar("T")
+Parse = Callable[[Any], Any]
+
+MAX_LOGGED = 100
+"""Documents of a kind that are named in the log as unusable, each once."""
 
 
 class DocumentStore(Protocol):
@@ -17,7 +23,41 @@ class DocumentStore(Protocol):
 
     def get(self, kind: str, key: str) -> dict[str, Scalar] | None: ...
 
-    def put(self, kind: str, key: str, document: Mapping[str, Scalar]) -> None: ...
+    def put(self, kind: str, key: str, document: Document) -> None: ...
+
+
+def parse_document(document: Document, parse: Callable[[Document], T]) -> T:
+    """Parse a document that may hold anything.
+
+    Raises:
+        ValueError: it cannot be used; the message says why.
+    """
+    try:
+        return parse(document)
+    except Exception as error:  # whatever a made-up document leads to: it must not reach a group
+        raise ValueError(str(error) if type(error) is ValueError else repr(error)) from error
+
+
+def parse_value(parse: Parse) -> Callable[[Document], Any]:
+    """Return a function that parses the documents of `StoredValues`."""
+    return lambda document: parse(json.loads(str(document["value"])))
+
+
+class UnusableLog:
+    """Log documents of one kind that cannot be used, each once."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._logged: set[str] = set()
+
+    def add(self, key: str, error: Exception) -> None:
+        if key not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(key)
+            logger.warning("the learned %s %.64s cannot be used, and is learned again: %.200s", self._kind, key, error)
+
+    def remove(self, key: str) -> None:
+        """Record that the document can be used again."""
+        self._logged.discard(key)
 
 
 class StoredValues:
@@ -29,23 +69,21 @@ class StoredValues:
     ``parse``: makes a value from its JSON. It raises if another version of this server wrote something else.
     """
 
-    def __init__(self, documents: DocumentStore, kind: str, parse: Callable[[Any], Any] = lambda value: value) -> None:
+    def __init__(self, documents: DocumentStore, kind: str, parse: Parse = lambda value: value) -> None:
         self._documents = documents
         self._kind = kind
-        self._parse = parse
-        self._unreadable: set[str] = set()
+        self._parse = parse_value(parse)
+        self._unusable = UnusableLog(kind)
 
     def load(self, key: str) -> Any:
         """Return the value, or ``None`` if there is none that can be read."""
         try:
             document = self._documents.get(self._kind, key)
-            value = None if document is None else self._parse(json.loads(str(document["value"])))
-        except (StateError, ValueError, TypeError, KeyError, RecursionError) as error:
-            if key not in self._unreadable:
-                logger.warning("the learned %s cannot be read, and is learned again: %r", self._kind, error)
-            self._unreadable.add(key)
+            value = None if document is None else parse_document(document, self._parse)
+        except (StateError, ValueError) as error:
+            self._unusable.add(key, error)
             return None
-        self._unreadable.discard(key)
+        self._unusable.remove(key)
         return value
 
     def save(self, key: str, value: Any) -> None:

@@ -5,11 +5,14 @@ from dataclasses import asdict
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.latency.model import LatencyModel, LatencyState
 from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import DocumentStore, StoredValues
+from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
 
-KEY = "engine"
+KIND, KEY = "latency", "engine"
 WRITE_DELAY_SECONDS = 2.0
 """A write has some 30 KB, and what a killed process loses is learned again in as many seconds."""
+
+PARSERS: dict[str, Parse] = {KIND: lambda value: LatencyState(**value)}
+"""How values are parsed, by kind."""
 
 
 class Latency:
@@ -20,7 +23,7 @@ class Latency:
 
     def __init__(self, documents: DocumentStore, capacity: int | None = None) -> None:
         self.capacity = capacity
-        self._states = StoredValues(documents, "latency", lambda value: LatencyState(**value))
+        self._states = StoredValues(documents, KIND, PARSERS[KIND])
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
         self._model = LatencyModel(self._states.load(KEY))
 

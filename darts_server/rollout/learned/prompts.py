@@ -8,7 +8,7 @@ from dataclasses import asdict
 from darts_server.exceptions import StateError
 from darts_server.policy.lengths.estimate import Observation
 from darts_server.policy.lengths.stats import PromptStats, make_prompt_key, update_stats
-from darts_server.rollout.learned.documents import DocumentStore
+from darts_server.rollout.learned.documents import Document, DocumentStore, UnusableLog, parse_document
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
 
 logger = logging.getLogger(__name__)
@@ -22,27 +22,30 @@ def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
     return make_prompt_key([*token_ids, *(-1 - byte for text in other_inputs for byte in text.encode())])
 
 
+def parse_stats(document: Document) -> PromptStats:
+    """Parse the statistics of a prompt; raises if they are not such."""
+    return PromptStats(**document)  # type: ignore[arg-type]
+
+
 class Prompts:
     """Keep length statistics by prompt key in ``documents``."""
 
     def __init__(self, documents: DocumentStore) -> None:
         self._documents = documents
         self._has_failed = False
+        self._unusable = UnusableLog(KIND)
 
     def stats(self, key: str) -> PromptStats | None:
-        """Statistics of a prompt; ``None`` for a new one, and for a format that this version does not write.
+        """Statistics of a prompt; ``None`` for a new one, and for statistics that cannot be used.
 
         Raises:
             StateError: the store cannot be read.
         """
         document = self._documents.get(KIND, key)
         try:
-            return None if document is None else PromptStats(**document)  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
-            logger.warning(
-                "statistics of a prompt have a format that this version does not write; the prompt counts as new: %r",
-                error,
-            )
+            return None if document is None else parse_document(document, parse_stats)
+        except ValueError as error:
+            self._unusable.add(key, error)
             return None
 
     def std(self, key: str) -> float | None:

@@ -6,11 +6,14 @@ from functools import reduce
 from operator import add
 
 from darts_server.policy.reward_stats import Moments, RewardStats, TailPattern, restore_stats
-from darts_server.rollout.learned.documents import DocumentStore, StoredValues
+from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
 
 PROMPT_KIND = "prompt_rewards"
 DATASET_KIND = "dataset_rewards"
 KEY = "all"
+
+PARSERS: dict[str, Parse] = {PROMPT_KIND: restore_stats, DATASET_KIND: restore_stats}
+"""How values are parsed, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,8 @@ class Rewards:
     """Keep reward statistics in ``documents``, by prompt key and over all prompts."""
 
     def __init__(self, documents: DocumentStore) -> None:
-        self._prompts = StoredValues(documents, PROMPT_KIND, restore_stats)
-        self._dataset = StoredValues(documents, DATASET_KIND, restore_stats)
+        self._prompts = StoredValues(documents, PROMPT_KIND, PARSERS[PROMPT_KIND])
+        self._dataset = StoredValues(documents, DATASET_KIND, PARSERS[DATASET_KIND])
 
     def of_prompt(self, key: str) -> RewardStats | None:
         """Statistics of a prompt; ``None`` if none of its trajectories has a reward."""

@@ -91,7 +91,7 @@ class DetectionPoint:
         if blob.numbers.get("width") != self._width:
             return None, f"is of hidden states of width {blob.numbers.get('width')}, not {self._width}"
         try:
-            labels = np.frombuffer(blob.data, dtype="<f8").reshape(-1, 3)
+            labels = np.frombuffer(blob.data, dtype="<f8").reshape(-1, 3)[-self._calibration.buffer :]
             return CalibrationState(tuple(map(tuple, labels.tolist())), blob.numbers["steps"]), None
         except (ValueError, KeyError) as error:
             return None, f"cannot be read ({error})"

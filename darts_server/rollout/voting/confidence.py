@@ -20,6 +20,7 @@ from darts_server.types import Sample
 
 logger = logging.getLogger(__name__)
 
+BLOB_KIND = "vote"
 KINDS = (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB)
 CALIBRATION = Calibration(cold_steps=0)
 """Votes are for test time, where the trainer makes no steps."""
@@ -34,7 +35,7 @@ class Confidence:
         self, documents: DocumentStore, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION
     ) -> None:
         self._kept = kept
-        blobs = BlobStore(documents, "vote")
+        blobs = BlobStore(documents, BLOB_KIND)
         self._points: dict[str, DetectionPoint] = {
             kind: DetectionPoint(blobs, kind, calibration, width=0) for kind in KINDS
         }

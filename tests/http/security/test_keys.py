@@ -62,19 +62,44 @@ def test_keys_stay_if_the_file_is_missing_or_empty(
     assert str(file) in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "\n \n", "x" * (MAX_KEY_FILE_BYTES + 1)])
-def test_an_empty_or_too_large_file_is_an_error(file: Path, text: str) -> None:
+def test_comments_are_no_keys(file: Path) -> None:
+    file.write_text("# trainer\none\n  # one more\n#two\nthr#ee\n")
+    keys = Keys([], file)
+    assert valid(keys) == {"one"}
+    assert [key for key in ("# trainer", "# one more", "#two", "thr#ee") if keys.find(key.encode())] == ["thr#ee"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must have keys, one per line"),
+        ("\n \n# none\n", "must have keys, one per line"),
+        ("x" * (MAX_KEY_FILE_BYTES + 1), "has more than 1048576 bytes"),
+    ],
+)
+def test_an_empty_or_too_large_file_is_an_error(file: Path, text: str, message: str) -> None:
     file.write_text(text)
-    with pytest.raises(InvalidSetting, match="must have keys, one per line"):
+    with pytest.raises(InvalidSetting, match=message):
         Keys([], file)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_the_file_is_refused_at_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = Keys([], file)
+    file.unlink()
+    os.mkfifo(file)
+    keys.reload()
+    assert valid(keys) == {"one", "two", "schlüssel"}
+    assert "is not a regular file" in caplog.text
+
+
+def test_the_file_may_be_a_link(file: Path) -> None:
+    """Kubernetes mounts secrets as links."""
+    file.rename(file.with_name("data"))
+    file.symlink_to("data")
+    assert valid(Keys([], file)) == {"one", "two", "schlüssel"}
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="nowhere cannot be read: No such file"):
         Keys([], tmp_path / "nowhere")
-
-
-def test_a_pipe_is_no_key_file_and_does_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "keys")
-    with pytest.raises(InvalidSetting, match="must be a regular file"):
-        Keys(file=tmp_path / "keys")

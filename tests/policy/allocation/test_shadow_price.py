@@ -111,7 +111,7 @@ def test_a_target_outside_the_bounds_is_refused(target: float) -> None:
 
 
 def test_a_state_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="debt must be finite"):
+    with pytest.raises(ValueError, match="debt must be a number in"):
         ShadowPriceState(debt=math.nan)
-    with pytest.raises(ValueError, match=r"carry must be in \[-0.5, 0.5\)"):
+    with pytest.raises(ValueError, match="carry must be a number in"):
         ShadowPriceState(carry=0.5)

@@ -166,9 +166,9 @@ def test_an_empty_state_has_no_curve() -> None:
         (((1,),), ((0.1,),), (), "equally many"),
         (((),), ((),), (0,), "batches must be at least one, and of one bin"),
         (((1, 9),), ((0.1, 0.2),), (0,), "batches must be at least one, and of one bin"),
-        (((0,),), ((0.1,),), (0,), "batch must be finite and at least 1"),
-        (((1,),), ((-0.1,),), (0,), "seconds must be finite and above 0"),
-        (((1,),), ((0.1,),), (-1,), "ages must be at least 0"),
+        (((0,),), ((0.1,),), (0,), "batches must be a whole number in"),
+        (((1,),), ((-0.1,),), (0,), "seconds must be a number in"),
+        (((1,),), ((0.1,),), (-1,), "ages must be a whole number in"),
         (((8,), (9,)), ((0.1,), (0.1,)), (0, 0), "one entry for each bin"),
     ],
 )

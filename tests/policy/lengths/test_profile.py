@@ -229,9 +229,9 @@ def test_zero_quantiles_are_refused(n: int) -> None:
 @pytest.mark.parametrize("count", [-1.0, math.nan, math.inf])
 def test_a_state_out_of_range_is_refused(count: float) -> None:
     bins = len(EDGES) - 1
-    with pytest.raises(ValueError, match="finished must be finite and at least 0"):
+    with pytest.raises(ValueError, match="finished must be a number in"):
         ProfileState(finished=(count,) * bins)
-    with pytest.raises(ValueError, match="censored must be finite and at least 0"):
+    with pytest.raises(ValueError, match="censored must be a number in"):
         ProfileState(censored=(0.0,) * (bins - 1) + (count,))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.rollout.learned.blobs import PART_BYTES, Blob, BlobStore
+from darts_server.rollout.learned.blobs import MAX_PARTS, PART_BYTES, Blob, BlobStore
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.store import Store
 from tests.rollout.helpers import Documents
@@ -79,7 +79,48 @@ def test_an_incomplete_or_unknown_blob_is_treated_as_missing(caplog: pytest.LogC
     assert "is incomplete" in caplog.text
     store.kept["test", "a"] = {"version": 7}
     assert blobs.load("a") is None
-    assert "cannot be read" in caplog.text
+    assert caplog.text.count("cannot be used") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"parts": 10**9},
+        {"parts": -1},
+        {"parts": 1.0},
+        {"side": 2},
+        {"digest": None},
+        {"steps": 10**400},
+        {"steps": "x"},
+    ],
+)
+@pytest.mark.timeout(20)
+def test_a_manifest_that_was_made_up_is_treated_as_missing_and_replaced(wrong: dict[str, Scalar]) -> None:
+    store = Documents()
+    blobs = BlobStore(store, "test")
+    blobs.save("a", b"x", {"steps": 1})
+    store.kept["test", "a"] |= wrong
+    assert blobs.load("a") is None
+    assert blobs.digest("a") is None
+    blobs.save("a", b"y", {"steps": 2})
+    assert blobs.load("a") == Blob(b"y", {"steps": 2})
+
+
+def test_only_the_parts_that_are_stored_are_read() -> None:
+    class Counting(Documents):
+        reads = 0
+
+        def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
+            self.reads += 1
+            return super().get(kind, key)
+
+    store = Counting()
+    blobs = BlobStore(store, "test")
+    blobs.save("a", b"x", {})
+    store.kept["test", "a"]["parts"] = MAX_PARTS
+    assert blobs.load("a") == Blob(b"x", {})
+    blobs.save("a", b"y", {})
+    assert store.reads < 10
 
 
 def test_the_parts_of_the_previous_blob_are_emptied() -> None:

@@ -77,7 +77,7 @@ def test_an_invalid_value_is_treated_as_missing(document: dict[str, Scalar], cap
     values = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
     assert values.load("a") is None
     assert values.load("a") is None
-    assert caplog.text.count("the learned price cannot be read, and is learned again") == 1
+    assert caplog.text.count("the learned price a cannot be used, and is learned again") == 1
     values.save("a", {"recent": [1.5]})
     assert values.load("a") == ShadowPriceState((1.5,))
 
