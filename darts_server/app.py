@@ -15,7 +15,7 @@ from darts_server.doctor.serving import check_address, check_local, check_vllm
 from darts_server.event_log import EventLog
 from darts_server.exceptions import InvalidSetting
 from darts_server.http import errors, page
-from darts_server.http.body import BodyLimits
+from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys, check_listening
@@ -212,6 +212,7 @@ def extend(
 ) -> None:
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
+    fail_fast(application)
     application.add_middleware(GroupIdHeader)
     statistics = rooms.rollouts.statistics
     monitored = MonitorSources(

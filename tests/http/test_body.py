@@ -5,11 +5,12 @@ from typing import Any
 
 import anyio
 import pytest
-from fastapi import Request
-from pydantic import ValidationError
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, ValidationError
 
 from darts_server.exceptions import InvalidRequest, TooLarge
-from darts_server.http.body import INLINE_BYTES, MAX_JSON_PARTS, Body, parse_body, parsed, read_body
+from darts_server.http.body import INLINE_BYTES, MAX_JSON_PARTS, Body, fail_fast, parse_body, parsed, read_body
 from darts_server.http.resources.rewards import RewardsIn
 from darts_server.http.resources.rollouts_models import RolloutsIn
 from darts_server.http.resources.vote_models import VoteIn
@@ -108,6 +109,33 @@ def test_validation_ends_at_the_first_error(model: type[Body], body: dict[str, A
         parsed(model, raw)
     assert refused.value.field == field
     assert refused.value.__cause__ is None
+
+
+class Inner(BaseModel):
+    ids: list[int]
+
+
+class Outer(BaseModel):
+    prompt: list[int] | list[list[int]] | str = []
+    inner: Inner | None = None
+
+
+def test_all_routes_of_an_app_end_validation_at_the_first_error() -> None:
+    application, api = FastAPI(), APIRouter()
+
+    @api.post("/")
+    async def route(body: Outer) -> Outer:
+        return body
+
+    application.include_router(api)
+    fail_fast(application)
+    client = TestClient(application)
+    for body, most in (({"prompt": [1.5] * 1000}, 3), ({"inner": {"ids": ["x"] * 1000}}, 1)):
+        answer = client.post("/", json=body)
+        assert answer.status_code == 422
+        assert 1 <= len(answer.json()["detail"]) <= most
+    good = {"prompt": [[1], [2]], "inner": {"ids": [3]}}
+    assert client.post("/", json=good).json() == good
 
 
 def test_an_unknown_field_is_named() -> None:
