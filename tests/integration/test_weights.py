@@ -1,9 +1,10 @@
 """Weight updates of a real engine by each transport, against the same weights in transformers."""
 
 import asyncio
+import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,27 @@ def test_invalid_sets_are_rejected_and_change_nothing(server: Server, root: Path
     assert status(server)["version"] == version
     assert status(server)["state"] == "serving"
     assert server.metric("darts_weight_updates_total", outcome="refused") >= 9
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to(path.parents[2] / "outside.safetensors")
+
+
+@pytest.mark.parametrize("make", [make_link, os.mkfifo])
+@pytest.mark.parametrize("file", ["shard.bin", "shard.safetensors"])
+def test_links_and_pipes_under_the_root_are_refused_at_once(
+    server: Server, root: Path, make: Callable[[Path], None], file: str
+) -> None:
+    """Also where an index names them. A pipe that is opened for reading would stop the whole server for good."""
+    save_file(perturbed(1), root.parent / "outside.safetensors")
+    folder = root / f"{make.__name__}-{file}"
+    folder.mkdir()
+    make(folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(ORIGINAL, file)}))
+    for path in (folder.name, f"{folder.name}/{file}"):
+        refused = post(server, path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "path"), refused.text
+        assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
 
 
 @pytest.mark.anyio

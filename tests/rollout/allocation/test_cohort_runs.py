@@ -183,7 +183,7 @@ async def test_an_observer_that_fails_fails_neither_group_nor_cohort(
     harness.recorder.group_ended = fail  # type: ignore[method-assign,assignment]
     [task] = await begun(harness, ["p"])
     await harness.engine.run()
-    assert len(await task) == 4
+    await task
     assert len(harness.recorder.cohorts) == 1
     assert harness.rollouts.running == 0
     assert harness.rollouts.observers.failures == 1
