@@ -34,7 +34,7 @@ def served_meanwhile(server: Server) -> Iterator[None]:
 
     def poll() -> None:
         with httpx.Client() as client:
-            while not is_over.is_set():
+            while not delays or not is_over.is_set():
                 began = time.monotonic()
                 client.get(f"{server.url}/health", timeout=60).raise_for_status()
                 delays.append(time.monotonic() - began)
