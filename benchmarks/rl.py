@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.rl_methods import BASE, PRUNING, SETTINGS, STARTS, caps, every_name, methods
 from benchmarks.rl_picture import picture
@@ -135,6 +136,7 @@ def run(plan: Plan, out: Path) -> None:
     if not any(left.values()):
         return
     torch.set_num_threads(1)  # the server needs the other core
+    disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]  # of loading models
     with ExitStack() as stack:
         urls = start_servers(stack, plan.policies, out)
         clients = {url: stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS)) for url in urls.values()}

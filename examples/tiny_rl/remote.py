@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
-from darts_client import Client, Group, Trajectory
+from darts_client import Client, Discard, Event, Group, GroupEvent, Trajectory, TrajectoryEvent
+from darts_client import Rollouts as RolloutStream
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 from examples.tiny_rl.method import Method
 
@@ -24,14 +26,32 @@ def rollouts(
     client: Client, method: Method, prompts: Sequence[list[int]], group_size: int, num_groups: int
 ) -> Rollouts:
     """Start a group for each prompt (token ids), as one batch; return the first ``num_groups`` that are complete."""
-    batch = client.rollouts(
-        prompts, group_size=group_size, max_tokens=method.max_tokens, policy=method.policy, num_groups=num_groups
-    )
-    groups = sorted(batch, key=lambda group: group.number)
+    request: dict[str, Any] = {"group_size": group_size, "max_tokens": method.max_tokens, "policy": method.policy}
+    batch: RolloutStream[Group] | RolloutStream[Event]
+    if num_groups == len(prompts):
+        batch = client.rollouts(prompts, **request)
+        groups, stopped = list(batch), 0
+    else:
+        # `usage` leaves out the groups that were stopped. The events of a token stream say how far these were.
+        batch = client.stream_tokens(prompts, num_groups=num_groups, chunk_tokens=method.max_tokens, **request)
+        groups, stopped = with_stopped(list(batch))
     if batch.failed:
         raise RuntimeError(f"{len(batch.failed)} of {len(prompts)} groups failed; the first: {batch.failed[0].error}")
     assert batch.usage is not None, "a finished batch has its usage"
-    return Rollouts(groups, batch.usage.generated)
+    return Rollouts(sorted(groups, key=lambda group: group.number), batch.usage.generated + stopped)
+
+
+def with_stopped(events: Sequence[Event]) -> tuple[list[Group], int]:
+    """Return the groups of a token stream, and the tokens of all candidates in other groups."""
+    groups = [event.group for event in events if isinstance(event, GroupEvent)]
+    returned, stopped = {group.number for group in groups}, 0
+    for event in events:
+        match event:
+            case Discard() if event.number not in returned:
+                stopped += event.length
+            case TrajectoryEvent() if event.number not in returned:
+                stopped += len(event.token_ids)
+    return groups, stopped
 
 
 def samples(client: Client, prompts: Sequence[str], count: int, seed: int) -> list[tuple[Trajectory, ...]]:

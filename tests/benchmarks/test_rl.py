@@ -1,9 +1,11 @@
 """The tables and logs of the comparison, from made-up runs."""
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from benchmarks import rl
 from benchmarks.rl_methods import STARTS, caps, methods
@@ -186,3 +188,32 @@ def test_the_question_is_answered_by_policies_that_hold_from_every_start() -> No
     assert "beyond 2 standard errors: cap." in text
     assert "beyond 2 standard errors: none." in question({"deep": start(good), "mixed": start(OFF)}, both)
     assert "No fixed cap was run" in question({"deep": {"off": {0: OFF}}}, CAPS)
+
+
+class FakeRun:
+    """Records its turns in a list that it shares with other runs."""
+
+    def __init__(self, name: str, turns: int, order: list[str]) -> None:
+        self.name, self.turns, self.order = name, turns, order
+
+    def step(self) -> None:
+        self.order.append(f"{self.name}{self.turns}")
+        self.turns += 1
+
+
+def test_runs_take_turns_and_those_that_are_behind_catch_up_first() -> None:
+    order: list[str] = []
+    runs = [FakeRun("a", 2, order), FakeRun("b", 0, order), FakeRun("c", 2, order)]
+    with tqdm(disable=True) as bar:
+        rl.train_in_turns(cast(list[rl.Run], runs), 3, bar)
+    assert order == ["b0", "b1", "c2", "a2", "b2", "a3", "b3", "c3"]
+
+
+def test_what_is_saved_counts_as_done(tmp_path: Path) -> None:
+    plan = rl.arguments(["--steps", "6", "--policies", "off", "uniform", "darts"]).plan
+    for policy in ("off", "uniform"):
+        log = rl.log_path(tmp_path, "deep", policy, 0)
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("\n".join(entry.line() for entry in OFF[:4]))
+    rl.log_path(tmp_path, "deep", "off", 0).with_suffix(".pt").touch()
+    assert rl.turns_left(plan, "deep", 0, tmp_path) == 3 + 7 + 7, "a log without a saved run cannot be continued"

@@ -1,6 +1,7 @@
 """The parts of the training loop without a server: rewards, batches, log and picture."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -9,13 +10,13 @@ from typing import Literal
 import pytest
 import torch
 
-from darts_client import Group, Trajectory
+from darts_client import Discard, Event, Group, GroupEvent, Trajectory, TrajectoryEvent
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import MODEL
 from examples.tiny_rl import train
 from examples.tiny_rl.grpo import Learner, Trained, Update, log_probs
 from examples.tiny_rl.method import Method
-from examples.tiny_rl.remote import Rollouts
+from examples.tiny_rl.remote import Rollouts, with_stopped
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training, read_log
 from examples.tiny_rl.train_picture import picture
 
@@ -165,3 +166,18 @@ def test_invalid_options_are_rejected(argv: Sequence[str], capsys: pytest.Captur
     with pytest.raises(SystemExit, match="2"):
         train.arguments(argv)
     assert argv[0] in capsys.readouterr().err
+
+
+def test_tokens_of_groups_that_were_stopped_are_counted() -> None:
+    def finished(number: int, length: int) -> TrajectoryEvent:
+        return TrajectoryEvent(f"g{number}", number, (5,) * length, None, "", "stop", False)
+
+    returned = replace(group(answer(RIGHT)), number=1)
+    events: list[Event] = [
+        finished(0, 40),
+        finished(1, 3),
+        GroupEvent(returned),
+        Discard(trajectory_id="g1:1", number=1, length=9, reason="long"),
+        Discard(trajectory_id="g0:1", number=0, length=60, reason="unfinished"),
+    ]
+    assert with_stopped(events) == ([returned], 100)

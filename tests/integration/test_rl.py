@@ -45,6 +45,8 @@ def test_an_interrupted_run_continues_after_its_last_whole_step(client: Client, 
     progress = torch.load(log.with_suffix(".pt"))["progress"]
     assert (saved["progress"]["step"], saved["progress"]["drawn"]) == (2, 6 + 4)
     assert (progress["step"], progress["drawn"], len(progress["carried"])) == (3, 6 + 4 + 4, 2)
+    trained = [entry.training for entry in read_log(log) if entry.training is not None]
+    assert all(step.generated > step.trained for step in trained), "stopped groups count"
     with pytest.raises(RuntimeError, match="other settings"):
         Run(client, Method("uniform"), RECIPE, 0, MODEL, log)
 
