@@ -1,12 +1,15 @@
 """vLLM's control routes, through which trainers pause the engine and write its weights."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.serving.gate import Gate
+from darts_server.vllm.control_routes import abort_route, note_own_errors
 from darts_server.vllm.lora import VllmLoras
+from darts_server.weights.coordinator import KV_CACHE
 from darts_server.weights.updates import Updates
 
 
@@ -21,8 +24,6 @@ class ControlledLLM(AsyncLLM):
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0
-    asleep: bool = False
-    """Whether `sleep` was called, and `wake_up` not yet."""
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
         """As vLLM's, with the LoRA adapter that is served now under the request's name.
@@ -54,22 +55,70 @@ class ControlledLLM(AsyncLLM):
         """
         mode = "wait" if wait_for_inflight_requests else mode
         pause = partial(super().pause_generation, mode=mode, clear_cache=clear_cache)
-        await (pause() if self.updates is None else self.updates.coordinator.pause_by_trainer(mode, pause))
+        with note_own_errors():
+            await (pause() if self.updates is None else self.updates.coordinator.pause_by_trainer(mode, pause))
 
     async def resume_generation(self) -> None:
-        """As vLLM's; during an update the engine resumes when that has ended."""
+        """As vLLM's; during an update the engine resumes when that has ended.
+
+        Raises:
+            Conflict: the engine is asleep.
+        """
         resume = super().resume_generation
-        await (resume() if self.updates is None else self.updates.coordinator.resume_by_trainer(resume))
+        with note_own_errors():
+            await (resume() if self.updates is None else self.updates.coordinator.resume_by_trainer(resume))
 
-    async def sleep(self, *args: Any, **more: Any) -> None:
-        """As vLLM's."""
-        await super().sleep(*args, **more)
-        self.asleep = True
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """As vLLM's; all groups fail where ``/abort_requests`` aborts everything.
 
-    async def wake_up(self, *args: Any, **more: Any) -> None:
-        """As vLLM's."""
-        await super().wake_up(*args, **more)
-        self.asleep = False
+        Raises:
+            UpdateRunning, WeightsLost: of that route.
+        """
+        abort = partial(super().abort, request_id, internal=internal)
+        with note_own_errors(), abort_route() as is_route:
+            if not is_route or self.updates is None:
+                await abort()
+            else:  # the route names internal ids if its caller named none
+                await self.updates.coordinator.abort_by_trainer(abort, everything=internal)
+
+    async def check_health(self) -> None:
+        """As vLLM's.
+
+        Raises:
+            WeightsLost, EngineDead: nothing is served any more.
+        """
+        self.gate.check()
+        await super().check_health()
+
+    async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
+        """As vLLM's, but whole groups are waited for or aborted, and new requests wait until the engine is awake.
+
+        Raises:
+            UpdateRunning, UpdateFailed, WeightsLost
+        """
+        sleep = partial(super().sleep, level, mode)
+        if self.updates is None:
+            await sleep()
+        else:
+            await self.updates.coordinator.sleep_by_trainer(mode, sleep, frees_memory=level > 0)
+
+    async def release_kv_cache_memory(self) -> None:
+        """As vLLM's.
+
+        Raises:
+            UpdateRunning, WeightsLost
+        """
+        free = super().release_kv_cache_memory
+        await (free() if self.updates is None else self.updates.coordinator.free_by_trainer(KV_CACHE, free))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """As vLLM's.
+
+        Raises:
+            UpdateRunning, WeightsLost
+        """
+        wake_up = partial(super().wake_up, tags)
+        await (wake_up() if self.updates is None else self.updates.coordinator.wake_up_by_trainer(wake_up, tags))
 
     async def start_weight_update(self) -> None:
         """As vLLM's, but the engine is paused by the server's rule, unless the trainer has paused it.

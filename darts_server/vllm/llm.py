@@ -50,8 +50,8 @@ class ShapingLLM(ControlledLLM):
 
     @property
     def should_respond(self) -> bool:
-        """Whether the engine should send something: it has requests, and is neither paused nor asleep."""
-        return bool(self.output_processor.request_states) and not (self.gate.closed or self.asleep)
+        """Whether the engine should send something: it has requests, and was neither paused nor put to sleep."""
+        return bool(self.output_processor.request_states) and not self.gate.closed
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
@@ -174,10 +174,10 @@ class ShapingLLM(ControlledLLM):
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort as vLLM does; a request that runs as a group is aborted as a whole."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await super().abort(ids, internal=internal)
         if not internal and self.rollouts is not None:
             for group_id in ids:
                 self.rollouts.abort(group_id)
-        await super().abort(ids, internal=internal)
 
     def fail(self, error: DartsError) -> None:
         """End everything that runs and refuse everything that arrives; all callers get this error."""

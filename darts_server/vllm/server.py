@@ -15,6 +15,7 @@ from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.vllm import control_routes
 from darts_server.vllm.compat import version_warning, vllm_version
 from darts_server.vllm.compat.entrypoints import (
     build_app,
@@ -102,6 +103,7 @@ async def make_app(llm: ShapingLLM, args: Namespace, read_options: ReadOptions) 
     names: list[str] = args.served_model_name
     raw_names = set(names[len(names) // 2 :])
     attach(application.state, read_options, raw_names)
+    control_routes.attach(application)
     if llm.loras is not None:
         llm.loras.attach(application.state.openai_serving_models, raw_names)
     application.middleware_stack = None  # vLLM has built it; it is built again with the middleware that is added

@@ -1,9 +1,9 @@
 """Coordinates weight updates: one at a time, with the engine paused and running groups treated by a rule."""
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
+from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.observers import Observers
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome, UpdateRecord
@@ -18,6 +18,12 @@ VLLM_ROUTES = "vllm"
 """Source of an update that is made through vLLM's own routes."""
 UPDATE, TRAINER = "update", "trainer"
 """Names under which the gate is closed."""
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+MEMORY = (WEIGHTS, KV_CACHE)
+"""vLLM's names of what leaves the device's memory while the engine sleeps."""
+SCHEDULING = "scheduling"
+"""vLLM's name of what alone stops where nothing leaves it."""
+WAKE_UP = "POST /wake_up first"
 
 
 class Coordinator:
@@ -50,6 +56,7 @@ class Coordinator:
         self._source: str | None = None
         self._paused_by_update = False
         self._trainer_resumes = 0
+        self._asleep: set[str] = set()
 
     @property
     def state(self) -> State:
@@ -72,14 +79,15 @@ class Coordinator:
 
         Raises:
             InvalidRequest: the version is served already.
+            Conflict: the weights are not in memory.
             UpdateRunning, WeightsLost
         """
         if version == self.version:
             raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
-        if self.state is State.LOST:
-            raise WeightsLost(self.last_error or "")
+        self._check_not_lost()
         if self._source is not None:
             raise self._update_running()
+        self._check_weights_awake()
         self._source = update.source
         self._machine.begin(self.version + 1 if version is None else version)
 
@@ -92,12 +100,14 @@ class Coordinator:
         """Announce the update, apply its rule to running groups and pause the engine. A failure ends the update.
 
         Raises:
+            Conflict: the engine was put to sleep meanwhile.
             UpdateFailed, WeightsLost
         """
         self._machine.apply(Transition.ANNOUNCE)
         self._observers.notify(lambda observer: observer.update_announced(self.target))
         self._gate.close(UPDATE)
         try:
+            self._check_weights_awake()
             await self._apply_rule(update)
             self._paused_by_update = True  # before it is paused: a pause that fails half-way must be resumed too
             if update.rule is not None:
@@ -175,14 +185,90 @@ class Coordinator:
                 self._gate.open(TRAINER)
 
     async def resume_by_trainer(self, resume: Callable[[], Awaitable[None]]) -> None:
-        """Resume the engine by ``resume``; during an update the engine resumes when that has ended."""
+        """Resume the engine by ``resume``; during an update the engine resumes when that has ended.
+
+        Raises:
+            Conflict: it is asleep.
+        """
+        if self._asleep:
+            raise Conflict("engine", f"is asleep ({', '.join(sorted(self._asleep))}); {WAKE_UP}")
         if not self._paused_by_update:
             await resume()
         self._trainer_resumes += 1
         self.paused_by_trainer = False
         self._gate.open(TRAINER)
 
+    async def abort_by_trainer(self, abort: Callable[[], Awaitable[None]], *, everything: bool) -> None:
+        """Abort requests by ``abort``. ``everything``: groups fail as wholes, with an error for their callers.
+
+        Raises:
+            UpdateRunning: an update has paused the engine.
+            WeightsLost
+        """
+        self._check_not_lost()
+        if self._paused_by_update and not self.paused_by_trainer:
+            raise self._update_running()
+        if everything and self._groups is not None:
+            self._groups.abort_all("all requests were aborted while its group was running; send it again")
+        await abort()
+
+    # --- sleep, through vLLM's routes ---------------------------------------
+
+    async def sleep_by_trainer(self, mode: str, sleep: Callable[[], Awaitable[None]], *, frees_memory: bool) -> None:
+        """Put the engine to sleep by ``sleep``, as `pause_by_trainer` pauses it, until `wake_up_by_trainer`.
+
+        ``frees_memory``: whether weights and KV cache leave the device's memory.
+
+        Raises:
+            UpdateRunning, UpdateFailed, WeightsLost
+        """
+        self._check_no_update()
+        await self.pause_by_trainer(mode, sleep)
+        if frees_memory:
+            self._asleep = set(MEMORY)
+
+    async def free_by_trainer(self, part: str, free: Callable[[], Awaitable[None]]) -> None:
+        """Free one part of `MEMORY` by ``free`` while the engine is paused.
+
+        Raises:
+            UpdateRunning, WeightsLost
+        """
+        self._check_no_update()
+        await free()
+        self._asleep.add(part)
+
+    async def wake_up_by_trainer(
+        self, wake_up: Callable[[], Awaitable[None]], parts: Collection[str] | None = None
+    ) -> None:
+        """Wake up these parts of `MEMORY` by ``wake_up``; ``None`` for all. With the last one the engine resumes.
+
+        Raises:
+            UpdateRunning, WeightsLost
+        """
+        self._check_no_update()
+        await wake_up()
+        woken = set(MEMORY) if parts is None else set(parts) - {SCHEDULING}
+        if parts is None or woken <= self._asleep:  # vLLM does nothing if one of them is not asleep
+            self._asleep -= woken
+        if not self._asleep:
+            self._trainer_resumes += 1
+            self.paused_by_trainer = False
+            self._gate.open(TRAINER)
+
     # --- helpers ------------------------------------------------------------
+
+    def _check_not_lost(self) -> None:
+        if self.state is State.LOST:
+            raise WeightsLost(self.last_error or "")
+
+    def _check_no_update(self) -> None:
+        self._check_not_lost()
+        if self.state not in (State.SERVING, State.STAGING):
+            raise self._update_running()
+
+    def _check_weights_awake(self) -> None:
+        if WEIGHTS in self._asleep:
+            raise Conflict("engine", f"is asleep, and its weights are not in memory; {WAKE_UP}")
 
     def _update_running(self) -> UpdateRunning:
         remedy = "POST /finish_weight_update ends it" if self._source == VLLM_ROUTES else f"it is {self.state}"

@@ -216,6 +216,44 @@ async def test_a_pause_with_abort_fails_groups(server: Server, trainer: Trainer)
         assert versions(await again[0]) == {version + 1}
 
 
+def check_refused(answer: httpx.Response, words: str) -> None:
+    assert answer.status_code == 409, answer.text
+    assert answer.json()["error"]["type"] == "ConflictError"
+    assert words in answer.json()["error"]["message"]
+
+
+def test_calls_that_contradict_an_update_are_refused(server: Server, trainer: Trainer) -> None:
+    version = status(server)["version"]
+    trainer.start()
+    for route in ("/pause?mode=wait", "/abort_requests", "/sleep", "/wake_up"):
+        check_refused(trainer.post(route), "an update by vllm is in progress; POST /finish_weight_update ends it")
+    trainer.write(9)
+    trainer.finish()
+    assert status(server)["version"] == version + 1
+    assert len(sample(server)) == 4
+
+
+async def test_aborting_all_requests_fails_groups_as_wholes(server: Server, trainer: Trainer) -> None:
+    answers: list[httpx.Response] = []
+    answer = await run_during_group(server, lambda: answers.append(trainer.post("/abort_requests")))
+    assert (answers[0].status_code, answers[0].json()["status"]) == (200, "aborted")
+    assert answer.status_code == 503
+    assert "all requests were aborted" in answer.json()["error"]["message"]
+    assert len(sample(server)) == 4
+
+
+async def test_an_engine_that_sleeps_holds_requests_and_takes_no_weights(server: Server, trainer: Trainer) -> None:
+    version = status(server)["version"]
+    async with httpx.AsyncClient(timeout=60) as client:
+        assert trainer.post("/sleep?level=1&mode=abort").status_code == 200
+        group = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP))
+        for refused in (trainer.post("/start_weight_update"), trainer.post("/resume"), put(server, perturbed(1))):
+            check_refused(refused, "POST /wake_up first")
+        assert not group.done()
+        assert trainer.post("/wake_up").status_code == 200
+        assert versions(await group) == {version}
+
+
 def test_broken_weights_are_reported_when_no_file_has_the_old_ones(server: Server, trainer: Trainer) -> None:
     version = status(server)["version"]
     trainer.start()

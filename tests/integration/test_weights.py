@@ -361,3 +361,32 @@ async def test_weights_are_pulled_from_allowed_hosts_only(server: Server, traine
     assert check_served(server, answer, perturbed(12))["source"] == "http"
     assert other_host.status_code == 400
     assert f"only from 127.0.0.1:{trainers_port}" in other_host.json()["error"]["message"]
+
+
+@pytest.mark.anyio
+async def test_after_lost_weights_health_says_so(server: Server, root: Path) -> None:
+    """Must be the last test. New weights change while a group is waited for, and the old ones are gone."""
+    old, new = root / "old.safetensors", root / "new.safetensors"
+    for path, seed in ((old, 1), (new, 2)):
+        save_file(perturbed(seed), path)
+    assert post(server, old.name).status_code == 200
+    old.unlink()
+    body = {"prompts": [{"text": PROMPT}], "group_size": 4, "sampling": {"max_tokens": 300, "ignore_eos": True}}
+    before = server.metric("darts_candidates_started_total")
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        group = asyncio.create_task(client.post("/darts/v1/rollouts", json=body))
+        await asyncio.to_thread(waiting.wait_started, server, before + 1)
+        update = asyncio.create_task(client.post("/darts/v1/weights", json={"path": new.name}))
+        while status(server)["state"] != "announced":
+            await asyncio.sleep(0.01)
+        save_file(perturbed(3), new)
+        assert (await group).status_code == 200
+        lost = await update
+        assert lost.status_code == 503
+        assert "has changed since it was checked" in lost.json()["error"]["message"]
+        for route in ("/health", "/ping"):
+            answer = await client.get(route)
+            assert answer.status_code == 503, route
+            assert "restoring the old weights failed too" in answer.json()["error"]["message"]
+        assert (await client.post("/darts/v1/rollouts", json=body)).status_code == 503
+        assert status(server)["state"] == "lost"

@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors.numpy import save
 
 from darts_server.serving.gate import Gate
+from darts_server.weights.coordinator import KV_CACHE
 from darts_server.weights.rules import UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State
@@ -83,6 +84,26 @@ class Trainer:
     async def pause(self, mode: str) -> None:
         await self._harness.updates.coordinator.pause_by_trainer(
             mode, lambda: self._harness.model.step(f"trainer's pause {mode}")
+        )
+
+    async def sleep(self, mode: str = "abort", *, frees_memory: bool = True) -> None:
+        await self._harness.updates.coordinator.sleep_by_trainer(
+            mode, lambda: self._harness.model.step("sleep"), frees_memory=frees_memory
+        )
+
+    async def wake_up(self, *parts: str) -> None:
+        await self._harness.updates.coordinator.wake_up_by_trainer(
+            lambda: self._harness.model.step("wake up"), parts or None
+        )
+
+    async def free_cache(self) -> None:
+        await self._harness.updates.coordinator.free_by_trainer(
+            KV_CACHE, lambda: self._harness.model.step("free cache")
+        )
+
+    async def abort(self, *, everything: bool = True) -> None:
+        await self._harness.updates.coordinator.abort_by_trainer(
+            lambda: self._harness.model.step("abort"), everything=everything
         )
 
     async def resume(self) -> None:

@@ -1,0 +1,135 @@
+"""Sleep, wake-up and aborts through vLLM's own routes."""
+
+import asyncio
+
+import pytest
+
+from darts_server.exceptions import Conflict, UpdateFailed, UpdateRunning, WeightsLost
+from darts_server.weights.rules import Rule
+from darts_server.weights.states import State
+from darts_server.weights.updates import UpdateOptions
+from tests.weights.harness import Harness, enter, until
+
+pytestmark = pytest.mark.anyio
+
+
+async def is_open(harness: Harness) -> bool:
+    entering = asyncio.create_task(enter(harness.gate))
+    await asyncio.sleep(0.01)
+    entering.cancel()
+    return entering.done()
+
+
+async def test_new_requests_wait_until_all_of_the_engine_is_awake(harness: Harness) -> None:
+    await harness.trainer.sleep("keep")
+    assert not await is_open(harness)
+    await harness.trainer.wake_up("weights")
+    await harness.trainer.wake_up("unknown", "kv_cache")  # does nothing in vLLM
+    assert not await is_open(harness)
+    await harness.trainer.wake_up("kv_cache")
+    assert await is_open(harness)
+    await harness.trainer.sleep(frees_memory=False)
+    assert not await is_open(harness)
+    await harness.trainer.wake_up("scheduling")
+    harness.check_serves(0, all=0)
+
+
+async def test_groups_are_waited_for_or_aborted_as_by_a_pause(harness: Harness) -> None:
+    await harness.trainer.sleep("abort")
+    (why,) = harness.groups.aborted
+    assert "mode=abort" in why
+    await harness.trainer.wake_up()
+    harness.gate.let_in()
+    sleep = asyncio.create_task(harness.trainer.sleep("wait"))
+    await asyncio.sleep(0.01)
+    assert harness.model.calls == ["sleep", "wake up"]
+    harness.gate.leave()
+    await sleep
+    assert harness.model.calls == ["sleep", "wake up", "sleep"]
+
+
+async def test_an_update_needs_the_weights_in_memory_and_leaves_the_rest_asleep(harness: Harness) -> None:
+    await harness.trainer.sleep()
+    for update in (harness.push(5), harness.trainer.start()):
+        with pytest.raises(Conflict, match="POST /wake_up first"):
+            await update
+    await harness.trainer.wake_up("weights")
+    await harness.push(5)
+    await harness.trainer.update()
+    assert "resume" not in harness.model.calls
+    with pytest.raises(Conflict, match=r"is asleep \(kv_cache\)"):
+        await harness.trainer.resume()
+    await harness.trainer.wake_up("kv_cache")
+    assert await is_open(harness)
+    assert harness.updates.version == 2
+
+
+async def test_the_cache_alone_can_be_freed_while_the_engine_is_paused(harness: Harness) -> None:
+    await harness.trainer.pause("keep")
+    await harness.trainer.free_cache()
+    with pytest.raises(Conflict, match="POST /wake_up first"):
+        await harness.trainer.resume()
+    await harness.push(5)
+    await harness.trainer.wake_up()
+    assert await is_open(harness)
+    assert harness.updates.version == 1
+
+
+async def test_a_sleep_that_begins_while_weights_arrive_fails_their_update(harness: Harness) -> None:
+    asleep: list[asyncio.Task[None]] = []
+
+    def put_to_sleep() -> None:
+        if not asleep:
+            asleep.append(asyncio.create_task(harness.trainer.sleep()))
+
+    harness.model.during["checkpoint_tensors"] = put_to_sleep
+    with pytest.raises(Conflict, match="weights are not in memory"):
+        await harness.push(5)
+    await harness.trainer.wake_up()
+    harness.check_serves(0, all=0)
+
+
+async def test_during_an_update_sleep_and_wake_up_are_refused(harness: Harness) -> None:
+    refused = (harness.trainer.sleep, harness.trainer.wake_up, harness.trainer.free_cache)
+    harness.gate.let_in()
+    update = asyncio.create_task(harness.push(5))
+    await until(harness, State.ANNOUNCED)
+    for call in refused:
+        with pytest.raises(UpdateRunning, match="an update by push is in progress"):
+            await call()
+    harness.gate.leave()
+    await update
+    await harness.trainer.start()
+    for call in (*refused, harness.trainer.abort):
+        with pytest.raises(UpdateRunning, match="POST /finish_weight_update ends it"):
+            await call()
+    await harness.trainer.write()
+    await harness.trainer.finish()
+    assert not {"sleep", "wake up", "free cache", "abort"} & set(harness.model.calls)
+    harness.check_serves(2, all=5)
+
+
+async def test_everything_is_aborted_with_its_groups_also_while_an_update_waits_for_them(harness: Harness) -> None:
+    await harness.trainer.abort(everything=False)
+    assert harness.groups.aborted == []
+    harness.gate.let_in()
+    update = asyncio.create_task(harness.push(5))
+    await until(harness, State.ANNOUNCED)
+    await harness.trainer.abort()
+    (why,) = harness.groups.aborted
+    assert "all requests were aborted" in why
+    harness.gate.leave()
+    await update
+    await harness.trainer.pause("keep")
+    await harness.trainer.start()
+    await harness.trainer.abort()  # the trainer paused the engine, and not the update
+    assert harness.model.calls.count("abort") == 3
+
+
+async def test_after_lost_weights_nothing_is_put_to_sleep_or_woken(harness: Harness) -> None:
+    harness.model.fail["load"] = [UpdateFailed("broken"), UpdateFailed("broken too")]
+    with pytest.raises(WeightsLost):
+        await harness.push(5, options=UpdateOptions(Rule.KEEP))
+    for call in (harness.trainer.sleep, harness.trainer.wake_up, harness.trainer.abort):
+        with pytest.raises(WeightsLost, match="broken too"):
+            await call()
