@@ -11,6 +11,7 @@ from darts_server.exceptions import (
     DartsError,
     DiskFull,
     EngineDead,
+    EngineRefused,
     Forbidden,
     GroupAborted,
     InvalidRequest,
@@ -36,6 +37,7 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
     GroupAborted: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
+    EngineRefused: HTTPStatus.BAD_REQUEST,
     ServerStopping: HTTPStatus.SERVICE_UNAVAILABLE,
     StateError: HTTPStatus.SERVICE_UNAVAILABLE,
     StateFull: HTTPStatus.INSUFFICIENT_STORAGE,
@@ -68,11 +70,12 @@ def status_of(error: DartsError) -> HTTPStatus:
 def body_of(error: DartsError) -> dict[str, object]:
     """Return OpenAI's error object."""
     status = status_of(error)
+    cause = error.__cause__ if isinstance(error, EngineRefused) else error
     return {
         "error": {
             "message": str(error),
             "type": TYPES.get(status, "InternalServerError"),
-            "param": error.field if isinstance(error, InvalidRequest) else None,
+            "param": cause.field if isinstance(cause, InvalidRequest) else None,
             "code": status.value,
         }
     }

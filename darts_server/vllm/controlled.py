@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.serving.gate import Gate
@@ -34,6 +35,14 @@ class ControlledLLM(AsyncLLM):
         if self.loras is not None and more.get("lora_request") is not None:
             more["lora_request"] = self.loras.resolve(more["lora_request"])
         return await super().add_request(*args, **more)
+
+    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
+        """As vLLM's, which forgets a request that could not be sent to the engine only if it has n > 1."""
+        try:
+            await super()._add_request(request, *args)
+        except BaseException:
+            await self.abort(request.request_id, internal=True)
+            raise
 
     async def add_lora(self, lora_request: Any) -> bool:
         """As vLLM's, whose routes may not replace a pushed LoRA adapter.

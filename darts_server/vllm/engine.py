@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from darts_server.engine.port import CandidateResult, Engine, Probe, TokenSlice
-from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused
+from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused, InvalidRequest
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.runner import VoteRunner
@@ -37,6 +37,8 @@ from darts_server.vllm.ranks import Ranks
 RANK = "data_parallel_rank"
 # vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
+UNUSABLE_GRAMMAR = "the engine cannot compile it, its log says why; correct the schema or grammar, or simplify it"
+"""vLLM's backends check a grammar before it is sent only in part."""
 
 
 # For app.py, which may not import vLLM.
@@ -57,12 +59,14 @@ class VllmCandidate:
         on_end: Callable[[], None],
         *,
         logprobs_requested: bool = True,
+        constrained: bool = False,
     ) -> None:
         self._states = llm.output_processor.request_states
         self._collector = collector
         self._aborts = aborts
         self._on_end = on_end
         self._logprobs_requested = logprobs_requested
+        self._constrained = constrained
 
     def tokens(self) -> int | None:
         state = self._states.get(self._collector.request_id)
@@ -95,6 +99,9 @@ class VllmCandidate:
         assert isinstance(output, RequestOutput)
         completion = output.outputs[0]
         if completion.finish_reason == "error":
+            if self._constrained and not completion.token_ids:
+                refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
+                raise translate(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
         if completion.cumulative_logprob is not None and isnan(completion.cumulative_logprob):
             raise CandidateFailed(
@@ -156,7 +163,14 @@ class VllmEngine:
                 raise translate(error) from error
             on_end = cleanup.pop_all().close
         requested = probe is None or not request.adds_logprobs(probe)
-        return VllmCandidate(self._llm, collector, self._aborts, on_end, logprobs_requested=requested)
+        return VllmCandidate(
+            self._llm,
+            collector,
+            self._aborts,
+            on_end,
+            logprobs_requested=requested,
+            constrained=params.structured_outputs is not None,
+        )
 
     def _probed_params(self, request: PromptRequest, index: int, probe: Probe, cleanup: ExitStack) -> SamplingParams:
         """Register a candidate's probe, and return its sampling parameters."""

@@ -20,10 +20,9 @@ from darts_server.types import RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
 from darts_server.vllm.outputs import merge_outputs, to_choice
-from darts_server.vllm.platform import reject_split_seeded_prompt
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.requests import add_demand, current_options, note_named_prompt, note_shaped
-from darts_server.vllm.validation import check_prompt
+from darts_server.vllm.validation import check_group, check_request
 from darts_server.vllm.watchdog import Pulse, observe_outputs
 
 MergeOptions = Callable[[RequestOptions, Mapping[str, Any]], RequestOptions]
@@ -64,14 +63,14 @@ class ShapingLLM(ControlledLLM):
             InvalidRequest
             Overloaded: too many candidates are queued.
         """
-        reject_split_seeded_prompt(self.vllm_config, sampling_params)
+        request = PromptRequest(prompt, sampling_params, request_id, options)
+        check_request(self.vllm_config, request)
         shaping = self._merge_options(current_options(), sampling_params.extra_args or {})
         plan = self._plan(prompt, sampling_params, shaping)
         if plan is None:
             self.admission.check(add_demand(sampling_params.n))
             return self._generate_unshaped(prompt, sampling_params, request_id, options)
-        request = PromptRequest(prompt, sampling_params, request_id, options)
-        check_prompt(self, request)
+        check_group(self, request)
         prompt_key = self._prompt_key(request, shaping)
         if plan.single:
             return self._generate_joined(self._join_request(plan, request, prompt_key, shaping.group_id))

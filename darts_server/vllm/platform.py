@@ -69,20 +69,29 @@ def extension(users: str | None) -> str:
     return f"{WORKER}.{COMBINED}{users.replace('.', ':')}" if users else f"{WORKER}.{EXTENSION}"
 
 
-def reject_split_seeded_prompt(config: VllmConfig, params: SamplingParams) -> None:
-    """Reject a request with a seed if its prompt may be split over steps on CPU, which would kill vLLM's engine.
+def reject_fatal_params(config: VllmConfig, params: SamplingParams) -> None:
+    """Reject sampling parameters that kill vLLM's engine on CPU.
 
-    With chunked prefill any prompt may be split, even a short one: other requests use part of a step's token budget.
+    * A seed, if prompts may be split over steps (chunked prefill): any may be, even a short one, since other requests
+      use part of a step's token budget.
+    * Log-probs of the prompt, if LoRA is enabled: it dies of a step that also has a request with an adapter.
 
     Raises:
         InvalidRequest
     """
-    if params.seed is None or not current_platform.is_cpu() or not config.scheduler_config.enable_chunked_prefill:
+    if not current_platform.is_cpu():
         return
-    raise InvalidRequest(
-        "seed",
-        "vLLM on CPU cannot split a seeded prompt over several steps "
-        f"(max_num_batched_tokens = {config.scheduler_config.max_num_batched_tokens}), and its engine would crash; "
-        "leave the seed out, or start the server with --no-enable-chunked-prefill and --max-num-batched-tokens of at "
-        "least the model's length",
-    )
+    if params.prompt_logprobs is not None and config.lora_config is not None:
+        raise InvalidRequest(
+            "prompt_logprobs",
+            "vLLM on CPU cannot compute them with --enable-lora, and its engine would crash; leave this out, or start "
+            "the server without that flag",
+        )
+    if params.seed is not None and config.scheduler_config.enable_chunked_prefill:
+        raise InvalidRequest(
+            "seed",
+            "vLLM on CPU cannot split a seeded prompt over several steps "
+            f"(max_num_batched_tokens = {config.scheduler_config.max_num_batched_tokens}), and its engine would crash; "
+            "leave the seed out, or start the server with --no-enable-chunked-prefill and --max-num-batched-tokens of "
+            "at least the model's length",
+        )

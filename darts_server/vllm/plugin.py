@@ -1,7 +1,11 @@
 """A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``."""
 
 import os
+import sys
 import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 from darts_server.vllm.parent import end_with_parent
 
@@ -16,6 +20,7 @@ def prepare_process() -> None:
     """Prepare a process of the engine. vLLM calls this in the server's process too."""
     share_cores()
     end_with_parent()
+    end_with_threads()
 
 
 def share_cores() -> None:
@@ -30,3 +35,34 @@ def share_cores() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)  # type: ignore[attr-defined]
+
+
+ENGINE = "vllm.v1.engine.core"
+SOCKET_THREADS = ("process_input_sockets", "process_output_sockets")
+"""What the threads run that receive the engine's requests and send its outputs."""
+
+
+def end_with_threads() -> None:
+    """End the engine if a thread of its sockets ends with an exception.
+
+    Python prints the exception and goes on, so the engine would wait for requests that nobody receives any more.
+    """
+    if (engine := sys.modules.get(ENGINE)) is None:  # a worker's process
+        return
+    for name in SOCKET_THREADS:
+        setattr(engine.EngineCoreProc, name, _fatal(getattr(engine.EngineCoreProc, name)))
+
+
+def _fatal(run: Callable[..., None]) -> Callable[..., None]:
+    @wraps(run)
+    def run_or_fail(self: Any, *args: Any) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        try:
+            run(self, *args)
+        except BaseException:
+            # Ends the engine's main loop, whatever it is doing, as if a worker had died.
+            self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+            raise
+
+    return run_or_fail

@@ -2,28 +2,21 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from typing import Any
 
-from vllm import SamplingParams
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.renderers.params import ChatParams
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.outputs import token_logprobs
-from darts_server.vllm.platform import reject_split_seeded_prompt
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.validation import check_prompt
-
-RESERVED = frozenset({"n", "output_kind", "extra_args", "skip_clone", "stream_interval"})
-"""Sampling parameters that callers cannot set, since this server sets them."""
-LOGPROBS = "logprobs"
+from darts_server.vllm.sampling import SamplingReader, named_parameter
+from darts_server.vllm.validation import PROMPT, check_group
 
 
 class VllmPromptRenderer:
@@ -37,21 +30,22 @@ class VllmPromptRenderer:
         self._chat = ChatParams(
             chat_template=load_chat_template(chat_template), chat_template_kwargs={"add_generation_prompt": True}
         )
-        self._defaults = llm.model_config.get_diff_sampling_param()
-        self._allowed = sorted(set(signature(SamplingParams.from_optional).parameters) - RESERVED)
+        self._sampling = SamplingReader(llm.model_config.get_diff_sampling_param())
 
     async def make_request(
         self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
     ) -> PromptRequest:
-        params = self._params(sampling, size)
-        reject_split_seeded_prompt(self._llm.vllm_config, params)
+        params = self._sampling.read(sampling, size)
         rendered = await self._render(prompt)
         params.max_tokens = self._limit_max_tokens(rendered, params.max_tokens)
         request = PromptRequest(rendered, params, request_id)
         try:
-            check_prompt(self._llm, request)
+            check_group(self._llm, request)
+        except InvalidRequest as error:
+            field = _prompt_field(prompt) if error.field == PROMPT else f"sampling.{error.field}"
+            raise InvalidRequest(field, error.message) from error
         except REFUSALS as error:
-            raise InvalidRequest(_named_field(error, sampling) or _prompt_field(prompt), str(error)) from error
+            raise InvalidRequest(named_parameter(error, sampling) or _prompt_field(prompt), str(error)) from error
         return request
 
     def prompt_key(self, request: PromptRequest) -> str:
@@ -67,24 +61,6 @@ class VllmPromptRenderer:
         logprobs = None if found is None else array("d", token_logprobs(found, tokens))
         return Sample(tokens, logprobs, completion.text, FinishReason(completion.finish_reason or ""))
 
-    # --- sampling parameters ------------------------------------------------
-
-    def _params(self, sampling: Mapping[str, object], size: int) -> SamplingParams:
-        for name in sampling:
-            if name not in self._allowed:
-                what = "is set by this server" if name in RESERVED else "is unknown"
-                raise InvalidRequest(f"sampling.{name}", f"{what}; allowed are {', '.join(self._allowed)}")
-        values: dict[str, Any] = {**self._defaults, **sampling}
-        if values.get(LOGPROBS) is True:
-            values[LOGPROBS] = 0  # vLLM's number for: the sampled token only
-        try:
-            params = SamplingParams.from_optional(n=1, output_kind=RequestOutputKind.FINAL_ONLY, **values)
-        except REFUSALS as error:
-            field = _named_field(error, sampling) or _rejected_field(sampling) or "sampling"
-            raise InvalidRequest(field, str(error)) from error
-        params.n = size
-        return params
-
     def _limit_max_tokens(self, rendered: Any, max_tokens: int | None) -> int:
         """Limit ``max_tokens`` to what the prompt leaves of the model's context, as vLLM's routes do."""
         left = self._llm.model_config.max_model_len - len(rendered.get("prompt_token_ids") or ())
@@ -94,6 +70,7 @@ class VllmPromptRenderer:
 
     async def _render(self, prompt: PromptSpec) -> Any:
         renderer = self._llm.renderer
+        _check_roles(prompt.messages or ())
         try:
             if prompt.messages is not None:
                 conversation: Any = [dict(message) for message in prompt.messages]
@@ -104,6 +81,9 @@ class VllmPromptRenderer:
                 (rendered,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
         except REFUSALS as error:
             raise InvalidRequest(_prompt_field(prompt), str(error)) from error
+        except Exception as error:  # of a chat template, or of vLLM's parser on a message without what it needs
+            message = f"cannot be rendered for this model: {type(error).__name__}: {error}"
+            raise InvalidRequest(_prompt_field(prompt), message) from error
         return rendered
 
 
@@ -112,20 +92,7 @@ def _prompt_field(prompt: PromptSpec) -> str:
     return next(name for name in ("token_ids", "messages", "text") if getattr(prompt, name) is not None)
 
 
-def _named_field(error: Exception, sampling: Mapping[str, object]) -> str | None:
-    """Return the given sampling parameter that vLLM's message names, if any."""
-    return next((f"sampling.{name}" for name in sampling if name in str(error)), None)
-
-
-def _rejected_field(sampling: Mapping[str, object]) -> str | None:
-    """Find the sampling parameter that vLLM rejects on its own.
-
-    Needed where its message does not name the parameter, as for a value of the wrong type.
-    """
-    for name, value in sampling.items():
-        try:
-            given: dict[str, Any] = {name: value}
-            SamplingParams.from_optional(**given)
-        except REFUSALS:
-            return f"sampling.{name}"
-    return None
+def _check_roles(messages: Sequence[Mapping[str, object]]) -> None:
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"messages[{number}].role", 'must be a string, such as "user"')

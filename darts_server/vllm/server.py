@@ -32,6 +32,7 @@ from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare
 from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
 from darts_server.vllm.shutdown import CONNECTION_SECONDS, Supervision, handle_signals, supervise
+from darts_server.vllm.token_stream import announce_choices
 from darts_server.vllm.traces import Traces
 
 logger = getLogger(__name__)
@@ -104,6 +105,7 @@ async def make_app(llm: ShapingLLM, args: Namespace, read_options: ReadOptions) 
     raw_names = set(names[len(names) // 2 :])
     attach(application.state, read_options, raw_names)
     control_routes.attach(application)
+    announce_choices(application.state)
     if llm.loras is not None:
         llm.loras.attach(application.state.openai_serving_models, raw_names)
     application.middleware_stack = None  # vLLM has built it; it is built again with the middleware that is added

@@ -1,26 +1,166 @@
-"""Validate a prompt as the engine will, before anything is started."""
+"""Validate a request as the engine will decode it, before anything is started.
 
+The thread of vLLM's engine that receives requests ends at the first one that it cannot decode, and the engine's process
+at the first token id that its model does not have. So every request is encoded and decoded here once, as on its way to
+the engine.
+"""
+
+from copy import copy
+from functools import cache
 from typing import Any
 
+import msgspec
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from darts_server.exceptions import InvalidRequest
+from darts_server.vllm.compat.engine import REFUSALS
+from darts_server.vllm.platform import reject_fatal_params
 from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.sampling import split_place
 
 CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
 """Options of ``generate()`` that vLLM may refuse."""
+PROMPT = "prompt"
+"""The field that errors name for a prompt: our own routes replace it by theirs."""
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+MAX_CANDIDATES = 2**32
+"""More than any group starts, restarts included. Candidate i is generated with ``seed`` + i."""
+PARAMS = "sampling_params"
 
 
-def check_prompt(llm: AsyncLLM, request: PromptRequest) -> None:
-    """Process the prompt once and drop the result.
+def check_request(config: VllmConfig, request: PromptRequest) -> None:
+    """Check that the engine can decode a request and survives it. Cheap, and never blocks.
+
+    Raises:
+        InvalidRequest: ``field`` is `PROMPT`, a sampling parameter, or an option of ``generate()``.
+        vLLM's own exceptions: it checks parameters against each other whenever they are decoded.
+    """
+    reject_fatal_params(config, request.params)
+    _check_seed(request.params, request.params.n)
+    _check_tokens(_token_ids(request.prompt), config.model_config.get_vocab_size())
+    _check_decodable(request)
+
+
+def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
+    """Check a request that several candidates are started with: process its prompt once, and drop the result.
 
     vLLM processes a prompt when it is added to the engine. For the second prompt of a request that is after the first
     one was started, and for a stream after the status was sent.
 
     Raises:
+        InvalidRequest: as from `check_request`.
         vLLM's own exceptions, see :data:`darts_server.vllm.compat.engine.REFUSALS`.
     """
-    prompt: Any = request.prompt
-    is_rendered = isinstance(prompt, dict) and "type" in prompt
-    if is_rendered:
-        options = {name: request.options[name] for name in CHECKED_OPTIONS if name in request.options}
-        llm.input_processor.process_inputs(request.request_id, prompt, request.params, llm._supported_tasks, **options)
+    check_request(llm.vllm_config, request)
+    _check_seed(request.params, MAX_CANDIDATES)
+    is_rendered = isinstance(request.prompt, dict) and "type" in request.prompt
+    if not is_rendered:
+        return
+    try:
+        _process(llm, request, request.params)
+    except Exception as error:
+        if _fails_by_grammar(llm, request):
+            raise InvalidRequest("structured_outputs", str(error)) from error
+        if isinstance(error, REFUSALS):
+            raise
+        raise InvalidRequest(PROMPT, f"vLLM cannot process it: {type(error).__name__}: {error}") from error
+
+
+def _process(llm: AsyncLLM, request: PromptRequest, params: SamplingParams) -> None:
+    options = {name: request.options[name] for name in CHECKED_OPTIONS if name in request.options}
+    llm.input_processor.process_inputs(request.request_id, request.prompt, params, llm._supported_tasks, **options)
+
+
+def _fails_by_grammar(llm: AsyncLLM, request: PromptRequest) -> bool:
+    """Whether vLLM accepts a request without its structured outputs. Its libraries' messages name no field."""
+    if request.params.structured_outputs is None:
+        return False
+    params = request.params.clone()
+    params.structured_outputs = None
+    try:
+        _process(llm, request, params)
+    except Exception:
+        return False
+    return True
+
+
+def _check_seed(params: SamplingParams, candidates: int) -> None:
+    highest = MAX_SEED - candidates + 1
+    if params.seed is not None and not MIN_SEED <= params.seed <= highest:
+        raise InvalidRequest(
+            "seed",
+            f"must be {MIN_SEED} to {highest}, got {params.seed}: candidate i is generated with seed + i, in 64 bits",
+        )
+
+
+def _token_ids(prompt: Any) -> list[int] | None:
+    """Return a prompt's token ids, unless a part of them stands for images or embeddings."""
+    is_tokens = isinstance(prompt, dict) and prompt.get("type", "token") == "token"
+    return prompt.get("prompt_token_ids") if is_tokens else None
+
+
+def _check_tokens(token_ids: list[int] | None, vocab_size: int) -> None:
+    """vLLM allows what either tokenizer or model has, but the model has no embedding for ids beyond its own."""
+    if not token_ids:
+        return
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise InvalidRequest(
+            PROMPT, f"token id {wrong} is out of vocabulary: this model has the token ids 0 to {vocab_size - 1}"
+        )
+
+
+def _check_decodable(request: PromptRequest) -> None:
+    params = copy(request.params)
+    params.n = 1  # as it is sent for each candidate
+    message = EngineCoreRequest(
+        request_id=request.request_id,
+        prompt_token_ids=_token_ids(request.prompt),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=request.prompt.get("cache_salt") if isinstance(request.prompt, dict) else None,
+        data_parallel_rank=None,
+    )
+    for name in message.__struct_fields__:
+        if name in request.options:
+            setattr(message, name, request.options[name])
+    encoder, decoder = _codec()
+    try:
+        decoder.decode(encoder.encode(message))
+    except msgspec.ValidationError as error:
+        field, text = split_place(error)
+        raise InvalidRequest(_field_at(field), text) from error
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise InvalidRequest(_unsendable(message), f"cannot be sent to the engine: {error}") from error
+
+
+@cache
+def _codec() -> tuple[MsgpackEncoder, MsgpackDecoder]:
+    return MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
+
+
+def _field_at(path: str) -> str:
+    """Name the field at a path in the message, an array: ``[3].seed`` is that of the sampling parameters."""
+    index, _, inside = path.removeprefix("[").partition("]")
+    name = EngineCoreRequest.__struct_fields__[int(index)] if index.isdecimal() else path
+    return inside.lstrip(".") if name == PARAMS and inside else name
+
+
+def _unsendable(message: EngineCoreRequest) -> str:
+    """Name the first field that cannot be sent."""
+    fields = msgspec.structs.asdict(message)
+    params = fields.pop(PARAMS)
+    for name, value in (msgspec.structs.asdict(params) | fields).items():
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            return name
+    return "body"

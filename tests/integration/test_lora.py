@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save, save_file
+from vllm.platforms import current_platform
 
 from darts_client import BadRequest, Client
 from darts_server.demo.server import DARTS, Server
@@ -107,6 +108,16 @@ def server(serve: Serve, root: Path, staging: Path) -> Iterator[Server]:
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serve(DARTS, root.parent / "lora.log", *flags, env=env) as running:
         yield running
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny:raw"])
+def test_log_probs_of_a_prompt_which_kill_the_engine_on_cpu_are_refused(server: Server, model: str) -> None:
+    if not current_platform.is_cpu():
+        pytest.skip("vLLM computes them elsewhere")
+    body = {"model": model, "prompt": PROMPT, "n": 2, "max_tokens": 8}
+    refused = httpx.post(f"{server.url}/v1/completions", json=body | {"prompt_logprobs": 1}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
 def test_a_pushed_adapter_is_a_model_of_its_own_and_the_next_replaces_it(server: Server) -> None:

@@ -8,9 +8,9 @@ from vllm.outputs import CompletionOutput
 
 # Raised for requests that vLLM rejects. 0.31 has two base classes for them; in 0.26 all but one are ValueErrors.
 REFUSALS: tuple[type[Exception], ...] = (
-    (exceptions.VLLMClientError, exceptions.GracefulHTTPError, ValueError, TypeError)
+    (exceptions.VLLMClientError, exceptions.GracefulHTTPError, ValueError, TypeError, OverflowError)
     if hasattr(exceptions, "VLLMClientError")
-    else (exceptions.VLLMNotFoundError, ValueError, TypeError)
+    else (exceptions.VLLMNotFoundError, ValueError, TypeError, OverflowError)
 )
 
 

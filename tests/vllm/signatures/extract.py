@@ -36,8 +36,8 @@ LEANED_ON = {
     "vllm": {"LLM": "", "SamplingParams": ""},
     "vllm.config": {"VllmConfig": ""},
     "vllm.config.model": {
-        "ModelConfig": "get_diff_sampling_param get_hidden_size hf_text_config max_model_len model quantization "
-        "revision word_embeddings_untied_by_checkpoint"
+        "ModelConfig": "get_diff_sampling_param get_hidden_size get_vocab_size hf_text_config max_model_len model "
+        "quantization revision word_embeddings_untied_by_checkpoint"
     },
     "vllm.config.load": {"LoadConfig": "load_format"},
     "vllm.config.lora": {"LoRAConfig": "max_lora_rank"},
@@ -77,7 +77,9 @@ LEANED_ON = {
     "vllm.entrypoints.openai.completion.serving": {"OpenAIServingCompletion": "create_completion"},
     "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels": "is_base_model lora_id_counter lora_requests"},
     "vllm.entrypoints.scale_out.factories": {"init_scale_out_state": "[state.serving_tokens]"},
-    "vllm.entrypoints.scale_out.token_in_token_out.serving": {"ServingTokens": "serve_tokens"},
+    "vllm.entrypoints.scale_out.token_in_token_out.serving": {
+        "ServingTokens": "serve_tokens serve_tokens_stream_generator"
+    },
     "vllm.entrypoints.serve.utils.api_utils": {"cli_env_setup": ""},
     "vllm.entrypoints.serve.utils.server_utils": {"get_uvicorn_log_config": ""},
     "vllm.envs": {"VLLM_API_KEY": "", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": ""},
@@ -110,7 +112,10 @@ LEANED_ON = {
     "vllm.renderers.params": {"ChatParams": "chat_template chat_template_kwargs"},
     "vllm.sampling_params": {
         "RequestOutputKind": "CUMULATIVE DELTA FINAL_ONLY",
-        "SamplingParams": "clone detokenize extra_args from_optional logprobs max_tokens n output_kind seed skip_clone",
+        "SamplingParams": "clone detokenize extra_args from_optional logprobs max_tokens n output_kind prompt_logprobs "
+        "seed skip_clone structured_outputs",
+        "RepetitionDetectionParams": "",
+        "StructuredOutputsParams": "",
     },
     "vllm.tokenizers": {"TokenizerLike": ""},
     "vllm.transformers_utils.repo_utils": {"get_model_path": ""},
@@ -121,14 +126,19 @@ LEANED_ON = {
         "NewRequestData": "prompt_embeds prompt_token_ids req_id sampling_params",
         "SchedulerOutput": "finished_req_ids num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens",
     },
-    "vllm.v1.engine": {"EngineCoreRequest": ""},
+    "vllm.v1.engine": {
+        "EngineCoreRequest": "cache_salt data_parallel_rank lora_request mm_features prompt_token_ids request_id "
+        "sampling_params",
+        "EngineCoreRequestType": "EXECUTOR_FAILED",
+    },
     "vllm.v1.engine.async_llm": {
-        "AsyncLLM": "_run_output_handler _supported_tasks abort add_lora add_request collective_rpc engine_core "
-        "errored finish_weight_update from_vllm_config generate get_supported_tasks input_processor is_paused "
-        "model_config output_handler output_processor pause_generation remove_lora renderer reset_mm_cache "
+        "AsyncLLM": "_add_request _run_output_handler _supported_tasks abort add_lora add_request collective_rpc "
+        "engine_core errored finish_weight_update from_vllm_config generate get_supported_tasks input_processor "
+        "is_paused model_config output_handler output_processor pause_generation remove_lora renderer reset_mm_cache "
         "reset_prefix_cache resume_generation shutdown sleep start_draft_weight_update start_weight_update "
         "tokenizer update_weight_version update_weights vllm_config wake_up"
     },
+    "vllm.v1.engine.core": {"EngineCoreProc": "input_queue process_input_sockets process_output_sockets"},
     "vllm.v1.engine.core_client": {
         "AsyncMPClient": "core_engines get_output_async",
         "BackgroundResources": "engine_manager",
@@ -145,6 +155,7 @@ LEANED_ON = {
         "RequestOutputCollector": "get output request_id",
         "RequestState": "detokenizer logprobs_processor",
     },
+    "vllm.v1.serial_utils": {"MsgpackDecoder": "decode", "MsgpackEncoder": "encode"},
     "vllm.v1.engine.utils": {"CoreEngineProcManager": "finished_procs"},
     "vllm.v1.metrics.loggers": {"StatLoggerBase": "__init__ log_engine_initialized record"},
     "vllm.v1.worker.gpu.input_batch": {
