@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 
 from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import CandidateFailed, EngineRefused, InvalidRequest
+from darts_server.policy.voting.answers import create_extractor
 from darts_server.quality.head import Head
 from darts_server.quality.report import TrainerReport
 from darts_server.quality.types import HeadSettings
+from darts_server.rollout.voting.answer_search import Pattern
 from darts_server.types import FinishReason, PromptSpec, Sample
 
 STEP_SECONDS = 0.02
@@ -121,3 +123,13 @@ class LocalHead(Head):
         if self._learned % TRAIN_EVERY == 0 and self.train(TRAIN_STEPS).steps:
             self._trained(self.state())
         return learned
+
+
+class LocalFinder:
+    """Finds answers in this process: patterns of the soak take no time."""
+
+    async def check(self, pattern: Pattern) -> None:
+        create_extractor(pattern)
+
+    async def find(self, pattern: Pattern, text: str) -> str | None:
+        return create_extractor(pattern).extract(text)

@@ -29,7 +29,7 @@ from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.store.backend import MAX_IN_MEMORY
 from darts_server.types import GroupRecord
-from faults.soak.engine import QUICK, WIDTH, Engine, LocalHead, Texts, VirtualLoop, random_scripts
+from faults.soak.engine import QUICK, WIDTH, Engine, LocalFinder, LocalHead, Texts, VirtualLoop, random_scripts
 
 MODEL = "scripted"
 CAPACITY, MAX_WAITING = 256, 1024
@@ -113,7 +113,7 @@ class Stack:
         )
         batch_retention = BatchRetention(kept_batches=retention.batches)
         self.batches = BatchRegistry(self.rollouts, Texts(), control.new_planner, batch_retention, clock=loop.time)
-        self.votes = VoteRunner(self.rollouts, Texts(), confidence, self.metrics, loop.time)
+        self.votes = VoteRunner(self.rollouts, Texts(), confidence, LocalFinder(), self.metrics, loop.time)
 
     def count(self, name: str) -> float:
         """Sum of a counter over its labels."""
