@@ -152,6 +152,8 @@ class GroupRecord:
     """Index of the first candidate since its last restart: earlier ones were generated with older weights."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Trace context of the request that started it: ``traceparent`` and ``tracestate``."""
+    owner: str | None = None
+    """Name of the caller that started it; ``None`` for callers without a key."""
 
     @property
     def deadline(self) -> int | None:

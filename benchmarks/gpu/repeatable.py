@@ -10,6 +10,7 @@ from darts_server.rollout.plan import Plan
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
+from darts_server.serving.admission import Ticket
 from darts_server.vllm.prompt_request import PromptRequest
 
 
@@ -19,6 +20,6 @@ class RepeatableRollouts(Rollouts[PromptRequest, RequestOutput]):
     tail_seed: Callable[[str], Sequence[int]]
 
     def start(
-        self, spec: GroupSpec[PromptRequest], plan: Plan, allocation: Allocation
+        self, spec: GroupSpec[PromptRequest], plan: Plan, allocation: Allocation, ticket: Ticket | None = None
     ) -> GroupRun[PromptRequest, RequestOutput]:
-        return super().start(replace(spec, tail_seed=self.tail_seed(spec.group_id)), plan, allocation)
+        return super().start(replace(spec, tail_seed=self.tail_seed(spec.group_id)), plan, allocation, ticket)

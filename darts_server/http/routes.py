@@ -9,12 +9,14 @@ from darts_server.exceptions import NotFound
 from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.resources import lora, monitor, policy, rewards, rollouts, state, vote, weights
 from darts_server.http.resources.groups import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
+from darts_server.identifiers import from_header
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards, summarize
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.voting.runner import VoteRunner
+from darts_server.serving.admission import caller
 from darts_server.weights.updates import Updates
 
 
@@ -35,12 +37,15 @@ def router(
     dependencies = [Depends(BEARER)] if needs_key else []
     api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=dependencies, responses=FAILURES)
 
-    @api.get("/groups/{group_id}")
+    @api.get("/groups/{group_id:path}")  # callers' own request ids may have slashes
     async def groups(group_id: str) -> GroupsAnswer:
         """Return the provenance of a group, or of all groups of a response: how every candidate ended."""
-        records = provenance.find(group_id)
+        may_see = caller.get().may_see
+        records = provenance.find(group_id, may_see) or provenance.find(from_header(group_id), may_see)
         if not records:
-            raise NotFound("group_id", f"there is no group {group_id!r}; only the latest shaped groups are kept")
+            raise NotFound(
+                "group_id", f"there is no group {group_id!r} of yours; only the latest shaped groups are kept"
+            )
         return GroupsAnswer(groups=[GroupAnswer.of(record, reward_matcher.group_rewards(record)) for record in records])
 
     @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes

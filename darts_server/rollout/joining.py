@@ -15,7 +15,7 @@ caller, so that the order of callers says nothing about lengths.
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol
 
 from darts_server.engine.port import OutputT, RequestT
@@ -25,6 +25,7 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
+from darts_server.serving.admission import Ticket
 
 
 class Groups(Protocol[RequestT, OutputT]):
@@ -32,10 +33,12 @@ class Groups(Protocol[RequestT, OutputT]):
 
     allocator: Allocator
 
-    def collect(self, spec: GroupSpec[RequestT], on_end: Callable[[], None]) -> GroupRun[RequestT, OutputT]:
+    def collect(
+        self, spec: GroupSpec[RequestT], on_end: Callable[[], None], ticket: Ticket
+    ) -> GroupRun[RequestT, OutputT]:
         """Create a group to which candidates are added one by one before it is opened.
 
-        ``on_end`` is called when it has ended, with any outcome.
+        ``on_end`` is called when it has ended, with any outcome. ``ticket``: holds its candidates until then.
         """
         ...
 
@@ -44,7 +47,8 @@ class Groups(Protocol[RequestT, OutputT]):
 class JoinRequest(Generic[RequestT]):
     """One request that becomes part of a group.
 
-    ``join_key``: equal for requests that may join the same group. ``name``: the caller's name for the group, if any.
+    ``join_key``: equal for requests that may join the same group. ``ticket``: holds its candidate, which the group
+    takes over, as it runs on if this caller disconnects. ``name``: the caller's name for the group, if any.
     """
 
     request: RequestT
@@ -52,6 +56,7 @@ class JoinRequest(Generic[RequestT]):
     plan: Plan
     prompt_key: str
     join_key: str
+    ticket: Ticket
     name: str | None = None
 
 
@@ -162,7 +167,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._timer: asyncio.TimerHandle | None = None
         self._rng = random.Random()
         spec = GroupSpec.of_plan(first.plan, first.request, self.group_id, first.prompt_key, early=True)
-        self._run: GroupRun[RequestT, OutputT] = groups.collect(spec, on_end=self._closed.set)
+        self._ticket = first.ticket.split(0)
+        self._run: GroupRun[RequestT, OutputT] = groups.collect(spec, on_end=self._closed.set, ticket=self._ticket)
         if first.name is not None:
             self._run.add_request_id(first.name)
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
@@ -177,6 +183,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         seat: _Seat[OutputT] = _Seat(request.request_id, asyncio.get_running_loop().create_future())
         self._seats.append(seat)
         self._run.add_request_id(request.request_id)
+        self._ticket.merge(request.ticket)
         self._run.add_candidate(request.request)
         if self._timer is not None:
             self._timer.cancel()
@@ -242,6 +249,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         allocation, max_candidates = Allocation(plan.size), 0
         if self._start_extras:
             allocation = await self._allocator.allocate(plan, self._prompt_key)
+            if not self._run.has_ended:
+                allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
             max_candidates = plan.shaping.max_candidates(plan.size)
         self._run.open(plan.shaping.selection_rule(plan.size, allocation.candidates), allocation, max_candidates)
 

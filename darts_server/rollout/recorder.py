@@ -31,7 +31,9 @@ class GroupRecorder:
         self.request_ids: tuple[str, ...] = ()
         self.policy = policy
         self._clock = clock
-        self._trace = caller.get().trace  # the group may end in the context of another request
+        who = caller.get()  # the group may end in the context of another request
+        self._trace = who.trace
+        self.owner = who.name
         self.opened_at = clock()
         self._entries: list[_Entry] = []
         self._finish_times: list[float] = []
@@ -106,6 +108,7 @@ class GroupRecorder:
             shadow=shadow_of(group, self.policy),
             restarted_from=group.restarted_from,
             trace=self._trace,
+            owner=self.owner,
         )
 
     def _tail_wait(self, group: Group, now: float) -> float | None:

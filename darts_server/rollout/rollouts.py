@@ -9,7 +9,7 @@ from typing import Generic
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted, InvalidRequest
 from darts_server.observers import GroupObserver, GroupObservers
-from darts_server.policy.allocation.brownout import Brownout
+from darts_server.policy.allocation.brownout import Brownout, reduce_candidates
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.joining import GroupJoiner
@@ -19,7 +19,7 @@ from darts_server.rollout.poller import ProgressPoller
 from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
-from darts_server.serving.admission import Admission
+from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import GroupRecord, RequestOptions
 
@@ -130,15 +130,24 @@ class Rollouts(Generic[RequestT, OutputT]):
             not self._scorer.uses_hidden_states or self._engine.probe_width is not None
         )
 
+    def usual_candidates(self, plan: Plan) -> int:
+        """How many candidates a group gets now, before anything is known of its prompt."""
+        return reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self.redundancy_scale())
+
     def redundancy_scale(self) -> float:
         """Share of the redundancy that there is room for now, 0 to 1."""
         return self._brownout.update(self.admission.waiting)
 
     # --- running groups -----------------------------------------------------
 
-    def start(self, spec: GroupSpec[RequestT], plan: Plan, allocation: Allocation) -> GroupRun[RequestT, OutputT]:
-        """Start a group. Its caller must take its trajectories, or call `GroupRun.leave`."""
-        run = self.collect(spec)
+    def start(
+        self, spec: GroupSpec[RequestT], plan: Plan, allocation: Allocation, ticket: Ticket | None = None
+    ) -> GroupRun[RequestT, OutputT]:
+        """Start a group. Its caller must take its trajectories, or call `GroupRun.leave`.
+
+        ``ticket``: holds the allocation, and is released when the group has ended, which may be after its caller left.
+        """
+        run = self.collect(spec, ticket=ticket)
         run.open(
             plan.shaping.selection_rule(plan.size, allocation.candidates),
             allocation,
@@ -147,20 +156,26 @@ class Rollouts(Generic[RequestT, OutputT]):
         return run
 
     def collect(
-        self, spec: GroupSpec[RequestT], on_end: Callable[[], None] = lambda: None
+        self, spec: GroupSpec[RequestT], on_end: Callable[[], None] = lambda: None, ticket: Ticket | None = None
     ) -> GroupRun[RequestT, OutputT]:
         """Create a group to which candidates are added one by one before it is opened.
 
-        ``on_end`` is called when it has ended, with any outcome.
+        ``on_end`` is called when it has ended, with any outcome. ``ticket``: holds its candidates, see `start`.
         """
+        held = ticket or Ticket(self.admission, None, None)
 
         def ended(run: GroupRun[RequestT, OutputT]) -> None:
             self._remove(run)
             self.gate.leave()
+            held.release()
             on_end()
 
-        self.gate.let_in()
-        run = GroupRun(self._context, spec, ended)
+        try:
+            self.gate.let_in()
+        except BaseException:
+            held.release()
+            raise
+        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1))
         self._runs[spec.group_id] = run
         self._poller.add(run)
         if self._suspended:

@@ -53,7 +53,8 @@ class GroupRun(Generic[RequestT, OutputT]):
     Each candidate has a task that starts it and waits for its result. Everything else happens synchronously, in the
     task or timer that an event arrives in, so that a stop reaches the engine in the same turn of the event loop.
 
-    ``on_end`` is called once when the group has ended, with any outcome.
+    ``on_end`` is called once when the group has ended, with any outcome, ``on_start`` for each candidate that has
+    reached the engine or could not be started.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class GroupRun(Generic[RequestT, OutputT]):
         context: GroupContext[RequestT, OutputT],
         spec: GroupSpec[RequestT],
         on_end: Callable[["GroupRun[RequestT, OutputT]"], None],
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.spec = spec
         self._engine = context.engine
         self._observer = context.observer
         self._on_end = on_end
+        self._on_start = on_start
         self._requests = CandidateRequests(spec.request)
         self._group = spec.new_group()
         self.recorder = GroupRecorder(spec.group_id, spec.policy, context.clock, spec.prompt_key)
@@ -238,7 +241,10 @@ class GroupRun(Generic[RequestT, OutputT]):
     async def _run_candidate(self, index: int) -> None:
         try:
             probe = None if self._group_scorer is None else self._group_scorer.probe_for(index)
-            running = await self._engine.start(*self._request_of(index), probe)
+            try:
+                running = await self._engine.start(*self._request_of(index), probe)
+            finally:
+                self._on_start()
             self._running[index] = running
             self.recorder.candidate_started(index, self._engine.weight_version)
             if self._is_running(index):

@@ -1,33 +1,46 @@
-"""Admission of requests by the number of candidates that wait for the engine."""
+"""Admission of requests: how many candidates may wait for the engine, and how many each key may have in flight.
+
+`Admission.admit` checks and holds in one step, with nothing awaited in between, so that requests that arrive together
+cannot pass the same check. All routes use the same `Admission`.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from math import inf
+from types import TracebackType
+from typing import Self
 
 from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
 
 RETRY_SECONDS = 5
 """``Retry-After`` of a refused request: some hundred decode steps, after which some waiting candidates have started."""
 QUEUE_ROUNDS = 64
-MIN_QUEUE = 16_384
-"""The default queue holds 64 times the candidates that run at once, at least 16,384. Trainers send all prompts of a
-step at once, often as single requests, and none of these should be refused."""
+MIN_QUEUE = 65_536
+"""The default queue holds 64 times the candidates that run at once, at least 65,536. Trainers send all prompts of a
+step at once, often as single requests or as one batch, and none of these should be refused."""
 
 
 @dataclass(slots=True, eq=False)
 class Caller:
     """The caller of the request that is being handled.
 
-    ``name``: equal for requests with the same key; ``None`` without one. ``refused``: why the request is refused.
-    ``request_id``: the caller's own id of the request. ``trace``: trace context headers.
+    ``name``: equal for requests with the same key; ``None`` without one. ``is_admin``: it sent an admin key.
+    ``refused``: why the request is refused. ``request_id``: the caller's own id of the request. ``trace``: trace
+    context headers. ``held``: candidates that this request holds.
     """
 
     name: str | None = None
+    is_admin: bool = False
     refused: DartsError | None = None
     request_id: str | None = None
     trace: Mapping[str, str] = field(default_factory=dict)
+    held: int = 0
+
+    def may_see(self, owner: str | None) -> bool:
+        """Whether it may see what belongs to the caller of that name. Callers without a key are the same caller."""
+        return self.is_admin or owner == self.name
 
 
 NO_CALLER = Caller()
@@ -36,8 +49,8 @@ caller: ContextVar[Caller] = ContextVar("darts_caller", default=NO_CALLER)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """``max_waiting``: number of waiting candidates from which requests are refused. ``max_per_caller``: candidates in
-    flight for one caller. ``None`` for no bound.
+    """``max_waiting``: candidates that may wait. ``max_per_caller``: candidates in flight for one caller; admins have
+    no bound. ``None`` for no bound.
     """
 
     max_waiting: int | None = None
@@ -50,30 +63,86 @@ def default_max_waiting(capacity: int | None) -> int | None:
 
 
 class Ticket:
-    """The candidates of one admitted request."""
+    """Candidates that were admitted and are held until `release`: they wait for the engine, or run on it.
 
-    def __init__(self, admission: "Admission", name: str | None) -> None:
+    Synchronous, and of one event loop. Leaving it as a context manager releases it.
+    """
+
+    def __init__(self, admission: "Admission", name: str | None, who: Caller | None, candidates: int = 0) -> None:
         self._admission = admission
         self._name = name
-        self._candidates = 0
-        self._is_ahead = True
+        self._who = who  # of the request that it was admitted for; None if it holds a part of that
+        self._is_released = False
+        self.candidates = 0
+        self._ahead = 0
+        if who is not None:
+            admission.requests += 1
+        self._hold(candidates)
 
-    def resize(self, candidates: int) -> None:
-        """Change the number of candidates, before `mark_started`."""
-        more = candidates - self._candidates
-        self._candidates = candidates
-        self._admission.ahead += more
-        self._admission.add_to_caller(self._name, more)
+    def resize(self, candidates: int, field: str = "n") -> None:
+        """Hold so many candidates instead.
 
-    def mark_started(self) -> None:
-        """Count the candidates as the engine's from now on."""
-        if self._is_ahead:
-            self._is_ahead = False
-            self._admission.ahead -= self._candidates
+        Raises:
+            Overloaded, QuotaReached, InvalidRequest: as `Admission.admit`; it holds what it held before.
+        """
+        more = candidates - self.candidates
+        if more > 0:
+            self._admission.check(more, self._name, 0 if self._who is None else self._who.held, field)
+        self._hold(more)
+
+    def fit(self, candidates: int) -> int:
+        """Hold so many candidates instead, or as many as there is room for if that is fewer; return the number."""
+        more = candidates - self.candidates
+        self._hold(int(min(more, max(0, self._admission.room(self._name)))))
+        return self.candidates
+
+    def split(self, candidates: int) -> "Ticket":
+        """Move so many of its candidates to a ticket of their own, which may be released later than this one."""
+        part = Ticket(self._admission, self._name, None)
+        self._move(candidates, part)
+        return part
+
+    def merge(self, other: "Ticket") -> None:
+        """Take over all candidates of another ticket of the same caller."""
+        other._move(other.candidates, self)
+
+    def mark_started(self, candidates: int | None = None) -> None:
+        """Count candidates as the engine's from now on; ``None``: all of them."""
+        started = self._ahead if candidates is None else min(candidates, self._ahead)
+        self._ahead -= started
+        self._admission.ahead -= started
 
     def release(self) -> None:
-        self.mark_started()
-        self._admission.add_to_caller(self._name, -self._candidates)
+        """Hold nothing any more. Harmless if it was released before."""
+        if self._is_released:
+            return
+        self._is_released = True
+        self._hold(-self.candidates)
+        if self._who is not None:
+            self._admission.requests -= 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+    def _hold(self, more: int) -> None:
+        ahead = max(more, -self._ahead)
+        self._add(more, ahead)
+        self._admission.ahead += ahead
+        self._admission.add_to_caller(self._name, more)
+
+    def _move(self, candidates: int, other: "Ticket") -> None:
+        ahead = min(candidates, self._ahead)
+        self._add(-candidates, -ahead)
+        other._add(candidates, ahead)
+
+    def _add(self, candidates: int, ahead: int) -> None:
+        self.candidates += candidates
+        self._ahead += ahead
+        if self._who is not None:
+            self._who.held += candidates
 
 
 class Admission:
@@ -99,35 +168,69 @@ class Admission:
         """Number of candidates beyond the engine's capacity."""
         return 0 if self._capacity is None else max(0, self._unfinished() + self.ahead - self._capacity)
 
-    def check(self, candidates: int, field: str = "n") -> None:
-        """Check whether a request for so many candidates may start.
-
-        The number counts only towards the caller's quota. If the request had to fit into the rest of the queue, a large
-        one might never start.
+    def admit(self, candidates: int, field: str = "n") -> Ticket:
+        """Hold the candidates of a request, as many as it will start, until its ticket is released.
 
         Raises:
-            Overloaded: too many candidates wait.
-            QuotaReached: the caller has too many in flight.
-            InvalidRequest: the request exceeds the caller's quota by itself; ``field`` names its parameter.
+            Overloaded: with them too many candidates would wait.
+            QuotaReached: with them the caller would have too many in flight.
+            InvalidRequest: the request needs more than either allows, whatever else runs; ``field`` names its
+                parameter.
         """
+        who = caller.get()
+        name = None if who.is_admin else who.name
         try:
-            self._check(candidates, field)
+            self.check(candidates, name, 0 if who is NO_CALLER else who.held, field)
         except DartsError as error:
-            if (who := caller.get()) is not NO_CALLER:
+            if who is not NO_CALLER:
                 who.refused = error
             raise
+        # What has no caller is counted by itself, as nothing ends its request.
+        return Ticket(self, name, Caller() if who is NO_CALLER else who, candidates)
 
-    @contextmanager
-    def reserve(self, candidates: int) -> Iterator[Ticket]:
-        """Count the candidates of an admitted request until the block ends."""
-        ticket = Ticket(self, caller.get().name)
-        ticket.resize(candidates)
-        self.requests += 1
-        try:
-            yield ticket
-        finally:
-            self.requests -= 1
-            ticket.release()
+    def room(self, name: str | None) -> float:
+        """How many more candidates there is room for; negative if there are too many, as when groups were restarted."""
+        rooms: list[float] = [inf]
+        if (quota := self._quota(name)) is not None and name is not None:
+            rooms.append(quota - self._by_caller[name])
+        if (most := self._max_unfinished) is not None:
+            rooms.append(most - self._unfinished() - self.ahead)
+        return min(rooms)
+
+    def check(self, candidates: int, name: str | None, held: int, field: str) -> None:
+        """Check whether a caller's request may have so many candidates, beside the ``held`` ones that it has already.
+
+        Raises:
+            Overloaded, QuotaReached, InvalidRequest: see `admit`.
+        """
+        whole = held + candidates
+        if (quota := self._quota(name)) is not None and name is not None:
+            if whole > quota:
+                raise InvalidRequest(
+                    field,
+                    f"needs {whole} candidates, and a key may have {quota} in flight (--max-candidates-per-key); "
+                    "request fewer at a time",
+                )
+            if self._by_caller[name] + candidates > quota:
+                raise QuotaReached(
+                    f"this key has {self._by_caller[name]} candidates in flight, and {candidates} more would exceed "
+                    f"its quota of {quota} (--max-candidates-per-key); retry when some have finished",
+                    RETRY_SECONDS,
+                )
+        if (most := self._max_unfinished) is None:
+            return
+        if whole > most:
+            raise InvalidRequest(
+                field,
+                f"needs {whole} candidates, and at most {most} may run and wait (--max-queued-candidates); request "
+                "fewer at a time",
+            )
+        if self._unfinished() + self.ahead + candidates > most:
+            raise Overloaded(
+                f"{self.waiting} candidates wait for the engine, and with {candidates} more there would be more than "
+                f"{self._bounds.max_waiting} (--max-queued-candidates); retry later",
+                RETRY_SECONDS,
+            )
 
     def add_to_caller(self, name: str | None, candidates: int) -> None:
         """Add to the number of a caller's candidates in flight."""
@@ -137,25 +240,12 @@ class Admission:
         if not self._by_caller[name]:
             del self._by_caller[name]
 
-    def _check(self, candidates: int, field: str) -> None:
-        limit, name = self._bounds.max_per_caller, caller.get().name
-        if limit is not None and name is not None:
-            if candidates > limit:
-                raise InvalidRequest(
-                    field,
-                    f"requests {candidates} candidates, and a key may have {limit} in flight "
-                    "(--max-candidates-per-key); request fewer at a time",
-                )
-            if self._by_caller[name] + candidates > limit:
-                raise QuotaReached(
-                    f"this key has {self._by_caller[name]} candidates in flight, and {candidates} more would exceed "
-                    f"its quota of {limit} (--max-candidates-per-key); retry when some have finished",
-                    RETRY_SECONDS,
-                )
-        limit, waiting = self._bounds.max_waiting, self.waiting
-        if limit is not None and waiting >= limit:
-            raise Overloaded(
-                f"{waiting} candidates wait for the engine, and at most {limit} may (--max-queued-candidates); retry "
-                "later",
-                RETRY_SECONDS,
-            )
+    @property
+    def _max_unfinished(self) -> int | None:
+        """How many candidates may run and wait."""
+        if self._capacity is None or self._bounds.max_waiting is None:
+            return None
+        return self._capacity + self._bounds.max_waiting
+
+    def _quota(self, name: str | None) -> int | None:
+        return None if name is None else self._bounds.max_per_caller

@@ -187,11 +187,11 @@ class Settings(BaseSettings):
     max_queued_candidates: int | None = Field(
         None,
         ge=1,
-        description="Number of candidates waiting for the engine from which further requests get status 429. Default: "
-        "64 times as many as run at once, at least 16,384.",
+        description="Maximum candidates that wait for the engine; requests with more get status 429. Default: 64 times "
+        "as many as run at once, at least 65,536.",
     )
     max_candidates_per_key: int | None = Field(
-        None, ge=1, description="Maximum candidates in flight for requests with one API key."
+        None, ge=1, description="Maximum candidates in flight for one API key, with those that shaping adds."
     )
     detect_at: DetectAt = Field(
         (512,),

@@ -1,10 +1,13 @@
 """The engine that shapes: vLLM's ``AsyncLLM`` whose ``generate()`` turns n > 1 into a group."""
 
+import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
+from weakref import finalize
 
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
@@ -12,16 +15,17 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 
 from darts_server.exceptions import DartsError
+from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.spec import GroupSpec
-from darts_server.serving.admission import Admission
+from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
 from darts_server.vllm.outputs import merge_outputs, to_choice
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.requests import add_demand, current_options, note_named_prompt, note_shaped
+from darts_server.vllm.requests import current_beam_search, current_options, note_named_prompt, note_shaped
 from darts_server.vllm.validation import check_group, check_request
 from darts_server.vllm.watchdog import Pulse, observe_outputs
 
@@ -63,20 +67,25 @@ class ShapingLLM(ControlledLLM):
             InvalidRequest
             Overloaded: too many candidates are queued.
         """
+        check_name("request_id", request_id, REQUEST_ID_CHARS)
+        check_name("session_id", options.get("session_id") or "")
         request = PromptRequest(prompt, sampling_params, request_id, options)
         check_request(self.vllm_config, request)
         shaping = self._merge_options(current_options(), sampling_params.extra_args or {})
         plan = self._plan(prompt, sampling_params, shaping)
         if plan is None:
-            self.admission.check(add_demand(sampling_params.n))
-            return self._generate_unshaped(prompt, sampling_params, request_id, options)
+            ticket = self._admit_unshaped(sampling_params.n)
+            return _releasing(self._generate_unshaped(prompt, sampling_params, request_id, options, ticket), ticket)
         check_group(self, request)
         prompt_key = self._prompt_key(request, shaping)
+        assert self.rollouts is not None
         if plan.single:
-            return self._generate_joined(self._join_request(plan, request, prompt_key, shaping.group_id))
-        self.admission.check(add_demand(plan.size))
+            ticket = self.admission.admit(1)
+            joining = _join_request(plan, request, prompt_key, shaping.group_id, ticket)
+            return _releasing(self._generate_joined(joining), ticket)
+        ticket = self.admission.admit(self.rollouts.usual_candidates(plan))
         note_shaped(request_id)
-        return self._generate_group(plan, request, prompt_key)
+        return _releasing(self._generate_group(plan, request, prompt_key, ticket), ticket)
 
     @property
     def admission(self) -> Admission:
@@ -95,10 +104,19 @@ class ShapingLLM(ControlledLLM):
         note_named_prompt(request.prompt_key)
         return options.prompt_key
 
+    def _admit_unshaped(self, n: int) -> Ticket:
+        search = current_beam_search()
+        if search is None:
+            return self.admission.admit(n)
+        if search.ticket is None:
+            search.ticket = self.admission.admit(search.beams)
+            search.ticket.mark_started()
+        return search.ticket.split(0)
+
     async def _generate_unshaped(
-        self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
+        self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any], ticket: Ticket
     ) -> AsyncGenerator[RequestOutput, None]:
-        with self.admission.reserve(params.n) as ticket:
+        with ticket:
             outputs = super().generate(prompt, params, request_id, **options)
             async with self.gate.enter(unshaped=True), aclosing(outputs):
                 ticket.mark_started()
@@ -107,18 +125,17 @@ class ShapingLLM(ControlledLLM):
                         yield output
 
     async def _generate_group(
-        self, plan: Plan, request: PromptRequest, prompt_key: str
+        self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket
     ) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
         # CUMULATIVE is what the token route of 0.26 requests without streaming: it reads the last output alone.
         streaming = request.params.output_kind is RequestOutputKind.DELTA
         spec = GroupSpec.of_plan(plan, request, request.request_id, prompt_key, request.tail_seed, early=streaming)
-        with self.admission.reserve(plan.size) as ticket, raise_vllm_errors():
+        with ticket, raise_vllm_errors():
             async with self.gate.enter():
                 allocation = await self.rollouts.allocator.allocate(plan, prompt_key)
-                ticket.resize(allocation.candidates)
-                run = self.rollouts.start(spec, plan, allocation)
-                ticket.mark_started()
+                allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
+                run = self.rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
                 try:
                     if streaming:
                         async for output in self._stream(request, run.trajectories(), plan.size):
@@ -129,22 +146,12 @@ class ShapingLLM(ControlledLLM):
                 finally:
                     run.leave()
 
-    def _join_request(
-        self, plan: Plan, request: PromptRequest, prompt_key: str, name: str | None
-    ) -> JoinRequest[PromptRequest]:
-        assert self.rollouts is not None
-        join_key = f"{plan.policy}/{plan.size}/{name}/{request.join_key}"
-        if not self.rollouts.joiner.expects(join_key):
-            self.admission.check(add_demand(1))
-        return JoinRequest(request, request.request_id, plan, prompt_key, join_key, name)
-
     async def _generate_joined(self, request: JoinRequest[PromptRequest]) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
         joiner = self.rollouts.joiner
-        with self.admission.reserve(1) as ticket, raise_vllm_errors():
+        with request.ticket, raise_vllm_errors():
             # A closed gate must not keep out a request that a running group waits for.
             async with self.gate.enter(skip_wait=joiner.expects(request.join_key)):
-                ticket.mark_started()
                 output = await joiner.join(request, note_shaped)
         yield to_choice(request.request_id, output, 0, last=True)
 
@@ -189,6 +196,26 @@ class ShapingLLM(ControlledLLM):
         if self.died is None and hasattr(self, "engine_core"):
             self.died = self.errored
         super().shutdown(timeout=timeout)
+
+
+def _join_request(
+    plan: Plan, request: PromptRequest, prompt_key: str, name: str | None, ticket: Ticket
+) -> JoinRequest[PromptRequest]:
+    # Callers with different keys must not answer each other's requests.
+    join_key = f"{caller.get().name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
+    return JoinRequest(request, request.request_id, plan, prompt_key, join_key, ticket, name)
+
+
+def _releasing(outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket) -> AsyncGenerator[RequestOutput, None]:
+    """Release the ticket when ``outputs`` is dropped: one that is never iterated does not run its ``finally``."""
+    loop = asyncio.get_running_loop()
+
+    def release() -> None:  # in any thread: that of the garbage collector
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ticket.release)
+
+    finalize(outputs, release).atexit = False
+    return outputs
 
 
 @contextmanager

@@ -9,40 +9,40 @@ from typing import Any
 from starlette.datastructures import State
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.identifiers import check_name
+from darts_server.serving.admission import Ticket
 from darts_server.types import RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS
 
 RAW_SUFFIX = ":raw"
 """Suffix of the alias under which a served model is never shaped."""
+REQUEST_ID_HEADER = "X-Request-Id"
+"""To vLLM it goes before the ``request_id`` of a body."""
 
 NO_OPTIONS = RequestOptions()
 _options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_OPTIONS)
 _shaped: ContextVar[list[str] | None] = ContextVar("darts_shaped", default=None)
 _named: ContextVar[set[str] | None] = ContextVar("darts_named_prompts", default=None)
-_demand: ContextVar["Demand | None"] = ContextVar("darts_demand", default=None)
+_beam_search: ContextVar["BeamSearch | None"] = ContextVar("darts_beam_search", default=None)
 
 Handler = Callable[..., Awaitable[Any]]
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
 
 
 @dataclass(slots=True)
-class Demand:
-    """The candidates that one HTTP request has requested so far, over all its prompts.
+class BeamSearch:
+    """A beam search calls ``generate()`` for every token of every beam, and is admitted once.
 
-    ``searches``: a beam search calls ``generate()`` for every token of every beam, and is admitted once.
+    ``beams``: over all its prompts. ``ticket``: holds them from the first call to the end; ``None`` before.
     """
 
-    searches: bool = False
-    candidates: int = 0
+    beams: int
+    ticket: Ticket | None = None
 
 
-def add_demand(n: int) -> int:
-    """Add ``n`` candidates to the current request's; the number to admit, 0 if it is admitted already."""
-    demand = _demand.get() or Demand()
-    if demand.searches and demand.candidates:
-        return 0
-    demand.candidates += n
-    return demand.candidates
+def current_beam_search() -> BeamSearch | None:
+    """The beam search of the current request, if it is one."""
+    return _beam_search.get()
 
 
 def current_options() -> RequestOptions:
@@ -85,25 +85,46 @@ def attach(state: State, read_options: ReadOptions, raw_names: Set[str]) -> None
 def _with_options(handler: Handler, read_options: ReadOptions, raw_names: Set[str]) -> Handler:
     @wraps(handler)
     async def handle(request: Any, raw_request: Any = None) -> Any:
-        options = read_options({} if raw_request is None else raw_request.headers)
+        headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
+        _check_ids(request, headers)
+        options = read_options(headers)
         if getattr(request, "model", None) in raw_names:
             options = replace(options, policy="off")
         groups: list[str] = []
-        demand = Demand(searches=bool(getattr(request, "use_beam_search", False)))
-        tokens = _options.set(options), _shaped.set(groups), _named.set(set()), _demand.set(demand)
+        search = BeamSearch(_count_beams(request)) if getattr(request, "use_beam_search", False) else None
+        tokens = _options.set(options), _shaped.set(groups), _named.set(set()), _beam_search.set(search)
         try:
             answer = await handler(request, raw_request)
         finally:
             _options.reset(tokens[0])
             _shaped.reset(tokens[1])
             _named.reset(tokens[2])
-            _demand.reset(tokens[3])
+            _beam_search.reset(tokens[3])
+            if search is not None and search.ticket is not None:
+                search.ticket.release()
         metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
         if groups and metadata is not None:
             raw_request.state.darts_group_id = _answered_id(groups, metadata.request_id)
         return answer
 
     return handle
+
+
+def _check_ids(request: Any, headers: Mapping[str, str]) -> None:
+    """Check the id that vLLM uses for a request, before vLLM logs it.
+
+    Raises:
+        InvalidRequest
+    """
+    check_name("request_id", str(getattr(request, "request_id", None) or ""))
+    check_name(REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER.lower(), ""))
+
+
+def _count_beams(request: Any) -> int:
+    prompts, beams = getattr(request, "prompt", None), getattr(request, "n", None) or 1
+    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+        return len(prompts) * beams
+    return beams
 
 
 def _answered_id(groups: list[str], response_id: str) -> str:

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from random import Random
 from typing import Any
@@ -82,15 +83,15 @@ class Callers:
         plan = rollouts.plan(self._rng.choice(SIZES), RequestOptions(self._rng.choice(self._policies)))
         assert plan is not None
         key, group_id, early = request.partition("#")[0], f"g{number}", self._rng.random() < 0.3
-        rollouts.admission.check(plan.size)
+        ticket = rollouts.admission.admit(rollouts.usual_candidates(plan))
         if self._rng.random() < ABORTED:
             asyncio.get_running_loop().call_later(self._rng.uniform(0, MAX_CANCEL_DELAY), rollouts.abort, group_id)
-        with rollouts.admission.reserve(plan.size) as ticket:
+        with ticket:
             async with rollouts.gate.enter():
                 allocation = await rollouts.allocator.allocate(plan, key)
-                ticket.resize(allocation.candidates)
-                run = rollouts.start(GroupSpec.of_plan(plan, request, group_id, key, early=early), plan, allocation)
-                ticket.mark_started()
+                allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
+                spec = GroupSpec.of_plan(plan, request, group_id, key, early=early)
+                run = rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
                 try:
                     indices = [trajectory.index async for trajectory in run.trajectories()]
                 finally:
@@ -124,10 +125,10 @@ class Callers:
 
     async def _single(self, plan: Plan, prompt: str, name: str, request_id: str) -> list[int]:
         rollouts = self._stack.rollouts
-        joining = JoinRequest(f"{prompt}#{request_id}", request_id, plan, prompt, f"{plan.policy}/{name}", name)
-        with rollouts.admission.reserve(1) as ticket:
+        key = f"{plan.policy}/{name}"
+        with rollouts.admission.admit(1) as ticket:
+            joining = JoinRequest(f"{prompt}#{request_id}", request_id, plan, prompt, key, ticket, name)
             async with rollouts.gate.enter(skip_wait=rollouts.joiner.expects(joining.join_key)):
-                ticket.mark_started()
                 return await rollouts.joiner.join(joining, lambda _: None)
 
     async def _vote(self, number: int, _: Iterator[int]) -> str:
@@ -145,7 +146,7 @@ class Callers:
             policy={"name": self._rng.choice([OFF, *self._policies])},
             num_groups=max(1, len(prompts) - 2) if self._rng.random() < 0.2 else None,
         )
-        key = IdempotencyKey(b"owner", f"key-{number}", b"digest") if self._rng.random() < 0.3 else None
+        key = IdempotencyKey(None, f"key-{number}", b"digest") if self._rng.random() < 0.3 else None
         answer_format = AnswerFormat(self._rng.choice(list(StreamMode)), chunk_tokens=4)
         batch = await self._stack.batches.open(request, answer_format, key)
         if self._rng.random() < ABORTED:

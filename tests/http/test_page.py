@@ -59,3 +59,28 @@ def test_its_security_policy_lets_in_its_own_parts_alone(served: Served) -> None
 def test_it_knows_whatever_becomes_of_a_candidate(kind: str) -> None:
     assert f"\n  {kind}: " in (page.PARTS / "kinds.js").read_text("utf-8")
     assert (page.PARTS / "style.css").read_text("utf-8").count(f"--{kind}: #") == 2, "in light and in dark"
+
+
+def test_it_shows_ids_as_text() -> None:
+    """Whatever the server says reaches the page as text nodes and attributes that run nothing."""
+    scripts = {part.name: part.read_text("utf-8") for part in page.PARTS.glob("*.js")}
+    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|srcdoc|eval\(|Function\("
+    for name, script in scripts.items():
+        assert not re.search(forbidden, script), name
+    assert "made.append(...children" in scripts["kinds.js"]  # strings become text nodes
+    tags = {tag for script in scripts.values() for tag in re.findall(r'\belement\("(\w+)"', script)}
+    assert tags
+    assert not tags & {
+        "a",
+        "base",
+        "embed",
+        "form",
+        "frame",
+        "iframe",
+        "img",
+        "link",
+        "meta",
+        "object",
+        "script",
+        "style",
+    }

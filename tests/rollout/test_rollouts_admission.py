@@ -13,12 +13,14 @@ from darts_server.rollout.plan import Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
-from tests.rollout.batches.test_submission import SIZE, batch_request, script, submit
+from tests.rollout.batches.test_submission import batch_request, script, submit
 from tests.rollout.helpers import Documents, Harness, lengths
 
 pytestmark = pytest.mark.anyio
 CAPACITY = 4
 PROMPTS = ["20", "30", "40"]
+STARTED = 18
+"""Candidates of these prompts: 6 for each group of ``SIZE``."""
 
 
 class FullHarness(Harness):
@@ -60,19 +62,20 @@ async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty
 async def test_a_batch_is_refused_while_the_queue_is_too_long_and_starts_nothing() -> None:
     harness = Harness(script)
     waiting = 0
-    harness.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(max_waiting=8))
-    waiting = 7
-    await submit(harness, batch_request(*PROMPTS))
-    waiting = 8
-    with pytest.raises(Overloaded, match="8 candidates wait"):
+    harness.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(max_waiting=8 + STARTED))
+    waiting = 9
+    with pytest.raises(Overloaded, match=f"9 candidates wait .* with {STARTED} more"):
         await submit(harness, batch_request(*PROMPTS))
+    waiting = 8
+    await submit(harness, batch_request(*PROMPTS))
+    with pytest.raises(Overloaded):
+        await submit(harness, batch_request("20"))
     assert not harness.engine.started
 
 
 async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> None:
     harness = Harness(script)
-    most = len(PROMPTS) * SIZE
-    harness.rollouts.admission = Admission(lambda: 0, None, Bounds(max_per_caller=most))
+    harness.rollouts.admission = Admission(lambda: 0, None, Bounds(max_per_caller=STARTED))
     token = caller.set(Caller("one"))
     with pytest.raises(InvalidRequest, match="a key may have") as error:
         await submit(harness, batch_request(*PROMPTS, "50"))
@@ -84,9 +87,11 @@ async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> No
 
     playing = asyncio.create_task(play())
     await settle()
+    caller.set(Caller("one"))
     with pytest.raises(QuotaReached):
         await submit(harness, batch_request("20"))
     await harness.engine.run()
     assert await playing == len(PROMPTS)
+    assert harness.rollouts.admission.requests == 0
     await submit(harness, batch_request(*PROMPTS))
     caller.reset(token)

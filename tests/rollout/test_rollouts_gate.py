@@ -81,7 +81,7 @@ async def test_a_joined_group_expects_its_missing_requests() -> None:
     plan = harness.plan(2, "shortest")
 
     def joining(number: int, same: str = "a") -> JoinRequest[str]:
-        return JoinRequest("prompt", f"r{number}", plan, "key", same)
+        return JoinRequest("prompt", f"r{number}", plan, "key", same, harness.rollouts.admission.admit(1))
 
     assert not harness.rollouts.joiner.expects(joining(0).join_key)
     first = asyncio.create_task(harness.rollouts.joiner.join(joining(0), lambda _: None))

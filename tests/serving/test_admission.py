@@ -1,5 +1,4 @@
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
@@ -48,72 +47,139 @@ def test_candidates_beyond_the_capacity_wait(engine: Engine) -> None:
 
 def test_admitted_candidates_count_until_the_engine_counts_them(engine: Engine) -> None:
     admission = an_admission(engine)
-    with admission.reserve(8) as ticket:
+    with admission.admit(8) as ticket:
         ticket.resize(12)
         assert admission.waiting == 2
+        ticket.mark_started(5)
+        engine.unfinished = 5
+        assert (admission.waiting, admission.ahead) == (2, 7)
         ticket.mark_started()
-        assert admission.waiting == 0
         engine.unfinished = 12
-        assert admission.waiting == 2
-        engine.unfinished = 0
-    assert admission.waiting == 0
+        assert (admission.waiting, admission.ahead) == (2, 0)
+        ticket.mark_started(1)
+        assert admission.ahead == 0
+    engine.unfinished = 0
+    assert (admission.waiting, admission.requests) == (0, 0)
 
 
 def test_a_request_that_ends_before_it_starts_is_no_longer_counted(engine: Engine) -> None:
     admission = an_admission(engine)
-    with pytest.raises(KeyError), admission.reserve(50):
+    with pytest.raises(KeyError), admission.admit(50):
         raise KeyError
-    assert admission.waiting == admission.ahead == 0
+    assert admission.waiting == admission.ahead == admission.requests == 0
 
 
-def test_requests_of_any_size_are_admitted_until_the_queue_is_full(engine: Engine) -> None:
+def test_a_ticket_is_released_once(engine: Engine) -> None:
+    admission = an_admission(engine)
+    ticket, other = admission.admit(3), admission.admit(4)
+    ticket.release()
+    ticket.release()
+    assert (admission.ahead, admission.requests) == (4, 1)
+    other.release()
+
+
+def test_never_more_candidates_wait_than_may(engine: Engine) -> None:
     admission = an_admission(engine, max_waiting=20)
-    engine.unfinished = CAPACITY + 19
-    admission.check(10_000)
-    engine.unfinished += 1
-    with pytest.raises(Overloaded, match=r"20 candidates wait .* \(--max-queued-candidates\)") as error:
-        admission.check(1)
-    assert error.value.retry_after > 0
+    with pytest.raises(InvalidRequest, match=r"needs 31 candidates, and at most 30 may run and wait") as alone:
+        admission.admit(31, "prompts")
+    assert alone.value.field == "prompts"
+    with admission.admit(29):
+        caller.set(Caller())
+        with pytest.raises(Overloaded, match=r"19 candidates wait .* with 2 more .* 20 \(--max-queued") as error:
+            admission.admit(2)
+        assert error.value.retry_after > 0
+        with admission.admit(1):
+            caller.set(Caller())
+            with pytest.raises(Overloaded):
+                admission.admit(1)
+    engine.unfinished = 30
+    with pytest.raises(Overloaded):
+        admission.admit(1)
+    engine.unfinished = 0
+    admission.admit(30)
 
 
 def test_without_bounds_every_request_is_admitted(engine: Engine) -> None:
     engine.unfinished = 10**9
-    an_admission(engine).check(10**9)
+    an_admission(engine).admit(10**9)
 
 
-def test_each_key_has_its_own_quota(engine: Engine) -> None:
+def test_each_key_has_its_own_quota_and_admins_have_none(engine: Engine) -> None:
     admission = an_admission(engine, max_per_caller=8)
     one, other = Caller("one"), Caller("other")
-    with ExitStack() as requests:
-        caller.set(one)
-        requests.enter_context(admission.reserve(5))
-        admission.check(3)
-        with pytest.raises(QuotaReached, match="5 candidates in flight, and 4 more"):
-            admission.check(4)
-        assert isinstance(one.refused, QuotaReached)
-        with pytest.raises(InvalidRequest, match="requests 9 candidates, and a key may have 8") as error:
-            admission.check(9, "prompts")
-        assert error.value.field == "prompts"
-        caller.set(other)
-        admission.check(8)
-        caller.set(Caller())
-        admission.check(100)
-        assert other.refused is None
     caller.set(one)
-    admission.check(8)
+    with admission.admit(5):
+        caller.set(again := Caller("one"))
+        with admission.admit(3):
+            caller.set(late := Caller("one"))
+            with pytest.raises(QuotaReached, match="8 candidates in flight, and 1 more"):
+                admission.admit(1)
+            assert isinstance(late.refused, QuotaReached)
+        with pytest.raises(InvalidRequest, match="needs 9 candidates, and a key may have 8") as error:
+            admission.admit(9, "prompts")
+        assert error.value.field == "prompts"
+        for who in (other, Caller(), Caller("root", is_admin=True)):
+            caller.set(who)
+            admission.admit(8).release()
+            assert who.refused is None
+    caller.set(again)
+    admission.admit(8)
 
 
-def test_a_quota_counts_the_allocated_candidates(engine: Engine) -> None:
+def test_a_request_whose_prompts_together_exceed_the_quota_is_told_so_and_not_to_retry(engine: Engine) -> None:
     admission = an_admission(engine, max_per_caller=8)
     caller.set(Caller("one"))
-    with admission.reserve(4) as ticket:
+    first = admission.admit(6)
+    with pytest.raises(InvalidRequest, match="needs 12 candidates"):
+        admission.admit(6)
+    first.release()
+    admission.admit(6)
+
+
+def test_what_a_ticket_holds_may_grow_within_the_bounds_alone(engine: Engine) -> None:
+    admission = an_admission(engine, max_waiting=10, max_per_caller=8)
+    caller.set(Caller("one"))
+    with admission.admit(4) as ticket:
         ticket.resize(6)
-        ticket.mark_started()
+        with pytest.raises(InvalidRequest):
+            ticket.resize(9)
+        assert (ticket.candidates, admission.ahead) == (6, 6)
+        assert [ticket.fit(most) for most in (7, 20, 3)] == [7, 8, 3]
+        caller.set(Caller("other"))
+        with admission.admit(8), admission.admit(0):
+            caller.set(Caller())
+            with admission.admit(7):
+                assert ticket.fit(8) == 5
+    assert admission.ahead == 0
+
+
+def test_parts_of_a_ticket_outlive_it_and_are_merged(engine: Engine) -> None:
+    admission = an_admission(engine, max_per_caller=8)
+    who = Caller("one")
+    caller.set(who)
+    ticket = admission.admit(8)
+    part = ticket.split(3)
+    assert (ticket.candidates, part.candidates, who.held) == (5, 3, 5)
+    ticket.mark_started()
+    ticket.release()
+    assert (admission.ahead, admission.requests, who.held) == (3, 0, 0)
+    caller.set(Caller("one"))
+    with admission.admit(5) as second:
+        part.merge(second)
+        assert (part.candidates, second.candidates, admission.requests) == (8, 0, 1)
         with pytest.raises(QuotaReached):
-            admission.check(3)
+            admission.admit(1)
+    part.release()
+    admission.admit(8)
+
+
+def test_a_caller_sees_its_own_and_admins_see_all() -> None:
+    assert [Caller("one").may_see(owner) for owner in ("one", "other", None)] == [True, False, False]
+    assert [Caller().may_see(owner) for owner in ("one", None)] == [False, True]
+    assert all(Caller("root", is_admin=True).may_see(owner) for owner in ("one", None, "root"))
 
 
 def test_the_default_queue_is_large() -> None:
     assert default_max_waiting(None) is None
     assert default_max_waiting(1) == MIN_QUEUE
-    assert default_max_waiting(1024) == 65_536
+    assert default_max_waiting(2048) == 131_072

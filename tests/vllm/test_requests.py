@@ -6,8 +6,9 @@ from starlette.datastructures import State
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.shaping.headers import read_options
+from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
-from darts_server.vllm.requests import add_demand, attach, current_options, with_raw_names
+from darts_server.vllm.requests import attach, current_beam_search, current_options, with_raw_names
 
 
 @pytest.fixture
@@ -55,19 +56,38 @@ def test_raw_names_come_after_the_served_ones_so_that_the_first_model_is_the_sha
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("more", "told"), [({}, [8, 16, 24]), ({"use_beam_search": True}, [8, 0, 0])])
-async def test_what_a_request_asks_for_adds_up_over_its_prompts_and_a_beam_search_asks_once(
-    more: dict[str, Any], told: list[int]
-) -> None:
-    class Prompts:
-        async def create_completion(self, request: Any, raw_request: Any = None) -> list[int]:
-            return [add_demand(8) for _ in range(3)]
+@pytest.mark.parametrize(
+    ("prompt", "n", "beams"), [("a", 8, 8), ([1, 2], 8, 8), (["a", "b"], 8, 16), ([[1], [2]], 3, 6), (None, None, 1)]
+)
+async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any, n: int | None, beams: int) -> None:
+    admission = Admission(lambda: 0, None)
 
-    serving = Prompts()
+    class Beams:
+        async def create_completion(self, request: Any, raw_request: Any = None) -> int:
+            search = current_beam_search()
+            assert search is not None
+            search.ticket = admission.admit(search.beams)
+            return admission.ahead
+
+    serving = Beams()
     attach(State({"openai_serving_completion": serving}), read_options, frozenset())
-    for _ in range(2):
-        assert await serving.create_completion(SimpleNamespace(model="tiny", **more)) == told
+    request = SimpleNamespace(model="tiny", use_beam_search=True, prompt=prompt, n=n)
+    assert await serving.create_completion(request) == beams
+    assert (admission.ahead, admission.requests, current_beam_search()) == (0, 0, None)
 
 
-def test_outside_a_known_handler_each_prompt_stands_for_itself() -> None:
-    assert [add_demand(8), add_demand(8)] == [8, 8]
+@pytest.mark.anyio
+@pytest.mark.parametrize("chosen", ["a\nb", "\0", "\ud800", "x" * 257, "\u2028"])
+async def test_an_id_that_cannot_be_shown_is_refused_before_the_handler_sees_it(chosen: str) -> None:
+    serving = Serving()
+    attach(State({"openai_serving_completion": serving}), read_options, frozenset())
+    with pytest.raises(InvalidRequest, match="request_id: must be 1 to 256 printable characters"):
+        await serving.create_completion(SimpleNamespace(model="tiny", request_id=chosen))
+    with pytest.raises(InvalidRequest, match="X-Request-Id"):
+        await serving.create_completion(
+            SimpleNamespace(model="tiny", request_id="a"), SimpleNamespace(headers={"x-request-id": chosen})
+        )
+    assert serving.seen == []
+    await serving.create_completion(SimpleNamespace(model="tiny", request_id="日本/ä'\"<script>"))
+    await serving.create_completion(SimpleNamespace(model="tiny", request_id=""))
+    assert len(serving.seen) == 2

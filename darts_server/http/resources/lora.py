@@ -16,13 +16,14 @@ from darts_server.http.resources.weights import (
     answer,
     body_of,
 )
+from darts_server.identifiers import LORA_NAME
 from darts_server.weights.rules import Rule
 from darts_server.weights.updates import Updates
 
 MAX_CONFIG_CHARS = 4096
 Name = Annotated[
     str,
-    Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Model name in requests."),
+    Path(pattern=LORA_NAME, description="Model name in requests."),
 ]
 
 

@@ -15,6 +15,7 @@ from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
 from darts_server.rollout.learned.rewards import Rewards, summarize
 from darts_server.rollout.observers.monitor import GroupState, Monitor, MonitorUpdate, Viewer
+from darts_server.serving.admission import caller
 from darts_server.types import Outcome
 from darts_server.weights.updates import Updates
 
@@ -95,8 +96,8 @@ class MonitorAnswer(BaseModel):
     """State of the server, or in an `update` its changes."""
 
     now: float = Field(description="Seconds on the server's clock.")
-    running: int = Field(description="Number of running groups.")
-    candidates: int = Field(description="Number of candidates of running groups.")
+    running: int = Field(description="Number of running groups, of all callers.")
+    candidates: int = Field(description="Number of candidates of running groups, of all callers.")
     groups: list[MonitorGroup] = Field(
         description="Recently ended groups, then running ones, the newest of these first."
     )
@@ -139,8 +140,11 @@ def routes(sources: MonitorSources) -> APIRouter:
 
     @api.get("/live", response_model=MonitorAnswer, responses=stream)
     async def live(request: Request) -> Response:
-        """Return running and recently ended groups; with ``Accept: text/event-stream``, stream them."""
-        viewer = Viewer(sources.monitor)
+        """Return the caller's running and recently ended groups; with ``Accept: text/event-stream``, stream them.
+
+        Admins get the groups of all callers.
+        """
+        viewer = Viewer(sources.monitor, caller.get().may_see)
         if MEDIA_TYPE in request.headers.get("accept", ""):
             return stream_events(viewer, sources)
         return JSONResponse(_to_json(viewer.next_update(), sources.health()))

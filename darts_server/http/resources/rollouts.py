@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from reprlib import repr as shortened
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
@@ -21,22 +22,23 @@ from darts_server.http.resources.rollouts_models import (
     usage_of,
 )
 from darts_server.http.sse import MEDIA_TYPE
+from darts_server.identifiers import NAME_CHARS, RULE, is_name
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest
+from darts_server.serving.admission import caller
 from darts_server.types import PromptSpec
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Enough for 1,024 prompts of 8,192 tokens, which are read in a second. Larger batches are sent in several requests."""
-MAX_KEY_CHARS = 200
 LAST_EVENT_HEADER = "Last-Event-ID"
 MAX_EVENT_DIGITS = 18
 """No batch has so many events."""
 KEY = Header(
     alias=KEY_HEADER,
     description="A name of your choice. The same name returns the same batch.",
-    json_schema_extra={"minLength": 1, "maxLength": MAX_KEY_CHARS},
+    json_schema_extra={"minLength": 1, "maxLength": NAME_CHARS},
 )
 LAST = Header(
     alias=LAST_EVENT_HEADER,
@@ -56,7 +58,7 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
     ) -> Response:
         """Generate a shaped group for each prompt; with ``stream`` as server-sent events."""
         raw = await read_body(request, MAX_BODY_BYTES)
-        key = None if idempotency_key is None else await _idempotency_key(request, idempotency_key, raw)
+        key = None if idempotency_key is None else await _idempotency_key(idempotency_key, raw)
         body = await parse_body(RolloutsIn, raw)
         batch = await batches.open(_batch_request(body), AnswerFormat(StreamMode(body.stream), body.chunk_tokens), key)
         return await _respond(request, batch, 0)
@@ -124,15 +126,14 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
     )
 
 
-async def _idempotency_key(request: Request, key: str, body: bytes) -> IdempotencyKey:
-    if not (1 <= len(key) <= MAX_KEY_CHARS and key.isprintable() and not key.isspace()):
-        raise InvalidRequest(KEY_HEADER, f"must be 1 to {MAX_KEY_CHARS} printable characters, if it is sent")
-    caller = request.headers.get("authorization", "")
+async def _idempotency_key(key: str, body: bytes) -> IdempotencyKey:
+    if not is_name(key):
+        raise InvalidRequest(KEY_HEADER, f"must be {RULE}, if it is sent")
     digest = (await asyncio.to_thread(hashlib.sha256, body)).digest()
-    return IdempotencyKey(hashlib.sha256(caller.encode()).digest(), key, digest, len(body))
+    return IdempotencyKey(caller.get().name, key, digest, len(body))
 
 
 def _event_number(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_EVENT_DIGITS):
-        raise InvalidRequest(LAST_EVENT_HEADER, f"must be the number of an event, got {text[:MAX_KEY_CHARS]!r}")
+        raise InvalidRequest(LAST_EVENT_HEADER, f"must be the number of an event, got {shortened(text)}")
     return int(text)

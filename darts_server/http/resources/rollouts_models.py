@@ -27,7 +27,7 @@ from darts_server.http.resources.trajectories import (
     UsageOut,
     sample_fields,
 )
-from darts_server.http.shaping.options import NAME_CHARS
+from darts_server.identifiers import Name
 from darts_server.rollout.batches.submission import GroupResult, Unfinished
 from darts_server.types import CandidateRecord
 
@@ -52,12 +52,7 @@ class PromptIn(Body):
     token_ids: list[Annotated[StrictInt, Field(ge=0)]] | None = Field(None, min_length=1)
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, description="A chat, in OpenAI's form.")
     text: str | None = Field(None, min_length=1)
-    key: str | None = Field(
-        None,
-        min_length=1,
-        max_length=NAME_CHARS,
-        description="Name under which its statistics are kept; its tokens by default.",
-    )
+    key: Name | None = Field(None, description="Name under which its statistics are kept; its tokens by default.")
     metadata: JsonObject | None = Field(None, description="Returned with the group unchanged.")
 
     @model_validator(mode="after")

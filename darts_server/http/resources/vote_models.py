@@ -6,7 +6,7 @@ from pydantic import BaseModel, Discriminator, Field, StrictInt, Tag, field_vali
 
 from darts_server.http.body import Body
 from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, UsageOut, sample_fields
-from darts_server.http.shaping.options import NAME_CHARS
+from darts_server.identifiers import Name
 from darts_server.rollout.voting.ballots import Ballot
 from darts_server.rollout.voting.runner import VoteRequest, VoteResult
 from darts_server.types import CandidateRecord, PromptSpec
@@ -44,11 +44,8 @@ class VoteIn(Body):
 
     prompt: Prompt | None = Field(None, description="Text or token ids.")
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, description="A chat, in OpenAI's form.")
-    key: str | None = Field(
-        None,
-        min_length=1,
-        max_length=NAME_CHARS,
-        description="Name under which the prompt's statistics are kept; its tokens by default.",
+    key: Name | None = Field(
+        None, description="Name under which the prompt's statistics are kept; its tokens by default."
     )
     n: int = Field(ge=1, description="Number of trajectories that may vote.")
     sampling: dict[str, Any] = Field({}, description="vLLM's sampling parameters, by their names.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from darts_server.exceptions import Forbidden, InvalidSetting, Unauthorized
 from darts_server.files import read_file
 from darts_server.http.security.sites import Sites, hostname, is_loopback
+from darts_server.serving.admission import Caller
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,8 @@ class Access:
             if keys.file is not None:
                 keys.reload()
 
-    def check(self, access: RouteAccess, what: str, key: bytes | None, sender: Sender) -> str | None:
-        """Check a request, and return the name of the caller's key; ``None`` for admins and callers without a key.
+    def check(self, access: RouteAccess, what: str, key: bytes | None, sender: Sender) -> Caller:
+        """Check a request, and return its caller.
 
         Args:
             what: method and path, for messages.
@@ -132,14 +133,14 @@ class Access:
             Unauthorized, Forbidden
         """
         if access is RouteAccess.PUBLIC:
-            return None
+            return Caller()
         if access is RouteAccess.DANGEROUS and not self._dangerous:
             raise Forbidden(
                 f"{what} is disabled because it runs code or writes files that its caller chooses; to enable it, start "
                 "the server with --allow-dangerous-routes"
             )
-        if self.admin_keys.find(key) is not None:
-            return None
+        if (admin := self.admin_keys.find(key)) is not None:
+            return Caller(admin, is_admin=True)
         name = self.keys.find(key)
         if self.keys and name is None:
             raise Unauthorized(SEND_A_KEY)
@@ -147,7 +148,7 @@ class Access:
             self._sites.check(sender.host, sender.origin)
         if access is not RouteAccess.USE:
             self._check_admin(what, key, sender)
-        return name
+        return Caller(name)
 
     def _check_admin(self, what: str, key: bytes | None, sender: Sender) -> None:
         """Check a caller without a valid admin key."""

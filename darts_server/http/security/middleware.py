@@ -23,13 +23,14 @@ from darts_server.http.body import BodyLimits, IncompleteBody, LimitedBody
 from darts_server.http.errors import body_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess, Sender
 from darts_server.http.security.route_table import access_of, has_own_limits
+from darts_server.identifiers import NAME_CHARS, without_controls
 from darts_server.serving.admission import Caller, caller
 from darts_server.serving.lifecycle import Lifecycle
 
 MIN_ERROR_STATUS = 400
 SAFE = ("GET", "HEAD", "DELETE")
 """Methods that start no work."""
-REQUEST_ID, MAX_REQUEST_ID_CHARS = b"x-request-id", 200
+REQUEST_ID = b"x-request-id"
 TRACE = (b"traceparent", b"tracestate")
 HEALTH = ("/health", "/ping")
 FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
@@ -68,13 +69,13 @@ class SecurityMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            name = self._check_access(scope)
+            who = self._check_access(scope)
             if self._lifecycle.stop_reason is not None and _is_refused_at_shutdown(scope):
                 raise self._lifecycle.stop_reason
         except DartsError as error:
             await self._refuse(error, scope, receive, send)
             return
-        who = Caller(name, request_id=_request_id(scope), trace=_trace(scope))
+        who.request_id, who.trace = _request_id(scope), _trace(scope)
         token = caller.set(who)
         try:
             with self._lifecycle.track_request() if scope.get("method") not in SAFE else nullcontext():
@@ -84,7 +85,7 @@ class SecurityMiddleware:
         finally:
             caller.reset(token)
 
-    def _check_access(self, scope: Scope) -> str | None:
+    def _check_access(self, scope: Scope) -> Caller:
         headers = dict(reversed(scope["headers"]))  # the first of several with the same name
         method, path = scope.get("method", "WEBSOCKET"), get_route_path(scope)
         route_access = access_of(method, path) or (RouteAccess.ADMIN if _is_route(scope) else RouteAccess.USE)
@@ -140,7 +141,7 @@ class SecurityMiddleware:
 
 def _request_id(scope: Scope) -> str | None:
     value: bytes | None = next((each for name, each in scope["headers"] if name == REQUEST_ID), None)
-    return None if value is None else value.decode("latin-1")[:MAX_REQUEST_ID_CHARS]
+    return None if value is None else without_controls(value.decode("latin-1")[:NAME_CHARS])
 
 
 def _trace(scope: Scope) -> dict[str, str]:

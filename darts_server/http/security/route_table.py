@@ -33,7 +33,7 @@ USE = {
     "/darts/v1/rollouts/{batch_id}": "GET DELETE",
     "/darts/v1/vote": "POST",
     "/darts/v1/rewards": "POST",
-    "/darts/v1/groups/{group_id}": "GET",
+    "/darts/v1/groups/{group_id:path}": "GET",
     "/darts/v1/prompts/{prompt_key:path}": "GET",
     "/darts/v1/state": "GET",
     "/darts/v1/policy": "GET",

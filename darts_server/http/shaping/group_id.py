@@ -3,6 +3,8 @@
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from darts_server.identifiers import header_value
+
 HEADER = "X-Darts-Group-Id"
 STATE_KEY = "darts_group_id"
 """Attribute of a request's state that holds the id, if the request was shaped."""
@@ -17,7 +19,7 @@ class GroupIdHeader:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_header(message: Message) -> None:
             if message["type"] == "http.response.start" and (group_id := scope.get("state", {}).get(STATE_KEY)):
-                MutableHeaders(scope=message)[HEADER] = group_id
+                MutableHeaders(scope=message)[HEADER] = header_value(group_id)
             await send(message)
 
         await self._app(scope, receive, send_with_header if scope["type"] == "http" else send)

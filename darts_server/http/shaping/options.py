@@ -7,10 +7,9 @@ from reprlib import repr as shortened
 from typing import Any
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.identifiers import RULE, is_name
 from darts_server.types import RequestOptions
 
-NAME_CHARS = 256
-"""Enough for a path or a hash, and small enough to keep thousands in memory."""
 MAX_GROUP_SIZE = 16384
 """The maximum of ``--max-group-size``."""
 _NAMES = {
@@ -63,14 +62,10 @@ def checked_option(option: str, value: object, where: str) -> str | int:
             return size
         wanted = f"the group's size, a whole number from 1 to {MAX_GROUP_SIZE}"
     else:
-        if isinstance(value, str) and _is_name(value) and (option != "group_id" or ";" not in value):
+        if isinstance(value, str) and is_name(value) and (option != "group_id" or ";" not in value):
             return value
-        wanted = f"{_NAMES[option]}, 1 to {NAME_CHARS} printable characters"
+        wanted = f"{_NAMES[option]}, {RULE}"
     raise InvalidRequest(where, f"must be {wanted}, got {shortened(value)}; correct or omit it")
-
-
-def _is_name(text: str) -> bool:
-    return 1 <= len(text) <= NAME_CHARS and text.isprintable() and not text.isspace()
 
 
 def _whole(value: object) -> int | None:

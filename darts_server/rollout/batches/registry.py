@@ -14,7 +14,7 @@ from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest, GroupResult, NewPlanner, Submission
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.serving.admission import RETRY_SECONDS
+from darts_server.serving.admission import RETRY_SECONDS, caller
 from darts_server.types import Sample
 
 KEY_HEADER = "Idempotency-Key"
@@ -29,17 +29,17 @@ GROUP_BYTES = 2000
 class IdempotencyKey:
     """A caller's key for a batch, which makes the batch durable.
 
-    ``owner``: identifies the caller, as keys of different callers are unrelated. ``body_digest``: hash of the request,
-    to refuse another request under the same key. ``body_bytes``: the size of that request.
+    ``owner``: name of the caller, as keys of different callers are unrelated. ``body_digest``: hash of the request, to
+    refuse another request under the same key. ``body_bytes``: the size of that request.
     """
 
-    owner: bytes
+    owner: str | None
     key: str
     body_digest: bytes
     body_bytes: int = 0
 
     @property
-    def scoped(self) -> tuple[bytes, str]:
+    def scoped(self) -> tuple[str | None, str]:
         """The key within its owner's scope."""
         return (self.owner, self.key)
 
@@ -70,7 +70,7 @@ class _KeyedRequest:
 class _DurableBatch:
     """A batch that can be found again, with a timer for what happens to it next: cancelling or dropping it."""
 
-    def __init__(self, batch: BatchRun, scoped_key: tuple[bytes, str]) -> None:
+    def __init__(self, batch: BatchRun, scoped_key: tuple[str | None, str]) -> None:
         self.batch = batch
         self.scoped_key = scoped_key
         self._timer: asyncio.TimerHandle | None = None
@@ -115,7 +115,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._running: dict[str, BatchRun] = {}
         self._durable: dict[str, _DurableBatch] = {}
         self._ended: dict[str, None] = {}  # ids of durable batches that have ended, the oldest first
-        self._by_key: dict[tuple[bytes, str], _KeyedRequest] = {}
+        self._by_key: dict[tuple[str | None, str], _KeyedRequest] = {}
 
     async def open(
         self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None = None
@@ -143,24 +143,28 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         return await asyncio.shield(keyed.opening)
 
     def find(self, batch_id: str) -> BatchRun:
-        """Find a durable batch that runs or is kept. The caller must start to listen in the same turn.
+        """Find a durable batch of the caller that runs or is kept. The caller must start to listen in the same turn.
 
         Raises:
             NotFound
         """
-        if (durable := self._durable.get(batch_id)) is None:
+        durable = self._durable.get(batch_id)
+        if durable is None or not caller.get().may_see(durable.batch.owner):
             raise NotFound(
-                "batch_id", f"no batch {batch_id!r} is kept; only batches sent with {KEY_HEADER} are, for a while"
+                "batch_id",
+                f"no batch {batch_id!r} of yours is kept; only those sent with {KEY_HEADER} are, for a while",
             )
         return durable.batch
 
     def cancel(self, batch_id: str) -> bool:
-        """Cancel a batch, durable or not; whether it was running.
+        """Cancel a batch of the caller, durable or not; whether it was running.
 
         Raises:
             NotFound
         """
-        batch = self._running.get(batch_id) or self.find(batch_id)
+        batch = self._running.get(batch_id)
+        if batch is None or not caller.get().may_see(batch.owner):
+            batch = self.find(batch_id)
         return batch.cancel("the batch was cancelled; send it again under another key to run it again")
 
     def drain(self) -> None:
@@ -244,7 +248,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                 )
         self._drop_excess(key.scoped, key.body_bytes)
 
-    def _drop_excess(self, scoped_key: tuple[bytes, str], more: int = 0) -> None:
+    def _drop_excess(self, scoped_key: tuple[str | None, str], more: int = 0) -> None:
         """Drop ended batches, the oldest first, until the others and ``more`` bytes may be kept."""
         for limit, counted in self._shares(scoped_key):
             excess = sum(self._by_key[scoped].bytes for scoped in counted) + more - limit
@@ -253,7 +257,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                     excess -= self._by_key[scoped].bytes
                     self._drop(batch_id)
 
-    def _shares(self, scoped_key: tuple[bytes, str]) -> Iterator[tuple[int, set[tuple[bytes, str]]]]:
+    def _shares(self, scoped_key: tuple[str | None, str]) -> Iterator[tuple[int, set[tuple[str | None, str]]]]:
         """Yield the keys that share a number of bytes with this key: those of its owner, then all."""
         owner, _ = scoped_key
         yield self._retention.kept_bytes // 2, {scoped for scoped in self._by_key if scoped[0] == owner}

@@ -13,6 +13,7 @@ from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.rollout.batches.events import BatchDone, BatchEnd, BatchFailed, BatchStarted, Event
 from darts_server.rollout.batches.feed import EventFeed
 from darts_server.rollout.batches.submission import GroupResult, Submission
+from darts_server.serving.admission import caller
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class BatchRun:
     ) -> None:
         self.batch_id = submission.batch_id
         self.policy = submission.plan.policy
+        self.owner = caller.get().name
+        """Name of the caller that started it; ``None`` for callers without a key."""
         self._size = submission.size
         self.answer_format = answer_format
         self.feed = EventFeed(

@@ -15,9 +15,13 @@ from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
+from darts_server.serving.admission import Ticket
 from darts_server.types import GroupRecord, PromptSpec, RequestOptions, Sample
 
 logger = logging.getLogger(__name__)
+
+FIELD = "prompts"
+"""Named where a batch has more candidates than are admitted."""
 
 NewPlanner = Callable[[Mapping[str, object]], Planner]
 """Creates the planner under a caller's policy overrides; raises ``InvalidRequest`` for an impossible one."""
@@ -105,6 +109,7 @@ class Submission(Generic[RequestT, OutputT]):
         num_groups: int | None,
         rollouts: Rollouts[RequestT, OutputT],
         renderer: PromptRenderer[RequestT, OutputT],
+        ticket: Ticket,
     ) -> None:
         self.batch_id = batch_id
         self.plan = plan
@@ -114,6 +119,7 @@ class Submission(Generic[RequestT, OutputT]):
         self._decided: set[int] = set()
         self._rollouts = rollouts
         self._renderer = renderer
+        self._ticket = ticket
 
     @classmethod
     async def prepare(
@@ -127,26 +133,31 @@ class Submission(Generic[RequestT, OutputT]):
 
         Raises:
             InvalidRequest: names the field; for a prompt, its number too.
-            Overloaded
+            Overloaded, QuotaReached
         """
         batch_id = f"batch-{uuid.uuid4().hex}"
         plan = _plan(batch, new_planner(batch.policy))
         rollouts.check_scorable(plan)
-        rollouts.admission.check(len(batch.prompts) * plan.size, "prompts")
-        requests = [
-            await _request(renderer, batch, number, prompt, f"{batch_id}-{number}")
-            for number, prompt in enumerate(batch.prompts)
-        ]
-        keys = [
-            prompt.key or renderer.prompt_key(request) for prompt, request in zip(batch.prompts, requests, strict=True)
-        ]
-        allocations = rollouts.allocator.allocate_cohort(plan, keys, batch.budget)
+        ticket = rollouts.admission.admit(batch.budget or len(batch.prompts) * rollouts.usual_candidates(plan), FIELD)
+        try:
+            requests = [
+                await _request(renderer, batch, number, prompt, f"{batch_id}-{number}")
+                for number, prompt in enumerate(batch.prompts)
+            ]
+            keys = [
+                prompt.key or renderer.prompt_key(request)
+                for prompt, request in zip(batch.prompts, requests, strict=True)
+            ]
+            allocations = _allocate(rollouts, ticket, plan, keys, batch.budget)
+        except BaseException:
+            ticket.release()
+            raise
         metadata = [prompt.metadata for prompt in batch.prompts]
         groups = [
             _PreparedGroup(number, *parts)
             for number, parts in enumerate(zip(requests, keys, metadata, allocations, strict=True))
         ]
-        return cls(batch_id, plan, groups, batch.num_groups, rollouts, renderer)
+        return cls(batch_id, plan, groups, batch.num_groups, rollouts, renderer, ticket)
 
     @property
     def size(self) -> int:
@@ -172,19 +183,17 @@ class Submission(Generic[RequestT, OutputT]):
         tasks: list[asyncio.Task[GroupResult]] = []
         missing = self._wanted
         try:
-            candidates = sum(group.allocation.candidates for group in self._groups)
-            with self._rollouts.admission.reserve(candidates) as ticket:
-                async with self._rollouts.gate.enter():
-                    tasks += [asyncio.create_task(self._run(group, observer)) for group in self._longest_first()]
-                    ticket.mark_started()
-                    for next_result in asyncio.as_completed(tasks):
-                        result = await next_result
-                        self._decided.add(result.number)
-                        yield result
-                        missing -= result.error is None
-                        if not missing:
-                            return
+            async with self._rollouts.gate.enter():
+                tasks += [asyncio.create_task(self._run(group, observer)) for group in self._longest_first()]
+                for next_result in asyncio.as_completed(tasks):
+                    result = await next_result
+                    self._decided.add(result.number)
+                    yield result
+                    missing -= result.error is None
+                    if not missing:
+                        return
         finally:
+            self._ticket.release()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -209,7 +218,8 @@ class Submission(Generic[RequestT, OutputT]):
             spec = GroupSpec.of_plan(
                 self.plan, group.request, group_id, group.prompt_key, tail_seed, early=observer is not None
             )
-            run = self._rollouts.start(spec, self.plan, group.allocation)
+            held = self._ticket.split(group.allocation.candidates)
+            run = self._rollouts.start(spec, self.plan, group.allocation, held)
             if observer is not None:
                 observer.group_started(group.number, run)
             async with aclosing(run.trajectories()) as trajectories:
@@ -243,6 +253,27 @@ def _plan(batch: BatchRequest, planner: Planner) -> Plan:
             "num_groups", f"must be 1 to {len(batch.prompts)}, the number of prompts, got {batch.num_groups}"
         )
     return plan
+
+
+def _allocate(
+    rollouts: Rollouts[RequestT, OutputT], ticket: Ticket, plan: Plan, keys: Sequence[str], budget: int | None
+) -> list[Allocation]:
+    """Allocate candidates to all groups of a batch, and hold them.
+
+    Raises:
+        Overloaded, QuotaReached, InvalidRequest: there are more than usual, and these are not admitted.
+    """
+    usual = ticket.candidates
+    ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
+    allocations = rollouts.allocator.allocate_cohort(plan, keys, budget)
+    ticket.resize(usual)  # in the same turn of the loop, so there is still room
+    try:
+        ticket.resize(sum(allocation.candidates for allocation in allocations), FIELD)
+    except DartsError:
+        for allocation in allocations:
+            allocation.drop()
+        raise
+    return allocations
 
 
 async def _request(

@@ -20,6 +20,8 @@ MAX_CANDIDATES_PER_GROUP = 1024
 
 Fields = dict[str, Any]
 """Fields by name, without those that are unknown or do not apply."""
+MaySee = Callable[[str | None], bool]
+"""Whether the groups of an owner may be seen."""
 
 
 class RunningGroups(Protocol):
@@ -111,10 +113,11 @@ class Monitor(GroupObserver):
         new = min(self.ended - count, len(self._records))
         return [self._records[place] for place in range(len(self._records) - new, len(self._records))]
 
-    def newest(self) -> Iterator[GroupRun[Any, Any]]:
-        """Running groups, the newest first, as many as are shown."""
+    def newest(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
+        """Running groups of these owners, the newest first, as many as are shown."""
         room = self._max_candidates
-        for place, run in enumerate(self._rollouts.newest):
+        visible = (run for run in self._rollouts.newest if may_see(run.recorder.owner))
+        for place, run in enumerate(visible):
             room -= _shown_candidates(run)
             if place and (place >= self.max_groups or room < 0):
                 return
@@ -125,10 +128,13 @@ class Monitor(GroupObserver):
 class Viewer:
     """One viewer of the monitor. As a context manager it is counted in `Monitor.viewers`.
 
+    ``may_see``: whether it may see the groups of an owner.
+
     An update covers everything since the previous one, however long ago. So a viewer that updates rarely costs less.
     """
 
     monitor: Monitor
+    may_see: MaySee
     _groups_seen: int = 0
     _running: dict[str, GroupState] = field(default_factory=dict)
 
@@ -142,10 +148,10 @@ class Viewer:
     def next_update(self) -> MonitorUpdate:
         """Everything that changed since the previous update; the first one has full states."""
         changes, previous, self._running = [], self._running, {}
-        for record in self.monitor.ended_after(self._groups_seen):
+        for record in filter(lambda record: self.may_see(record.owner), self.monitor.ended_after(self._groups_seen)):
             changes.append(_changes(_state_of_record(record), previous.pop(record.group_id, None)))
         self._groups_seen = self.monitor.ended
-        for run in self.monitor.newest():
+        for run in self.monitor.newest(self.may_see):
             before = previous.pop(run.recorder.group_id, None)
             state = self._running[run.recorder.group_id] = _state_of_run(run, before)
             changes.append(_changes(state, before))

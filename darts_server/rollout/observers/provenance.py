@@ -1,55 +1,70 @@
 """Records of the last groups, by group id and by the id of the response that returned them."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from darts_server.observers import GroupObserver
 from darts_server.types import GroupRecord
 
 DEFAULT_KEPT = 10_000
-"""Number of groups: the last dozens of training steps. A record of 12 candidates takes about 3 KB."""
+"""Number of groups: the last dozens of training steps."""
+DEFAULT_KEPT_CANDIDATES = 160_000
+"""Of all kept groups together: 16 for each of 10,000 groups. A candidate takes 0.45 KB, all of them 72 MB."""
 
 MAX_NUMBER_DIGITS = 7
 """Digits of a prompt's number. Longer ones are random ids that happen to have no letter."""
 
+Key = tuple[str | None, str]
+"""Owner and group id. Callers choose ids, so two callers may have chosen the same."""
+
 
 class Provenance(GroupObserver):
-    """Keep the records of the newest ``kept`` groups that have ended."""
+    """Keep the records of the newest groups that have ended: at most ``kept``, with ``kept_candidates`` in all."""
 
-    def __init__(self, kept: int = DEFAULT_KEPT) -> None:
+    def __init__(self, kept: int = DEFAULT_KEPT, kept_candidates: int = DEFAULT_KEPT_CANDIDATES) -> None:
         self._kept = kept
-        self._records: OrderedDict[str, GroupRecord] = OrderedDict()
-        self._by_response: dict[str, list[str]] = {}
+        self._kept_candidates = kept_candidates
+        self._candidates = 0
+        self._records: OrderedDict[Key, GroupRecord] = OrderedDict()
+        self._by_name: dict[str, list[Key]] = {}
 
     def group_ended(self, record: GroupRecord) -> None:
-        if record.group_id in self._records:
-            self._drop(record.group_id)  # a caller has reused its request id: the newer group counts
-        self._records[record.group_id] = record
-        for name in _other_names(record):
-            self._by_response.setdefault(name, []).append(record.group_id)
-        while len(self._records) > self._kept:
+        key = (record.owner, record.group_id)
+        if key in self._records:
+            self._drop(key)  # a caller has reused its request id: the newer group counts
+        self._records[key] = record
+        self._candidates += len(record.candidates)
+        for name in _names(record):
+            self._by_name.setdefault(name, []).append(key)
+        # The newest group is kept in any case.
+        while len(self._records) > self._kept or (self._candidates > self._kept_candidates and len(self._records) > 1):
             self._drop(next(iter(self._records)))
 
-    def find(self, name: str) -> list[GroupRecord]:
+    def find(self, name: str, may_see: Callable[[str | None], bool]) -> list[GroupRecord]:
         """Find the group with that id, or all groups of that response in prompt order; empty if none is kept.
 
         A group joined from single requests is found by each request's id, and by its callers' name for it.
+
+        ``may_see``: whether the groups of an owner may be returned.
         """
-        if name in self._records:
-            return [self._records[name]]
-        records = [self._records[group] for group in self._by_response.get(name, ())]
-        return sorted(records, key=lambda record: _prompt_number(record, name))
+        records = [self._records[key] for key in self._by_name.get(name, ()) if may_see(key[0])]
+        same = [record for record in records if record.group_id == name]
+        return same[-1:] or sorted(records, key=lambda record: _prompt_number(record, name))
 
-    def _drop(self, group_id: str) -> None:
-        for name in _other_names(self._records.pop(group_id)):
-            groups = self._by_response[name]
-            groups.remove(group_id)
-            if not groups:
-                del self._by_response[name]
+    def _drop(self, key: Key) -> None:
+        record = self._records.pop(key)
+        self._candidates -= len(record.candidates)
+        for name in _names(record):
+            keys = self._by_name[name]
+            keys.remove(key)
+            if not keys:
+                del self._by_name[name]
 
 
-def _other_names(record: GroupRecord) -> set[str]:
-    """The names by which a group is found beside its own id: those of responses and of single requests."""
-    return {response_id(name) for name in (record.group_id, *record.request_ids)} | set(record.request_ids)
+def _names(record: GroupRecord) -> set[str]:
+    """The names by which a group is found: its id, and those of responses and of single requests."""
+    ids = (record.group_id, *record.request_ids)
+    return {response_id(name) for name in ids} | set(ids)
 
 
 def response_id(group_id: str) -> str:

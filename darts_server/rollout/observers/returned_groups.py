@@ -59,10 +59,15 @@ class ReturnedGroup:
 
 
 class ReturnedGroups:
-    """Keep the newest ``kept`` groups, in the order in which they ended. A trajectory takes about 400 bytes."""
+    """Keep the newest ``kept`` groups, in the order in which they ended, with at most ``kept_candidates`` in all.
 
-    def __init__(self, kept: int) -> None:
+    A trajectory takes about 400 bytes, and the record of a candidate as much.
+    """
+
+    def __init__(self, kept: int, kept_candidates: int) -> None:
         self._kept = kept
+        self._kept_candidates = kept_candidates
+        self._candidates = 0
         self._groups: OrderedDict[str, ReturnedGroup] = OrderedDict()
         self._by_tokens: dict[bytes, list[ReturnedTrajectory]] = {}
 
@@ -78,7 +83,10 @@ class ReturnedGroups:
         """Record a group's end and return the group."""
         group = self._find_or_create(record.group_id, record.started_at, record.prompt_key)
         group.set_record(record)
+        self._candidates += len(record.candidates)
         self._groups.move_to_end(record.group_id)
+        while self._candidates > self._kept_candidates and len(self._groups) > 1:
+            self._drop(next(iter(self._groups)))
         return group
 
     def find(self, record: GroupRecord) -> ReturnedGroup | None:
@@ -109,7 +117,9 @@ class ReturnedGroups:
         return group
 
     def _drop(self, group_id: str) -> None:
-        for trajectory in self._groups.pop(group_id).returned.values():
+        group = self._groups.pop(group_id)
+        self._candidates -= 0 if group.record is None else len(group.record.candidates)
+        for trajectory in group.returned.values():
             same = self._by_tokens[trajectory.fingerprint]
             same.remove(trajectory)  # usually the first, as older groups are dropped first
             if not same:

@@ -8,10 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from darts_server.identifiers import from_header
 from darts_server.observers import GroupObserver, RewardObserver
 from darts_server.policy.reward_stats import Moments, RewardStats, single_length
 from darts_server.rollout.learned.rewards import Rewards
-from darts_server.rollout.observers.provenance import DEFAULT_KEPT
+from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
 from darts_server.rollout.observers.returned_groups import ReturnedGroup, ReturnedGroups, ReturnedTrajectory
 from darts_server.types import GroupRecord, TrajectoryRecord
 
@@ -59,6 +60,8 @@ class GroupRewards:
 class RewardMatcher(GroupObserver):
     """Match rewards to trajectories of the newest ``kept`` groups, and learn from them.
 
+    ``kept_candidates``: of all kept groups together, from which the oldest groups are dropped too.
+
     Args:
         rewards: where statistics are kept.
         on_group_rewarded: called once per group when all of its returned trajectories have rewards, with its record
@@ -74,12 +77,13 @@ class RewardMatcher(GroupObserver):
         observer: RewardObserver,
         kept: int = DEFAULT_KEPT,
         on_reward: Sequence[OnReward] = (),
+        kept_candidates: int = DEFAULT_KEPT_CANDIDATES,
     ) -> None:
         self._rewards = rewards
         self._on_reward = tuple(on_reward)
         self._on_group_rewarded = on_group_rewarded
         self._observer = observer
-        self._groups = ReturnedGroups(kept)
+        self._groups = ReturnedGroups(kept, kept_candidates)
 
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
         """Match rewards to kept trajectories that have none yet. Yields to the event loop between chunks."""
@@ -130,7 +134,8 @@ class RewardMatcher(GroupObserver):
 
     def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
         if reward.trajectory_id is not None:
-            return self._groups.by_id(reward.trajectory_id)
+            # Callers may have made it from the group's id in the header of its response.
+            return self._groups.by_id(reward.trajectory_id) or self._groups.by_id(from_header(reward.trajectory_id))
         return self._groups.by_tokens(reward.prompt_token_ids, reward.completion_token_ids)
 
     def _learn(self, stats: Mapping[str | None, RewardStats], fully_rewarded: Sequence[ReturnedGroup]) -> None:

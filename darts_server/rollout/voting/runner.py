@@ -32,6 +32,7 @@ from darts_server.rollout.voting.ballots import (
     create_weighting,
 )
 from darts_server.rollout.voting.confidence import KINDS, Confidence, logprob_scores
+from darts_server.serving.admission import Ticket
 from darts_server.types import DiscardReason, GroupRecord, PromptSpec, RequestOptions, Sample, VoteOutcome
 
 POLICY = "vote"
@@ -131,17 +132,15 @@ class VoteRunner(Generic[RequestT, OutputT]):
             EngineError, GroupFailed, GroupAborted: too few candidates could finish.
         """
         self._check(vote)
-        await self._finder.check(vote.pattern)
-        self._rollouts.admission.check(vote.n)
-        weighting = create_weighting(vote.weights, vote.pattern)
         vote_id = f"vote-{uuid.uuid4().hex}"
-        request = await self._create_request(vote, vote_id)
-        calibration = self._confidence.status(vote.score) if vote.needs_calibration and vote.score else None
-        started_at = self._clock()
-        with self._rollouts.admission.reserve(vote.n) as ticket:
+        with self._rollouts.admission.admit(vote.n) as ticket:
+            await self._finder.check(vote.pattern)
+            weighting = create_weighting(vote.weights, vote.pattern)
+            request = await self._create_request(vote, vote_id)
+            calibration = self._confidence.status(vote.score) if vote.needs_calibration and vote.score else None
+            started_at = self._clock()
             async with self._rollouts.gate.enter():
-                run = self._start_group(vote, request, vote_id)
-                ticket.mark_started()
+                run = self._start_group(vote, request, vote_id, ticket.split(vote.n))
                 box = BallotBox(
                     partial(self._finder.find, vote.pattern), weighting, self._score_ballot(vote, run, calibration)
                 )
@@ -180,7 +179,9 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 raise InvalidRequest("prompt", error.message) from error
             raise
 
-    def _start_group(self, vote: VoteRequest, request: RequestT, vote_id: str) -> GroupRun[RequestT, OutputT]:
+    def _start_group(
+        self, vote: VoteRequest, request: RequestT, vote_id: str, ticket: Ticket
+    ) -> GroupRun[RequestT, OutputT]:
         spec = GroupSpec(
             request=request,
             group_id=vote_id,
@@ -190,7 +191,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
             early=True,
             pruning=Pruning() if vote.uses_quality else None,  # a group that needs all its candidates prunes none
         )
-        run = self._rollouts.collect(spec)
+        run = self._rollouts.collect(spec, ticket=ticket)
         run.open(InOrder(vote.n), Allocation(vote.n))
         return run
 

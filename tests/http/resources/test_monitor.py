@@ -23,7 +23,7 @@ from darts_server.types import UpdateOutcome, UpdateRecord
 from darts_server.weights.states import State
 from darts_server.weights.updates import Updates
 from tests.rollout.helpers import Documents, Harness, lengths
-from tests.rollout.observers.test_monitor import new_monitor
+from tests.rollout.observers.test_monitor import EVERYTHING, new_monitor
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +45,7 @@ class Server:
         self.sources = MonitorSources(self.live, self.rewards, self.updates, lambda: self.fault, lambda: self.stopping)
 
     def events(self, quiet: float = 60.0) -> AsyncGenerator[bytes, None]:
-        return event_chunks(Viewer(self.live), self.sources, interval=0, quiet=quiet)
+        return event_chunks(Viewer(self.live, EVERYTHING), self.sources, interval=0, quiet=quiet)
 
 
 def read(chunk: bytes) -> tuple[str, dict[str, Any]]:
@@ -99,7 +99,7 @@ async def test_health_has_weights_and_rewards() -> None:
 async def test_a_slow_reader_gets_one_event_for_all_changes_and_no_queue() -> None:
     harness = Harness(lengths(4))
     server = Server(harness, max_groups=10)
-    viewer = Viewer(server.live)
+    viewer = Viewer(server.live, EVERYTHING)
     async with aclosing(event_chunks(viewer, server.sources, interval=0)) as stream:
         await anext(stream)
         for number in range(60):
@@ -118,7 +118,7 @@ async def test_a_slow_reader_gets_one_event_for_all_changes_and_no_queue() -> No
 
 async def test_a_viewer_that_accepts_nothing_is_dropped() -> None:
     server = Server(Harness(lengths(1)))
-    answer = stream_events(Viewer(server.live), server.sources, send_timeout=0.01)
+    answer = stream_events(Viewer(server.live, EVERYTHING), server.sources, send_timeout=0.01)
 
     async def receive() -> Message:
         await anyio.sleep_forever()

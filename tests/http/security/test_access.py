@@ -8,7 +8,7 @@ from tests.http.serving import client
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 
 CHANGES = [("PUT", "state"), ("PATCH", "policy")]
-READS = ["state", "policy", "groups/cmpl-a", "prompts/p"]
+READS = ["state", "policy", "prompts/p"]
 BODIES = {"state": b"", "policy": b"{}"}
 PASSED = {"state": 400, "policy": 200}  # an empty file is damaged
 OTHER_MACHINE = "192.168.1.7"

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.shaping.options import MAX_GROUP_SIZE, NAME_CHARS, checked_option, merge_options
+from darts_server.http.shaping.options import MAX_GROUP_SIZE, checked_option, merge_options
+from darts_server.identifiers import NAME_CHARS
 from darts_server.types import RequestOptions
 
 NAMES = ("policy", "prompt_key", "group_id")

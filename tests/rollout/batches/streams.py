@@ -48,7 +48,7 @@ def run_on_stepped_clock(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def idempotency_key(
-    key: str = "key", body: bytes = b"body", owner: bytes = b"owner", body_bytes: int = 0
+    key: str = "key", body: bytes = b"body", owner: str | None = None, body_bytes: int = 0
 ) -> IdempotencyKey:
     return IdempotencyKey(owner, key, body, body_bytes)
 

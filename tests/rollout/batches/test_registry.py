@@ -68,7 +68,7 @@ def test_a_key_belongs_to_one_caller_and_one_body() -> None:
         with pytest.raises(Conflict) as refused:
             await registry.open(batch_request(2), WHOLE, idempotency_key(body=b"other"))
         assert refused.value.field == "Idempotency-Key"
-        assert await registry.open(batch_request(1), WHOLE, idempotency_key(owner=b"other")) is not first
+        assert await registry.open(batch_request(1), WHOLE, idempotency_key(owner="other")) is not first
 
     run_on_stepped_clock(scenario())
 
@@ -260,7 +260,7 @@ def test_ended_batches_are_kept_up_to_a_number_of_bytes_of_which_one_caller_has_
         harness = Harness(lengths(5))
         registry = new_registry(harness, "shortest", BatchRetention(kept_bytes=400_000))
 
-        async def run(key: str, owner: bytes, size: int) -> BatchRun:
+        async def run(key: str, owner: str, size: int) -> BatchRun:
             batch = await registry.open(large(size), WHOLE, idempotency_key(key, owner=owner))
             with batch.listen():
                 await harness.engine.run()
@@ -268,14 +268,14 @@ def test_ended_batches_are_kept_up_to_a_number_of_bytes_of_which_one_caller_has_
             assert size < kept_bytes(batch) < size + 20_000
             return batch
 
-        first, second = await run("1", b"a", 80_000), await run("2", b"a", 80_000)
-        other = await run("1", b"b", 80_000)
+        first, second = await run("1", "a", 80_000), await run("2", "a", 80_000)
+        other = await run("1", "b", 80_000)
         assert all(is_kept(registry, batch) for batch in (first, second, other))
-        third = await run("3", b"a", 80_000)
+        third = await run("3", "a", 80_000)
         assert [is_kept(registry, batch) for batch in (first, second, other, third)] == [False, True, True, True]
-        too_large = await run("4", b"b", 210_000)
+        too_large = await run("4", "b", 210_000)
         assert [is_kept(registry, batch) for batch in (second, other, third, too_large)] == [True, False, True, False]
-        last = [await run("5", owner, 140_000) for owner in (b"b", b"c")]
+        last = [await run("5", owner, 140_000) for owner in ("b", "c")]
         assert [is_kept(registry, batch) for batch in (second, third, *last)] == [False, True, True, True]
 
     run_on_stepped_clock(scenario())
@@ -286,20 +286,20 @@ def test_running_batches_count_by_the_size_of_their_requests() -> None:
         harness = Harness(lengths(5))
         registry = new_registry(harness, "shortest", BatchRetention(kept_bytes=400_000))
 
-        async def open_batch(key: str, owner: bytes, size: int) -> BatchRun:
+        async def open_batch(key: str, owner: str, size: int) -> BatchRun:
             return await registry.open(batch_request(1), WHOLE, idempotency_key(key, owner=owner, body_bytes=size))
 
         with pytest.raises(TooLarge, match="at most 200000 bytes with Idempotency-Key"):
-            await open_batch("1", b"a", 200_001)
-        await open_batch("1", b"a", 150_000)
+            await open_batch("1", "a", 200_001)
+        await open_batch("1", "a", 150_000)
         with pytest.raises(QuotaReached, match="this key's running batches"):
-            await open_batch("2", b"a", 60_000)
-        await open_batch("1", b"b", 200_000)
+            await open_batch("2", "a", 60_000)
+        await open_batch("1", "b", 200_000)
         with pytest.raises(Overloaded, match="all running batches"):
-            await open_batch("1", b"c", 60_000)
+            await open_batch("1", "c", 60_000)
         await harness.engine.run()
         await settle()
-        await open_batch("2", b"a", 190_000)
+        await open_batch("2", "a", 190_000)
         assert harness.recorder.started == 18
 
     run_on_stepped_clock(scenario())

@@ -14,6 +14,7 @@ from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
+from darts_server.serving.admission import Ticket
 from darts_server.types import GroupRecord, RequestOptions
 from tests.policy.oracle import Fate
 from tests.rollout.helpers import Documents, Recorder
@@ -123,8 +124,10 @@ class RecordedRollouts(Rollouts[str, SignedOutput]):
         self.runs: dict[str, GroupRun[str, SignedOutput]] = {}
         self._tail_seed = tail_seed
 
-    def collect(self, spec: GroupSpec[str], on_end: Callable[[], None] = lambda: None) -> GroupRun[str, SignedOutput]:
-        run = super().collect(replace(spec, tail_seed=(self._tail_seed, len(self.runs))), on_end)
+    def collect(
+        self, spec: GroupSpec[str], on_end: Callable[[], None] = lambda: None, ticket: Ticket | None = None
+    ) -> GroupRun[str, SignedOutput]:
+        run = super().collect(replace(spec, tail_seed=(self._tail_seed, len(self.runs))), on_end, ticket)
         self.runs[spec.group_id] = run
         return run
 
@@ -193,7 +196,9 @@ class JoiningHarness:
     def joining(self, caller: str, prompt: str = "p", name: str | None = None) -> JoinRequest[str]:
         plan = self.rollouts.plan(1, RequestOptions(group_id=name, group_size=self.size))
         assert plan is not None
-        return JoinRequest(f"{prompt}:{caller}", caller, plan, prompt, f"{name}/{prompt}", name)
+        return JoinRequest(
+            f"{prompt}:{caller}", caller, plan, prompt, f"{name}/{prompt}", self.rollouts.admission.admit(1), name
+        )
 
     async def send_all(self, count: int | None = None, prompt: str = "p") -> list[Caller]:
         first = len(self.callers)

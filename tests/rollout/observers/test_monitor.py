@@ -15,12 +15,16 @@ from darts_server.rollout.observers.monitor import (
     Viewer,
 )
 from darts_server.rollout.run import GroupRun
+from darts_server.serving.admission import Caller
 from darts_server.types import FinishReason, SelectedAs
 from tests.rollout.helpers import Harness, lengths
 from tests.rollout.learned.test_prompts import candidate, record
 
 pytestmark = pytest.mark.anyio
 State = dict[str, dict[str, Any]]
+
+
+EVERYTHING = Caller(is_admin=True).may_see
 
 
 def new_monitor(harness: Harness, **limits: int) -> Monitor:
@@ -43,14 +47,14 @@ def merge(state: State, update: MonitorUpdate) -> State:
 
 
 def full_state(monitor: Monitor) -> State:
-    return merge({}, Viewer(monitor).next_update())
+    return merge({}, Viewer(monitor, EVERYTHING).next_update())
 
 
 async def test_merged_updates_equal_the_state_that_a_new_viewer_gets() -> None:
     rng = Random(3)
     harness = Harness(lambda request, index: Script(Random(f"{request} {index}").randrange(1, 30)))
     monitor = new_monitor(harness)
-    often, seldom = Viewer(monitor), Viewer(monitor)
+    often, seldom = Viewer(monitor, EVERYTHING), Viewer(monitor, EVERYTHING)
     state: list[State] = [{}, {}]
     for step in range(80):
         if step < 40:
@@ -68,7 +72,7 @@ async def test_merged_updates_equal_the_state_that_a_new_viewer_gets() -> None:
 
 async def test_an_update_has_only_changed_fields() -> None:
     harness = Harness(lengths(2, 9, 20))
-    viewer = Viewer(new_monitor(harness))
+    viewer = Viewer(new_monitor(harness), EVERYTHING)
     harness.run(2, group_id="g")
     await settle()
     await harness.engine.step()
@@ -101,17 +105,17 @@ async def test_running_groups_and_candidates_are_counted() -> None:
     for name in "ab":
         harness.run(4, group_id=name)
     await settle()
-    update = Viewer(monitor).next_update()
+    update = Viewer(monitor, EVERYTHING).next_update()
     assert (update.running, update.candidates) == (2, 12)
     await harness.engine.run()
-    update = Viewer(monitor).next_update()
+    update = Viewer(monitor, EVERYTHING).next_update()
     assert (update.running, update.candidates) == (0, 0)
 
 
 async def test_shown_groups_and_candidates_are_bounded_and_dropped_groups_are_named() -> None:
     harness = Harness(lengths(50))
     monitor = new_monitor(harness, max_groups=8, max_candidates=20)
-    viewer = Viewer(monitor)
+    viewer = Viewer(monitor, EVERYTHING)
     state: State = {}
     for number in range(30):
         harness.run(4, group_id=f"g{number}")
@@ -131,14 +135,14 @@ def test_of_a_very_large_group_only_the_first_candidates_are_shown() -> None:
     harness = Harness(lengths(1))
     monitor = new_monitor(harness, max_candidates=100)
     monitor.group_ended(record(*(candidate(i, 5, FinishReason.STOP, SelectedAs.SHORT) for i in range(3000))))
-    [group] = Viewer(monitor).next_update().groups
+    [group] = Viewer(monitor, EVERYTHING).next_update().groups
     assert (len(group.candidates), group.fields["started"]) == (MAX_CANDIDATES_PER_GROUP, 3000)
 
 
 async def test_a_group_that_reuses_an_id_is_sent_in_full() -> None:
     harness = Harness(lengths(3, 4, 5))
     monitor = new_monitor(harness)
-    viewer = Viewer(monitor)
+    viewer = Viewer(monitor, EVERYTHING)
     state: State = {}
     for _ in range(2):
         harness.run(2, group_id="same")
@@ -174,6 +178,6 @@ async def test_without_viewers_running_groups_are_not_read() -> None:
 
 def test_connected_viewers_are_counted() -> None:
     monitor = new_monitor(Harness(lengths(1)))
-    with Viewer(monitor), Viewer(monitor):
+    with Viewer(monitor, EVERYTHING), Viewer(monitor, EVERYTHING):
         assert monitor.viewers == 2
     assert monitor.viewers == 0

@@ -3,6 +3,8 @@ from dataclasses import replace
 import pytest
 
 from darts_server.rollout.observers.provenance import Provenance, response_id
+from darts_server.serving.admission import Caller
+from darts_server.types import GroupRecord
 from tests.rollout.learned.test_prompts import FINISHED, record
 
 
@@ -14,7 +16,7 @@ def kept(*ids: str, limit: int = 100) -> Provenance:
 
 
 def names(provenance: Provenance, name: str) -> list[str]:
-    return [r.group_id for r in provenance.find(name)]
+    return [r.group_id for r in provenance.find(name, Caller().may_see)]
 
 
 def test_a_group_is_found_by_its_id_and_by_its_responses_id() -> None:
@@ -75,7 +77,7 @@ def test_a_dropped_group_is_found_by_none_of_its_names() -> None:
     assert names(provenance, "step 3") == ["group-cmpl-b-0"]
     for name in ("group-cmpl-a-0", "cmpl-a-0", "cmpl-a-1", "cmpl-a"):
         assert names(provenance, name) == []
-    assert provenance._by_response.keys() == {"step 3", "cmpl-b-0", "cmpl-b", "group-cmpl-b"}
+    assert provenance._by_name.keys() == {"step 3", "cmpl-b-0", "cmpl-b", "group-cmpl-b-0", "group-cmpl-b"}
 
 
 @pytest.mark.parametrize(
@@ -84,3 +86,30 @@ def test_a_dropped_group_is_found_by_none_of_its_names() -> None:
 )
 def test_the_response_id_is_the_group_id_without_the_prompts_number(group_id: str, response: str) -> None:
     assert response_id(group_id) == response
+
+
+def of_owner(owner: str | None, group_id: str, members: int = 1) -> GroupRecord:
+    one = record(*FINISHED)
+    return replace(one, owner=owner, group_id=group_id, candidates=[one.candidates[0]] * members)
+
+
+def test_a_group_is_found_by_its_owner_and_by_admins_alone() -> None:
+    provenance = Provenance()
+    for owner in ("one", "other", None):
+        provenance.group_ended(of_owner(owner, "cmpl-a-0"))
+    for owner in ("one", "other", None):
+        for name in ("cmpl-a-0", "cmpl-a"):
+            assert [each.owner for each in provenance.find(name, Caller(owner).may_see)] == [owner]
+    assert provenance.find("cmpl-a-0", Caller("third").may_see) == []
+    admin = Caller("root", is_admin=True)
+    assert [each.owner for each in provenance.find("cmpl-a-0", admin.may_see)] == [None]  # the newest
+    assert len(provenance.find("cmpl-a", admin.may_see)) == 3
+
+
+def test_the_groups_of_the_newest_candidates_are_kept() -> None:
+    provenance = Provenance(kept_candidates=10)
+    for number, members in enumerate((4, 4, 4, 1, 1, 30)):
+        provenance.group_ended(of_owner(None, f"g{number}", members))
+        everything = Caller().may_see
+        kept = [place for place in range(number + 1) if provenance.find(f"g{place}", everything)]
+        assert kept == [[0], [0, 1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [5]][number]

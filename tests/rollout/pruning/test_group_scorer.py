@@ -272,7 +272,8 @@ async def test_single_requests_are_scored_at_once_and_pruned_when_the_group_is_c
     assert plan is not None
 
     async def call(name: str) -> list[int]:
-        return await harness.rollouts.joiner.join(JoinRequest("p", name, plan, "p", "p"), lambda _: None)
+        joining = JoinRequest("p", name, plan, "p", "p", harness.rollouts.admission.admit(1))
+        return await harness.rollouts.joiner.join(joining, lambda _: None)
 
     first = asyncio.create_task(call("a"))
     await settle()

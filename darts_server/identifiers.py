@@ -1,0 +1,62 @@
+"""Identifiers that callers choose: request ids, group ids, prompt keys, idempotency keys, names of LoRA adapters.
+
+They appear in headers, log lines, JSON, paths and on the page, and are kept for thousands of groups. So all of them are
+short and printable: without control characters, line breaks and lone surrogates, which no JSON encoder accepts. In a
+header an identifier is percent-encoded, as in a path.
+"""
+
+from typing import Annotated
+from urllib.parse import quote, unquote
+
+from pydantic import AfterValidator, Field
+
+from darts_server.exceptions import InvalidRequest
+
+NAME_CHARS = 256
+"""Enough for a path or a hash, and small enough to keep thousands in memory."""
+REQUEST_ID_CHARS = NAME_CHARS + 64
+"""vLLM adds the route's name and the prompt's number to the id of a request, and to that of a beam a random id."""
+RULE = f"1 to {NAME_CHARS} printable characters"
+SAFE = ":@+=,"
+"""Characters that need no encoding in a header or in a path, beside letters, digits and ``-._~``."""
+LORA_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+"""Names of LoRA adapters are labels of metrics and stand for models in requests."""
+
+
+def is_name(text: str, max_chars: int = NAME_CHARS) -> bool:
+    """Return whether a caller may choose this identifier."""
+    return 1 <= len(text) <= max_chars and text.isprintable() and not text.isspace()
+
+
+def check_name(field: str, text: str, max_chars: int = NAME_CHARS) -> None:
+    """
+    Raises:
+        InvalidRequest: the identifier is too long, or not printable.
+    """
+    if text and not is_name(text, max_chars):
+        raise InvalidRequest(field, f"must be {RULE}; shorten it, and omit line breaks and control characters")
+
+
+def without_controls(text: str) -> str:
+    """Replace what is not printable by question marks."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def header_value(identifier: str) -> str:
+    """Encode an identifier for a header, so that the value can be used in a path as it is."""
+    return quote(identifier, safe=SAFE)
+
+
+def from_header(value: str) -> str:
+    """Decode `header_value`."""
+    return unquote(value)
+
+
+def _checked(text: str) -> str:
+    if not is_name(text):
+        raise ValueError(f"must be {RULE}")
+    return text
+
+
+Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARS), AfterValidator(_checked)]
+"""An identifier in a JSON body."""

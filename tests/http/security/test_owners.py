@@ -1,0 +1,35 @@
+"""Each route of ours shows what belongs to a key to that key alone, or shows what belongs to nobody."""
+
+from pathlib import Path
+
+from darts_server.http.security.route_table import USE
+
+OURS = "/darts/v1/"
+OWNED = {
+    "/darts/v1/rollouts",
+    "/darts/v1/rollouts/{batch_id}",
+    "/darts/v1/vote",
+    "/darts/v1/groups/{group_id:path}",
+    "/darts/v1/live",
+}
+"""What they show belongs to a key; `tests/integration/test_shares.py` tries each with another one."""
+SHARED = {
+    "/darts/v1/rewards",
+    "/darts/v1/prompts/{prompt_key:path}",
+    "/darts/v1/state",
+    "/darts/v1/policy",
+    "/darts/v1/policy/schema",
+    "/darts/v1/weights",
+}
+"""What they show are numbers and settings of the server."""
+
+
+def test_every_route_of_ours_is_owned_or_shared() -> None:
+    assert {route for route in USE if route.startswith(OURS)} == OWNED | SHARED
+
+
+def test_the_security_document_lists_them_all() -> None:
+    document = (Path(__file__).parents[3] / "SECURITY.md").read_text("utf-8")
+    section = document.split("### What belongs to a key")[1].split("\n## ")[0]
+    for route in OWNED | SHARED:
+        assert f"{route.replace(':path', '')}`" in section, route

@@ -1,0 +1,178 @@
+"""What a key may have, and what it may see, on a server with several keys."""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from darts_server.demo.server import DARTS, Server
+from tests.integration.fork_server import Serve
+
+pytestmark = pytest.mark.engine
+ONE, OTHER, ADMIN = "one-5f1d", "other-77ab", "admin-e31b"
+SHARE = 16
+AT_ONCE = 24
+PROMPT = "7a-5b*4>"
+LONG: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True}
+PATIENCE = 30.0
+CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_client() -> Iterator[None]:
+    yield
+    CLIENT.close()
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("shares")
+    (folder / "use").write_text(f"{ONE}\n{OTHER}\n")
+    (folder / "admin").write_text(f"{ADMIN}\n")
+    flags = (
+        *("--api-key-file", str(folder / "use"), "--admin-api-key-file", str(folder / "admin")),
+        *("--max-candidates-per-key", str(SHARE)),
+    )
+    with serve(DARTS, folder / "log", *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:  # has /pause
+        yield running
+
+
+def call(server: Server, method: str, path: str, key: str = ONE, **more: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}", **more.pop("headers", {})}
+    return CLIENT.request(method, server.url + path, headers=headers, **more)
+
+
+def completion(n: int, **more: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"model": "tiny", "prompt": PROMPT, "n": n, **more}
+
+
+def vote(n: int, **sampling: Any) -> tuple[str, dict[str, Any]]:
+    return "/darts/v1/vote", {"prompt": PROMPT, "n": n, "pattern": "#([0-9])", "sampling": sampling}
+
+
+def rollouts(prompts: int, size: int, **sampling: Any) -> tuple[str, dict[str, Any]]:
+    return "/darts/v1/rollouts", {"prompts": [{"text": PROMPT}] * prompts, "group_size": size, "sampling": sampling}
+
+
+@pytest.mark.parametrize(
+    ("request_", "admitted"),
+    [
+        (vote(8, **LONG), 2),
+        (rollouts(2, 4, **LONG), 1),
+        (completion(8, **LONG), 1),
+        (completion(8, stream=True, **LONG), 1),
+        (completion(8, vllm_xargs={"darts_policy": "off"}, **LONG), 2),
+        (completion(1, vllm_xargs={"darts_group_id": "g", "darts_group_size": 8}, **LONG), 16),
+    ],
+    ids=["vote", "rollouts", "shaped", "streamed", "unshaped", "joined"],
+)
+def test_requests_that_come_together_never_get_more_than_their_keys_share(
+    server: Server, request_: tuple[str, dict[str, Any]], admitted: int
+) -> None:
+    """While the server is paused none ends, so that all are in flight at the same time."""
+    path, body = request_
+    assert call(server, "POST", "/pause?mode=wait", ADMIN).status_code == 200
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        sent = [pool.submit(call, server, "POST", path, json=body) for _ in range(AT_ONCE)]
+        deadline = time.monotonic() + PATIENCE
+        while sum(each.done() for each in sent) < AT_ONCE - admitted and time.monotonic() < deadline:
+            time.sleep(0.02)
+        refused = [each.result().status_code for each in sent if each.done()]
+        assert call(server, "POST", "/resume", ADMIN).status_code == 200
+    assert refused == [429] * (AT_ONCE - admitted)
+    assert sorted(each.result().status_code for each in sent) == [200] * admitted + refused
+    assert call(server, "POST", path, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("request_", "needs", "field"),
+    [
+        (completion(16), 24, "n"),
+        (completion(17, vllm_xargs={"darts_policy": "off"}), 17, "n"),
+        (vote(17), 17, "n"),
+        (rollouts(3, 4), 18, "prompts"),
+    ],
+)
+def test_a_request_that_never_fits_into_the_share_is_told_so(
+    server: Server, request_: tuple[str, dict[str, Any]], needs: int, field: str
+) -> None:
+    path, body = request_
+    answer = call(server, "POST", path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert f"needs {needs} candidates, and a key may have {SHARE} in flight" in error["message"]
+    assert error["param"] == field
+    assert call(server, "POST", path, ADMIN, json=body).status_code == 200
+
+
+# --- what a key may see -----------------------------------------------------
+
+
+def own_things(server: Server) -> dict[str, str]:
+    """Let the first key make one of everything; the paths that show it."""
+    path, body = completion(4, request_id="mine", max_tokens=10)
+    made = call(server, "POST", path, json=body)
+    path, body = vote(4, max_tokens=10)
+    voted = call(server, "POST", path, json=body).json()
+    path, body = rollouts(1, 4, max_tokens=10)
+    batch = call(server, "POST", path, json=body, headers={"Idempotency-Key": "k"}).json()
+    stream = call(server, "POST", path, json=body | {"stream": "groups"}, headers={"Idempotency-Key": "s"})
+    streamed = json.loads(stream.text.split("data: ")[1].split("\n")[0])["id"]
+    return {
+        "a response's groups": f"/darts/v1/groups/{made.headers['X-Darts-Group-Id']}",
+        "one group": "/darts/v1/groups/cmpl-mine-0",
+        "a vote's group": f"/darts/v1/groups/{voted['id']}",
+        "a batch's group": f"/darts/v1/groups/{batch['groups'][0]['group_id']}",
+        "a batch": f"/darts/v1/rollouts/{batch['id']}",
+        "a stream": f"/darts/v1/rollouts/{streamed}",
+    }
+
+
+def test_what_belongs_to_a_key_is_shown_to_it_and_to_admins_alone(server: Server) -> None:
+    for what, path in own_things(server).items():
+        statuses = [call(server, "GET", path, key).status_code for key in (ONE, OTHER, ADMIN)]
+        assert statuses == [200, 404, 200], what
+
+
+def test_the_live_feed_shows_a_key_its_own_groups(server: Server) -> None:
+    path, body = completion(4, request_id="seen", max_tokens=10)
+    assert call(server, "POST", path, json=body).status_code == 200
+    seen = {}
+    for key in (ONE, OTHER, ADMIN):
+        seen[key] = {group["group_id"] for group in call(server, "GET", "/darts/v1/live", key).json()["groups"]}
+        headers = {"Authorization": f"Bearer {key}", "Accept": "text/event-stream"}
+        with CLIENT.stream("GET", f"{server.url}/darts/v1/live", headers=headers) as stream:
+            first = next(line for line in stream.iter_lines() if line.startswith("data: "))
+        streamed = {group["group_id"] for group in json.loads(first.removeprefix("data: "))["groups"]}
+        assert streamed == seen[key]
+    assert "cmpl-seen-0" in seen[ONE] & seen[ADMIN]
+    assert not seen[OTHER] & seen[ONE]
+
+
+def test_another_key_cannot_cancel_a_batch_and_has_idempotency_keys_of_its_own(server: Server) -> None:
+    path, body = rollouts(1, 8, **LONG)
+    authorization = {"Authorization": f"Bearer {ONE}", "Idempotency-Key": "both"}
+    body["stream"] = "groups"
+    with CLIENT.stream("POST", server.url + path, headers=authorization, json=body) as stream:
+        lines = stream.iter_lines()
+        batch_id = json.loads(next(line for line in lines if line.startswith("data: "))[6:])["id"]
+        assert call(server, "DELETE", f"/darts/v1/rollouts/{batch_id}", OTHER).status_code == 404
+        assert [line for line in lines if line.startswith("event: ")][-1] == "event: done"
+    other = call(server, "POST", path, OTHER, json=body, headers={"Idempotency-Key": "both"})
+    assert other.status_code == 200
+    assert batch_id not in other.text
+    ended = {"id": batch_id, "cancelled": False}
+    assert call(server, "DELETE", f"/darts/v1/rollouts/{batch_id}", ADMIN).json() == ended
+
+
+def test_two_keys_may_use_the_same_id_and_each_finds_its_own_group(server: Server) -> None:
+    for n, key in ((3, ONE), (4, OTHER)):
+        path, body = completion(n, request_id="same", max_tokens=10)
+        assert call(server, "POST", path, key, json=body).status_code == 200
+    for n, key in ((3, ONE), (4, OTHER)):
+        [group] = call(server, "GET", "/darts/v1/groups/cmpl-same", key).json()["groups"]
+        assert group["group_size"] == n
