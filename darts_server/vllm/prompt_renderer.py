@@ -16,7 +16,7 @@ from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.outputs import token_logprobs
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import SamplingReader, named_parameter
-from darts_server.vllm.validation import PROMPT, check_group
+from darts_server.vllm.validation import PROMPT, check_group, check_request
 
 
 class VllmPromptRenderer:
@@ -40,6 +40,7 @@ class VllmPromptRenderer:
         params.max_tokens = self._limit_max_tokens(rendered, params.max_tokens)
         request = PromptRequest(rendered, params, request_id)
         try:
+            check_request(self._llm.vllm_config, request)
             check_group(self._llm, request)
         except InvalidRequest as error:
             field = _prompt_field(prompt) if error.field == PROMPT else f"sampling.{error.field}"

@@ -46,7 +46,7 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
 
 
 def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
-    """Check a request that several candidates are started with: process its prompt once, and drop the result.
+    """Check a request further that candidates are started with: process its prompt once, and drop the result.
 
     vLLM processes a prompt when it is added to the engine. For the second prompt of a request that is after the first
     one was started, and for a stream after the status was sent.
@@ -55,7 +55,6 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
         InvalidRequest: as from `check_request`.
         vLLM's own exceptions, see :data:`darts_server.vllm.compat.engine.REFUSALS`.
     """
-    check_request(llm.vllm_config, request)
     _check_seed(request.params, MAX_CANDIDATES)
     is_rendered = isinstance(request.prompt, dict) and "type" in request.prompt
     if not is_rendered:
