@@ -4,7 +4,7 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineRefused, GroupAborted, GroupFailed
-from darts_server.types import DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Harness, collect, lengths
 
 pytestmark = pytest.mark.anyio
@@ -211,15 +211,15 @@ async def test_the_same_tail_seed_gives_the_same_group() -> None:
 async def test_a_bug_ends_its_own_group_with_the_error_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
 
-    def fail_for_one(record: GroupRecord) -> None:
-        if record.group_id == "bad":
-            raise RuntimeError("observer broke")
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("recorder broke")
 
-    harness.recorder.group_ended = fail_for_one  # type: ignore[method-assign]
-    bad, good = (asyncio.create_task(collect(harness.run(4, group_id=name))) for name in ("bad", "good"))
+    runs = [harness.run(4, group_id=name) for name in ("bad", "good")]
+    runs[0].recorder.candidate_ended = fail  # type: ignore[method-assign]
+    bad, good = (asyncio.create_task(collect(run)) for run in runs)
     await settle()
     await harness.engine.run()
-    with pytest.raises(RuntimeError, match="observer broke"):
+    with pytest.raises(RuntimeError, match="recorder broke"):
         await bad
     assert len(await good) == 4
     assert harness.engine.running == []

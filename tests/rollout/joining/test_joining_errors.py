@@ -4,7 +4,8 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import EngineDead, EngineRefused, GroupAborted, GroupFailed
-from darts_server.types import GroupRecord, Outcome
+from darts_server.rollout.recorder import GroupRecorder
+from darts_server.types import Outcome
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import POLICIES, SAMPLED, SHORTEST, JoiningHarness, SteppedLoop, by_caller, finish
 
@@ -95,15 +96,15 @@ async def test_a_failing_store_fails_every_caller() -> None:
     assert [r.outcome for r in harness.recorder.records] == [Outcome.CANCELLED]
 
 
-async def test_a_bug_fails_every_caller(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_fails_every_caller(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = JoiningHarness(lengths(9), SHORTEST)
 
-    def broken(record: GroupRecord) -> None:
-        raise RuntimeError("observer broke")
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("recorder broke")
 
-    harness.recorder.group_ended = broken  # type: ignore[method-assign]
+    monkeypatch.setattr(GroupRecorder, "candidate_ended", broken)
     callers = await harness.send_all()
-    assert {str(r) for r in await finish(harness, callers) if isinstance(r, Exception)} == {"observer broke"}
+    assert {str(r) for r in await finish(harness, callers) if isinstance(r, Exception)} == {"recorder broke"}
     assert "group group-c0 failed" in caplog.text
 
 
