@@ -6,6 +6,9 @@ Usage::
     act_on(group.open(Shortest(8), candidates=12))
     act_on(group.handle(Finished(3, tokens=17, reason=FinishReason.STOP)))
 
+An event costs O(log n): the rule's `Assessment` keeps the candidates in order, so nothing looks at all of them before
+the group is complete.
+
 A group that is assembled from single requests starts with `Group.add_candidate`, before its size is known.
 
 Two invariants hold under every rule. Every started candidate ends exactly once: selected, or discarded with one reason.
@@ -35,7 +38,8 @@ from darts_server.policy.events import (
     Started,
     Stop,
 )
-from darts_server.policy.selection.rules import SelectionRule, Verdict
+from darts_server.policy.selection.assessment import Assessment
+from darts_server.policy.selection.rules import SelectionRule
 from darts_server.types import DiscardReason, Outcome, SelectedAs
 
 
@@ -69,11 +73,11 @@ class Group:
         self.outcome: Outcome | None = None
         self.deadline: int | None = None
         """The cohort's deadline in tokens, once it is set."""
-        self.check_at: dict[int, int] = {}
-        """Running candidate -> token count at which its progress must be reported. Before that it changes nothing."""
         self.restarted_from = 0
         """Index of the first candidate since the last restart."""
         self._rule: SelectionRule | None = None
+        self._assessment = Assessment()  # of the rule, once the group is open
+        self._check_at: dict[int, int] | None = None  # as long as nothing changed
         self._rng = rng
         self._survival_rng = survival_rng
         self._max_replacements = max_replacements
@@ -82,6 +86,7 @@ class Group:
         self._deliver_early = deliver_early
         self._finish_count = 0
         self._max_candidates = 0
+        self._has_cuts = False
         self._pending_scores: list[Scored] = []
         self._free_places = 0  # of pruned candidates, for new ones
         self._allocated = 0
@@ -122,8 +127,17 @@ class Group:
 
     def nth_shortest(self, n: int) -> int | None:
         """Return the length of the ``n``-th shortest valid candidate, from 1; ``None`` if there are fewer."""
-        lengths = sorted(c.tokens for c in self.candidates[self.restarted_from :] if c.valid)
-        return lengths[n - 1] if len(lengths) >= n else None
+        valid = self._assessment.standings.valid
+        return valid[n - 1][0] if len(valid) >= n else None
+
+    @property
+    def check_at(self) -> dict[int, int]:
+        """Running candidate -> token count at which its progress must be reported. Before that it changes nothing."""
+        if self.outcome is not None:
+            return {}
+        if self._check_at is None:
+            self._check_at = self._assessment.check_at()
+        return self._check_at
 
     def add_candidate(self) -> list[Decision]:
         """Start one candidate before the group is open. Nothing is decided about it until then."""
@@ -152,7 +166,8 @@ class Group:
         if self._owed is not None:
             self._owed = max(self._owed, candidates)
             return []
-        missing = candidates - sum(c.alive for c in self.candidates)
+        missing = candidates - len(self._assessment.standings)
+        self._begin()
         return [*([self._start(missing)] if missing > 0 else []), *self.handle()]
 
     def handle(self, *events: Event) -> list[Decision]:
@@ -202,8 +217,9 @@ class Group:
         self._owed = self._allocated if self.is_open else len(alive)
         self._max_candidates += len(self.candidates) - self.restarted_from
         self.restarted_from = len(self.candidates)
+        self._begin()
         self._finish_count = self._free_places = 0
-        self._pending_scores, self.check_at = [], {}
+        self._pending_scores = []
         return stops
 
     def resume(self) -> list[Decision]:
@@ -222,6 +238,8 @@ class Group:
         if isinstance(event, DeadlineSet):
             # Candidates may have been stopped or cut by the first deadline, so another one comes too late.
             self.deadline = event.tokens if self.deadline is None else self.deadline
+            self._assessment.deadline = self.deadline
+            self._check_at = None
             return
         if not 0 <= event.index < len(self.candidates):
             raise IllegalMove(f"no candidate {event.index} was started: {event}")
@@ -241,6 +259,20 @@ class Group:
                     self._replacements_left = 0
             case Lost(index=index) if was_running:
                 self._last_error = GroupFailed(f"the engine aborted candidate {index}")
+        if was_running and not isinstance(event, Started | Scored):
+            self._update(candidate)
+
+    def _update(self, candidate: Candidate) -> None:
+        self._assessment.update(candidate)
+        self._check_at = None
+
+    def _begin(self) -> None:
+        """Follow the candidates that are alive, under the rule if there is one."""
+        self._assessment = Assessment() if self._rule is None else self._rule.begin(self._deliver_early)
+        self._assessment.deadline = self.deadline
+        self._check_at = None
+        for candidate in self.candidates[self.restarted_from :]:
+            self._update(candidate)
 
     # --- decisions ----------------------------------------------------------
 
@@ -259,45 +291,38 @@ class Group:
             if candidate.sample_survival(survival):
                 yield Keep(score.index, survival)
             else:
-                candidate.discard(DiscardReason.PRUNED)
                 self._free_places += 1
                 self._needs_assessment = True
-                yield Stop(score.index, DiscardReason.PRUNED)
+                yield self._stop(score.index, DiscardReason.PRUNED)
 
     def _can_prune_one(self) -> bool:
         """Whether M others remain. Truncated ones do not count: a valid one is worth more than any of them."""
-        returnable = sum(c.running or c.valid for c in self.candidates if c.alive)
-        return self._survival_rng is not None and returnable > self.size
+        standings = self._assessment.standings
+        return self._survival_rng is not None and len(standings.running) + len(standings.valid) > self.size
 
     def _decide(self) -> Iterator[Decision]:
         if not self._needs_assessment:
             return
         self._needs_assessment = False
-        missing = self.size - sum(c.alive for c in self.candidates)
+        standings = self._assessment.standings
+        missing = self.size - len(standings)
         if missing > self._replacements_left:
             yield from self._give_up()
             return
         if missing > 0:  # all remaining candidates are in the group now, so delivered and cut ones stay in it
             yield self._start(missing)
             self._replacements_left -= missing
-        verdict = self._assess()
-        if refill := self._refill(verdict):
+        hopeless = self._assessment.hopeless()
+        if refill := self._refill(is_complete=len(hopeless) == len(standings.running)):
             yield refill
-            verdict = self._assess()
-        yield from self._stop_hopeless(verdict)
-        if cuts := list(self._cut(verdict)):
-            yield from cuts
-            verdict = self._assess()
-        if len(verdict.settled) >= self.size and not verdict.observing:
+            hopeless = self._assessment.hopeless()
+        for index in sorted(hopeless):
+            yield self._stop(index, hopeless[index])
+        yield from self._cut()
+        if not standings.running:
             yield from self._complete()
-            return
-        self.check_at = dict(verdict.check_at)
-        if self._deliver_early:
-            yield from self._deliver(verdict)
-
-    def _assess(self) -> Verdict:
-        running = [c for c in self.candidates if c.running]
-        return self.rule.assess(running, self._finished(), self._deliver_early, self.deadline)
+        elif self._deliver_early:
+            yield from self._deliver()
 
     def _finished(self) -> list[Candidate]:
         return [c for c in self.candidates if c.alive and not c.running]
@@ -309,30 +334,34 @@ class Group:
         for index in indices:
             survival_draw = 0.0 if self._survival_rng is None else float(self._survival_rng.random())
             self.candidates.append(Candidate(index, tail_draw=float(self._rng.random()), survival_draw=survival_draw))
+            self._update(self.candidates[index])
         return Start(tuple(indices))
 
-    def _refill(self, verdict: Verdict) -> Start | None:
+    def _refill(self, is_complete: bool) -> Start | None:
         """Start new candidates in place of pruned ones, while that cannot contradict an earlier decision."""
         count, self._free_places = min(self._free_places, self._max_candidates - len(self.candidates)), 0
-        is_bound = self._delivered or any(c.cut for c in self.candidates) or len(verdict.settled) >= self.size
+        is_bound = self._delivered or self._has_cuts or is_complete
         return None if count <= 0 or is_bound else self._start(count)
 
-    def _stop_hopeless(self, verdict: Verdict) -> Iterator[Decision]:
-        for index, reason in verdict.hopeless.items():
-            self.candidates[index].discard(reason)
-            yield Stop(index, reason)
+    def _stop(self, index: int, reason: DiscardReason) -> Stop:
+        self.candidates[index].discard(reason)
+        self._update(self.candidates[index])
+        return Stop(index, reason)
 
-    def _cut(self, verdict: Verdict) -> Iterator[Cut]:
+    def _cut(self) -> Iterator[Cut]:
         """Cut candidates at their deadline, also those that finished beyond it before it was known."""
-        for index, tokens in verdict.cuts.items():
+        for index, tokens in sorted(self._assessment.cuts().items()):
             if index not in self._delivered:
                 self.candidates[index].cut_at(tokens)
+                self._update(self.candidates[index])
+                self._has_cuts = True
                 yield Cut(index, tokens)
 
-    def _deliver(self, verdict: Verdict) -> Iterator[Decision]:
-        for index in sorted(verdict.settled - self._delivered):
-            self._delivered.add(index)
-            yield Deliver(index)
+    def _deliver(self) -> Iterator[Decision]:
+        for index in sorted(self._assessment.newly_settled()):
+            if index not in self._delivered:
+                self._delivered.add(index)
+                yield Deliver(index)
 
     # --- outcomes -----------------------------------------------------------
 
@@ -344,7 +373,6 @@ class Group:
             elif candidate.alive:
                 candidate.discard(self.rule.discard_reason(candidate))
         self.outcome = Outcome.COMPLETED
-        self.check_at = {}
         yield Complete(dict(sorted(selection.items())))
 
     def _give_up(self) -> Iterator[Decision]:
@@ -363,4 +391,3 @@ class Group:
             elif candidate.alive:
                 candidate.discard(reason)
         self.outcome = outcome
-        self.check_at = {}

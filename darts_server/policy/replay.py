@@ -3,7 +3,8 @@
 Shadow policies and pictures use it: the answer is exact, since the same state machine decides as on a real engine.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from darts_server.policy.candidate import Candidate
@@ -44,33 +45,27 @@ def replay(rule: SelectionRule, candidates: Sequence[Candidate], deadline: int |
     group = Group(rng=_Recorded(c.tail_draw for c in candidates), max_replacements=0)
     group.open(rule, len(candidates))
     step, lengths = 0, [c.tokens for c in candidates]
+    by_length = deque(sorted(range(len(candidates)), key=lambda i: lengths[i]))
     known = [] if deadline is None else [DeadlineSet(deadline)]
     group.handle(*known, *(Started(i) for i in range(len(candidates))))
     while group.outcome is None:
-        running = [c.index for c in group.candidates if c.running]
+        while not group.candidates[by_length[0]].running:
+            by_length.popleft()
         # Go on to the next step at which anything can happen. A check may be due at a count that was passed already: it
         # is made in the same step.
-        step = max(step, min([*(lengths[i] for i in running), *group.check_at.values()]))
-        for decision in group.handle(*_events(running, candidates, group.check_at, step)):
+        step = max(step, min([candidates[by_length[0]].tokens, *group.check_at.values()]))
+        events: dict[int, Event] = {i: Progress(i, step) for i, tokens in group.check_at.items() if tokens <= step}
+        while by_length and (ended := candidates[by_length[0]]).tokens <= step:
+            i = by_length.popleft()
+            if group.candidates[i].running:
+                events[i] = Finished(i, ended.tokens, ended.finish_reason or FinishReason.STOP)
+        for decision in group.handle(*(events[i] for i in sorted(events))):
             match decision:
                 case Stop(index=index):
                     lengths[index] = min(step, lengths[index])
                 case Cut(index=index, tokens=tokens):
                     lengths[index] = tokens
     return Replay(tuple(lengths), tuple(c.index for c in group.candidates if c.selected_as is not None), step)
-
-
-def _events(
-    running: Iterable[int], candidates: Sequence[Candidate], check_at: Mapping[int, int], step: int
-) -> list[Event]:
-    """Return what the engine would report after ``step`` steps."""
-    events: list[Event] = []
-    for i in running:
-        if candidates[i].tokens <= step:
-            events.append(Finished(i, candidates[i].tokens, candidates[i].finish_reason or FinishReason.STOP))
-        elif check_at.get(i, step + 1) <= step:
-            events.append(Progress(i, step))
-    return events
 
 
 class _Recorded:

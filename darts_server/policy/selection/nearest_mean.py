@@ -9,7 +9,8 @@ so that adding a trajectory to all subsets is a shift and an "or".
 
 For q that are multiples of 1/R the choice is the best of all subsets. Rounding moves a subset's sum by at most M/(2R),
 so for any other q the mean of the choice is off the best by at most 1/R. R is as fine as `TABLE_BITS` allow: 2^14 for 8
-of 16, 2^13 for 16 of 64 and 2^9 for 64 of 128; the noise of q itself is far above that.
+of 16, 2^13 for 16 of 64 and 2^9 for 64 of 128; the noise of q itself is far above that. For 512 of 1024 R is 1: each q
+counts as 0 or 1, and all sums between the least and the largest can be reached, which needs no tables.
 """
 
 from collections.abc import Sequence
@@ -36,14 +37,27 @@ def select_nearest_mean(qualities: Sequence[float], size: int, target: float) ->
         return tuple(range(len(qualities)))
     grid = grid_resolution(size, len(qualities))
     units = [round(q * grid) for q in qualities]
+    wanted = Fraction(target) * size * grid
+    if grid == 1:
+        return choose_of_two_values(units, size, wanted)
     sums = _reachable_sums(units, size)
-    return _first_choice(units, size, sums, _nearest_sums(sums[0][size], Fraction(target) * size * grid))
+    return _first_choice(units, size, sums, _nearest_sums(sums[0][size], wanted))
 
 
 def grid_resolution(size: int, candidates: int) -> int:
     """Return R for ``size`` of so many ``candidates``: a power of two, as large as the tables' memory allows."""
     fits = 2 * TABLE_BITS // (size * size * max(candidates - size, 1))
     return max(1, min(FINEST, 1 << max(fits.bit_length() - 1, 0)))
+
+
+def choose_of_two_values(units: Sequence[int], size: int, wanted: Fraction) -> tuple[int, ...]:
+    """Return the first choice in lexicographic order with the sum nearest ``wanted``, of ``units`` that are 0 or 1."""
+    ones = [i for i, unit in enumerate(units) if unit]
+    zeros = [i for i, unit in enumerate(units) if not unit]
+    least, most = max(0, size - len(zeros)), min(size, len(ones))
+    sums = {min(max(whole, least), most) for whole in (int(wanted), int(wanted) + 1)}
+    nearest = min(abs(s - wanted) for s in sums)
+    return min(tuple(sorted(ones[:s] + zeros[: size - s])) for s in sums if abs(s - wanted) == nearest)
 
 
 def _reachable_sums(units: Sequence[int], size: int) -> list[dict[int, int]]:

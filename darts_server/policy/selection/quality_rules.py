@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from darts_server.policy.candidate import Candidate
+from darts_server.policy.selection.assessment import Assessment
 from darts_server.policy.selection.nearest_mean import select_nearest_mean
-from darts_server.policy.selection.rules import Verdict
+from darts_server.policy.selection.rules import Assessable
 from darts_server.policy.selection.shortest_places import split_by_validity
 from darts_server.types import DiscardReason, SelectedAs
 
@@ -14,7 +15,7 @@ DEFAULT_QUALITY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class _QualityRule:
+class _QualityRule(Assessable):
     """``size``: M, the trajectories to return."""
 
     size: int
@@ -47,20 +48,8 @@ class Balanced(_QualityRule):
             **{c.index: SelectedAs.FILL for c in invalid[: max(0, self.size - len(valid))]},
         }
 
-    def assess(
-        self,
-        running: Sequence[Candidate],
-        finished: Sequence[Candidate],
-        deliver_early: bool,
-        deadline: int | None = None,
-    ) -> Verdict:
-        if not running:
-            return Verdict(frozenset(self.select(finished)))
-        # Nothing can be left out while there are no more candidates than places: neither of all candidates nor, since
-        # invalid ones only fill up, of those that are or may become valid.
-        needed = finished if len(running) + len(finished) <= self.size else [c for c in finished if c.valid]
-        all_needed = len(running) + len(needed) <= self.size
-        return Verdict(frozenset(c.index for c in needed) if all_needed else frozenset())
+    def begin(self, deliver_early: bool) -> Assessment:
+        return BalancedAssessment(self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +59,34 @@ class AllSurvivors(_QualityRule):
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         return {c.index: SelectedAs.BALANCED if c.valid else SelectedAs.FILL for c in finished}
 
-    def assess(
-        self,
-        running: Sequence[Candidate],
-        finished: Sequence[Candidate],
-        deliver_early: bool,
-        deadline: int | None = None,
-    ) -> Verdict:
-        # Nothing is settled while any candidate runs: until then the number of survivors is open.
-        return Verdict(frozenset() if running else frozenset(c.index for c in finished))
+    def begin(self, deliver_early: bool) -> Assessment:
+        return Assessment()  # nothing is settled while any candidate runs: the number of survivors is open until then
+
+
+class BalancedAssessment(Assessment):
+    """Nothing is left out while there are no more candidates than places.
+
+    Neither of all candidates nor, since invalid ones only fill up, of those that are or may become valid.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._valid: list[int] = []  # not settled yet, as those below
+        self._invalid: list[int] = []
+
+    def add(self, candidate: Candidate) -> None:
+        super().add(candidate)
+        if not candidate.running:
+            (self._valid if candidate.valid else self._invalid).append(candidate.index)
+
+    def newly_settled(self) -> list[int]:
+        settled: list[int] = []
+        if len(self.standings.running) + len(self.standings.valid) <= self._size:
+            settled, self._valid = self._valid, []
+        if len(self.standings) <= self._size:
+            settled, self._invalid = settled + self._invalid, []
+        return settled
 
 
 def _qualities(candidates: Sequence[Candidate]) -> list[float]:

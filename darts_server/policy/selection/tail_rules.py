@@ -4,17 +4,21 @@ The deadline D of a group is that of its cohort, but at least the length of its 
 prompt that needs long answers has the time for them. While the cohort has no deadline the group has none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from darts_server.policy.candidate import Candidate
-from darts_server.policy.selection.rules import Shortest, Verdict
-from darts_server.policy.selection.shortest_places import ShortestPlaces, split_by_validity
+from darts_server.policy.selection.assessment import Assessment, ShortestAssessment
+from darts_server.policy.selection.longest_tail import DeadlineTailAssessment, LongestTailAssessment
+from darts_server.policy.selection.rules import Assessable, Shortest
+from darts_server.policy.selection.sampled_tail import CutTailAssessment, SampledTailAssessment
+from darts_server.policy.selection.shortest_places import ShortestPlaces, own_deadline, split_by_validity
+from darts_server.policy.selection.standings import Standings
 from darts_server.types import DiscardReason, SelectedAs
 
 
 @dataclass(frozen=True, slots=True)
-class _TailRule:
+class _TailRule(Assessable):
     """``num_shortest`` (K) places for the shortest and ``num_longest`` (L) for the tail."""
 
     num_shortest: int
@@ -46,32 +50,10 @@ class LongestTail(_TailRule):
             **{c.index: SelectedAs.FILL for c in invalid[: max(0, self.size - len(valid))]},
         }
 
-    def assess(
-        self,
-        running: Sequence[Candidate],
-        finished: Sequence[Candidate],
-        deliver_early: bool,
-        deadline: int | None = None,
-    ) -> Verdict:
-        if not running:
-            return Verdict(settled=frozenset(self.select(finished)))
+    def begin(self, deliver_early: bool) -> Assessment:
         if not self.num_longest:
-            return Shortest(self.size).assess(running, finished, deliver_early)
-        places = ShortestPlaces(self.num_shortest, running, finished)
-        settled = (c.index for rank, c in enumerate(places.valid) if self._is_settled(rank, c, places))
-        check_at = places.check_at(at_every_place=True) if deliver_early else {}
-        return Verdict(settled=frozenset(settled), check_at=check_at)
-
-    def _is_settled(self, rank: int, candidate: Candidate, places: ShortestPlaces) -> bool:
-        """Whether no outcome of the running candidates leaves out the finished one at this ``rank`` (from 0).
-
-        It is left out only with at least K valid ones before it and at least L after it. Any running candidate can end
-        after it; only those shorter so far can end before it.
-        """
-        missing_before = max(0, self.num_shortest - rank)
-        missing_after = max(0, self.num_longest - (len(places.valid) - rank - 1))
-        can_precede = sum(r.sort_key < candidate.sort_key for r in places.running)
-        return missing_before > can_precede or missing_before + missing_after > len(places.running)
+            return ShortestAssessment(self.size, deliver_early)
+        return LongestTailAssessment(self.num_shortest, self.num_longest, deliver_early)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,43 +79,8 @@ class SampledTail(_TailRule):
             **{c.index: SelectedAs.LONG if c.valid or c.cut else SelectedAs.FILL for c in rest[: self.num_longest]},
         }
 
-    def assess(
-        self,
-        running: Sequence[Candidate],
-        finished: Sequence[Candidate],
-        deliver_early: bool,
-        deadline: int | None = None,
-    ) -> Verdict:
-        if not running:
-            return Verdict(settled=frozenset(self.select(finished)))
-        places = ShortestPlaces(self.num_shortest, running, finished)
-        short = places.certain()
-        winners = self._certain_winners(places, short)
-        losers = [r for r in places.passed if places.fewest_ahead(r.tail_draw) >= self.num_longest]
-        return Verdict(
-            settled=frozenset(short | winners.intersection(c.index for c in finished)),
-            hopeless={r.index: DiscardReason.TAIL_PRUNED for r in losers},
-            # Falling behind any of the K shortest, not only behind the last one, can decide who wins a tail place.
-            check_at=places.check_at(at_every_place=True),
-        )
-
-    def _certain_winners(self, places: ShortestPlaces, short: set[int]) -> set[int]:
-        """Return the candidates, running or finished, that are in the group for certain and not surely ``short``.
-
-        Either as one of the K shortest after all or, by their tail draw, as one of the tail.
-        """
-        rest = [c for c in (*places.running, *places.valid, *places.invalid) if c.index not in short]
-        return {
-            c.index
-            for c in rest
-            if sum(other.tail_draw < c.tail_draw for other in rest) < self.num_longest and (places.is_full or c.valid)
-        }
-
-    def sampled(self, running: Sequence[Candidate], finished: Sequence[Candidate]) -> list[Candidate]:
-        """Return the candidates that are in the group by their tail draw and can no longer be among the K shortest."""
-        places = ShortestPlaces(self.num_shortest, running, finished)
-        winners = self._certain_winners(places, places.certain())
-        return [c for c in places.excluded() if c.index in winners]
+    def begin(self, deliver_early: bool) -> Assessment:
+        return SampledTailAssessment(self.num_shortest, self.num_longest, deliver_early)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,30 +91,17 @@ class DeadlineTail(_TailRule):
     """
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        own = _own_deadline(deadline, ShortestPlaces(self.size, [], finished))
+        standings = Standings()
+        for candidate in finished:
+            standings.add(candidate)
+        own = own_deadline(deadline, ShortestPlaces(self.size, standings))
         in_time = finished if own is None else [c for c in finished if c.tokens <= own]
         return LongestTail(self.num_shortest, self.num_longest).select(in_time)
 
-    def assess(
-        self,
-        running: Sequence[Candidate],
-        finished: Sequence[Candidate],
-        deliver_early: bool,
-        deadline: int | None = None,
-    ) -> Verdict:
+    def begin(self, deliver_early: bool) -> Assessment:
         if not self.num_longest:
-            return Shortest(self.size).assess(running, finished, deliver_early)
-        places = ShortestPlaces(self.num_shortest, running, finished)
-        own = _own_deadline(deadline, ShortestPlaces(self.size, running, finished))
-        # The M-th shortest can only come down, and the deadline with it: whoever has passed it has passed it for good.
-        late = [r for r in running if own is not None and r.tokens >= own]
-        hopeless = {r.index: DiscardReason.TAIL_PRUNED for r in late}
-        if len(late) == len(running):
-            return Verdict(frozenset(self.select(finished, deadline)), hopeless)
-        check_at = places.check_at(at_every_place=True) if deliver_early else {}
-        if own is not None:
-            check_at = {r.index: min(own, check_at.get(r.index, own)) for r in running}
-        return Verdict(frozenset(places.certain()), hopeless, check_at=_without(hopeless, check_at))
+            return ShortestAssessment(self.size, deliver_early)
+        return DeadlineTailAssessment(self.num_shortest, self.num_longest, deliver_early)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,50 +113,8 @@ class CutTail(_TailRule):
     least the M-th shortest length, which must be known.
     """
 
-    @property
-    def _uncut(self) -> SampledTail:
-        return SampledTail(self.num_shortest, self.num_longest)
-
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        return self._uncut.select(finished)
+        return SampledTail(self.num_shortest, self.num_longest).select(finished)
 
-    def assess(
-        self,
-        running: Sequence[Candidate],
-        finished: Sequence[Candidate],
-        deliver_early: bool,
-        deadline: int | None = None,
-    ) -> Verdict:
-        uncut = self._uncut.assess(running, finished, deliver_early)
-        all_places = ShortestPlaces(self.size, running, finished)
-        own = _own_deadline(deadline, all_places)
-        settled = uncut.settled
-        cuts: dict[int, int] = {}
-        cut_later: dict[int, int] = {}
-        if deadline is not None and all_places.contenders:
-            # The M-th shortest can still come down, and the deadline with it: whoever may be cut is not settled yet.
-            short = ShortestPlaces(self.num_shortest, running, finished).certain()
-            settled -= {c.index for c in finished if c.tokens > deadline and c.index not in short}
-        elif own is not None:
-            sampled = self._uncut.sampled(running, finished)
-            cut_later = {c.index: own for c in sampled if c.running and c.tokens < own}
-            cuts = {c.index: own for c in sampled if c.index not in cut_later and (c.running or c.tokens > own)}
-        if len(settled) == self.size:
-            return Verdict(settled, uncut.hopeless, cuts)
-        passed = {r.index for r in all_places.passed}
-        hopeless = {i: reason for i, reason in uncut.hopeless.items() if i in passed}
-        # Where a candidate has a check for both the M and the K shortest, that for the K shortest comes first.
-        check_at = {**all_places.check_at(at_every_place=False), **uncut.check_at, **cut_later}
-        return Verdict(settled, hopeless, cuts, _without(hopeless, check_at))
-
-
-def _own_deadline(deadline: int | None, all_places: ShortestPlaces) -> int | None:
-    """Return the group's deadline: the cohort's, but at least its own M-th shortest length, once both are known."""
-    if deadline is None or all_places.threshold is None:
-        return None
-    return max(deadline, all_places.threshold)
-
-
-def _without(hopeless: Mapping[int, DiscardReason], check_at: Mapping[int, int]) -> dict[int, int]:
-    """Return the checks of candidates that are not stopped."""
-    return {i: tokens for i, tokens in check_at.items() if i not in hopeless}
+    def begin(self, deliver_early: bool) -> Assessment:
+        return CutTailAssessment(self.num_shortest, self.num_longest, deliver_early)

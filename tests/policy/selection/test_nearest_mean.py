@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.policy.selection.nearest_mean import grid_resolution, select_nearest_mean
+from darts_server.policy.selection.nearest_mean import choose_of_two_values, grid_resolution, select_nearest_mean
 
 COARSE = st.integers(0, 16).map(lambda n: n / 16)
 
@@ -77,6 +77,24 @@ def test_of_equally_near_sums_above_and_below_the_earlier_candidates_win() -> No
 def test_a_grid_for_very_large_sizes_is_at_least_one() -> None:
     assert grid_resolution(1000, 2000) == 1
     assert grid_resolution(64, 100_000) > 0
+
+
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=9), st.data())
+def test_of_qualities_that_are_0_or_1_the_choice_is_the_best_subset_and_of_equals_the_earliest(
+    units: list[int], data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(1, len(units) - 1))
+    wanted = Fraction(data.draw(st.integers(0, 4 * size)), 4)
+    subsets = combinations(range(len(units)), size)
+    best = min(subsets, key=lambda subset: (abs(sum(units[i] for i in subset) - wanted), subset))
+    assert choose_of_two_values(units, size, wanted) == best
+
+
+def test_very_large_groups_are_selected_without_tables() -> None:
+    qualities = [0.0] * 1000 + [1.0] * 1000
+    began = time.process_time()
+    assert select_nearest_mean(qualities, 1000, 0.25) == (*range(750), *range(1000, 1250))
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,173 @@
+"""Measure what a group costs by its size: time per event in the state machine, and a large request on a server.
+
+    python -m benchmarks.group_cost
+    python -m benchmarks.group_cost --server
+
+The first part replays groups of all sizes under every policy, with lengths like those of a reasoning model, and fits
+cost per event to a power of n: near 0 the whole group costs n log n, at 1 it costs n². Progress is polled every ten
+steps. The second part sends one request for n trajectories to a server with the tiny model, unshaped and shaped in
+turns, and asks ``/health`` all the while.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from darts_server.demo.server import DARTS, Server, serving
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.events import DeadlineSet, Event, Finished, Progress, Started
+from darts_server.policy.group import Group
+from darts_server.policy.replay import replay
+from darts_server.policy.selection.rules import Shadow
+from darts_server.policy.shaping import Shaping, Tail
+from darts_server.types import FinishReason
+
+SIZES = (64, 256, 1024, 4096)
+POLL_STEPS = 10
+MEDIAN_LENGTH, LENGTH_SPREAD = 400, 0.8
+"""Of a log-normal distribution, in tokens and as a standard deviation of logarithms."""
+QUANTILE = 0.9
+"""Of all lengths: where the deadline is."""
+
+POLICIES: Mapping[str, Shaping] = {
+    "uniform": Shaping(),
+    "uniform, half of it the tail": Shaping(),
+    "uniform, longest tail": Shaping(tail=Tail.LONGEST),
+    "no tail (saturated)": Shaping(num_longest=0),
+    "darts_deadline": Shaping(tail=Tail.LONGEST, deadline=Deadline()),
+    "darts_cut": Shaping(deadline=Deadline()),
+    "first_finish (saturated)": Shaping(adaptive=True, finish_order=True, max_redundancy=1.5),
+    "arrol": Shaping(target_positive_ratio=0.5),
+    "shadow:uniform": Shaping(shadow=True),
+}
+
+PROMPT = "11+1="
+MODELS = {"off": "tiny:raw", "uniform": "tiny"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.group_cost", description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts (default: %(default)s)")
+    parser.add_argument("--server", action="store_true", help="measure requests to a server instead")
+    options = parser.parse_args(argv)
+    if options.server:
+        print(measure_server(options.rounds))
+    else:
+        print(measure_groups(options.rounds))
+    return 0
+
+
+# --- the state machine ------------------------------------------------------
+
+
+def measure_groups(rounds: int) -> str:
+    lines = [
+        f"| policy | {' | '.join(f'n = {size:,}' for size in SIZES)} | exponent | streamed |",
+        "|---" * (len(SIZES) + 3) + "|",
+    ]
+    for policy in POLICIES:
+        rows = []
+        for early in (False, True):
+            costs = [min(cost_per_event(policy, size, early, seed) for seed in range(rounds)) * 1e6 for size in SIZES]
+            rows.append((costs, np.polyfit(np.log(SIZES), np.log(costs), 1)[0]))
+            print(f"{policy}, early {early}: {costs}", file=sys.stderr)
+        (costs, exponent), (_, early_exponent) = rows
+        cells = [policy, *(f"{cost:.1f}" for cost in costs), f"{exponent:+.2f}", f"{early_exponent:+.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(["Microseconds per event:", "", *lines])
+
+
+def cost_per_event(policy: str, size: int, early: bool, seed: int) -> float:
+    """Run one group to its end; return seconds per event, all decisions and polls included."""
+    shaping = POLICIES[policy]
+    rule = shaping.selection_rule(size, shaping.candidates(size))
+    if policy == "uniform, half of it the tail":
+        rule = Shaping(num_longest=size // 2).selection_rule(size)
+    rng = np.random.default_rng(seed)
+    lengths = np.ceil(rng.lognormal(np.log(MEDIAN_LENGTH), LENGTH_SPREAD, shaping.candidates(size))).astype(int)
+    by_length = deque(sorted((int(tokens), index) for index, tokens in enumerate(lengths)))
+    deadline = DeadlineSet(int(np.quantile(lengths, QUANTILE)))
+    group = Group(rng=rng, deliver_early=early)
+    start, count, step = time.process_time(), len(lengths), 0
+    group.open(rule, len(lengths))
+    for index in range(len(lengths)):
+        group.handle(Started(index))
+    while group.outcome is None:
+        step += POLL_STEPS
+        if step == size // POLL_STEPS * POLL_STEPS:
+            group.handle(deadline)
+        while by_length and by_length[0][0] <= step:
+            tokens, index = by_length.popleft()
+            if group.candidates[index].running:
+                group.handle(Finished(index, tokens, FinishReason.STOP))
+                count += 1
+        due: list[Event] = [Progress(index, step) for index, tokens in group.check_at.items() if tokens <= step]
+        count += len(due)
+        group.handle(*due)
+    if isinstance(rule, Shadow):
+        replay(rule.shadowed, group.candidates)
+    return (time.process_time() - start) / count
+
+
+# --- a server ---------------------------------------------------------------
+
+REQUESTS: Sequence[Mapping[str, int]] = ({"n": 512, "max_tokens": 40}, {"n": 1024, "max_tokens": 1})
+
+
+def measure_server(rounds: int) -> str:
+    lines = ["| request | model | seconds | shaped / off | slowest /health (ms) |", "|---|---|---|---|---|"]
+    with serving(DARTS, Path("out/group_cost/server.log"), "--max-group-size", "1024") as server:
+        for request in REQUESTS:
+            seconds: dict[str, list[float]] = {name: [] for name in MODELS}
+            stalls: dict[str, list[float]] = {name: [] for name in MODELS}
+            asyncio.run(send(server, MODELS["uniform"], request))  # warm-up
+            for _ in range(rounds):
+                for name, model in MODELS.items():
+                    took, stall = asyncio.run(send(server, model, request))
+                    seconds[name].append(took)
+                    stalls[name].append(stall * 1e3)
+            for name in MODELS:
+                ratios = [shaped / off for shaped, off in zip(seconds[name], seconds["off"], strict=True)]
+                cells = [
+                    ", ".join(f"{key} = {value:,}" for key, value in request.items()),
+                    f"`{name}`",
+                    f"{statistics.median(seconds[name]):.2f}",
+                    f"{statistics.median(ratios):.2f}",
+                    f"{statistics.median(stalls[name]):.0f}",
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+async def send(server: Server, model: str, request: Mapping[str, int]) -> tuple[float, float]:
+    """Send one request; return its seconds, and those of the slowest ``/health`` meanwhile."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
+        stall = 0.0
+
+        async def ask() -> None:
+            nonlocal stall
+            while True:
+                start = time.perf_counter()
+                await client.get("/health")
+                stall = max(stall, time.perf_counter() - start)
+                await asyncio.sleep(0.005)
+
+        asking = asyncio.create_task(ask())
+        start = time.perf_counter()
+        answer = await client.post("/v1/completions", json={"model": model, "prompt": PROMPT, **request})
+        seconds = time.perf_counter() - start
+        asking.cancel()
+    answer.raise_for_status()
+    return seconds, stall
+
+
+if __name__ == "__main__":
+    sys.exit(main())

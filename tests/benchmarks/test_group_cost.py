@@ -1,0 +1,12 @@
+"""An event of a large group costs hardly more than one of a small group."""
+
+import pytest
+
+from benchmarks.group_cost import POLICIES, cost_per_event
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_group_costs_n_log_n(policy: str, early: bool) -> None:
+    small, large = (min(cost_per_event(policy, size, early, seed) for seed in range(3)) for size in (32, 1024))
+    assert large < 8 * small, "32 times as much if each event looks at the whole group"

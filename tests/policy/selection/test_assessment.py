@@ -1,0 +1,33 @@
+"""What a group keeps of its candidates from event to event is what its rule says of them afresh."""
+
+from hypothesis import given, settings
+
+from tests.policy.cases import WITH_FAILURES, Case, cases
+from tests.policy.scored import ScoredCase, scored
+from tests.policy.world import World
+
+thoroughly = settings(max_examples=3 * settings().max_examples)
+
+
+@thoroughly
+@given(cases(WITH_FAILURES, most=40, max_length=20, max_spare=6, cut=True))
+def test_an_assessment_kept_up_to_date_equals_a_new_one(case: Case) -> None:
+    assert_kept(case.world(), case.early)
+
+
+@given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_spare=3), refill=True))
+def test_also_of_candidates_that_are_pruned_and_replaced(case: ScoredCase) -> None:
+    assert_kept(case.world(), case.case.early)
+
+
+def assert_kept(world: World, early: bool) -> None:
+    group = world.group
+    for _ in world.moments():
+        if not group.is_open or group.outcome is not None:
+            continue
+        alive = [c for c in group.candidates if c.alive]
+        running, finished = [c for c in alive if c.running], [c for c in alive if not c.running]
+        verdict = world.rule.assess(running, finished, early, group.deadline)
+        assert not verdict.hopeless, "not stopped yet"
+        assert group.check_at == verdict.check_at
+        assert not early or verdict.settled <= world.delivered.keys(), "not delivered yet"
