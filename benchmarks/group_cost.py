@@ -6,7 +6,7 @@
 The first part replays groups of all sizes under every policy, with lengths like those of a reasoning model, and fits
 cost per event to a power of n: near 0 the whole group costs n log n, at 1 it costs n². Progress is polled every ten
 steps. The second part sends one request for n trajectories to a server with the tiny model, unshaped and shaped in
-turns, and asks ``/health`` all the while.
+turns, and asks ``/health`` all the while. ``uniform`` runs with as many candidates as ``off``, and with its default.
 """
 
 import argparse
@@ -119,29 +119,35 @@ def cost_per_event(policy: str, size: int, early: bool, seed: int) -> float:
 
 # --- a server ---------------------------------------------------------------
 
-REQUESTS: Sequence[Mapping[str, int]] = ({"n": 512, "max_tokens": 40}, {"n": 1024, "max_tokens": 1})
+REDUNDANCIES = (1.0, 1.5)
+"""1 is what shaping itself costs: as many candidates as `off` has. 1.5 is the default."""
+REQUESTS: Sequence[Mapping[str, int]] = (
+    {"n": 512, "max_tokens": 40, "seed": 0},
+    {"n": 1024, "max_tokens": 1, "seed": 0},
+)
 
 
 def measure_server(rounds: int) -> str:
-    lines = ["| request | model | seconds | shaped / off | slowest /health (ms) |", "|---|---|---|---|---|"]
-    with serving(DARTS, Path("out/group_cost/server.log"), "--max-group-size", "1024") as server:
-        for request in REQUESTS:
-            seconds: dict[str, list[float]] = {name: [] for name in MODELS}
-            stalls: dict[str, list[float]] = {name: [] for name in MODELS}
-            asyncio.run(send(server, MODELS["uniform"], request))  # warm-up
-            for _ in range(rounds):
-                for name, model in MODELS.items():
-                    took, stall = asyncio.run(send(server, model, request))
-                    seconds[name].append(took)
-                    stalls[name].append(stall * 1e3)
-            for name in MODELS:
-                ratios = [shaped / off for shaped, off in zip(seconds[name], seconds["off"], strict=True)]
+    lines = ["| request | candidates | off (s) | uniform (s) | uniform / off | slowest /health, off and uniform (ms) |"]
+    lines.append("|---" * 6 + "|")
+    for redundancy in REDUNDANCIES:
+        with serving(DARTS, Path("out/group_cost/server.log"), "--redundancy", str(redundancy)) as server:
+            for request in REQUESTS:
+                seconds: dict[str, list[float]] = {name: [] for name in MODELS}
+                stalls: dict[str, list[float]] = {name: [] for name in MODELS}
+                for number in range(rounds + 1):
+                    for name, model in MODELS.items():
+                        took, stall = asyncio.run(send(server, model, request))
+                        if number:  # the first round is a warm-up
+                            seconds[name].append(took)
+                            stalls[name].append(stall * 1e3)
+                ratios = [shaped / off for off, shaped in zip(*seconds.values(), strict=True)]
                 cells = [
-                    ", ".join(f"{key} = {value:,}" for key, value in request.items()),
-                    f"`{name}`",
-                    f"{statistics.median(seconds[name]):.2f}",
+                    f"n = {request['n']:,}, {request['max_tokens']} tokens",
+                    f"{request['n'] * redundancy:,.0f}",
+                    *(f"{statistics.median(values):.2f}" for values in seconds.values()),
                     f"{statistics.median(ratios):.2f}",
-                    f"{statistics.median(stalls[name]):.0f}",
+                    ", ".join(f"{statistics.median(values):.0f}" for values in stalls.values()),
                 ]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

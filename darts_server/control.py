@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.survival import Pruning
@@ -61,7 +62,10 @@ class Control:
             InvalidRequest: names the key that cannot be changed so.
         """
         patch = {("policy" if key == "name" else key): value for key, value in overrides.items()}
-        return make_planner(apply_patch(self.settings, patch))
+        settings, limit = apply_patch(self.settings, patch), self.settings.max_group_size
+        if settings.max_group_size > limit:
+            raise InvalidRequest("max_group_size", f"a batch cannot raise it above the server's, {limit}; leave it out")
+        return make_planner(settings)
 
 
 def make_planner(settings: Settings) -> Planner:

@@ -71,3 +71,10 @@ def test_pruning_follows_the_settings_and_their_changes() -> None:
     changed = shaping(control.planner, "arrol")
     assert changed.pruning == Pruning(keep_ratio=0.25, min_survival=0.2, aimed=True)
     assert changed.candidates(8) == 32
+
+
+def test_a_batch_cannot_raise_the_largest_group() -> None:
+    control = Control(load({"max_group_size": "16"}, None))
+    assert control.new_planner({"max_group_size": 8}).limits.max_group_size == 8
+    with pytest.raises(InvalidRequest, match="cannot raise it above the server's, 16"):
+        control.new_planner({"max_group_size": 17})

@@ -19,6 +19,7 @@ from darts_server.rollout.poller import ProgressPoller
 from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
+from darts_server.rollout.start_queue import StartQueue
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import GroupRecord, RequestOptions
@@ -71,6 +72,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.planner = planner
         self.statistics = statistics
         self.gate = gate or Gate()
+        self.starts = StartQueue()
         self.admission = admission or Admission(lambda: engine.unfinished, engine.capacity)
         self.observers = GroupObservers([statistics])
         self.allocator = Allocator(
@@ -81,7 +83,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._engine = engine
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
-        self._context = GroupContext(engine, self.observers, scorer, clock)
+        self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
         self._poller = ProgressPoller(intervals.poll)
         self._runs: dict[str, GroupRun[RequestT, OutputT]] = {}
         self._suspended = False

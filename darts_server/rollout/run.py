@@ -66,6 +66,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     ) -> None:
         self.spec = spec
         self._engine = context.engine
+        self._starts = context.starts
         self._observer = context.observer
         self._on_end = on_end
         self._on_start = on_start
@@ -240,6 +241,10 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     async def _run_candidate(self, index: int) -> None:
         try:
+            await self._starts.candidate()
+            if not self._is_running(index):  # it was stopped while it waited
+                self._on_start()
+                return
             probe = None if self._group_scorer is None else self._group_scorer.probe_for(index)
             try:
                 running = await self._engine.start(*self._request_of(index), probe)

@@ -12,6 +12,7 @@ from darts_server.policy.group import Group
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.scorer import CandidateScorer
+from darts_server.rollout.start_queue import StartQueue
 
 SURVIVAL_STREAM = (1,)
 """Keeps survival draws apart from tail draws, so that the tail is the same with and without pruning."""
@@ -74,10 +75,12 @@ class GroupSpec(Generic[RequestT]):
 class GroupContext(Generic[RequestT, OutputT]):
     """What all groups of one server share.
 
-    ``scorer``: scores candidates, ``None`` where nothing can. ``clock``: monotonic seconds.
+    ``scorer``: scores candidates, ``None`` where nothing can. ``starts``: where candidates wait for their turn to
+    start. ``clock``: monotonic seconds.
     """
 
     engine: Engine[RequestT, OutputT]
     observer: GroupObserver
     scorer: CandidateScorer | None
+    starts: StartQueue
     clock: Callable[[], float]

@@ -11,6 +11,7 @@ from darts_server.policy.selection.tail_rules import CutTail
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
+from darts_server.rollout.start_queue import StartQueue
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, SelectedAs
 from tests.rollout.helpers import Recorder, collect
 
@@ -20,7 +21,7 @@ SEED = 0
 
 
 def started(engine: ScriptedEngine, recorder: Recorder) -> GroupRun[str, list[int]]:
-    context = GroupContext(engine, recorder, None, lambda: engine.now)
+    context = GroupContext(engine, recorder, None, StartQueue(), lambda: engine.now)
     spec = GroupSpec(request="prompt", group_id="g", policy="cut", tail_seed=(SEED,))
     return GroupRun(context, spec, lambda _: None)
 

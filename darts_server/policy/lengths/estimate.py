@@ -36,6 +36,7 @@ find. Only a sampled candidate can find it; it makes all of this milder.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -126,15 +127,17 @@ def _completed(finished: Sequence[int], censored: Sequence[int]) -> list[Weighte
     for itself. A longer one that is censored too passes on the weight it received.
     """
     shape = FittedShape.fit(finished, censored)
-    tokens = [*censored, *finished]
-    weights = [1.0] * len(tokens)
-    for i, c in enumerate(censored):
+    tokens = sorted((*censored, *finished))
+    received = [1.0]  # weight of a candidate that gets the votes of the first 0, 1, ... censored ones
+    weights = []
+    for c in censored:
         # One token longer is no evidence: a candidate is stopped one token short of the finished one that beat it.
-        longer = [j for j, x in enumerate(tokens) if x > c + 1]
-        vote = weights[i] / (len(longer) + SHAPE_VOTES)
-        for j in longer:
-            weights[j] += vote
-        weights[i] -= vote * len(longer)
+        longer = len(tokens) - bisect_right(tokens, c + 1)
+        weight = received[bisect_left(censored, c - 1)]
+        vote = weight / (longer + SHAPE_VOTES)
+        received.append(received[-1] + vote)
+        weights.append(weight - vote * longer)
+    weights += [received[bisect_left(censored, x - 1)] for x in finished]
     fitted = {c: shape.moments_beyond(c) for c in set(censored)}
     moments: list[Moments] = [*(fitted[c] for c in censored), *((x, x * x) for x in finished)]
     return [(weight, *both) for weight, both in zip(weights, moments, strict=True)]

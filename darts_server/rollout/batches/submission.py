@@ -180,12 +180,13 @@ class Submission(Generic[RequestT, OutputT]):
 
         Groups that are expected to take longest start first, so that no long one starts when the others are done.
         """
-        tasks: list[asyncio.Task[GroupResult]] = []
+        tasks: dict[int, asyncio.Task[GroupResult]] = {}
         missing = self._wanted
         try:
             async with self._rollouts.gate.enter():
-                tasks += [asyncio.create_task(self._run(group, observer)) for group in self._longest_first()]
-                for next_result in asyncio.as_completed(tasks):
+                for group in self._longest_first():
+                    tasks[group.number] = asyncio.create_task(self._run(group, observer))
+                for next_result in asyncio.as_completed(tasks.values()):
                     result = await next_result
                     self._decided.add(result.number)
                     yield result
@@ -194,12 +195,25 @@ class Submission(Generic[RequestT, OutputT]):
                         return
         finally:
             self._ticket.release()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._cancel(tasks)
             for group in self._groups:
                 if group.number not in self._started:
                     group.allocation.drop()
+
+    async def _cancel(self, tasks: Mapping[int, asyncio.Task[GroupResult]]) -> None:
+        """Cancel the tasks of all groups, and wait for their ends. Each stops its candidates, so they take turns."""
+        for number, task in tasks.items():
+            if number not in self._started:
+                task.cancel()
+        try:
+            for task in tasks.values():
+                if not task.done():
+                    task.cancel()
+                    await asyncio.sleep(0)
+        finally:  # also if this is cancelled
+            for task in tasks.values():
+                task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     def _longest_first(self) -> list[_PreparedGroup[RequestT]]:
         prompts = self._rollouts.statistics.prompts
@@ -209,6 +223,7 @@ class Submission(Generic[RequestT, OutputT]):
         return sorted(self._groups, key=lambda group: -(means[group.number] or typical))
 
     async def _run(self, group: _PreparedGroup[RequestT], observer: BatchObserver | None) -> GroupResult:
+        await self._rollouts.starts.group(group.allocation.candidates)
         self._started.add(group.number)
         group_id = f"{self.batch_id}-{group.number}"
         result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.metadata)

@@ -1,7 +1,12 @@
 """What a group keeps of its candidates from event to event is what its rule says of them afresh."""
 
+import numpy as np
 from hypothesis import given, settings
 
+from darts_server.policy.events import Deliver, Finished, Lost, Progress, Start, Started
+from darts_server.policy.group import Group
+from darts_server.policy.selection.tail_rules import SampledTail
+from darts_server.types import FinishReason, Outcome
 from tests.policy.cases import WITH_FAILURES, Case, cases
 from tests.policy.scored import ScoredCase, scored
 from tests.policy.world import World
@@ -31,3 +36,15 @@ def assert_kept(world: World, early: bool) -> None:
         assert not verdict.hopeless, "not stopped yet"
         assert group.check_at == verdict.check_at
         assert not early or verdict.settled <= world.delivered.keys(), "not delivered yet"
+
+
+def test_a_delivered_candidate_is_not_settled_again_when_new_ones_can_come_before_it() -> None:
+    group = Group(rng=np.random.default_rng(0), max_replacements=2, deliver_early=True)
+    group.open(SampledTail(1, 2), 3)
+    group.handle(*(Started(i) for i in range(3)), Progress(1, 5), Progress(2, 5))
+    assert group.handle(Finished(0, 3, FinishReason.STOP)) == [Deliver(0)]
+    assert group.handle(Lost(1)) == [Start((3,))]
+    assert group.handle(Started(3), Finished(3, 2, FinishReason.STOP)) == [Deliver(3)]
+    group.handle(Finished(2, 7, FinishReason.STOP))
+    assert group.outcome is Outcome.COMPLETED
+    assert [c.selected_as is not None for c in group.candidates] == [True, False, True, True]

@@ -152,7 +152,8 @@ async def test_every_waiting_caller_gets_a_trajectory_of_its_prompt_and_the_grou
     await crowd.harness.assert_empty()
     check_who_got_what(crowd)
     check_the_rule(crowd)
-    assert crowd.harness.recorder.started == len(crowd.harness.engine.started)
+    # One that is stopped before its turn never reaches the engine.
+    assert crowd.harness.recorder.started >= len(crowd.harness.engine.started)
     assert all(b.groups >= 1 for b in crowd.harness.recorder.cohorts)
 
 

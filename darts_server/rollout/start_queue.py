@@ -1,0 +1,59 @@
+"""Start candidates a few at a time, so that the event loop serves others in between."""
+
+import asyncio
+from collections import deque
+
+TURN = 128
+"""Cost that starts in one turn of the event loop: some five milliseconds on a slow core."""
+CANDIDATE_COST = 8
+"""Handing a candidate to vLLM takes a quarter of a millisecond: its parameters are checked and encoded."""
+
+
+class StartQueue:
+    """Let candidates and groups start in the order in which they come, a few in each turn of the event loop.
+
+    The first ones start at once, so that groups of usual sizes do not wait. A group starts when no candidate waits:
+    candidates reach the engine group by group, and those of a large batch are made no sooner than the engine gets them.
+    """
+
+    def __init__(self) -> None:
+        self._candidates: deque[asyncio.Future[None]] = deque()
+        self._groups: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._spent = 0  # in this turn
+
+    async def candidate(self) -> None:
+        """Wait until a candidate may start."""
+        if not self._candidates and self._spend(CANDIDATE_COST):
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._candidates.append(turn)
+        await turn
+
+    async def group(self, candidates: int) -> None:
+        """Wait until a group with so many candidates may start."""
+        if not self._candidates and not self._groups and self._spend(candidates):
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._groups.append((turn, candidates))
+        await turn
+
+    def _spend(self, cost: int) -> bool:
+        """Spend it in this turn, if anything is left of it."""
+        if self._spent >= TURN:
+            return False
+        if not self._spent:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._spent += cost
+        return True
+
+    def _next_turn(self) -> None:
+        self._spent = 0
+        while self._candidates and (self._candidates[0].done() or self._spend(CANDIDATE_COST)):
+            _resolve(self._candidates.popleft())
+        while not self._candidates and self._groups and (self._groups[0][0].done() or self._spend(self._groups[0][1])):
+            _resolve(self._groups.popleft()[0])
+
+
+def _resolve(turn: asyncio.Future[None]) -> None:
+    if not turn.done():  # whoever waited may have been cancelled
+        turn.set_result(None)

@@ -1,0 +1,69 @@
+"""The largest requests that are allowed: whoever else calls the server is answered all the while."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import httpx
+import pytest
+
+from darts_server.demo.server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+
+MAX_STALL = 2.0
+"""Seconds. Each of these requests used to stop the event loop for twenty."""
+
+
+@asynccontextmanager
+async def asking_for_health(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    """Ask for the server's health until the block ends, and require each answer within `MAX_STALL` seconds."""
+    slowest = 0.0
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        nonlocal slowest
+        while True:
+            began = time.monotonic()
+            (await client.get("/health")).raise_for_status()
+            slowest = max(slowest, time.monotonic() - began)
+            await asyncio.sleep(0.02)
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        asking = asyncio.create_task(ask(client))
+        try:
+            yield client
+            await asyncio.sleep(0.1)
+            assert not asking.done(), "a call of /health failed"
+        finally:
+            asking.cancel()
+    assert slowest < MAX_STALL
+
+
+async def test_a_group_of_the_largest_size_does_not_hold_up_others(server: Server) -> None:
+    body = {"model": "tiny", "prompt": "11+1=", "n": 1024, "max_tokens": 1}
+    async with asking_for_health(server) as client:
+        answer = await client.post("/v1/completions", json=body)
+    assert len(answer.raise_for_status().json()["choices"]) == 1024
+
+
+async def test_a_large_batch_starts_and_is_cancelled_without_holding_up_others(server: Server) -> None:
+    body = {"prompts": [{"text": "11+1="}] * 600, "group_size": 64, "sampling": {"max_tokens": 300}}
+    async with asking_for_health(server) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/darts/v1/rollouts", json=body, timeout=3)
+        assert server.busy()
+        with anyio.fail_after(60):
+            while server.busy():
+                await asyncio.sleep(0.2)
+
+
+async def test_a_batch_of_more_candidates_than_allowed_is_refused(server: Server) -> None:
+    body = {"prompts": [{"text": "11+1="}] * 1000, "group_size": 64, "sampling": {"max_tokens": 1}}
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        answer = await client.post("/darts/v1/rollouts", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompts"
+    assert "needs 96000 candidates" in answer.json()["error"]["message"]
+    assert "--max-queued-candidates" in answer.json()["error"]["message"]
