@@ -1,7 +1,7 @@
 """Read and validate request bodies, limited in size, structure and time."""
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from io import BytesIO
@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, SchemaValidator
+from pydantic_core.core_schema import no_info_wrap_validator_function
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
@@ -52,13 +53,25 @@ def _fail_fast(schema: object) -> None:
 
 
 def fail_fast(application: FastAPI) -> None:
-    """Let all lists in the bodies of an app's routes end their validation at the first error, in vLLM's models too."""
+    """Let the bodies of an app's routes, vLLM's too, end their validation at the first error, whatever it is."""
     for route in application.routes:
         for field in route.dependant.body_params if isinstance(route, APIRoute) else ():
             adapter = field._type_adapter
             _fail_fast(adapter.core_schema)
+            guarded = no_info_wrap_validator_function(_refuse_what_fails, adapter.core_schema)
             # Not with the validators that the models have built, which are those before the change.
-            adapter.validator = SchemaValidator(adapter.core_schema, _use_prebuilt=False)
+            adapter.validator = SchemaValidator(guarded, _use_prebuilt=False)
+
+
+def _refuse_what_fails(body: object, validate: Callable[[object], object]) -> object:
+    """Validate a body, and refuse it if a validator fails.
+
+    vLLM's validators see the fields before their types were checked: ``"structured_outputs": 1`` is an AttributeError.
+    """
+    try:
+        return validate(body)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        raise ValueError(f"has a field of a wrong type ({type(error).__name__}: {error})") from error
 
 
 class UnknownField(ValueError):

@@ -7,7 +7,7 @@ import anyio
 import pytest
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.testclient import TestClient
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
 from darts_server.exceptions import InvalidRequest, TooLarge
 from darts_server.http.body import INLINE_BYTES, MAX_JSON_PARTS, Body, fail_fast, parse_body, parsed, read_body
@@ -136,6 +136,30 @@ def test_all_routes_of_an_app_end_validation_at_the_first_error() -> None:
         assert 1 <= len(answer.json()["detail"]) <= most
     good = {"prompt": [[1], [2]], "inner": {"ids": [3]}}
     assert client.post("/", json=good).json() == good
+
+
+@pytest.mark.parametrize("wrong", [1, [], None, {"a": 1}])
+def test_a_validator_that_fails_on_another_type_refuses_the_body(wrong: Any) -> None:
+    class Checked(BaseModel):
+        limits: dict[str, int] = {}
+
+        @model_validator(mode="before")
+        @classmethod
+        def check(cls, data: dict[str, Any]) -> dict[str, Any]:
+            assert data["limits"].get("a") is None or data["limits"]["b"] > 0
+            return data
+
+    application = FastAPI()
+
+    @application.post("/")
+    async def echo(body: Checked) -> Checked:
+        return body
+
+    fail_fast(application)
+    client = TestClient(application)
+    answer = client.post("/", json={"limits": wrong})
+    assert answer.status_code == 422
+    assert client.post("/", json={"limits": {"c": 2}}).json() == {"limits": {"c": 2}}
 
 
 def test_an_unknown_field_is_named() -> None:
