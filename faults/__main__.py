@@ -1,7 +1,7 @@
 """Inject faults into a server, one after the other, and report what happened to everything else.
 
 python -m faults --quick
-python -m faults --only disconnects --only malformed
+python -m faults --only disconnects --only oversized
 """
 
 import argparse

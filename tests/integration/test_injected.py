@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from darts_server.demo.server import Server
-from faults.bodies import malformed
+from faults.bodies import broken_http
 from faults.bystanders import check_idle
 from faults.callers import half_open, slow_readers
 from faults.case import Outcome, Scene
@@ -14,7 +14,7 @@ from faults.case import Outcome, Scene
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 
 
-@pytest.mark.parametrize("fault", [slow_readers, half_open, malformed])
+@pytest.mark.parametrize("fault", [slow_readers, half_open, broken_http])
 async def test_bystanders_are_served_and_the_server_gets_idle(server: Server, tmp_path: Path, fault: object) -> None:
     outcome: Outcome = await fault(Scene(tmp_path, quick=True, random=Random(1), server=server))  # type: ignore[operator]
     await check_idle(server, outcome)

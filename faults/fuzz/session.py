@@ -1,0 +1,270 @@
+"""Send examples to a server and check its answers and its state."""
+
+import asyncio
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+
+from darts_server.demo.server import Server
+from faults.bystanders import check_idle, get_group
+from faults.case import Outcome
+from faults.fuzz.request import Example, Request, Upload
+from faults.fuzz.uploads import FULL, content
+
+ANSWER_SECONDS = 30.0
+"""Timeout of a request on an engine that is not paused. The longest takes a second or two on a quiet machine."""
+STEP_SECONDS = 1.0
+"""After this the next request of a sequence is sent, even if the last one has no answer: the engine may be paused."""
+SETTLE_SECONDS = 20.0
+SERVED_SECONDS = 2.0
+"""In which an idle server answers a plain group. Alone on a machine it takes a tenth of that."""
+MAX_STALL_SECONDS = 1.0
+MAX_DETAIL = 300
+BATCH_ID = re.compile(r'"id": ?"(batch-[0-9a-f]+)"')
+TRAJECTORY_ID = re.compile(r'"trajectory_id": ?"([^"\\]+)"')
+SERVER_ERROR = re.compile(r'"code": ?(5\d\d)')
+LEFT = "left"
+GROUP_HEADER = "X-Darts-Group-Id"
+STATES, WEIGHTS, POLICY = "/darts/v1/state", "/darts/v1/weights", "/darts/v1/policy"
+DISRUPTIVE = ("/pause", "/abort_requests", "/sleep", "/start_weight_update", "/finish_weight_update", WEIGHTS)
+"""Routes that may end or fail other requests with a 503, as their documentation says."""
+VLLMS_ERRORS = ("/pause", "/sleep", "/wake_up", "/start_weight_update", "/update_weights", "/finish_weight_update")
+"""Where vLLM itself answers 500 to calls in the wrong order, or that took too long."""
+NOT_SUPPORTED = 501
+UNAVAILABLE = 503
+WEIGHT_UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update", WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Something that must not happen. ``route``: with its method; empty if no single request did it."""
+
+    kind: str
+    route: str
+    detail: str
+
+    @property
+    def signature(self) -> tuple[str, str, str]:
+        """What violations of the same cause have in common."""
+        return self.kind, self.route, re.sub(r"[0-9'\"`{\[].*", "", self.detail, flags=re.DOTALL)[:60]
+
+
+@dataclass
+class Answer:
+    """``body``: that was sent. ``status``: ``None`` if there is no answer; then ``error`` says why."""
+
+    request: Request
+    body: bytes = b""
+    status: int | None = None
+    content_type: str = ""
+    text: str = ""
+    error: str = "no answer"
+
+
+@dataclass
+class _Ids:
+    """What placeholders of an example stand for."""
+
+    run: int
+    root: str
+    batch: str = "none"
+    group: str = "none"
+    trajectory: str = "none:0"
+
+    def fill(self, text: str) -> str:
+        for name in ("batch", "group", "trajectory", "run", "root"):
+            text = text.replace(f"${name}", str(getattr(self, name)))
+        return text
+
+    def learn(self, text: str) -> None:
+        for found in BATCH_ID.findall(text)[-1:]:
+            self.batch = found
+        for found in TRAJECTORY_ID.findall(text)[-1:]:
+            self.trajectory = found
+
+
+@dataclass
+class Session:
+    """Sends to one running server. ``state``: a saved one, to restore and to mutate. ``root``: --weights-root."""
+
+    server: Server
+    root: Path
+    state: bytes = b""
+    answers: list[Answer] = field(default_factory=list)
+    _runs: Iterator[int] = field(default_factory=lambda: itertools.count(time.time_ns()))
+
+    async def __aenter__(self) -> "Session":
+        # A kept connection would sometimes be closed by the server while a request is sent on it.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(base_url=self.server.url, timeout=None, limits=limits, verify=False)
+        self._policy = {
+            name: value for name, value in (await self._client.get(POLICY)).json().items() if name != "policies"
+        }
+        if not self.state:
+            self.state = await self._learned_state()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def run(self, example: Example) -> list[Violation]:
+        """Send the requests, wait for all answers, undo what they changed, and return what is wrong.
+
+        ``answers`` has the answers then, in the order of the requests.
+        """
+        ids = _Ids(next(self._runs), str(self.root))
+        self.answers = [Answer(request) for request in example]
+        tasks: list[asyncio.Task[None]] = []
+        for answer in self.answers:
+            await asyncio.sleep(answer.request.after)
+            tasks.append(asyncio.create_task(self._send(answer, ids)))
+            if not answer.request.background:
+                await asyncio.wait(tasks[-1:], timeout=STEP_SECONDS)
+        violations = await self._settle(tasks, example)
+        is_disrupted = any(each.method == "DELETE" or each.route in DISRUPTIVE for each in example)
+        for answer in self.answers:
+            violations += check_answer(answer, is_disrupted)
+        return violations
+
+    async def check_idle(self) -> list[Violation]:
+        """Wait until nothing runs; check the counters, and that a plain group is served soon."""
+        outcome = Outcome()
+        await check_idle(self.server, outcome)
+        violations = [Violation("unbalanced", "", violation) for violation in outcome.violations]
+        if not (await self._serves_soon() or await self._serves_soon()):  # the machine may be busy once
+            violations.append(Violation("not served", "", f"a plain group within {SERVED_SECONDS:.0f} s"))
+        return violations
+
+    async def _serves_soon(self) -> bool:
+        began = time.monotonic()
+        return await get_group(self._client, self.server) and time.monotonic() - began < SERVED_SECONDS
+
+    async def _send(self, answer: Answer, ids: _Ids) -> None:
+        request = answer.request
+        answer.body = self._content(request, ids)
+        try:
+            async with asyncio.timeout(request.leaves_after):
+                await self._receive(answer, ids)
+        except TimeoutError:
+            answer.status, answer.error = None, LEFT
+        except httpx.TransportError as error:
+            answer.status, answer.error = None, f"dropped: {error!r}"
+
+    async def _receive(self, answer: Answer, ids: _Ids) -> None:
+        sent = answer.request
+        url = httpx.URL(self.server.url).copy_with(raw_path=ids.fill(sent.path).encode("latin-1"))
+        headers = [(name.encode(), ids.fill(value).encode("latin-1").strip()) for name, value in sent.headers]
+        async with self._client.stream(sent.method, url, headers=headers, content=answer.body) as received:
+            answer.status, answer.content_type = received.status_code, received.headers.get("Content-Type", "")
+            ids.group = received.headers.get(GROUP_HEADER, ids.group)
+            parts: list[str] = []
+            async for part in received.aiter_text():
+                parts.append(part)
+                ids.learn(part)
+            answer.text = "".join(parts)
+
+    def _content(self, request: Request, ids: _Ids) -> bytes:
+        if isinstance(request.body, Upload):
+            return content(request.body, self.state)
+        return ids.fill(request.body.decode("latin-1")).encode("latin-1")
+
+    async def _settle(self, tasks: Sequence[asyncio.Task[None]], example: Example) -> list[Violation]:
+        """Undo what an example changed, and wait for its answers."""
+        routes = {request.route for request in example if request.method != "GET"}
+        violations: list[Violation] = []
+        if routes & {"/pause", "/sleep", "/resume", "/wake_up"}:
+            for path in ("/wake_up", "/resume"):
+                await self._client.post(path, timeout=ANSWER_SECONDS)
+        if "/start_weight_update" in routes:
+            await self._client.post("/finish_weight_update", json={}, timeout=ANSWER_SECONDS)
+            await self._client.post("/resume", timeout=ANSWER_SECONDS)
+        if tasks:
+            await asyncio.wait(tasks, timeout=ANSWER_SECONDS)
+        for task in (late := [task for task in tasks if not task.done()]):
+            task.cancel()
+        if late:
+            violations.append(
+                Violation("no answer", "", f"{len(late)} requests have none after {ANSWER_SECONDS:.0f} s")
+            )
+            await asyncio.wait(late)
+        for task in set(tasks) - set(late):
+            task.result()  # raises what is wrong here, not in the server
+        if routes & set(WEIGHT_UPDATES):
+            violations += await self._restore_weights()
+        if POLICY in routes:
+            await self._expect("PATCH", POLICY, json=self._policy)
+        if STATES in routes:
+            if not await get_group(self._client, self.server):
+                violations.append(Violation("not served", f"PUT {STATES}", "a group after the state was restored"))
+            await self._expect("PUT", STATES, content=self.state)
+        return violations
+
+    async def _restore_weights(self) -> list[Violation]:
+        began = time.monotonic()
+        while (served := (await self._client.get(WEIGHTS, timeout=ANSWER_SECONDS)).json())["state"] != "serving":
+            if time.monotonic() - began > SETTLE_SECONDS:
+                return [Violation("unbalanced", WEIGHTS, f"the state of the weights is still {served['state']}")]
+            await asyncio.sleep(0.05)
+        if not served["intact"]:
+            await self._expect("PUT", WEIGHTS, content=content(Upload(FULL), b""))
+        return []
+
+    async def _learned_state(self) -> bytes:
+        """Let the server learn something of each kind, and return its state."""
+        await get_group(self._client, self.server)
+        vote = {"prompt": "7a-5b*4>", "n": 2, "sampling": {"max_tokens": 20}, "pattern": "([0-9])"}
+        voted = await self._expect("POST", "/darts/v1/vote", json={**vote, "weights": "log_odds", "score": "logprob"})
+        ids = [{"trajectory_id": each["trajectory_id"], "reward": 1.0} for each in voted.json()["trajectories"]]
+        await self._expect("POST", "/darts/v1/rewards", json={"rewards": ids})
+        return (await self._expect("GET", STATES)).content
+
+    async def _expect(self, method: str, path: str, **body: Any) -> httpx.Response:
+        answer = await self._client.request(method, path, timeout=ANSWER_SECONDS, **body)
+        return answer.raise_for_status()
+
+
+def check_answer(answer: Answer, is_disrupted: bool) -> Iterator[Violation]:
+    """Check one answer. ``is_disrupted``: whether another request may have ended this one with a 503."""
+    request = answer.request
+    where = request.name
+    if answer.status is None:
+        if answer.error.startswith("dropped"):
+            yield Violation("dropped", where, answer.error)
+        return
+    detail = answer.text[:MAX_DETAIL]
+    codes = {answer.status, *(int(code) for code in SERVER_ERROR.findall(answer.text))}
+    for code in sorted(codes):
+        is_documented = code == NOT_SUPPORTED or (code == UNAVAILABLE and is_disrupted) or request.route in VLLMS_ERRORS
+        if code >= httpx.codes.INTERNAL_SERVER_ERROR and not is_documented:
+            yield Violation(f"status {code}", where, _message(answer.text) or detail)
+            return
+    if answer.content_type.startswith("application/json"):
+        try:
+            parsed = json.loads(answer.text, parse_constant=_reject)
+        except ValueError as error:
+            yield Violation("not JSON", where, f"{error}: {detail}")
+            return
+        if (
+            answer.status >= httpx.codes.BAD_REQUEST
+            and request.route.startswith("/darts/v1/")
+            and not _message(answer.text)
+        ):
+            yield Violation("no error object", where, str(parsed)[:MAX_DETAIL])
+
+
+def _message(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])[:MAX_DETAIL]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def _reject(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,29 @@
+"""Five hundred mutated requests, and sequences of requests, in every push; `python -m faults.fuzz` sends many more."""
+
+from pathlib import Path
+
+import pytest
+
+from darts_server.demo.server import Server
+from faults.fuzz.fuzzer import Fuzzer
+
+pytestmark = pytest.mark.engine
+REQUESTS = 500
+
+
+class SharedServer:
+    """The server of all tests: it must not be changed, and cannot be started again."""
+
+    def __init__(self, server: Server, root: Path) -> None:
+        self.server, self.root = server, root
+
+    def restart(self) -> None:
+        raise RuntimeError(f"the shared server is no longer sound:\n{self.server.log_tail()}")
+
+
+def test_whatever_callers_send_the_server_goes_on(server: Server, tmp_path: Path) -> None:
+    with Fuzzer(SharedServer(server, tmp_path), tmp_path, changes=False) as fuzzer:
+        tally = fuzzer.run(1, REQUESTS)
+    assert tally.survived, "\n".join(map(str, tally.failures))
+    assert tally.requests >= REQUESTS
+    assert {"200", "400", "404"} <= {status for _, status in tally.answers}
