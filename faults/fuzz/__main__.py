@@ -101,11 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(console: Console, tally: Tally) -> None:
     """Print what was answered on each route, the failures, and what happened to the server."""
-    statuses = sorted({status for _, status in tally.answers})
-    answers = Table(Column("route", no_wrap=True), "requests", *statuses, title="Answers")
+    answers = Table(Column("route", no_wrap=True), "requests", "of these by status", title="Answers")
     for route in sorted({route for route, _ in tally.answers}):
-        counts = [tally.answers[route, status] for status in statuses]
-        answers.add_row(route, str(sum(counts)), *(str(count or "") for count in counts))
+        counts = {status: count for (each, status), count in sorted(tally.answers.items()) if each == route}
+        answers.add_row(route, str(sum(counts.values())), ", ".join(f"{s}: {count}" for s, count in counts.items()))
     console.print(answers)
     for failure in tally.failures:
         console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
