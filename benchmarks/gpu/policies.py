@@ -67,7 +67,10 @@ def replay_all(shaping: Shaping, trace: Trace) -> list[Replay]:
     if shaping.deadline is not None:
         needs = [need for candidates in batch if (need := _needed(candidates)) is not None]
         limit = shaping.deadline.from_lengths(needs, len(needs))
-    return [replay(shaping.selection_rule(SIZE, len(candidates)), candidates, limit) for candidates in batch]
+    return [
+        replay(shaping.selection_rule(SIZE, shaping.is_saturated(SIZE, len(candidates))), candidates, limit)
+        for candidates in batch
+    ]
 
 
 def counts(shaping: Shaping, trace: Trace) -> list[int]:

@@ -38,7 +38,6 @@ def _pruning_policies(base: Shaping, darts: Shaping, pruning: Pruning, refill: b
         "arrol": replace(
             base,
             redundancy=started,
-            max_redundancy=max(base.max_redundancy, started),
             budget=BudgetKind.FIXED,
             pruning=pruning,
             refill=refill,

@@ -83,7 +83,9 @@ class Shaping:
 
     def bounds(self, size: int) -> tuple[int, int]:
         """Return M_low and M_up for a group of ``size``."""
-        return size, max(size, floor(self.max_redundancy * size + 0.5))
+        is_constant = not self.adaptive and self.budget is BudgetKind.FIXED  # M' is all that it has, so no bound on it
+        highest = max(self.max_redundancy, self.redundancy) if is_constant else self.max_redundancy
+        return size, max(size, floor(highest * size + 0.5))
 
     def candidates(self, size: int) -> int:
         """Return M' = redundancy * M, rounded half up."""
@@ -93,31 +95,35 @@ class Shaping:
         """Return how many candidates may be started in all to replace pruned ones; 0 if none are replaced."""
         return self.bounds(size)[1] if self.prunes and self.refill else 0
 
-    def selection_rule(self, size: int, candidates: int | None = None) -> SelectionRule:
-        """Build the selection rule for a group of ``size`` with that many candidates.
+    def is_saturated(self, size: int, candidates: int) -> bool:
+        """Whether a prompt to which so many candidates were allocated is saturated: its tail is not waited for."""
+        return self.adaptive and candidates >= self.bounds(size)[1] > size
+
+    def selection_rule(self, size: int, saturated: bool = False) -> SelectionRule:
+        """Build the selection rule for a group of ``size``. ``saturated``: see `is_saturated`.
 
         Raises:
             InvalidRequest: K + L is not the group size, or pruning has no candidate to spare.
         """
         self._check_room_to_prune(size)
-        rule = self._unshadowed_rule(size, candidates)
+        rule = self._unshadowed_rule(size, saturated)
         return Shadow(rule) if self.shadow else rule
 
-    def _unshadowed_rule(self, size: int, candidates: int | None) -> SelectionRule:
+    def _unshadowed_rule(self, size: int, saturated: bool) -> SelectionRule:
         if self.return_survivors:
             return AllSurvivors(size)
         if self.target_positive_ratio is not None:
             return Balanced(size, self.target_positive_ratio)
-        return self._length_rule(size, candidates)
+        return self._length_rule(size, saturated)
 
-    def _length_rule(self, size: int, candidates: int | None) -> SelectionRule:
+    def _length_rule(self, size: int, saturated: bool) -> SelectionRule:
         shortest = self._num_shortest(size)
         if self.num_longest == 0:
             return Shortest(size)
         if self.deadline is not None:
             return (CutTail if self.tail is Tail.SAMPLED else DeadlineTail)(shortest, self.num_longest)
-        if self.adaptive and candidates is not None and candidates >= self.bounds(size)[1] > size:
-            # Saturated: its tail is so long that only the shortest are returned (DARTS, variance-guided tail pruning).
+        if saturated:
+            # Its tail is so long that only the shortest are returned (DARTS, variance-guided tail pruning).
             # With a deadline this is not needed, since the wait for any tail is bounded.
             return FirstFinish(size) if self.finish_order else Shortest(size)
         return (SampledTail if self.tail is Tail.SAMPLED else LongestTail)(shortest, self.num_longest)

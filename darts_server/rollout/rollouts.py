@@ -151,7 +151,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         """
         run = self.collect(spec, ticket=ticket)
         run.open(
-            plan.shaping.selection_rule(plan.size, allocation.candidates),
+            plan.shaping.selection_rule(plan.size, allocation.saturated),
             allocation,
             plan.shaping.max_candidates(plan.size),
         )

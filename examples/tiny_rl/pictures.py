@@ -66,13 +66,13 @@ class Panel:
 
 def panels() -> list[Panel]:
     """Return the rules to show, each as its named policy has it."""
-    policies, most = build_policies(Shaping(), Deadline()), 2 * SIZE
-    rules = {name: shaping.selection_rule(SIZE, CANDIDATES) for name, shaping in policies.items()}
+    policies = build_policies(Shaping(), Deadline())
+    rules = {name: shaping.selection_rule(SIZE) for name, shaping in policies.items()}
     return [
         Panel("off", f"the first {SIZE}, no others started", InOrder(SIZE), candidates=SIZE),
         Panel("uniform, darts", "7 shortest, 1 sampled", rules["uniform"]),
         Panel("--tail longest, first_finish", "7 shortest, the longest", rules["first_finish"]),
-        Panel("darts, saturated prompt", "8 shortest", policies["darts"].selection_rule(SIZE, most)),
+        Panel("darts, saturated prompt", "8 shortest", policies["darts"].selection_rule(SIZE, saturated=True)),
         Panel("darts_deadline", "7 shortest, longest within D", rules["darts_deadline"], deadline=True),
         Panel("darts_cut", "7 shortest, 1 sampled, cut at D", rules["darts_cut"], deadline=True),
     ]

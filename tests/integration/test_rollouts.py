@@ -102,6 +102,21 @@ def test_a_batch_takes_chats_token_ids_keys_a_budget_and_policy_overrides(server
     assert httpx.get(f"{server.url}/darts/v1/policy").json()["num_longest"] == 1, "the server's own is as it was"
 
 
+def test_a_fixed_redundancy_starts_as_many_candidates_on_every_route(server: Server) -> None:
+    [text] = prompts(1)
+    sampling = {"max_tokens": 20}
+    with httpx.Client(base_url=server.url, timeout=60) as api:
+        api.patch("/darts/v1/policy", json={"redundancy": 3.0}).raise_for_status()
+        try:
+            batch = {"prompts": [{"text": text}], "group_size": SIZE, "sampling": sampling}
+            [group] = api.post("/darts/v1/rollouts", json=batch).json()["groups"]
+            answer = api.post("/v1/completions", json={"model": "tiny", "prompt": text, "n": SIZE, **sampling})
+        finally:
+            api.patch("/darts/v1/policy", json={"redundancy": 1.5}).raise_for_status()
+        [record] = api.get(f"/darts/v1/groups/{answer.headers['X-Darts-Group-Id']}").json()["groups"]
+    assert group["candidates"] == len(record["candidates"]) == 24
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [

@@ -43,8 +43,8 @@ def test_without_pruning_no_policy_prunes() -> None:
     ],
 )
 def test_the_names_stand_for_rules(name: str, rule: object, saturated: object) -> None:
-    assert POLICIES[name].selection_rule(8, 12) == rule
-    assert POLICIES[name].selection_rule(8, 16) == saturated
+    assert POLICIES[name].selection_rule(8) == rule
+    assert POLICIES[name].selection_rule(8, POLICIES[name].is_saturated(8, 16)) == saturated
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_a_group_without_a_candidate_to_prune_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="raise --max-redundancy, which is 1") as both:
         policies["darts+arrol"].selection_rule(4)
     assert arrol.value.field == both.value.field == "n"
-    assert policies["arrol"].selection_rule(8, 9) == Balanced(8, 0.5)
+    assert policies["arrol"].selection_rule(8) == Balanced(8, 0.5)
 
 
 def test_all_survivors_are_returned_under_either_policy() -> None:
     for name in ("arrol", "darts+arrol"):
-        assert replace(POLICIES[name], return_survivors=True).selection_rule(8, 16) == AllSurvivors(8)
+        assert replace(POLICIES[name], return_survivors=True).selection_rule(8) == AllSurvivors(8)
     assert AllSurvivors(8).num_shortest == 8
 
 

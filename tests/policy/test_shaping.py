@@ -33,7 +33,7 @@ def test_redundancy_is_rounded_half_up_and_never_below_the_size(redundancy: floa
 )
 def test_the_options_determine_the_rule(shaping: Shaping, rule: SelectionRule) -> None:
     assert shaping.selection_rule(8) == rule
-    assert shaping.selection_rule(8, candidates=12) == rule
+    assert not shaping.is_saturated(8, 12)
 
 
 ADAPTIVE = Shaping(adaptive=True, max_redundancy=2.0)
@@ -52,22 +52,32 @@ ADAPTIVE = Shaping(adaptive=True, max_redundancy=2.0)
 def test_a_saturated_prompt_keeps_the_shortest_alone_unless_there_is_a_deadline(
     shaping: Shaping, rule: SelectionRule
 ) -> None:
-    assert shaping.selection_rule(8, candidates=16) == rule
+    assert shaping.is_saturated(8, 16)
+    assert shaping.selection_rule(8, saturated=True) == rule
 
 
 @pytest.mark.parametrize("shaping", [ADAPTIVE, replace(ADAPTIVE, finish_order=True)])
-@pytest.mark.parametrize("candidates", [None, 8, 15])
-def test_other_prompts_of_an_adaptive_policy_keep_their_tail(shaping: Shaping, candidates: int | None) -> None:
-    assert shaping.selection_rule(8, candidates) == SampledTail(7, 1)
+@pytest.mark.parametrize("candidates", [8, 15])
+def test_other_prompts_of_an_adaptive_policy_keep_their_tail(shaping: Shaping, candidates: int) -> None:
+    assert not shaping.is_saturated(8, candidates)
+    assert shaping.selection_rule(8) == SampledTail(7, 1)
 
 
-def test_a_prompt_that_may_have_no_more_than_its_size_is_not_saturated() -> None:
-    assert replace(ADAPTIVE, max_redundancy=1.0).selection_rule(8, candidates=8) == SampledTail(7, 1)
+def test_a_prompt_is_not_saturated_if_all_get_the_same_or_none_may_get_more_than_its_size() -> None:
+    assert not Shaping(redundancy=2.0).is_saturated(8, 16)
+    assert not replace(ADAPTIVE, max_redundancy=1.0).is_saturated(8, 8)
 
 
 @pytest.mark.parametrize(("redundancy", "most"), [(2.0, 16), (1.5, 12), (1.7, 14), (0.5, 8)])
 def test_a_prompt_gets_between_its_size_and_the_maximum_redundancy(redundancy: float, most: int) -> None:
-    assert Shaping(max_redundancy=redundancy).bounds(8) == (8, most)
+    assert Shaping(adaptive=True, max_redundancy=redundancy).bounds(8) == (8, most)
+
+
+def test_only_what_is_chosen_by_prompt_or_budget_is_bound_by_the_maximum_redundancy() -> None:
+    fixed = Shaping(redundancy=3.0, max_redundancy=2.0)
+    assert fixed.bounds(8) == (8, 24)
+    assert replace(fixed, budget=BudgetKind.UTILITY).bounds(8) == (8, 16)
+    assert replace(fixed, adaptive=True).bounds(8) == (8, 16)
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,7 @@ class Allocator(GroupObserver):
 
     def allocate_cohort(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own; ``budget``: candidates in all."""
-        counts, terms = self._allocate((plan.policy, plan.size), plan.shaping, prompt_keys, budget)
-        cohort = Cohort(terms, self._on_cohort_end, self._clock)
-        return [Allocation(count, cohort) for count in counts]
+        return self._allocate((plan.policy, plan.size), plan.shaping, prompt_keys, budget)
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, if its policy has deadlines."""
@@ -110,44 +108,47 @@ class Allocator(GroupObserver):
         if not pending.groups:
             return
         try:
-            counts, terms = self._allocate(kind, pending.shaping, pending.keys)
+            allocations = self._allocate(kind, pending.shaping, pending.keys)
         except Exception as error:  # raised in every caller that waits
-            for _, allocation in pending.groups:
-                allocation.set_exception(error)
+            for _, waiting in pending.groups:
+                waiting.set_exception(error)
             return
-        cohort = Cohort(terms, self._on_cohort_end, self._clock)
-        for (_, allocation), count in zip(pending.groups, counts, strict=True):
-            allocation.set_result(Allocation(count, cohort))
+        for (_, waiting), allocation in zip(pending.groups, allocations, strict=True):
+            waiting.set_result(allocation)
 
     def _allocate(
         self, kind: Kind, shaping: Shaping, keys: Sequence[str], total: int | None = None
-    ) -> tuple[list[int], CohortTerms]:
+    ) -> list[Allocation]:
         """``total``: candidates in all, where the caller requests a number."""
-        groups = len(keys)
-        budget = self._budgets.decide(shaping, kind[1], keys, None if total is None else total / groups)
+        groups, size = len(keys), kind[1]
+        budget = self._budgets.decide(shaping, size, keys, None if total is None else total / groups)
         stds = [self._prompts.std(key) for key in keys]
-        mean = budget.mean
         if total is None:
-            scale, size = self._scale(), kind[1]
-            counts = [reduce_candidates(count, size, scale) for count in self._counts(kind, shaping, mean, stds)]
-            mean -= (mean - size) * (1 - scale)
+            counts, scale = self._counts(kind, shaping, budget.mean, stds), self._scale()
         else:
-            counts = _spent(kind, shaping, total, stds)
+            counts, scale = _spent(kind, shaping, total, stds), 1.0
         # A few groups alone say little about how many tokens groups need.
         few = groups < MIN_COHORT
         rule = self.deadlines.current_rule(shaping)
         if rule is not None:
             self._with_deadlines.add(kind)
-        return counts, CohortTerms(
+        terms = CohortTerms(
             policy=kind[0],
             groups=groups,
-            mean_candidates=mean,
+            mean_candidates=size + (budget.mean - size) * scale,
             predicted_seconds=budget.seconds,
             deadline=None if few else rule,
             tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
             stretch=1.0 if rule is None else rule.stretch,
             explored=rule is not None and self.deadlines.should_explore(rule),
         )
+        cohort = Cohort(terms, self._on_cohort_end, self._clock)
+        # Whether a prompt is saturated is decided before the load reduces its candidates: it says that its lengths are
+        # spread, which the load does not change.
+        return [
+            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count))
+            for count in counts
+        ]
 
     def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:
         low, high = shaping.bounds(kind[1])

@@ -74,10 +74,14 @@ class Budgets:
         return Budget(mean, estimate_shaped(workload, mean, curve, SampledRollouts.of(workload, high, rng)).seconds)
 
     def _mean(self, shaping: Shaping, size: int, high: int) -> float:
-        """The mean by formula, at most ``high``: a request may name a policy that allows less than the server's."""
+        """The mean by formula, at most ``high``: a request may name a policy that allows less than the server's.
+
+        That of a policy that gives all prompts the same number is a whole number, as where groups come one by one.
+        """
         stats = self._dataset.stats if shaping.budget is BudgetKind.CV_LOG else None
         if stats is None or stats.std is None or not stats.mean:
-            return min(shaping.redundancy * size, high)
+            wanted = shaping.redundancy * size if shaping.adaptive else shaping.candidates(size)
+            return min(wanted, high)
         return min(cv_log_mean(stats.std, stats.mean, size), high)
 
     def _workload(self, shaping: Shaping, size: int, keys: Sequence[str]) -> Workload | None:

@@ -127,10 +127,14 @@ class Cohort:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """How many candidates one group gets, and its cohort, if its policy allocates groups together."""
+    """How many candidates one group gets, and its cohort, if its policy allocates groups together.
+
+    ``saturated``: whether its prompt was allocated the maximum, also if it gets fewer candidates because of the load.
+    """
 
     candidates: int
     cohort: Cohort | None = None
+    saturated: bool = False
 
     def drop(self) -> None:
         """Give it back unused, so that its cohort does not wait for the group."""

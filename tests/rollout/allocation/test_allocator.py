@@ -3,8 +3,6 @@ import asyncio
 import pytest
 
 from darts_server.policy.allocation.brownout import reduce_candidates
-from darts_server.policy.selection.rules import Shortest
-from darts_server.policy.selection.tail_rules import SampledTail
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import MIN_COHORT
@@ -108,10 +106,27 @@ async def test_a_failing_store_fails_every_waiting_group() -> None:
     assert [str(r) for r in results] == ["the disk is gone"] * 2
 
 
-def test_a_saturated_prompt_keeps_the_shortest_only() -> None:
-    assert isinstance(DARTS.selection_rule(SIZE, 16), Shortest)
-    assert isinstance(DARTS.selection_rule(SIZE, 15), SampledTail)
-    assert isinstance(Shaping(redundancy=2.0).selection_rule(SIZE, 16), SampledTail)
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+async def test_the_load_does_not_decide_which_prompts_are_saturated(scale: float) -> None:
+    stds = {f"p{i}": float(i * i) for i in range(16)}
+    allocator = new_allocator(prompts(**stds), window=0.01, scale=scale)
+    plan = Plan("darts", DARTS, SIZE)
+    allocations = await asyncio.gather(*(allocator.allocate(plan, key) for key in stds))
+    assert [a.saturated for a in allocations] == [a.saturated for a in allocator.allocate_cohort(plan, list(stds))]
+    assert [key for key, a in zip(stds, allocations, strict=True) if a.saturated] == [f"p{i}" for i in range(10, 16)]
+    assert allocations[-1].candidates == SIZE + SIZE * scale
+
+
+@pytest.mark.parametrize(("redundancy", "size", "each"), [(3.0, 8, 24), (1.5, 3, 5), (1.5, 8, 12)])
+@pytest.mark.parametrize("prompts_at_once", [1, 16])
+async def test_a_fixed_number_of_candidates_is_the_same_for_batches_and_single_groups(
+    redundancy: float, size: int, each: int, prompts_at_once: int
+) -> None:
+    allocator = new_allocator(prompts())
+    plan = Plan("uniform", Shaping(redundancy=redundancy, max_redundancy=2.0), size)
+    assert await allocator.allocate(plan, "p0") == Allocation(each)
+    batch = allocator.allocate_cohort(plan, [f"p{i}" for i in range(prompts_at_once)])
+    assert [allocation.candidates for allocation in batch] == [each] * prompts_at_once
 
 
 async def test_without_room_every_group_gets_less_redundancy_but_at_least_its_size() -> None:
