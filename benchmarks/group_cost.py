@@ -143,7 +143,7 @@ def measure_server(rounds: int) -> str:
                             stalls[name].append(stall * 1e3)
                 ratios = [shaped / off for off, shaped in zip(*seconds.values(), strict=True)]
                 cells = [
-                    f"n = {request['n']:,}, {request['max_tokens']} tokens",
+                    f"n = {request['n']:,}, {request['max_tokens']} token{'s' * (request['max_tokens'] > 1)}",
                     f"{request['n'] * redundancy:,.0f}",
                     *(f"{statistics.median(values):.2f}" for values in seconds.values()),
                     f"{statistics.median(ratios):.2f}",
