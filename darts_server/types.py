@@ -45,8 +45,10 @@ class SelectedAs(StrEnum):
 
     SHORT = "short"
     LONG = "long"
+    LONG_TRUNCATED = "long_truncated"
+    """Sampled for the tail, and reached its token limit."""
     FILL = "fill"
-    """Reached its token limit; selected because too few finished below it, or sampled for the tail."""
+    """Reached its token limit; selected because too few finished below it."""
     BALANCED = "balanced"
     """Selected by quality, whatever its length."""
 
@@ -103,7 +105,9 @@ class CandidateRecord:
     the deadline. ``selected_as`` is set if it was selected, ``reason`` if it was discarded. ``cut``: whether it was
     truncated at the group's deadline. Times are seconds on the runner's clock, ``None`` if it never got that far.
     ``quality``: its predicted probability of being correct, by its last score; ``None`` without a score. ``survival``:
-    the probability that pruning kept it, over all its scores; 1 if the group needed it in any case.
+    the probability that pruning kept it, over all its scores; 1 if the group needed it in any case. ``weight``: 1 /
+    (its probability to be returned, given all candidates of its group), ``None`` if it was not returned or if some
+    candidates can never be.
     """
 
     index: int
@@ -118,6 +122,7 @@ class CandidateRecord:
     weight_version_end: int | None
     quality: float | None = None
     survival: float = 1.0
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,8 @@ class GroupRecord:
     """Factor that ``cohort_deadline`` contains, so that it does not discard too many right answers."""
     completion_length: int | None = None
     """Length of its M-th shortest valid candidate; ``None`` while fewer than M valid ones had finished."""
+    num_shortest: int | None = None
+    """K, where the K shortest are returned and the other places are sampled from the rest; else ``None``."""
     explored: bool = False
     """Whether it ran past its deadline, to measure what the deadline discards."""
     tokens_needed: int | None = None

@@ -44,10 +44,11 @@ class Trajectory:
     them, so it is as long as `token_ids`; it is None when none were requested. `index` counts from 0 within the group.
 
     The other fields are set for rollouts only. `trajectory_id` is its name for rewards. `rank` is its place in the
-    group by length, 0 for the shortest; `selected_as` is the rule that selected it (`short`, `long`, `fill`;
-    `balanced` if it was selected for its quality). `cut`: it was cut at the group's `deadline`. `quality` is the
-    probability of a correct answer that was predicted while it ran; None if it was not scored. The versions are those
-    of the weights at its start and at its end.
+    group by length, 0 for the shortest; `selected_as` is the rule that selected it (`short`, `long`, `long_truncated`,
+    `fill`; `balanced` if it was selected for its quality). `cut`: it was cut at the group's `deadline`. `quality` is
+    the probability of a correct answer that was predicted while it ran; None if it was not scored. `weight` is 1 / (its
+    probability to be returned, given all candidates of its group); None where some candidates can never be returned.
+    The versions are those of the model's weights at its start and at its end.
     """
 
     index: int
@@ -60,6 +61,7 @@ class Trajectory:
     selected_as: str | None = None
     cut: bool = False
     quality: float | None = None
+    weight: float | None = None
     weight_version_start: int | None = None
     weight_version_end: int | None = None
 
@@ -81,7 +83,8 @@ class Group:
     index of the prompt in the request.
 
     The other fields are set for rollouts only. `prompt_key` is the name that the prompt's statistics are kept under,
-    `metadata` what the caller sent with it. `candidates` is how many were started; `deadline` is the length in tokens
+    `metadata` what the caller sent with it. `candidates` is how many were started. `num_shortest` is how many places
+    went to the shortest (K) where the others were sampled from the rest, else None; `deadline` is the length in tokens
     at which the tail was cut. `seconds` is the duration. `error`: why the group failed; then it has no trajectories.
     """
 
@@ -92,6 +95,7 @@ class Group:
     prompt_key: str | None = None
     metadata: Mapping[str, Any] | None = field(default=None, hash=False)
     candidates: int | None = None
+    num_shortest: int | None = None
     deadline: int | None = None
     mixed_versions: bool = False
     discarded: tuple[Discarded, ...] = ()

@@ -10,7 +10,7 @@ class CandidateRecord(WireModel):
 
     `selected_as` is set if it was selected, `reason` if it was discarded. `reward` and `correct` are None until they
     are reported. `quality`: the probability of a correct answer that was predicted while it ran; `survival`: the
-    probability with which it was kept.
+    probability with which it was kept; `weight`: 1 / (its probability to be returned).
     """
 
     index: int
@@ -29,6 +29,7 @@ class CandidateRecord(WireModel):
     correct: bool | None = None
     quality: float | None = None
     survival: float = 1.0
+    weight: float | None = None
 
 
 class ShadowRecord(WireModel):
@@ -63,6 +64,7 @@ class GroupRecord(WireModel):
     members: tuple[str, ...]
     shadow: ShadowRecord | None
     candidates: tuple[CandidateRecord, ...]
+    num_shortest: int | None = None
     zero_variance: bool | None = None
 
 

@@ -46,6 +46,7 @@ class TrajectoryPayload(WireModel):
     selected_as: str | None = None
     cut: bool = False
     quality: FiniteFloat | None = None
+    weight: FiniteFloat | None = None
     weight_version_start: int | None = None
     weight_version_end: int | None = None
 
@@ -58,6 +59,7 @@ class GroupPayload(WireModel):
     prompt_key: str | None = None
     metadata: dict[str, Any] | None = None
     candidates: int
+    num_shortest: int | None = None
     deadline: int | None = None
     mixed_versions: bool = False
     trajectories: tuple[TrajectoryPayload, ...]
@@ -139,6 +141,7 @@ def build_group(
         prompt_key=payload.prompt_key,
         metadata=payload.metadata,
         candidates=payload.candidates,
+        num_shortest=payload.num_shortest,
         deadline=payload.deadline,
         mixed_versions=payload.mixed_versions,
         discarded=payload.discarded,
@@ -166,6 +169,7 @@ def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_log
         selected_as=payload.selected_as,
         cut=payload.cut,
         quality=payload.quality,
+        weight=payload.weight,
         weight_version_start=payload.weight_version_start,
         weight_version_end=payload.weight_version_end,
     )

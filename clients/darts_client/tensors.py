@@ -8,6 +8,7 @@ loss = -(batch.advantages[:, None] * new_logprobs * batch.completion_mask).sum()
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 try:
     import torch
@@ -17,6 +18,7 @@ except ModuleNotFoundError as exc:
 
 from ._models import Group, Trajectory
 from ._rewards import values_by_group
+from .advantages import unbiased_advantages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +29,7 @@ class Tensors:
     `completion_ids`, `completion_mask`: (N, C) int64 and bool, padded on the right.
     `logprobs`: (N, C) float32 of the engine's policy, 0 in the padding; None unless all trajectories have them.
     `rewards`, `advantages`: (N,) float32; None without rewards.
+    `weights`: (N,) float32, 1 / (probability to be returned); None unless all trajectories have one.
     `group`: (N,) int64, the index of each trajectory's group.
     """
 
@@ -37,6 +40,7 @@ class Tensors:
     logprobs: Tensor | None
     rewards: Tensor | None
     advantages: Tensor | None
+    weights: Tensor | None
     group: Tensor
 
 
@@ -45,17 +49,18 @@ def to_tensors(
     rewards: Sequence[Sequence[float]] | None = None,
     *,
     pad_id: int = 0,
+    advantages: Literal["grpo", "unbiased"] = "grpo",
     scale: bool = True,
     eps: float = 1e-6,
 ) -> Tensors:
     """Return the trajectories of all groups as tensors on the CPU.
 
-    `rewards` holds a list for each group. An advantage is relative to its group (GRPO, arXiv 2402.03300, section
-    4.1.2): (r - mean) / (std + `eps`) with the sample's standard deviation. Without `scale` it is r - mean (Dr. GRPO,
-    arXiv 2503.20783).
+    `rewards` holds a list for each group. With "grpo", an advantage is relative to its group (GRPO, arXiv 2402.03300,
+    section 4.1.2): (r - mean) / (std + `eps`) with the sample's standard deviation. Without `scale` it is r - mean (Dr.
+    GRPO, arXiv 2503.20783). With "unbiased" it is that of `advantages.unbiased_advantages`, without `scale` and `eps`.
 
     Raises:
-        ValueError: there is no trajectory, or not one reward for each.
+        ValueError: there is no trajectory, or not one reward for each; or "unbiased", and a group has no weights.
     """
     members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
     if not members:
@@ -63,7 +68,15 @@ def to_tensors(
     completions = [t.token_ids for _, _, t in members]
     completion_ids, completion_mask = _pad(completions, pad_id, left=False)
     prompt_ids, prompt_mask = _pad_prompts([group for _, group, _ in members], pad_id)
-    rows = None if rewards is None else [torch.tensor(row) for row in values_by_group(groups, rewards)]
+    values = None if rewards is None else values_by_group(groups, rewards)
+    rows = None if values is None else [torch.tensor(row) for row in values]
+    weights = [t.weight for _, _, t in members if t.weight is not None]
+
+    def compute(group: Group, row: Sequence[float]) -> Tensor:
+        if advantages == "unbiased":
+            return torch.tensor(unbiased_advantages(group, row))
+        return _advantages(torch.tensor(row), scale, eps)
+
     return Tensors(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
@@ -71,7 +84,8 @@ def to_tensors(
         completion_mask=completion_mask,
         logprobs=_pad_logprobs([t for _, _, t in members], completion_mask),
         rewards=None if rows is None else torch.cat(rows),
-        advantages=None if rows is None else torch.cat([_advantages(row, scale, eps) for row in rows]),
+        advantages=None if values is None else torch.cat(list(map(compute, groups, values))),
+        weights=torch.tensor(weights) if len(weights) == len(members) else None,
         group=torch.tensor([index for index, _, _ in members]),
     )
 

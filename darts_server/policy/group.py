@@ -139,6 +139,17 @@ class Group:
             self._check_at = self._assessment.check_at()
         return self._check_at
 
+    def weights(self) -> dict[int, float]:
+        """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
+
+        Candidates that failed do not count, as others replaced them, nor do those before a restart. Empty if the group
+        is not complete, or if its rule never selects some candidates.
+        """
+        if self.outcome is not Outcome.COMPLETED:
+            return {}
+        counted = [c for c in self.candidates[self.restarted_from :] if c.reason is not DiscardReason.FAILED]
+        return self.rule.weights(counted) or {}
+
     def add_candidate(self) -> list[Decision]:
         """Start one candidate before the group is open. Nothing is decided about it until then."""
         if self._rule is not None:

@@ -1,7 +1,7 @@
 """Record a running group, for the :class:`~darts_server.types.GroupRecord` that observers get."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
@@ -88,13 +88,14 @@ class GroupRecorder:
         self.closed = True
         now = self._clock()
         explored = cohort is not None and cohort.terms.explored
+        weights = group.weights()
         return GroupRecord(
             group_id=self.group_id,
             prompt_key=self.prompt_key,
             policy=self.policy,
             size=group.size if group.is_open else len(group.candidates),
             outcome=group.outcome,
-            candidates=tuple(map(self.record, group.candidates)),
+            candidates=tuple(replace(self.record(c), weight=weights.get(c.index)) for c in group.candidates),
             started_at=self.opened_at,
             ended_at=now,
             tail_wait=self._tail_wait(group, now),
@@ -102,6 +103,7 @@ class GroupRecorder:
             cohort_deadline=cohort.tokens if explored and cohort is not None else group.deadline,
             stretch=1.0 if cohort is None else cohort.terms.stretch,
             completion_length=group.completion_length if group.is_open else None,
+            num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
             explored=explored,
             tokens_needed=tokens_needed,
             request_ids=self.request_ids,

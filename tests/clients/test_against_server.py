@@ -235,7 +235,12 @@ def test_rewards_are_matched_to_their_trajectories(client: Client) -> None:
     assert record.zero_variance is False
     statistics = client.prompts.get("rewarded").rewards
     assert statistics is not None
-    assert (statistics.rewarded, statistics.right, statistics.pass_rate) == (SIZE, 2, 0.5)
+    assert (statistics.rewarded, statistics.right) == (SIZE, 2)
+    weights = [t.weight or 0.0 for t in group.trajectories]
+    assert sum(weights) == group.candidates
+    assert [c.weight for c in record.candidates if c.selected_as is not None] == weights
+    assert record.num_shortest == group.num_shortest == SIZE - 1
+    assert statistics.pass_rate == pytest.approx((weights[0] + weights[3]) / sum(weights))
 
 
 def test_settings_and_state_are_read_changed_saved_and_restored(client: Client, tmp_path: Path) -> None:

@@ -57,16 +57,21 @@ def selected(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [candidate for candidate in group["candidates"] if candidate["selected_as"]]
 
 
-def check_statistics(statistics: dict[str, Any], lengths: Sequence[int], values: Sequence[float]) -> None:
-    """Check the statistics of a prompt against its trajectories."""
-    right = [length for length, value in zip(lengths, values, strict=True) if value > 0]
-    wrong = [length for length, value in zip(lengths, values, strict=True) if value <= 0]
-    assert (statistics["rewarded"], statistics["right"]) == (len(lengths), len(right))
-    assert statistics["pass_rate"] == pytest.approx(len(right) / len(lengths))
+def check_statistics(server: Server, group: dict[str, Any]) -> None:
+    """Check the statistics of a prompt against those of its only group, whose trajectories count with their weights."""
+    statistics = rewards_of(server, group["prompt_key"])
+    trajectories = [(c["length"], c["weight"], c["reward"]) for c in selected(group)]
+    right = [(length, weight) for length, weight, value in trajectories if value > 0]
+    wrong = [(length, weight) for length, weight, value in trajectories if value <= 0]
+    total = sum(weight for _, weight, _ in trajectories)
+    assert total == (SIZE if group["policy"] in ("off", "shadow:darts") else len(group["candidates"]))
+    assert (statistics["rewarded"], statistics["right"]) == (SIZE, len(right))
+    assert statistics["pass_rate"] == pytest.approx(sum(w for _, w in right) / total)
     for mean, of in ((statistics["length_right"], right), (statistics["length_wrong"], wrong)):
         assert (mean is None) == (not of)
         if of:
-            assert (mean["count"], mean["mean"]) == (len(of), pytest.approx(float(np.mean(of))))
+            expected = np.average([length for length, _ in of], weights=[weight for _, weight in of])
+            assert (mean["count"], mean["mean"]) == (len(of), pytest.approx(float(expected)))
     assert (statistics["pattern"] is None) == (not right or not wrong)
 
 
@@ -90,8 +95,9 @@ def test_choices_are_rewarded_by_their_tokens_and_by_their_trajectory_ids(server
         assert [candidate["reward"] for candidate in selected(group)] == own
         assert group["zero_variance"] is (len(set(own)) == 1)
         lengths = [len(choice["token_ids"]) for choice in choices[number * SIZE : (number + 1) * SIZE]]
+        assert [candidate["length"] for candidate in selected(group)] == lengths
         statistics = rewards_of(server, group["prompt_key"])
-        check_statistics(statistics, lengths, own)
+        check_statistics(server, group)
         assert (statistics["rewarded_groups"], statistics["zero_variance_groups"]) == (1, int(len(set(own)) == 1))
     assert server.metric("darts_rewards_total") == seen + first["matched"]
     assert server.metric("darts_rewarded_groups_total") == whole + 2
@@ -118,7 +124,7 @@ def test_streamed_choices_are_rewarded_by_their_tokens(server: Server) -> None:
     ]
     counts = report(server, named)
     assert (counts["unknown"], counts["matched"] + counts["repeated"]) == (0, SIZE)
-    check_statistics(rewards_of(server, key), [len(choice["token_ids"]) for choice in choices.values()], values)
+    check_statistics(server, groups_of(server, answer.headers["X-Darts-Group-Id"])[0])
 
 
 @pytest.mark.parametrize("policy", ["uniform", "darts_cut", "off", "shadow:darts"])
@@ -145,7 +151,7 @@ def test_batches_are_rewarded_under_every_policy(server: Server, policy: str) ->
         counts = report(server, some)
         assert (counts["unknown"], counts["matched"] + counts["repeated"]) == (0, len(some))
         assert report(server, named)["repeated"] == 2 * SIZE
-        check_statistics(rewards_of(server, f"{run}/{number}"), [t["length"] for t in group["trajectories"]], values)
+        check_statistics(server, groups_of(server, group["group_id"])[0])
         discarded = [{"trajectory_id": each["trajectory_id"], "reward": 1.0} for each in group["discarded"]]
         assert report(server, discarded)["unknown"] == len(discarded)
     if policy == "darts_cut":
@@ -168,7 +174,7 @@ async def test_single_requests_are_rewarded_by_their_tokens(server: Server) -> N
     assert (counts["unknown"], counts["matched"] + counts["repeated"]) == (0, SIZE)
     [group] = groups_of(server, answers[0].headers["X-Darts-Group-Id"])
     assert sorted(c["reward"] for c in selected(group)) == sorted(values)
-    check_statistics(rewards_of(server, key), [len(choice["token_ids"]) for choice in choices], values)
+    check_statistics(server, group)
 
 
 def test_rewards_of_unshaped_trajectories_are_unknown(server: Server) -> None:

@@ -73,14 +73,13 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
             end = deadline(fates, short + longest, limit)
             return _both_ends({i: f for i, f in fates.items() if end is None or f.length <= end}, short, longest)
         case SampledTail(short, longest) | CutTail(short, longest):
-            if _valid(fates) < short:
-                return _valid_first(fates, short=short, size=short + longest)
+            truncated = SelectedAs.FILL if _valid(fates) < short else SelectedAs.LONG_TRUNCATED
             first = {i: SelectedAs.SHORT for i, fate in fates.items() if fate.valid and _valid_before(i, fates) < short}
             rest = {i: fate for i, fate in fates.items() if i not in first}
             drawn = {
-                i: SelectedAs.LONG if fate.valid else SelectedAs.FILL
+                i: SelectedAs.LONG if fate.valid else truncated
                 for i, fate in rest.items()
-                if sum(other.tail_draw < fate.tail_draw for other in rest.values()) < longest
+                if sum(other.tail_draw < fate.tail_draw for other in rest.values()) < rule.size - len(first)
             }
             return first | drawn
 

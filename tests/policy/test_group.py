@@ -429,7 +429,7 @@ def test_a_replacement_leaves_shortest_and_tail_places_unchanged() -> None:
     assert group.handle(stop(0, 5), truncated(1, 9)) == [Deliver(1)]
     assert group.handle(Lost(2)) == [Start((3,))]
     assert group.handle(Started(3), stop(3, 7)) == [
-        Complete({0: SelectedAs.SHORT, 1: SelectedAs.FILL, 3: SelectedAs.LONG})
+        Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG_TRUNCATED, 3: SelectedAs.LONG})
     ]
 
 
@@ -515,7 +515,9 @@ def test_only_the_first_deadline_counts() -> None:
 def test_without_enough_valid_ones_none_is_cut() -> None:
     group = opened(CutTail(1, 2), 3, draws=(0.9, 0.5, 0.1))
     assert group.handle(DeadlineSet(3), stop(0, 2), truncated(1, 9), Progress(2, 8)) == []
-    assert group.handle(stop(2, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.FILL, 2: SelectedAs.LONG})]
+    assert group.handle(stop(2, 9)) == [
+        Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG_TRUNCATED, 2: SelectedAs.LONG})
+    ]
 
 
 def test_a_replacement_takes_no_place_from_a_tail_that_may_be_cut() -> None:
@@ -583,7 +585,7 @@ def test_delivered_candidates_stay_selected_when_the_group_is_cancelled() -> Non
     group = opened(SampledTail(1, 1), 4, draws=(0.9, 0.1, 0.8, 0.7), early=True)
     assert group.handle(stop(0, 2), truncated(1, 9), stop(2, 4)) == [Deliver(1)]
     assert group.cancel() == [Stop(3, DiscardReason.CANCELLED)]
-    assert [c.selected_as for c in group.candidates] == [None, SelectedAs.FILL, None, None]
+    assert [c.selected_as for c in group.candidates] == [None, SelectedAs.LONG_TRUNCATED, None, None]
     assert reasons(group) == [DiscardReason.CANCELLED, None, DiscardReason.CANCELLED, DiscardReason.CANCELLED]
 
 

@@ -116,6 +116,34 @@ def test_six_in_a_hundred_prompts_with_equal_lengths_show_a_pattern_by_chance() 
     assert sum(pattern != "unclear" for pattern in result) / tries == pytest.approx(0.06, abs=0.02)
 
 
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 9)), min_size=2, max_size=30))
+def test_a_whole_weight_counts_as_so_many_lengths(lengths: list[tuple[int, int]]) -> None:
+    weighted = sum((single_length(tokens, float(weight)) for tokens, weight in lengths), Moments())
+    repeated = of([tokens for tokens, weight in lengths for _ in range(weight)])
+    assert weighted.count == len(lengths)
+    assert weighted.total_weight == repeated.count
+    assert weighted.mean == pytest.approx(repeated.mean)
+    assert weighted.m2 == pytest.approx(repeated.m2, abs=1e-6)
+
+
+def test_a_single_weight_says_nothing_of_the_error() -> None:
+    assert Moments(2, 5.0, 0.0, 1.0, 1.0).error is None
+
+
+def test_the_error_of_a_weighted_mean_is_that_of_repeated_samples() -> None:
+    rng = np.random.default_rng(0)
+    weights = [1.0] * 7 + [5.0]
+    samples = rng.normal(100, 10, (4000, 8)).tolist()
+    sums = [sum((Moments(1, x, 0.0, w, w * w) for x, w in zip(s, weights, strict=True)), Moments()) for s in samples]
+    errors = [moments.square_error for moments in sums if moments.square_error is not None]
+    assert np.mean(errors) == pytest.approx(np.var([moments.mean for moments in sums]), rel=0.1)
+
+
+def test_the_pass_rate_is_weighted() -> None:
+    stats = RewardStats(right=single_length(5) + single_length(6), wrong=single_length(9, 5.0))
+    assert stats.pass_rate == pytest.approx(2 / 7)
+
+
 # --- what is kept -----------------------------------------------------------
 
 
@@ -135,7 +163,7 @@ def test_the_state_survives_json(right: list[int], wrong: list[int]) -> None:
     assert restore_stats(json.loads(json.dumps(stats.state))) == stats
 
 
-WHOLE = [3, 5.0, 2.0]
+WHOLE = [3, 5.0, 2.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -152,17 +180,21 @@ WHOLE = [3, 5.0, 2.0]
         [WHOLE, WHOLE, [2, 1, 0]],
         [WHOLE, WHOLE, [2]],
         [WHOLE, [3, 5.0], [2, 1]],
-        [WHOLE, [-1, 5.0, 2.0], [2, 1]],
-        [WHOLE, [True, 5.0, 2.0], [2, 1]],
-        [WHOLE, [3.0, 5.0, 2.0], [2, 1]],
-        [WHOLE, [10**400, 5.0, 2.0], [2, 1]],
-        [WHOLE, [3, 10**400, 2.0], [2, 1]],
-        [WHOLE, [3, 5.0, 1e301], [2, 1]],
-        [WHOLE, [3, math.nan, 2.0], [2, 1]],
-        [WHOLE, [3, 5.0, math.inf], [2, 1]],
-        [WHOLE, [3, 5.0, -2.0], [2, 1]],
-        [WHOLE, [3, "5", 2.0], [2, 1]],
-        [WHOLE, [0, 5.0, 2.0], [2, 1]],
+        [WHOLE, [-1, 5.0, 2.0, 3.0, 3.0], [2, 1]],
+        [WHOLE, [True, 5.0, 2.0, 3.0, 3.0], [2, 1]],
+        [WHOLE, [3.0, 5.0, 2.0, 3.0, 3.0], [2, 1]],
+        [WHOLE, [10**400, 5.0, 2.0, 3.0, 3.0], [2, 1]],
+        [WHOLE, [3, 10**400, 2.0, 3.0, 3.0], [2, 1]],
+        [WHOLE, [3, 5.0, 1e301, 3.0, 3.0], [2, 1]],
+        [WHOLE, [3, math.nan, 2.0, 3.0, 3.0], [2, 1]],
+        [WHOLE, [3, 5.0, math.inf, 3.0, 3.0], [2, 1]],
+        [WHOLE, [3, 5.0, -2.0, 3.0, 3.0], [2, 1]],
+        [WHOLE, [3, "5", 2.0, 3.0, 3.0], [2, 1]],
+        [WHOLE, [0, 5.0, 2.0, 3.0, 3.0], [2, 1]],
+        [WHOLE, [0, 0.0, 0.0, 3.0, 3.0], [2, 1]],
+        [WHOLE, [3, 5.0, 2.0, 0.0, 3.0], [2, 1]],
+        [WHOLE, [3, 5.0, 2.0, 10**400, 3.0], [2, 1]],
+        [WHOLE, [3, 5.0, 2.0, 3.0, None, 3.0], [2, 1]],
     ],
     ids=repr,
 )
@@ -172,7 +204,7 @@ def test_an_invalid_state_is_refused(state: Any) -> None:
 
 
 def test_any_accepted_state_can_be_added_to() -> None:
-    most = [2**52, 2.0**52, 1e300]
+    most = [2**52, 2.0**52, 1e300, 2.0**52, 2.0**52]
     stats = restore_stats([most, most, [2**52, 2**52]])
     more = RewardStats(of([1, 2]), of([3]), 1, 1)
     assert (stats + more + stats).groups == 2**53 + 1

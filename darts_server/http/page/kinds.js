@@ -5,6 +5,7 @@ const KINDS = {
   finished: "finished, not decided",
   short: "selected, short",
   long: "selected, tail",
+  long_truncated: "selected, sampled, at limit",
   fill: "selected, at limit",
   balanced: "selected, quality",
   longer_than_needed: "stopped, too long",
@@ -18,7 +19,7 @@ const KINDS = {
   failed: "failed",
   cancelled: "cancelled",
 };
-const SELECTED = ["short", "long", "fill", "balanced"];
+const SELECTED = ["short", "long", "long_truncated", "fill", "balanced"];
 const OPEN = ["waiting", "running", "finished"];
 const ENDS = Object.keys(KINDS).filter((kind) => !OPEN.includes(kind));
 

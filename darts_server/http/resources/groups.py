@@ -5,7 +5,15 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field
 
-from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs, TrajectoryId
+from darts_server.http.resources.trajectories import (
+    Cut,
+    NumShortest,
+    Quality,
+    Reason,
+    SelectedAs,
+    TrajectoryId,
+    Weight,
+)
 from darts_server.rollout.observers.reward_matching import GroupRewards
 from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
 
@@ -25,6 +33,7 @@ class CandidateAnswer(BaseModel):
     survival: float = Field(
         description="Probability with which it was kept; 1 if it was not scored or could not be pruned."
     )
+    weight: Weight
     start: float | None = Field(description="Seconds from the group's start to the candidate's start on the engine.")
     stop: float | None = Field(description="Seconds from the group's start to the candidate's end.")
     weight_version_start: int | None
@@ -59,6 +68,7 @@ class GroupAnswer(BaseModel):
     mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")
     generated: int = Field(description="Tokens of all candidates.")
     returned: int = Field(description="Tokens of the selected ones.")
+    num_shortest: NumShortest
     deadline: int | None = Field(
         description="Tokens at which its tail was cut or, if explored, would have been cut; null without a deadline."
     )
@@ -88,6 +98,7 @@ class GroupAnswer(BaseModel):
             mixed_versions=record.mixed_versions,
             generated=record.generated_tokens,
             returned=record.returned_tokens,
+            num_shortest=record.num_shortest,
             deadline=record.deadline,
             explored=record.explored,
             members=list(record.request_ids),
@@ -160,6 +171,7 @@ def _candidate(group: GroupRecord, record: CandidateRecord, rank: int | None, re
         cut=record.cut,
         quality=record.quality,
         survival=record.survival,
+        weight=record.weight,
         start=None if record.started_at is None else record.started_at - began,
         stop=None if record.ended_at is None else record.ended_at - began,
         weight_version_start=record.weight_version_start,

@@ -21,10 +21,12 @@ from darts_server.http.errors import body_of
 from darts_server.http.resources.trajectories import (
     Cut,
     DiscardedOut,
+    NumShortest,
     Quality,
     SampleOut,
     SelectedAs,
     UsageOut,
+    Weight,
     sample_fields,
 )
 from darts_server.identifiers import Name
@@ -103,6 +105,7 @@ class TrajectoryOut(SampleOut):
     selected_as: SelectedAs
     cut: Cut
     quality: Quality
+    weight: Weight
 
 
 class GroupOut(BaseModel):
@@ -113,6 +116,7 @@ class GroupOut(BaseModel):
     prompt_key: str
     metadata: dict[str, Any] | None
     candidates: int
+    num_shortest: NumShortest
     deadline: int | None
     mixed_versions: bool
     mask: list[bool] = Field(description="For each started candidate, by index, whether it was returned.")
@@ -132,6 +136,7 @@ class GroupOut(BaseModel):
             prompt_key=result.prompt_key,
             metadata=None if result.metadata is None else json.loads(result.metadata),
             candidates=len(candidates),
+            num_shortest=None if record is None else record.num_shortest,
             deadline=None if record is None else record.deadline,
             mixed_versions=record is not None and record.mixed_versions,
             mask=[index in result.samples for index in sorted(candidates)],
@@ -190,6 +195,7 @@ def _trajectory(result: GroupResult, index: int, rank: int, candidate: Candidate
         selected_as=None if candidate is None else candidate.selected_as,
         cut=candidate is not None and candidate.cut,
         quality=None if candidate is None else candidate.quality,
+        weight=None if candidate is None else candidate.weight,
     )
 
 

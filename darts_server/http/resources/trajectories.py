@@ -17,6 +17,17 @@ Cut = Annotated[bool, Field(description="Whether it was cut at the group's token
 Quality = Annotated[
     float | None, Field(description="Probability of being correct, by its latest score; null without a score.")
 ]
+Weight = Annotated[
+    float | None,
+    Field(
+        description="1 / (its probability to be returned, given all candidates of the group); null where it was not "
+        "returned, or where some candidates can never be returned."
+    ),
+]
+NumShortest = Annotated[
+    int | None,
+    Field(description="K, where the K shortest are returned and the other places sampled from the rest; else null."),
+]
 
 
 class SampleOut(BaseModel):

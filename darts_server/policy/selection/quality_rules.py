@@ -59,6 +59,9 @@ class AllSurvivors(_QualityRule):
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         return {c.index: SelectedAs.BALANCED if c.valid else SelectedAs.FILL for c in finished}
 
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        return {c.index: 1 / c.survival for c in candidates if c.selected_as is not None}
+
     def begin(self, deliver_early: bool) -> Assessment:
         return Assessment()  # nothing is settled while any candidate runs: the number of survivors is open until then
 

@@ -52,6 +52,11 @@ class SelectionRule(Protocol):
         """K: once that many have finished, the group waits for its tail only."""
         ...
 
+    @property
+    def samples_rest(self) -> bool:
+        """Whether the K shortest are selected, and a sample of all others."""
+        ...
+
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         """Select from candidates that have all finished; fewer than ``size`` only if there are fewer."""
         ...
@@ -67,11 +72,32 @@ class SelectionRule(Protocol):
         """Say why a finished candidate was not selected."""
         ...
 
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        """Return 1 / (probability to be selected) of each selected candidate of a complete group, by index.
+
+        The probability is over tail draws and pruning, given how long each of the ``candidates`` would have become;
+        these are all that count, stopped ones too. ``None`` if some can never be selected, so that no weights make up
+        for what is missing.
+        """
+        ...
+
 
 class Assessable:
-    """A rule that can say what is certain about candidates that it has not followed."""
+    """A rule that can say what is certain about candidates that it has not followed.
+
+    By default there are weights only for groups of all candidates.
+    """
 
     __slots__ = ()
+
+    @property
+    def samples_rest(self) -> bool:
+        return False
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        """Return 1 for each if all were certain to be selected, and otherwise ``None``."""
+        certain = all(c.selected_as is not None and c.survival == 1 for c in candidates)
+        return {c.index: 1.0 for c in candidates} if certain else None
 
     def assess(
         self: SelectionRule,
@@ -110,6 +136,10 @@ class InOrder(Assessable):
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         chosen = sorted(finished, key=lambda c: c.index)[: self.size]
         return {c.index: SelectedAs.SHORT if c.valid else SelectedAs.FILL for c in chosen}
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        # Chosen before anything ran, so they are a plain sample by themselves.
+        return {c.index: 1.0 for c in candidates if c.selected_as is not None}
 
     def begin(self, deliver_early: bool) -> Assessment:
         return InOrderAssessment(self.size)
@@ -190,6 +220,9 @@ class Shadow(Assessable):
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         return InOrder(self.size).select(finished)
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        return InOrder(self.size).weights(candidates)
 
     def begin(self, deliver_early: bool) -> Assessment:
         return ShadowAssessment(self.size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.selection.assessment import Assessment, ShortestAssessment
 from darts_server.policy.selection.longest_tail import DeadlineTailAssessment, LongestTailAssessment
-from darts_server.policy.selection.rules import Assessable, Shortest
+from darts_server.policy.selection.rules import Assessable
 from darts_server.policy.selection.sampled_tail import CutTailAssessment, SampledTailAssessment
 from darts_server.policy.selection.shortest_places import ShortestPlaces, own_deadline, split_by_validity
 from darts_server.policy.selection.standings import Standings
@@ -64,20 +64,27 @@ class SampledTail(_TailRule):
     and the others can be stopped. Drawn later, they would favour candidates that finish early. It also makes the group
     a function of lengths and seed alone.
 
-    A sampled candidate stays in the group however it ends. One that hits the length limit is returned and marked as a
-    fill: replacing it would hide from the trainer that running on earns nothing. Only if fewer than K are valid do
-    invalid ones fill up, shortest first.
+    A sampled candidate stays in the group however it ends. Replacing one that hits the length limit would hide from the
+    trainer that running on earns nothing. If fewer than K are valid, their places are sampled from the rest too. So
+    each of the rest has the same probability to be returned, in every case.
     """
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         valid, invalid = split_by_validity(finished)
-        if len(valid) < self.num_shortest:
-            return Shortest(self.size).select(finished)
+        short = valid[: self.num_shortest]
+        truncated = SelectedAs.FILL if len(short) < self.num_shortest else SelectedAs.LONG_TRUNCATED
         rest = sorted((*valid[self.num_shortest :], *invalid), key=lambda c: c.tail_draw)
         return {
-            **{c.index: SelectedAs.SHORT for c in valid[: self.num_shortest]},
-            **{c.index: SelectedAs.LONG if c.valid or c.cut else SelectedAs.FILL for c in rest[: self.num_longest]},
+            **{c.index: SelectedAs.SHORT for c in short},
+            **{c.index: SelectedAs.LONG if c.valid or c.cut else truncated for c in rest[: self.size - len(short)]},
         }
+
+    @property
+    def samples_rest(self) -> bool:
+        return True
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        return _sampled_weights(candidates)
 
     def begin(self, deliver_early: bool) -> Assessment:
         return SampledTailAssessment(self.num_shortest, self.num_longest, deliver_early)
@@ -116,5 +123,28 @@ class CutTail(_TailRule):
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         return SampledTail(self.num_shortest, self.num_longest).select(finished)
 
+    @property
+    def samples_rest(self) -> bool:
+        return True
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        return _sampled_weights(candidates)
+
     def begin(self, deliver_early: bool) -> Assessment:
         return CutTailAssessment(self.num_shortest, self.num_longest, deliver_early)
+
+
+def _sampled_weights(candidates: Sequence[Candidate]) -> dict[int, float] | None:
+    """Return the weights where the shortest are certain of their places and all others equally likely to be sampled.
+
+    ``None`` if candidates were pruned at random: whether one could be spared depends on who was stopped, and so on tail
+    draws.
+    """
+    if any(c.survival < 1 for c in candidates):
+        return None
+    selected = [c for c in candidates if c.selected_as is not None]
+    short = sum(c.selected_as is SelectedAs.SHORT for c in selected)
+    sampled, rest = len(selected) - short, len(candidates) - short
+    if rest and not sampled:  # the tail has no places
+        return None
+    return {c.index: 1.0 if c.selected_as is SelectedAs.SHORT else rest / sampled for c in selected}

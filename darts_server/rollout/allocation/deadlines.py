@@ -73,7 +73,8 @@ class Deadlines:
     def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
         """Learn from an explored group which of its candidates, by index, were correct. Other groups are ignored."""
         if record.explored:
-            answers = [RightAnswer(_overrun(record, c.tokens)) for c in record.selected if correct.get(c.index)]
+            right = [c for c in record.selected if correct.get(c.index)]
+            answers = [RightAnswer(_overrun(record, c.tokens), c.weight or 1.0) for c in right]
             self._losses.save(KEY, asdict(self.losses.with_answers(answers)))
 
 

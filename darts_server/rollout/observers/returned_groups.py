@@ -24,6 +24,12 @@ class ReturnedTrajectory:
     reward: float | None = None
     correct: bool = False
 
+    @property
+    def weight(self) -> float:
+        """Its weight by the record of its group, which has ended; 1 if it has none."""
+        assert self.group.record is not None
+        return self.group.record.candidates[self.index].weight or 1.0
+
 
 @dataclass(slots=True, eq=False)
 class ReturnedGroup:

@@ -7,6 +7,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 from darts_server.identifiers import from_header
 from darts_server.observers import GroupObserver, RewardObserver
@@ -106,8 +108,12 @@ class RewardMatcher(GroupObserver):
 
     def group_ended(self, record: GroupRecord) -> None:
         group = self._groups.end(record)
-        if group.is_fully_rewarded:  # its trajectories were returned while it ran, and rewarded before it ended
-            self._learn({group.prompt_key: _group_stats(group)}, [group])
+        # Trajectories that were returned while it ran, and rewarded before it ended.
+        rewarded = [_trajectory_stats(t) for t in group.returned.values() if t.reward is not None]
+        if group.is_fully_rewarded:
+            rewarded.append(_group_stats(group))
+        if rewarded:
+            self._learn({group.prompt_key: reduce(add, rewarded)}, [group] if group.is_fully_rewarded else [])
 
     # --- matching -----------------------------------------------------------
 
@@ -124,7 +130,8 @@ class RewardMatcher(GroupObserver):
                 group.set_reward(trajectory, reward.reward, reward.correct)
                 for on_reward in self._on_reward:
                     on_reward(group.group_id, trajectory.index, reward.reward, reward.correct)
-                stats[group.prompt_key] += _trajectory_stats(trajectory)
+                if group.record is not None:  # otherwise its weight is not known yet, and it counts when the group ends
+                    stats[group.prompt_key] += _trajectory_stats(trajectory)
                 if group.is_fully_rewarded:
                     stats[group.prompt_key] += _group_stats(group)
                     fully_rewarded.append(group)
@@ -160,7 +167,7 @@ def _count(
 
 
 def _trajectory_stats(trajectory: ReturnedTrajectory) -> RewardStats:
-    length, none = single_length(trajectory.tokens), Moments()
+    length, none = single_length(trajectory.tokens, trajectory.weight), Moments()
     return RewardStats(length, none) if trajectory.correct else RewardStats(none, length)
 
 

@@ -87,16 +87,16 @@ def test_the_tail_is_sampled_from_all_but_the_shortest() -> None:
         ended(3, 99, valid=False, tail_draw=0.2),
     ]
     assert SampledTail(1, 1).select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
-    assert SampledTail(1, 2).select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG, 3: SelectedAs.FILL}
+    assert SampledTail(1, 2).select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG, 3: SelectedAs.LONG_TRUNCATED}
 
 
-def test_a_sampled_tail_with_too_few_valid_ones_fills_up() -> None:
+def test_a_sampled_tail_with_too_few_valid_ones_samples_all_other_places() -> None:
     finished = [
         ended(0, 9, tail_draw=0.9),
         ended(1, 8, valid=False, tail_draw=0.1),
         ended(2, 5, valid=False, tail_draw=0.8),
     ]
-    assert SampledTail(2, 0).select(finished) == {0: SelectedAs.SHORT, 2: SelectedAs.FILL}
+    assert SampledTail(2, 0).select(finished) == {0: SelectedAs.SHORT, 1: SelectedAs.FILL}
 
 
 def test_in_order_selects_the_first_however_they_finished() -> None:

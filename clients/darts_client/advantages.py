@@ -1,0 +1,62 @@
+"""Advantages with which the groups of a shaping policy give an unbiased policy gradient.
+
+A shaped group is not a random sample of the policy: short trajectories are returned more often than long ones. Each
+trajectory's `weight` is 1 / (its probability to be returned, given all candidates of the group), so sums over returned
+trajectories, weighted by it, estimate sums over all candidates (Horvitz and Thompson, 1952).
+
+A baseline keeps the gradient unbiased if it does not depend on the trajectory itself. The mean of the returned rewards
+does: which others are returned depends on its length.
+"""
+
+from collections.abc import Sequence
+
+from ._models import Group
+
+UNCOUNTED = frozenset({"failed", "restarted"})
+"""Reasons of discarded candidates that others have replaced."""
+
+
+def unbiased_advantages(group: Group, rewards: Sequence[float], baseline: float | None = None) -> list[float]:
+    """Return A_i = (n / N) w_i (r_i - b_i) for each of the n returned trajectories of a group with N candidates.
+
+    The mean over the group of A_i times the gradient of the trajectory's log-probability is an unbiased estimate of the
+    policy gradient. If groups have different n, take the mean within each group first.
+
+    `baseline`: a mean reward that was known before, such as that of the prompt in earlier epochs. By default b_i is
+    computed from other trajectories of the group: the mean reward of the K - 1 shortest others where the group is the K
+    shortest and a sample of the rest, which are always returned and do not depend on i; otherwise the weighted mean of
+    all others. It is 0 where there are none. A truncated trajectory is rewarded for what was returned of it.
+
+    Raises:
+        ValueError: not one reward for each trajectory; or trajectories without weights, because under the group's
+            policy some candidates can never be returned.
+    """
+    if len(rewards) != len(group.trajectories):
+        raise ValueError(f"group {group.number} has {len(group.trajectories)} trajectories, got {len(rewards)} rewards")
+    weights = [trajectory.weight for trajectory in group.trajectories if trajectory.weight is not None]
+    if group.candidates is None or len(weights) < len(rewards):
+        raise ValueError(
+            f"the trajectories of group {group.number} have no weights, so no advantage makes it unbiased; sample with "
+            'a policy that returns weights, such as "uniform", through client.rollouts'
+        )
+    count = len(weights) + sum(candidate.reason not in UNCOUNTED for candidate in group.discarded)
+    if baseline is not None:
+        baselines = [baseline] * len(rewards)
+    elif group.num_shortest is not None and any(weight != 1 for weight in weights):
+        baselines = _means_of_shortest_others(group, group.num_shortest - 1, rewards)
+    else:
+        total = sum(w * r for w, r in zip(weights, rewards, strict=True))
+        baselines = [(total - w * r) / max(count - 1, 1) for w, r in zip(weights, rewards, strict=True)]
+    scale = len(rewards) / count
+    return [scale * w * (r - b) for w, r, b in zip(weights, rewards, baselines, strict=True)]
+
+
+def _means_of_shortest_others(group: Group, count: int, rewards: Sequence[float]) -> list[float]:
+    """For each trajectory, return the mean reward of the ``count`` shortest valid ones among the others."""
+    shortest = [i for i, t in enumerate(group.trajectories) if t.selected_as == "short"]
+    shortest.sort(key=lambda i: (len(group.trajectories[i].token_ids), i))
+    means = []
+    for index in range(len(rewards)):
+        others = [rewards[i] for i in shortest if i != index][:count]
+        means.append(sum(others) / len(others) if others else 0.0)
+    return means

@@ -1,0 +1,110 @@
+"""The expected gradient of a shaped group is the true one, by enumeration of all that a small policy can generate."""
+
+from collections.abc import Sequence
+from itertools import permutations, product
+from math import prod
+
+import numpy as np
+import pytest
+
+from darts_client import Discarded, Group, Trajectory
+from darts_client.advantages import unbiased_advantages
+from darts_client.tensors import to_tensors
+from darts_server.policy.selection.rules import InOrder, SelectionRule
+from darts_server.policy.selection.tail_rules import CutTail, SampledTail
+from tests.policy.test_weights import complete
+
+MAX_TOKENS = 3
+STOP_PROBABILITY = np.array([0.35, 0.5, 0.3])
+"""Of a policy that at each position either stops or goes on: its parameters are the logits of these."""
+CANDIDATES = 4
+
+
+class Outcome:
+    """All that the policy can generate: it stops at one of the positions, or reaches the limit."""
+
+    def __init__(self, tokens: int, stopped: bool) -> None:
+        self.tokens, self.stopped = tokens, stopped
+        ends = np.arange(MAX_TOKENS) == tokens - 1
+        going_on = np.arange(MAX_TOKENS) < (tokens - 1 if stopped else tokens)
+        self.probability = float(
+            np.prod(np.where(going_on, 1 - STOP_PROBABILITY, 1.0)) * (STOP_PROBABILITY[tokens - 1] if stopped else 1)
+        )
+        self.score = np.where(going_on, -STOP_PROBABILITY, 0.0) + (ends & stopped) * (1 - STOP_PROBABILITY)
+        self.reward = {1: 0.2, 2: 1.0, 3: 0.7}[tokens] if stopped else 0.1
+
+
+OUTCOMES = [*(Outcome(tokens, True) for tokens in range(1, MAX_TOKENS + 1)), Outcome(MAX_TOKENS, False)]
+TRUE = np.sum([o.probability * o.reward * o.score for o in OUTCOMES], axis=0)
+
+
+def group_of(rule: SelectionRule, candidates: Sequence[Outcome], draws: Sequence[float]) -> tuple[Group, list[int]]:
+    """Return the group as a caller gets it, and which candidates are in it."""
+    run = complete(rule, [(c.tokens, c.stopped) for c in candidates], draws)
+    weights = run.weights()
+    chosen = [c for c in run.candidates if c.selected_as is not None]
+    trajectories = tuple(
+        Trajectory(k, "", (7,) * c.tokens, None, "stop", selected_as=c.selected_as, weight=weights.get(c.index))
+        for k, c in enumerate(chosen)
+    )
+    count, shortest = len(candidates), rule.num_shortest if rule.samples_rest else None
+    discarded = tuple(
+        Discarded(trajectory_id=f"g:{c.index}", length=c.tokens, reason=str(c.reason))
+        for c in run.candidates
+        if c.reason is not None
+    )
+    group = Group("g", None, trajectories, candidates=count, num_shortest=shortest, discarded=discarded)
+    return group, [c.index for c in chosen]
+
+
+def expected_gradient(rule: SelectionRule, baseline: float | None = None, *, weighted: bool = True) -> np.ndarray:
+    count = rule.size if isinstance(rule, InOrder) else CANDIDATES
+    orders = list(permutations([i / 10 for i in range(count)])) if rule.samples_rest else [(0.0,) * count]
+    total = np.zeros(MAX_TOKENS)
+    for candidates in product(OUTCOMES, repeat=count):
+        probability = prod(c.probability for c in candidates) / len(orders)
+        for draws in orders:
+            group, chosen = group_of(rule, candidates, draws)
+            rewards = [candidates[i].reward for i in chosen]
+            if weighted:
+                advantages = unbiased_advantages(group, rewards, baseline)
+            else:
+                advantages = [r - sum(rewards) / len(rewards) for r in rewards]
+            for i, advantage in zip(chosen, advantages, strict=True):
+                total += probability * advantage * candidates[i].score / len(chosen)
+    return total
+
+
+@pytest.mark.parametrize("baseline", [None, 0.4])
+@pytest.mark.parametrize(
+    "rule", [SampledTail(2, 1), SampledTail(1, 1), SampledTail(1, 2), CutTail(2, 1), InOrder(3)], ids=str
+)
+def test_the_expected_gradient_is_the_true_one(rule: SelectionRule, baseline: float | None) -> None:
+    np.testing.assert_allclose(expected_gradient(rule, baseline), TRUE, atol=1e-9)
+
+
+def test_without_weights_the_gradient_is_biased() -> None:
+    gradient = expected_gradient(SampledTail(2, 1), weighted=False)
+    scaled = gradient / np.linalg.norm(gradient) * np.linalg.norm(TRUE)
+    assert np.linalg.norm(scaled - TRUE) > 0.1 * np.linalg.norm(TRUE)
+
+
+def group(weights: Sequence[float | None], **more: object) -> Group:
+    trajectories = tuple(Trajectory(k, "", (1,), None, "stop", weight=weight) for k, weight in enumerate(weights))
+    return Group("g", None, trajectories, number=3, candidates=len(weights), **more)  # type: ignore[arg-type]
+
+
+def test_groups_without_weights_and_wrong_numbers_of_rewards_are_refused() -> None:
+    with pytest.raises(ValueError, match="group 3 have no weights"):
+        unbiased_advantages(group([1.0, None]), [1.0, 0.0])
+    with pytest.raises(ValueError, match="group 3 has 2 trajectories, got 1 rewards"):
+        unbiased_advantages(group([1.0, 1.0]), [1.0])
+
+
+def test_tensors_have_weights_and_unbiased_advantages() -> None:
+    tensors = to_tensors([group([1.0, 1.0])], [[1.0, 0.0]], advantages="unbiased")
+    assert tensors.weights is not None
+    assert tensors.advantages is not None
+    assert tensors.weights.tolist() == [1.0, 1.0]
+    assert tensors.advantages.tolist() == [1.0, -1.0]
+    assert to_tensors([group([1.0, None])], [[1.0, 0.0]]).weights is None

@@ -1,0 +1,157 @@
+"""Weighted sums over returned trajectories estimate sums over all candidates, exactly."""
+
+from collections.abc import Sequence
+from itertools import permutations
+from math import fsum
+
+import pytest
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from darts_server.policy.events import Failed, Finished, Scored, Started
+from darts_server.policy.group import Group
+from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
+from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.types import FinishReason, Outcome
+from tests.policy.cases import CUT_TAILS, SAMPLED_TAILS, WITHOUT_FAILURES, Case, cases
+
+
+class Draws:
+    """A generator that returns these numbers."""
+
+    def __init__(self, draws: Sequence[float]) -> None:
+        self._draws = iter(draws)
+
+    def random(self) -> float:
+        return next(self._draws)
+
+
+def complete(rule: SelectionRule, lengths: Sequence[tuple[int, bool]], draws: Sequence[float]) -> Group:
+    """Run a group to its end: candidates finish in the order of their lengths, at a stop token or at the limit."""
+    group = Group(rng=Draws(draws), max_replacements=0)
+    group.open(rule, len(lengths))
+    group.handle(*(Started(i) for i in range(len(lengths))))
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if group.candidates[i].running:
+            tokens, valid = lengths[i]
+            group.handle(Finished(i, tokens, FinishReason.STOP if valid else FinishReason.LENGTH))
+    assert group.outcome is Outcome.COMPLETED
+    return group
+
+
+@given(
+    SAMPLED_TAILS | CUT_TAILS | st.builds(InOrder, st.integers(1, 4)),
+    st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=4, max_size=4),
+    st.lists(st.floats(-5, 5), min_size=4, max_size=4),
+)
+def test_over_all_orders_of_tail_draws_the_weighted_sum_is_that_of_all_candidates(
+    rule: SelectionRule, lengths: list[tuple[int, bool]], values: list[float]
+) -> None:
+    assume(rule.size <= len(lengths))
+    if isinstance(rule, InOrder):
+        lengths, values = lengths[: rule.size], values[: rule.size]
+    orders = list(permutations([i / 10 for i in range(len(lengths))]))
+    sums = []
+    for draws in orders:
+        weights = complete(rule, lengths, draws).weights()
+        if isinstance(rule, SampledTail | CutTail):
+            assert rule.samples_rest
+        if not weights:
+            assert isinstance(rule, SampledTail | CutTail)
+            assert rule.num_longest == 0
+            return
+        assert len(weights) == rule.size
+        assert fsum(weights.values()) == pytest.approx(len(lengths), abs=1e-9)
+        sums.append(fsum(weight * values[i] for i, weight in weights.items()))
+    assert fsum(sums) / len(orders) == pytest.approx(fsum(values), abs=1e-9)
+
+
+@given(cases(WITHOUT_FAILURES, of=SAMPLED_TAILS | CUT_TAILS))
+def test_weights_do_not_depend_on_timing(case: Case) -> None:
+    world = case.world().run()
+    weights = world.group.weights()
+    assume(weights)
+    short = sum(end == "short" for end in (world.selection or {}).values())
+    others = case.rule.size - short
+    assert {*weights} == {*(world.selection or {})}
+    for index, end in (world.selection or {}).items():
+        expected = 1.0 if end == "short" else (len(world.runs) - short) / others
+        assert weights[index] == pytest.approx(expected, abs=1e-9)
+    event("weights above 1" if any(w > 1 for w in weights.values()) else "all weights 1")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Shortest(2), FirstFinish(2), LongestTail(1, 1), DeadlineTail(1, 1), Balanced(2, 0.5)],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_rules_that_never_select_some_candidates_have_no_weights(rule: SelectionRule) -> None:
+    assert complete(rule, [(3, True), (5, True), (7, True)], (0.1, 0.2, 0.3)).weights() == {}
+    assert not rule.samples_rest
+    assert complete(rule, [(3, True), (5, True)], (0.1, 0.2)).weights() == {0: 1.0, 1: 1.0}, "all are selected"
+
+
+def test_a_shadow_returns_a_plain_sample() -> None:
+    rule = Shadow(SampledTail(1, 1))
+    group = complete(rule, [(7, True), (5, True), (3, True)], (0.1, 0.2, 0.3))
+    assert group.weights() == {0: 1.0, 1: 1.0}
+    assert not rule.samples_rest
+
+
+def test_failed_candidates_and_those_before_a_restart_do_not_count() -> None:
+    group = Group(rng=Draws([0.1 * i for i in range(12)]))
+    group.open(SampledTail(1, 1), 4)
+    group.restart()
+    group.resume()
+    group.handle(*(Started(i) for i in range(4, 8)), Failed(4, RuntimeError(), retryable=True))
+    group.handle(*(Finished(i, i, FinishReason.STOP) for i in range(5, 8)))
+    assert group.weights() == {5: 1.0, 6: 2.0}
+
+
+def test_an_incomplete_group_has_no_weights() -> None:
+    group = Group(rng=Draws([0.1, 0.2]))
+    group.open(SampledTail(1, 1), 2)
+    assert group.weights() == {}
+
+
+class TestPruning:
+    """Survivors of pruning, which needs `Scored` events with a survival probability."""
+
+    def survivors(self, survivals: Sequence[float], draws: Sequence[float], rule: SelectionRule) -> Group:
+        group = Group(rng=Draws([0.0] * len(draws)), survival_rng=Draws(draws), max_replacements=0)
+        group.open(rule, len(draws))
+        group.handle(*(Started(i) for i in range(len(draws))))
+        for i, survival in enumerate(survivals):
+            group.handle(Scored(i, 0.5, survival))
+        for i in range(len(draws)):
+            if group.candidates[i].running:
+                group.handle(Finished(i, 5, FinishReason.STOP))
+        assert group.outcome is Outcome.COMPLETED
+        return group
+
+    @given(
+        st.lists(st.sampled_from([0.125, 0.25, 0.5, 0.75, 1.0]), min_size=4, max_size=4),
+        st.lists(st.floats(-5, 5), min_size=4, max_size=4),
+        st.integers(1, 3),
+    )
+    def test_over_all_survivals_the_weighted_sum_is_that_of_all_candidates(
+        self, survivals: list[float], values: list[float], size: int
+    ) -> None:
+        """Also where the group keeps a candidate because it needs it: its probability is 1 then."""
+        total = 0.0
+        outcomes: list[tuple[bool, ...]] = [()]
+        for survival in survivals:  # kept with that probability, or pruned
+            outcomes = [(*o, kept) for o in outcomes for kept in ((True,) if survival == 1 else (True, False))]
+        for outcome in outcomes:
+            draws = [0.0 if kept else survival for kept, survival in zip(outcome, survivals, strict=True)]
+            chance = 1.0
+            for kept, survival in zip(outcome, survivals, strict=True):
+                chance *= survival if kept else 1 - survival
+            weights = self.survivors(survivals, draws, AllSurvivors(size)).weights()
+            total += chance * fsum(weight * values[i] for i, weight in weights.items())
+        assert total == pytest.approx(fsum(values), abs=1e-9)
+
+    def test_a_choice_among_survivors_has_no_weights(self) -> None:
+        assert self.survivors([0.5, 0.5, 0.5], [0.0, 0.0, 0.0], SampledTail(1, 1)).weights() == {}
+        assert self.survivors([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], SampledTail(1, 1)).weights() == {0: 1.0, 1: 2.0}
