@@ -16,6 +16,18 @@ UNCOUNTED = frozenset({"failed", "restarted"})
 """Reasons of discarded candidates that others have replaced."""
 
 
+def weighted_mean(group: Group, values: Sequence[float]) -> float:
+    """Estimate the mean of a value over all N candidates of the group from the returned ones: the sum of w_i v_i / N.
+
+    It is unbiased for the mean under the policy, for example of rewards or of lengths.
+
+    Raises:
+        ValueError: not one value for each trajectory, or trajectories without weights.
+    """
+    weights, count = _weights(group, values)
+    return sum(w * value for w, value in zip(weights, values, strict=True)) / count
+
+
 def unbiased_advantages(group: Group, rewards: Sequence[float], baseline: float | None = None) -> list[float]:
     """Return A_i = (n / N) w_i (r_i - b_i) for each of the n returned trajectories of a group with N candidates.
 
@@ -31,15 +43,7 @@ def unbiased_advantages(group: Group, rewards: Sequence[float], baseline: float 
         ValueError: not one reward for each trajectory; or trajectories without weights, because under the group's
             policy some candidates can never be returned.
     """
-    if len(rewards) != len(group.trajectories):
-        raise ValueError(f"group {group.number} has {len(group.trajectories)} trajectories, got {len(rewards)} rewards")
-    weights = [trajectory.weight for trajectory in group.trajectories if trajectory.weight is not None]
-    if group.candidates is None or len(weights) < len(rewards):
-        raise ValueError(
-            f"the trajectories of group {group.number} have no weights, so no advantage makes it unbiased; sample with "
-            'a policy that returns weights, such as "uniform", through client.rollouts'
-        )
-    count = len(weights) + sum(candidate.reason not in UNCOUNTED for candidate in group.discarded)
+    weights, count = _weights(group, rewards)
     if baseline is not None:
         baselines = [baseline] * len(rewards)
     elif group.num_shortest is not None and any(weight != 1 for weight in weights):
@@ -60,3 +64,16 @@ def _means_of_shortest_others(group: Group, count: int, rewards: Sequence[float]
         others = [rewards[i] for i in shortest if i != index][:count]
         means.append(sum(others) / len(others) if others else 0.0)
     return means
+
+
+def _weights(group: Group, values: Sequence[float]) -> tuple[list[float], int]:
+    """Return the weight of each trajectory, and N."""
+    if len(values) != len(group.trajectories):
+        raise ValueError(f"group {group.number} has {len(group.trajectories)} trajectories, got {len(values)} values")
+    weights = [trajectory.weight for trajectory in group.trajectories if trajectory.weight is not None]
+    if group.candidates is None or len(weights) < len(values):
+        raise ValueError(
+            f"the trajectories of group {group.number} have no weights, so nothing makes it unbiased; sample with a "
+            'policy that returns weights, such as "uniform", through client.rollouts'
+        )
+    return weights, len(weights) + sum(candidate.reason not in UNCOUNTED for candidate in group.discarded)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from darts_client import Discarded, Group, Trajectory
-from darts_client.advantages import unbiased_advantages
+from darts_client.advantages import unbiased_advantages, weighted_mean
 from darts_client.tensors import to_tensors
 from darts_server.policy.selection.rules import InOrder, SelectionRule
 from darts_server.policy.selection.tail_rules import CutTail, SampledTail
@@ -83,6 +83,19 @@ def test_the_expected_gradient_is_the_true_one(rule: SelectionRule, baseline: fl
     np.testing.assert_allclose(expected_gradient(rule, baseline), TRUE, atol=1e-9)
 
 
+@pytest.mark.parametrize("rule", [SampledTail(2, 1), CutTail(1, 1), InOrder(3)], ids=str)
+def test_the_expected_weighted_mean_is_the_true_one(rule: SelectionRule) -> None:
+    count = rule.size if isinstance(rule, InOrder) else CANDIDATES
+    orders = list(permutations([i / 10 for i in range(count)])) if rule.samples_rest else [(0.0,) * count]
+    mean = 0.0
+    for candidates in product(OUTCOMES, repeat=count):
+        for draws in orders:
+            group, chosen = group_of(rule, candidates, draws)
+            value = weighted_mean(group, [candidates[i].reward for i in chosen])
+            mean += prod(c.probability for c in candidates) / len(orders) * value
+    assert mean == pytest.approx(sum(o.probability * o.reward for o in OUTCOMES), abs=1e-9)
+
+
 def test_without_weights_the_gradient_is_biased() -> None:
     gradient = expected_gradient(SampledTail(2, 1), weighted=False)
     scaled = gradient / np.linalg.norm(gradient) * np.linalg.norm(TRUE)
@@ -97,7 +110,7 @@ def group(weights: Sequence[float | None], **more: object) -> Group:
 def test_groups_without_weights_and_wrong_numbers_of_rewards_are_refused() -> None:
     with pytest.raises(ValueError, match="group 3 have no weights"):
         unbiased_advantages(group([1.0, None]), [1.0, 0.0])
-    with pytest.raises(ValueError, match="group 3 has 2 trajectories, got 1 rewards"):
+    with pytest.raises(ValueError, match="group 3 has 2 trajectories, got 1 values"):
         unbiased_advantages(group([1.0, 1.0]), [1.0])
 
 
