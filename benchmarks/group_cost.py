@@ -88,7 +88,7 @@ def measure_groups(rounds: int) -> str:
 def cost_per_event(policy: str, size: int, early: bool, seed: int) -> float:
     """Run one group to its end; return seconds per event, all decisions and polls included."""
     shaping = POLICIES[policy]
-    rule = shaping.selection_rule(size)
+    rule = shaping.selection_rule(size, shaping.is_saturated(size, shaping.candidates(size)))
     if policy == "uniform, half of it the tail":
         rule = Shaping(num_longest=size // 2).selection_rule(size)
     rng = np.random.default_rng(seed)

@@ -41,8 +41,9 @@ All of vLLM's flags work too, e.g. --port 8000 --max-model-len 8192 --tensor-par
   darts-server serve --help=all           every vLLM flag
   darts-server serve --help=FLAG          vLLM's help on one flag or section
 
-The server listens on 127.0.0.1 unless --host says otherwise. A request is not shaped if it has n = 1, names the model
-as MODEL:raw, or carries the header "X-Darts-Policy: off".
+The server listens on 127.0.0.1 unless --host says otherwise. Log-probs are those of the distribution that is sampled
+from unless --logprobs-mode says otherwise (vLLM's own default: raw_logprobs, without temperature, top_k and the like).
+A request is not shaped if it has n = 1, names the model as MODEL:raw, or carries the header "X-Darts-Policy: off".
 """
 
 

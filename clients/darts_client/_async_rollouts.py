@@ -1,8 +1,8 @@
 """A batch of rollouts as an iterator: it reconnects after a lost connection, and cancels a batch that is left early."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from ._async_transport import AsyncTransport
 from ._errors import DartsError
@@ -43,6 +43,11 @@ class AsyncRollouts(Generic[ItemT]):
     def policy(self) -> str | None:
         """The policy of the batch; None before the first event."""
         return self._batch.policy
+
+    @property
+    def sampling(self) -> Mapping[str, Any] | None:
+        """The sampling parameters in force; None before the first event, and from servers that do not tell."""
+        return self._batch.sampling
 
     @property
     def usage(self) -> Usage | None:

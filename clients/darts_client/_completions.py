@@ -17,6 +17,16 @@ from ._prompts import Prompts, list_prompts
 # Parameters that the client sets and the parser relies on.
 _RESERVED = frozenset({"prompt", "n", "stream", "return_token_ids"})
 
+# Without these vLLM's route takes what the model's `generation_config` says, such as `top_k=20`.
+_NEUTRAL: dict[str, object] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
 # With any other finish reason, such as "abort", a trajectory is incomplete.
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -86,6 +96,7 @@ def completion_request(
         "max_tokens": max_tokens,
         "temperature": temperature,
         "return_token_ids": True,
+        **_NEUTRAL,
         **sampling,
     }
     if seed is not None:

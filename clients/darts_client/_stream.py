@@ -47,6 +47,7 @@ class _BatchStarted(WireModel):
     id: str
     policy: str
     groups: int
+    sampling: dict[str, Any] | None = None
 
 
 class _BatchDone(WireModel):
@@ -142,6 +143,7 @@ class BatchReader:
         self.limit = limit
         self.id: str | None = None
         self.policy: str | None = None
+        self.sampling: Mapping[str, Any] | None = None
         self.usage: Usage | None = None
         self.unfinished: tuple[Unfinished, ...] = ()
         self.failed: list[Group] = []
@@ -240,7 +242,7 @@ class BatchReader:
     def _start(self, started: _BatchStarted) -> None:
         if started.groups != self._prompts:
             raise ProtocolError(f"{self._prompts} prompt(s) were sent, but the batch has {started.groups} groups")
-        self.id, self.policy = started.id, started.policy
+        self.id, self.policy, self.sampling = started.id, started.policy, started.sampling
 
     def _finish_group(self, payload: GroupPayload) -> GroupEvent:
         number = payload.number

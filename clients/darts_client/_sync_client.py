@@ -115,7 +115,8 @@ class Client:
         """Sample `group_size` trajectories of each prompt in one request; returns the groups in the order of prompts.
 
         A prompt is text or token ids. `policy` names the server's policy for this request, "off" for none. Any other
-        of vLLM's sampling parameters is passed on. Raises ProtocolError if the answer does not have these groups.
+        of vLLM's sampling parameters is passed on; what is not given has vLLM's neutral value, not the one in the
+        model's `generation_config`. Raises ProtocolError if the answer does not have these groups.
         """
         request = completion_request(
             prompts,

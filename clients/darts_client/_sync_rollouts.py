@@ -1,9 +1,9 @@
 # Generated from _async_rollouts.py by scripts/sync_client: edit that file instead.
 """A batch of rollouts as an iterator: it reconnects after a lost connection, and cancels a batch that is left early."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from ._errors import DartsError
 from ._io import shield, sleep
@@ -44,6 +44,11 @@ class Rollouts(Generic[ItemT]):
     def policy(self) -> str | None:
         """The policy of the batch; None before the first event."""
         return self._batch.policy
+
+    @property
+    def sampling(self) -> Mapping[str, Any] | None:
+        """The sampling parameters in force; None before the first event, and from servers that do not tell."""
+        return self._batch.sampling
 
     @property
     def usage(self) -> Usage | None:

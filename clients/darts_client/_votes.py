@@ -40,10 +40,11 @@ class Vote(WireModel):
     `answer`: the one with the largest weight, None if no trajectory has one. `weights`: of each answer, the largest
     first; `votes`: the number of trajectories with that answer. `decided_early`: candidates were stopped because they
     could not change the result. `calibration`: of log-odds from log-probs, "ready" or why all votes have equal weight.
-    `id` is the id of its group.
+    `id` is the id of its group. `sampling`: the sampling parameters in force.
     """
 
     id: str
+    sampling: dict[str, Any] | None = None
     answer: str | None
     weights: dict[str, FiniteFloat]
     votes: dict[str, int]

@@ -150,6 +150,15 @@ class Engine(Protocol[RequestT_contra, OutputT]):
 class PromptRenderer(Protocol[RequestT, OutputT_contra]):
     """Renders callers' prompts into the engine's requests, and its outputs into samples."""
 
+    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the sampling parameters in force for a request, as values of JSON; those that are off are left out.
+
+        Raises:
+            InvalidRequest: names the parameter; also if log-probs were requested that the engine does not compute from
+                the distribution that it would sample from.
+        """
+        ...
+
     async def make_request(
         self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
     ) -> RequestT:

@@ -15,6 +15,17 @@ from darts_server.vllm.compat.engine import REFUSALS
 
 RESERVED = frozenset({"n", "output_kind", "extra_args", "skip_clone", "stream_interval"})
 """Sampling parameters that callers cannot set, since this server sets them."""
+NO_EFFECT_ON_DISTRIBUTION = frozenset(
+    {
+        *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens"),
+        *("logprobs", "logprob_token_ids", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
+        *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "repetition_detection"),
+        *("routed_experts_prompt_start", "trace_decode_token_ids", "watermarking"),
+    }
+)
+"""Sampling parameters that say where a trajectory ends or what is returned of it. All others, also those of later
+versions of vLLM, are taken to change the distribution that tokens are sampled from."""
+PROCESSED_LOGPROBS, RAW_LOGPROBS = "processed_logprobs", "raw_logprobs"
 LOGPROBS = "logprobs"
 LOGPROBS_OF_FLAG = {True: 0, False: None}
 """vLLM's number for ``logprobs: true``, the sampled token only, and for ``false``."""
@@ -25,15 +36,20 @@ AT = re.compile(r" - at .*?\$\.?(?P<path>[^`]*)`$")
 
 
 class SamplingReader:
-    """Converts the ``sampling`` of a request. ``defaults``: the model's own values, used where a request has none."""
+    """Converts the ``sampling`` of a request.
 
-    def __init__(self, defaults: Mapping[str, Any]) -> None:
+    What it does not name has vLLM's neutral default, and not the one in the model's ``generation_config``: a trainer
+    must know the distribution that it learns from. ``logprobs_mode``: what the engine returns as log-probs.
+    """
+
+    def __init__(self, logprobs_mode: str) -> None:
         hints = get_type_hints(SamplingParams.from_optional)
         hints["logit_bias"] = dict[int, float] | None  # keys are text in JSON; msgspec takes no union of two dicts
         self._allowed = sorted(set(hints) - RESERVED - {"return"})
         fields = [(name, hints[name] | UnsetType, UNSET) for name in self._allowed]
         self._model: type[msgspec.Struct] = msgspec.defstruct("Sampling", fields)
-        self._defaults = defaults
+        self._logprobs_mode = logprobs_mode
+        self._neutral = SamplingParams()
 
     def read(self, sampling: Mapping[str, object], size: int) -> SamplingParams:
         """Make sampling parameters for ``size`` trajectories.
@@ -43,7 +59,7 @@ class SamplingReader:
         """
         self._check_names(sampling)
         try:
-            values = {**self._defaults, **self._convert(sampling)}
+            values = self._convert(sampling)
             params = SamplingParams.from_optional(n=1, output_kind=RequestOutputKind.FINAL_ONLY, **values)
         except InvalidRequest:
             raise
@@ -51,6 +67,46 @@ class SamplingReader:
             raise InvalidRequest(named_parameter(error, sampling) or "sampling", str(error)) from error
         params.n = size
         return params
+
+    def effective(self, sampling: Mapping[str, object]) -> dict[str, object]:
+        """Return the parameters in force as values of JSON, without those that are ``None`` or empty.
+
+        Raises:
+            InvalidRequest: names the parameter; also if the log-probs that are requested would not be those of the
+                distribution that is sampled from.
+        """
+        params = self.read(sampling, 1)
+        self._check_logprobs(params)
+        values = {name: getattr(params, name) for name in self._allowed if hasattr(params, name)}
+        return {
+            name: msgspec.to_builtins(value, str_keys=True) for name, value in values.items() if value not in (None, [])
+        }
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        if self._logprobs_mode == PROCESSED_LOGPROBS or (params.logprobs is None and not params.logprob_token_ids):
+            return
+        if self._logprobs_mode != RAW_LOGPROBS:
+            raise InvalidRequest(
+                f"sampling.{LOGPROBS}",
+                f"this engine returns no log-probs but {self._logprobs_mode}; leave it out, or start the server with "
+                f"--logprobs-mode {PROCESSED_LOGPROBS}",
+            )
+        changing = [name for name in self._allowed if self._changes_distribution(name, params)]
+        if changing:
+            raise InvalidRequest(
+                f"sampling.{LOGPROBS}",
+                f"this engine returns log-probs before {', '.join(changing)} (--logprobs-mode {RAW_LOGPROBS}): they "
+                f"are not those of the distribution that is sampled from; start the server with --logprobs-mode "
+                f"{PROCESSED_LOGPROBS}, or leave out one or the other",
+            )
+
+    def _changes_distribution(self, name: str, params: SamplingParams) -> bool:
+        if name in NO_EFFECT_ON_DISTRIBUTION or not hasattr(params, name):
+            return False
+        value = getattr(params, name)
+        if name == "top_k":
+            return bool(value > 0)  # 0 and -1 are both for all tokens
+        return bool(value != getattr(self._neutral, name))
 
     def _check_names(self, sampling: Mapping[str, object]) -> None:
         for name, value in sampling.items():

@@ -31,6 +31,7 @@ from darts_server.vllm.engine import VllmBatches
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare
 from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
+from darts_server.vllm.sampling import PROCESSED_LOGPROBS
 from darts_server.vllm.shutdown import CONNECTION_SECONDS, Supervision, handle_signals, supervise
 from darts_server.vllm.token_stream import announce_choices
 from darts_server.vllm.traces import Traces
@@ -50,7 +51,10 @@ def parse(argv: Sequence[str]) -> Namespace:
     cli_env_setup()  # type: ignore[no-untyped-call]
     empty = FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]")  # type: ignore[no-untyped-call]
     parser = make_arg_parser(empty)
-    parser.set_defaults(allowed_origins=[])  # vLLM's default lets the web pages of all sites read all answers
+    parser.set_defaults(
+        allowed_origins=[],  # vLLM's default lets the web pages of all sites read all answers
+        logprobs_mode=PROCESSED_LOGPROBS,  # of what was sampled from; vLLM's are those of the model at temperature 1
+    )
     args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag

@@ -84,6 +84,9 @@ def hidden(right: bool, rng: Random) -> Callable[[int], Sequence[float]]:
 class Texts:
     """A renderer whose requests are the prompts' texts."""
 
+    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
+        return sampling
+
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if INVALID in (prompt.text or INVALID):
             raise InvalidRequest("text", "is scripted to be invalid")

@@ -37,6 +37,9 @@ STEP_SECONDS = 0.002
 class Texts:
     """Builds requests that are the texts of prompts. A text with an ``x`` is rejected; ``slow`` ones take a while."""
 
+    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
+        return sampling
+
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if "x" in (prompt.text or ""):
             raise InvalidRequest("text", "has an x")

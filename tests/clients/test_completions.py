@@ -30,7 +30,7 @@ def parse_error(request: CompletionRequest, *choices: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_the_body_requests_token_ids_and_logprobs() -> None:
+def test_the_body_requests_token_ids_and_logprobs_and_neutral_sampling() -> None:
     assert build(["a", "b"]).body == {
         "model": "tiny",
         "prompt": ["a", "b"],
@@ -38,6 +38,12 @@ def test_the_body_requests_token_ids_and_logprobs() -> None:
         "max_tokens": 16,
         "temperature": 1.0,
         "return_token_ids": True,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "logprobs": 0,
     }
 

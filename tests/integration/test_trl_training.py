@@ -33,7 +33,7 @@ UPDATES = "darts_weight_updates_total"
 @pytest.fixture(scope="module")
 def own(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own: the shared one keeps its weights."""
-    with serve(DARTS, tmp_path_factory.mktemp("trl") / "log", "--logprobs-mode", "processed_logprobs") as running:
+    with serve(DARTS, tmp_path_factory.mktemp("trl") / "log") as running:
         yield running
 
 

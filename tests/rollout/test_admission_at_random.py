@@ -64,6 +64,9 @@ class Texts:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
+    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
+        return sampling
+
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         await turns(self._rng.randint(0, 4))
         if self._rng.random() < 0.1:

@@ -71,7 +71,6 @@ METHODS = {
     "get_model_path": "vllm.transformers_utils.repo_utils:get_model_path",
     "llm.collective_rpc": f"{LLM}.collective_rpc",
     "llm.get_supported_tasks": f"{LLM}.get_supported_tasks",
-    "llm.model_config.get_diff_sampling_param": "vllm.config.model:ModelConfig.get_diff_sampling_param",
     "llm.reset_mm_cache": f"{LLM}.reset_mm_cache",
     "llm.shutdown": f"{LLM}.shutdown",
     "load_chat_template": "vllm.entrypoints.chat_utils:load_chat_template",

@@ -130,7 +130,7 @@ def test_whatever_passes_is_decoded_by_the_engine(name: str, value: Any) -> None
 def test_any_sampling_is_read_or_refused_by_name(sampling: dict[str, Any]) -> None:
     refused_field = "sampling"
     try:
-        assert SamplingReader({}).read(sampling, 3).n == 3
+        assert SamplingReader("processed_logprobs").read(sampling, 3).n == 3
     except InvalidRequest as error:
         refused_field = error.field
     assert refused_field.startswith("sampling")
@@ -138,10 +138,4 @@ def test_any_sampling_is_read_or_refused_by_name(sampling: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(("flag", "number"), [(True, 0), (False, None), (5, 5)])
 def test_logprobs_may_be_a_flag(flag: bool | int, number: int | None) -> None:
-    assert SamplingReader({}).read({"logprobs": flag}, 1).logprobs == number
-
-
-def test_the_models_own_defaults_are_used_and_overridden() -> None:
-    reader = SamplingReader({"temperature": 0.5, "top_p": 0.5})
-    params = reader.read({"temperature": 0.7}, 1)
-    assert (params.temperature, params.top_p) == (0.7, 0.5)
+    assert SamplingReader("processed_logprobs").read({"logprobs": flag}, 1).logprobs == number

@@ -106,7 +106,8 @@ def _encode(batch: BatchRun, done: BatchDone) -> bytes:
     head = RolloutsOut(
         id=batch.batch_id,
         policy=batch.policy,
-        groups=[],
+        groups=[],  # the first field of that name in the text below: callers have no influence on those before it
+        sampling=dict(batch.sampling),
         unfinished=[UnfinishedOut.of(prompt) for prompt in done.unfinished],
         usage=usage_of(done.results, done.seconds),
     )

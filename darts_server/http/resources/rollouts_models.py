@@ -24,6 +24,7 @@ from darts_server.http.resources.trajectories import (
     NumShortest,
     Quality,
     SampleOut,
+    Sampling,
     SelectedAs,
     UsageOut,
     Weight,
@@ -177,6 +178,7 @@ class RolloutsOut(BaseModel):
     id: str
     policy: str
     groups: list[GroupOut]
+    sampling: Sampling
     unfinished: list[UnfinishedOut]
     usage: UsageOut
 

@@ -28,6 +28,10 @@ NumShortest = Annotated[
     int | None,
     Field(description="K, where the K shortest are returned and the other places sampled from the rest; else null."),
 ]
+Sampling = Annotated[
+    dict[str, Any],
+    Field(description="The sampling parameters in force, by vLLM's names; those that are null or empty are left out."),
+]
 
 
 class SampleOut(BaseModel):

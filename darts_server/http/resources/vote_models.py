@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Discriminator, Field, StrictInt, Tag, field_validator, model_validator
 
 from darts_server.http.body import Body
-from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, UsageOut, sample_fields
+from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, sample_fields
 from darts_server.identifiers import Name
 from darts_server.rollout.voting.ballots import Ballot
 from darts_server.rollout.voting.runner import VoteRequest, VoteResult
@@ -98,6 +98,7 @@ class VoteOut(BaseModel):
     """The result of a vote."""
 
     id: str = Field(description="Id of its group, for GET /darts/v1/groups.")
+    sampling: Sampling
     answer: str | None = Field(description="The answer with the largest weight; null if no trajectory has an answer.")
     weights: dict[str, float] = Field(description="Sum of the weights of each answer's votes, largest first.")
     votes: dict[str, int] = Field(description="Number of trajectories with each answer.")
@@ -117,6 +118,7 @@ class VoteOut(BaseModel):
         returned = sum(len(ballot.sample.token_ids) for ballot in result.ballots)
         return cls(
             id=result.vote_id,
+            sampling=dict(result.sampling),
             answer=tally.winner,
             weights=dict(tally.weights),
             votes=dict(tally.votes),

@@ -1,6 +1,6 @@
 """Events of a running batch. Values only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from darts_server.rollout.batches.submission import GroupResult, Unfinished
@@ -9,11 +9,12 @@ from darts_server.types import DiscardReason, Sample
 
 @dataclass(frozen=True, slots=True)
 class BatchStarted:
-    """``groups``: number of prompts."""
+    """``groups``: number of prompts. ``sampling``: the sampling parameters in force."""
 
     batch_id: str
     policy: str
     groups: int
+    sampling: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)

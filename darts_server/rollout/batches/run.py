@@ -59,12 +59,13 @@ class BatchRun:
     ) -> None:
         self.batch_id = submission.batch_id
         self.policy = submission.plan.policy
+        self.sampling = submission.sampling
         self.owner = caller.get().name
         """Name of the caller that started it; ``None`` for callers without a key."""
         self._size = submission.size
         self.answer_format = answer_format
         self.feed = EventFeed(
-            BatchStarted(self.batch_id, self.policy, submission.size),
+            BatchStarted(self.batch_id, self.policy, submission.size, self.sampling),
             answer_format.chunk_tokens if answer_format.stream is StreamMode.TOKENS else None,
             interval,
             replayable,

@@ -105,6 +105,7 @@ class Submission(Generic[RequestT, OutputT]):
         self,
         batch_id: str,
         plan: Plan,
+        sampling: Mapping[str, object],
         groups: Sequence[_PreparedGroup[RequestT]],
         num_groups: int | None,
         rollouts: Rollouts[RequestT, OutputT],
@@ -113,6 +114,8 @@ class Submission(Generic[RequestT, OutputT]):
     ) -> None:
         self.batch_id = batch_id
         self.plan = plan
+        self.sampling = sampling
+        """The sampling parameters in force."""
         self._groups = groups
         self._wanted = len(groups) if num_groups is None else num_groups
         self._started: set[int] = set()
@@ -138,6 +141,7 @@ class Submission(Generic[RequestT, OutputT]):
         batch_id = f"batch-{uuid.uuid4().hex}"
         plan = _plan(batch, new_planner(batch.policy))
         rollouts.check_scorable(plan)
+        sampling = renderer.effective_sampling(batch.sampling)
         ticket = rollouts.admission.admit(batch.budget or len(batch.prompts) * rollouts.usual_candidates(plan), FIELD)
         try:
             requests = [
@@ -157,7 +161,7 @@ class Submission(Generic[RequestT, OutputT]):
             _PreparedGroup(number, *parts)
             for number, parts in enumerate(zip(requests, keys, metadata, allocations, strict=True))
         ]
-        return cls(batch_id, plan, groups, batch.num_groups, rollouts, renderer, ticket)
+        return cls(batch_id, plan, sampling, groups, batch.num_groups, rollouts, renderer, ticket)
 
     @property
     def size(self) -> int:

@@ -83,12 +83,14 @@ class VoteRequest:
 class VoteResult:
     """The result of a vote. ``ballots``: of the finished trajectories, by candidate index.
 
+    ``sampling``: the sampling parameters in force, without what was added to score the ballots.
     ``decided_early``: whether candidates were stopped because they could not change the answer. ``calibration``:
     ``READY`` or why scores had no effect; ``None`` if no calibration was needed.
     """
 
     vote_id: str
     request: VoteRequest
+    sampling: Mapping[str, object]
     count: VoteCount
     ballots: Sequence[Ballot]
     decided_early: bool
@@ -132,6 +134,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
             EngineError, GroupFailed, GroupAborted: too few candidates could finish.
         """
         self._check(vote)
+        sampling = self._renderer.effective_sampling(vote.sampling)
         vote_id = f"vote-{uuid.uuid4().hex}"
         with self._rollouts.admission.admit(vote.n) as ticket:
             await self._finder.check(vote.pattern)
@@ -150,7 +153,8 @@ class VoteRunner(Generic[RequestT, OutputT]):
         scores = {ballot.index: logprob_scores(ballot.sample) for ballot in ballots if ballot.answer is not None}
         self._confidence.remember(vote_id, scores)
         self._observer.vote_ended(_outcome(count, early), _count_stopped(run.record))
-        return VoteResult(vote_id, vote, count, ballots, early, calibration, run.record, self._clock() - started_at)
+        seconds = self._clock() - started_at
+        return VoteResult(vote_id, vote, sampling, count, ballots, early, calibration, run.record, seconds)
 
     def _check(self, vote: VoteRequest) -> None:
         self._rollouts.plan(vote.n, RequestOptions(OFF))  # refuses sizes beyond the limit

@@ -27,6 +27,9 @@ POLICIES = {
 class Texts:
     """Create requests that are the prompts' texts; refuse texts with an ``x``."""
 
+    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
+        return sampling
+
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if "x" in (prompt.text or "x"):
             raise InvalidRequest("text", "has an x")

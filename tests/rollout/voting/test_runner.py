@@ -84,6 +84,9 @@ class Election(VoteObserver):
         self.votes = self._runner()
         self._voters = {voter.length: voter for voter in voters}
 
+    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
+        return sampling
+
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if prompt.text == "bad":
             raise InvalidRequest("text", "is bad")

@@ -36,7 +36,7 @@ LEANED_ON = {
     "vllm": {"LLM": "", "SamplingParams": ""},
     "vllm.config": {"VllmConfig": ""},
     "vllm.config.model": {
-        "ModelConfig": "get_diff_sampling_param get_hidden_size get_vocab_size hf_text_config max_model_len model "
+        "ModelConfig": "get_hidden_size get_vocab_size hf_text_config logprobs_mode max_model_len model "
         "quantization revision word_embeddings_untied_by_checkpoint"
     },
     "vllm.config.load": {"LoadConfig": "load_format"},

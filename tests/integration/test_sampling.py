@@ -1,0 +1,96 @@
+"""Which distribution is sampled from, and which one log-probs are of, for a model with a `generation_config`."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from darts_client import Client
+from darts_server.demo.server import DARTS, MODEL, Server
+from tests.integration.fork_server import Serve
+
+pytestmark = pytest.mark.engine
+PROMPT = "7a-5b*4>"
+BATCH = {"prompts": [{"text": PROMPT}], "group_size": 8, "policy": {"name": "off"}}
+VOTE = {"prompt": PROMPT, "n": 4, "pattern": "#([0-9])"}
+
+
+@pytest.fixture(scope="module")
+def greedy_by_default(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a `generation_config` that always samples the likeliest token."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"do_sample": True, "top_k": 1}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processed(serve: Serve, greedy_by_default: Path) -> Iterator[Server]:
+    with serve((*DARTS[:-1], str(greedy_by_default)), greedy_by_default / "processed.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def raw(serve: Serve, greedy_by_default: Path) -> Iterator[Server]:
+    command = (*DARTS[:-1], str(greedy_by_default))
+    with serve(command, greedy_by_default / "raw.log", "--logprobs-mode", "raw_logprobs") as running:
+        yield running
+
+
+def rollouts(server: Server, **sampling: Any) -> httpx.Response:
+    body = BATCH | {"sampling": {"max_tokens": 40} | sampling}
+    return httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=60)
+
+
+def texts(answer: httpx.Response) -> set[str]:
+    return {trajectory["text"] for trajectory in answer.json()["groups"][0]["trajectories"]}
+
+
+def test_our_routes_and_the_client_ignore_the_models_generation_config(processed: Server) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "n": 8, "max_tokens": 40}
+    choices = httpx.post(f"{processed.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert len({choice["text"] for choice in choices}) == 1, "vLLM's route applies it, as always"
+    answer = rollouts(processed)
+    assert len(texts(answer)) > 1
+    assert {"top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_tokens": 40}.items() <= answer.json()["sampling"].items()
+    vote = httpx.post(f"{processed.url}/darts/v1/vote", json=VOTE | {"sampling": {"max_tokens": 40}}, timeout=60).json()
+    assert vote["sampling"]["top_k"] == 0
+    with Client(processed.url) as client:
+        [group] = client.completions(PROMPT, group_size=8, max_tokens=40, policy="off")
+        assert len({trajectory.text for trajectory in group.trajectories}) > 1
+        with client.rollouts(PROMPT, group_size=8, max_tokens=40, min_p=0.25) as batch:
+            assert batch.sampling is None
+            list(batch)
+            assert batch.sampling is not None
+            assert (batch.sampling["top_k"], batch.sampling["min_p"]) == (0, 0.25)
+        assert (client.vote(PROMPT, n=2, pattern="#([0-9])", max_tokens=9).sampling or {})["top_k"] == 0
+
+
+def test_logprobs_are_those_of_the_distribution_that_is_sampled_from(processed: Server) -> None:
+    answer = rollouts(processed, top_k=1, temperature=0.5, logprobs=True)
+    for trajectory in answer.json()["groups"][0]["trajectories"]:
+        assert trajectory["logprobs"] == [0.0] * trajectory["length"]
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "logprobs": 0}
+    [choice] = httpx.post(f"{processed.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert set(choice["logprobs"]["token_logprobs"]) == {0.0}, "also on vLLM's routes"
+
+
+def test_raw_logprobs_of_another_distribution_are_refused(raw: Server) -> None:
+    refused = [
+        rollouts(raw, top_k=5, temperature=0.7, logprobs=True),
+        httpx.post(f"{raw.url}/darts/v1/vote", json=VOTE | {"sampling": {"top_p": 0.9, "logprobs": True}}, timeout=60),
+    ]
+    for answer in refused:
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "sampling.logprobs"
+        assert "--logprobs-mode processed_logprobs" in answer.json()["error"]["message"]
+    assert raw.metric("darts_candidates_started_total") == 0, "nothing was started"
+    assert rollouts(raw, top_k=5, temperature=0.7).status_code == 200
+    answer = rollouts(raw, logprobs=True)
+    assert answer.status_code == 200
+    assert min(answer.json()["groups"][0]["trajectories"][0]["logprobs"]) < 0
