@@ -57,7 +57,7 @@ class Gate:
     def check(self) -> None:
         """Raise the error of `fail`, if the gate has failed."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # or it keeps everything that it is raised in
 
     def leave(self) -> None:
         self._inside -= 1

@@ -1,4 +1,5 @@
 import asyncio
+from traceback import walk_tb
 
 import pytest
 
@@ -106,3 +107,14 @@ async def test_a_failed_gate_raises_in_waiting_and_new_work() -> None:
             await work.task
     with pytest.raises(LookupError):
         gate.check()
+
+
+async def test_a_failed_gate_keeps_nothing_of_what_it_has_refused() -> None:
+    gate, error = Gate(), LookupError("lost")
+    gate.fail(error)
+    depths = []
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            gate.check()
+        depths.append(len(list(walk_tb(error.__traceback__))))
+    assert depths[0] == depths[1]

@@ -71,7 +71,7 @@ class SecurityMiddleware:
         try:
             who = self._check_access(scope)
             if self._lifecycle.stop_reason is not None and _is_refused_at_shutdown(scope):
-                raise self._lifecycle.stop_reason
+                raise self._lifecycle.stop_reason.with_traceback(None)  # or it keeps every request that it refuses
         except DartsError as error:
             await self._refuse(error, scope, receive, send)
             return
@@ -84,6 +84,8 @@ class SecurityMiddleware:
                 )
         finally:
             caller.reset(token)
+            # Its traceback keeps the request's generators alive, whose tickets are released when they are dropped.
+            who.refused = None
 
     def _check_access(self, scope: Scope) -> Caller:
         headers = dict(reversed(scope["headers"]))  # the first of several with the same name

@@ -1,11 +1,15 @@
 """The middleware around a small app, called as the web server does."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
+from weakref import finalize
 
 import pytest
 from fastapi import FastAPI, HTTPException, Request, WebSocket
+from starlette.responses import Response
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -325,6 +329,30 @@ def test_a_request_beyond_the_quota_of_its_key_is_invalid() -> None:
     assert answer.json()["error"]["param"] == "n"
     assert app.refused == ["quota"]
     assert app.client().post("/v1/completions", json={"n": 8}, headers=KEY).status_code == 200
+
+
+def test_a_request_that_is_refused_half_way_holds_nothing_afterwards() -> None:
+    app, admission = app_with_keys("one"), Admission(lambda: 0, 10, Bounds(max_per_caller=8))
+
+    async def output() -> AsyncIterator[None]:
+        yield
+
+    async def start_both() -> None:
+        outputs = []
+        for _ in range(2):  # the second one is refused, and the output of the first is never iterated
+            ticket = admission.admit(5)
+            outputs.append(output())
+            finalize(outputs[-1], ticket.release)
+
+    @app.app.post("/v1/messages/count_tokens")
+    async def answers_errors_itself() -> Response:
+        with suppress(ValueError):
+            await start_both()
+        return Response(status_code=400)
+
+    assert app.client().post("/v1/messages/count_tokens", headers=KEY).status_code == 400
+    gc.collect()
+    assert (admission.requests, admission.ahead) == (0, 0)
 
 
 # --- shutdown ----------------------------------------------------------------
