@@ -103,8 +103,11 @@ def _token_ids(prompt: Any) -> list[int] | None:
 
 
 def _check_tokens(token_ids: list[int] | None, vocab_size: int) -> None:
-    """vLLM allows what either tokenizer or model has, but the model has no embedding for ids beyond its own."""
-    if not token_ids:
+    """vLLM allows what either tokenizer or model has, but the model has no embedding for ids beyond its own.
+
+    ``vocab_size``: 0 where the model's configuration does not have it.
+    """
+    if not token_ids or not vocab_size:
         return
     lowest, highest = min(token_ids), max(token_ids)
     if lowest < 0 or highest >= vocab_size:

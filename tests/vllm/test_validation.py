@@ -99,6 +99,11 @@ def test_a_token_id_that_the_model_does_not_have_is_refused(token: int) -> None:
     assert refused(request(TOKENS | {"prompt_token_ids": [5, token, 6]})) == "prompt"
 
 
+def test_any_token_id_is_accepted_where_the_models_configuration_has_no_vocabulary_size() -> None:
+    config: Any = SimpleNamespace(**vars(CONFIG) | {"model_config": SimpleNamespace(get_vocab_size=lambda: 0)})
+    check_request(config, request(TOKENS))
+
+
 @given(st.integers(1, 1024), st.integers(MIN_SEED - 2000, MIN_SEED) | st.integers(MAX_SEED - 2000, MAX_SEED + 2000))
 def test_a_seed_is_accepted_if_and_only_if_that_of_each_candidate_is_in_range(n: int, seed: int) -> None:
     params = SamplingParams(n=n, seed=seed)
