@@ -134,6 +134,7 @@ def rollouts(
         max_tokens=MAX_RESPONSE_TOKENS,
         policy=policy,
         seed=seed,
+        survivors=False,
     )
     return sorted(batch, key=lambda group: group.number), batch.usage
 

@@ -76,7 +76,7 @@ class Discarded(WireModel):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one prompt: exactly `group_size` of them, in the order of their index.
+    """The trajectories of one prompt, in the order of their index: exactly `group_size`, or all survivors of pruning.
 
     `prompt_token_ids` is None when the server did not return them; for rollouts, when the caller did not send them.
     `group_id` is the server's name for the group; the groups of one OpenAI-style request share it. `number` is the

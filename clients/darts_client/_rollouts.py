@@ -80,6 +80,7 @@ def rollouts_request(
     policy: str | Mapping[str, Any] | None,
     budget: int | None,
     num_groups: int | None,
+    survivors: bool | None,
     chunk_tokens: int | None,
     durable: bool,
     idempotency_key: str | None,
@@ -96,6 +97,7 @@ def rollouts_request(
         "policy": {"name": policy} if isinstance(policy, str) else policy,
         "budget": budget,
         "num_groups": num_groups,
+        "survivors": survivors,
         "chunk_tokens": chunk_tokens,
     }
     body = {
@@ -124,12 +126,19 @@ def tokens_in_payload(payload: TrajectoryPayload) -> Tokens:
 
 
 def build_group(
-    payload: GroupPayload, request: RolloutsRequest, tokens: Callable[[TrajectoryPayload], Tokens]
+    payload: GroupPayload,
+    request: RolloutsRequest,
+    tokens: Callable[[TrajectoryPayload], Tokens],
+    survivors: bool = False,
 ) -> Group:
-    """Build the group; raise ProtocolError unless it has exactly `group_size` trajectories, or an error and none."""
+    """Build the group; raise ProtocolError unless it has exactly `group_size` trajectories, or an error and none.
+
+    `survivors`: it has all that were not pruned, at least one.
+    """
     expected = 0 if payload.error is not None else request.group_size
-    if len(payload.trajectories) != expected:
-        raise ProtocolError(f"group {payload.number} has {len(payload.trajectories)} trajectories, not {expected}")
+    found = len(payload.trajectories)
+    if found != expected and not (survivors and found > 0 < expected):
+        raise ProtocolError(f"group {payload.number} has {found} trajectories, not {expected}")
     return Group(
         group_id=payload.group_id,
         prompt_token_ids=request.token_ids[payload.number],

@@ -47,6 +47,7 @@ class _BatchStarted(WireModel):
     id: str
     policy: str
     groups: int
+    survivors: bool = False
     sampling: dict[str, Any] | None = None
 
 
@@ -154,6 +155,7 @@ class BatchReader:
         self._retries = retries
         self._schedule = self._new_schedule()
         self._last_event = 0
+        self._survivors = False
         self._finished: set[int] = set()
         self._assembly = CandidateAssembly(request.logprobs)
 
@@ -243,6 +245,7 @@ class BatchReader:
         if started.groups != self._prompts:
             raise ProtocolError(f"{self._prompts} prompt(s) were sent, but the batch has {started.groups} groups")
         self.id, self.policy, self.sampling = started.id, started.policy, started.sampling
+        self._survivors = started.survivors
 
     def _finish_group(self, payload: GroupPayload) -> GroupEvent:
         number = payload.number
@@ -250,10 +253,10 @@ class BatchReader:
             raise ProtocolError(f"group {number} is not one of {self._prompts}, or came twice")
         self._finished.add(number)
         if self._request.stream == "tokens":
-            group = build_group(payload, self._request, lambda t: self._assembly.tokens(number, t))
+            group = build_group(payload, self._request, lambda t: self._assembly.tokens(number, t), self._survivors)
             self._assembly.close(number)
         else:
-            group = build_group(payload, self._request, tokens_in_payload)
+            group = build_group(payload, self._request, tokens_in_payload, self._survivors)
         if group.error is not None:
             self.failed.append(group)
         return GroupEvent(group)

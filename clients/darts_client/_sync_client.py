@@ -145,6 +145,7 @@ class Client:
         policy: str | Mapping[str, Any] | None = None,
         budget: int | None = None,
         num_groups: int | None = None,
+        survivors: bool | None = None,
         logprobs: bool = True,
         durable: bool = True,
         idempotency_key: str | None = None,
@@ -161,8 +162,9 @@ class Client:
 
         A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. `policy` is a name, or a mapping
         with `name` and settings to override for this batch; `budget` bounds the candidates of all prompts together.
-        With `num_groups` the batch ends with the first that many groups. Any other of vLLM's sampling parameters is
-        passed on.
+        With `num_groups` the batch ends with the first that many groups. With `survivors`, the default of `arrol`, a
+        group has all trajectories that were not pruned, more or fewer than `group_size`. Any other of vLLM's sampling
+        parameters is passed on.
 
         A group that fails is not yielded but listed in `failed`; if all fail, the first error is raised.
 
@@ -183,6 +185,7 @@ class Client:
             policy=policy,
             budget=budget,
             num_groups=num_groups,
+            survivors=survivors,
             chunk_tokens=None,
             durable=durable,
             idempotency_key=idempotency_key,
@@ -200,6 +203,7 @@ class Client:
         policy: str | Mapping[str, Any] | None = None,
         budget: int | None = None,
         num_groups: int | None = None,
+        survivors: bool | None = None,
         logprobs: bool = True,
         durable: bool = True,
         idempotency_key: str | None = None,
@@ -225,6 +229,7 @@ class Client:
             policy=policy,
             budget=budget,
             num_groups=num_groups,
+            survivors=survivors,
             chunk_tokens=chunk_tokens,
             durable=durable,
             idempotency_key=idempotency_key,

@@ -307,16 +307,16 @@ class Group:
                 yield self._stop(score.index, DiscardReason.PRUNED)
 
     def _can_prune_one(self) -> bool:
-        """Whether M others remain. Truncated ones do not count: a valid one is worth more than any of them."""
+        """Whether enough others remain. Truncated ones do not count: a valid one is worth more than any of them."""
         standings = self._assessment.standings
-        return self._survival_rng is not None and len(standings.running) + len(standings.valid) > self.size
+        return self._survival_rng is not None and len(standings.running) + len(standings.valid) > self.rule.fewest
 
     def _decide(self) -> Iterator[Decision]:
         if not self._needs_assessment:
             return
         self._needs_assessment = False
         standings = self._assessment.standings
-        missing = self.size - len(standings)
+        missing = self.rule.fewest - len(standings)
         if missing > self._replacements_left:
             yield from self._give_up()
             return

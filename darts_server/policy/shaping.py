@@ -46,7 +46,7 @@ class Shaping:
     * ``finish_order``: saturated prompts take the order of finishing for that of lengths, like the paper's public code.
     * ``target_positive_ratio``: rho; returns the M whose expected share of right ones is nearest it, whatever their
       lengths. ``None`` selects by length.
-    * ``return_survivors``: returns all candidates that are not pruned, at least M.
+    * ``return_survivors``: returns all candidates that are not pruned, more or fewer than M.
     * ``shadow``: shapes nothing, and records what would have been done.
 
     Pruning by quality:
@@ -80,6 +80,11 @@ class Shaping:
     def prunes(self) -> bool:
         """Whether candidates are scored and pruned."""
         return self.pruning is not None and not self.shadow
+
+    @property
+    def may_return_survivors(self) -> bool:
+        """Whether callers that take groups of any size get all survivors unless they say otherwise, as in ARRoL."""
+        return self.prunes and self.target_positive_ratio is not None
 
     def bounds(self, size: int) -> tuple[int, int]:
         """Return M_low and M_up for a group of ``size``."""

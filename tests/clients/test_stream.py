@@ -306,6 +306,21 @@ def test_a_delta_without_all_logprobs_is_rejected(logprobs: list[float] | None) 
         append(CandidateAssembly(True), 0, 0, 0, 2, logprobs=logprobs)
 
 
+def test_groups_of_survivors_have_any_size_but_none() -> None:
+    name, data = started(1)
+    for count in (1, 2, 3):
+        members = [trajectory(0, index, 1) for index in range(count)]
+        [event] = read(build_reader(prompts="a"), (name, data | {"survivors": True}), ("group", group(0, *members)))
+        assert isinstance(event, GroupEvent)
+        assert len(event.group.trajectories) == count
+    with pytest.raises(ProtocolError, match="has 0 trajectories, not 2"):
+        read(
+            build_reader(prompts="a"),
+            (name, data | {"survivors": True}),
+            ("group", group(0, trajectories=[], discarded=[])),
+        )
+
+
 def test_events_after_the_end_of_a_candidate_are_rejected() -> None:
     assembly = CandidateAssembly(True)
     for index in (0, 1):

@@ -1,4 +1,4 @@
-"""Candidates on real vLLM are pruned by the score of their hidden states, and exactly n are returned."""
+"""Candidates on real vLLM are pruned by the score of their hidden states: all survivors are returned, or n of them."""
 
 import time
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from darts_client import Client
 from darts_server.demo.problems import Problem, reward, sample_problem
 from darts_server.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
@@ -20,17 +21,20 @@ PATIENCE = 60.0
 
 
 def rollouts(server: Server, problems: list[Problem], **policy: object) -> list[dict[str, Any]]:
-    body = {
-        "prompts": [{"text": problem.prompt} for problem in problems],
-        "group_size": SIZE,
-        "sampling": {"max_tokens": 200},
-        "policy": policy,
-    }
+    answer = batch(server, problems, policy=policy, survivors=False)
+    groups: list[dict[str, Any]] = answer["groups"]
+    assert [len(group["trajectories"]) for group in groups] == [SIZE] * len(problems)
+    assert not answer["survivors"]
+    return groups
+
+
+def batch(server: Server, problems: list[Problem], **more: object) -> dict[str, Any]:
+    prompts = [{"text": problem.prompt} for problem in problems]
+    body = {"prompts": prompts, "group_size": SIZE, "sampling": {"max_tokens": 200}, **more}
     answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
-    groups: list[dict[str, Any]] = answer.json()["groups"]
-    assert [len(group["trajectories"]) for group in groups] == [SIZE] * len(problems)
-    return groups
+    parsed: dict[str, Any] = answer.json()
+    return parsed
 
 
 def train_step(server: Server, rng: Random, **policy: object) -> list[dict[str, Any]]:
@@ -83,6 +87,19 @@ def test_groups_are_pruned_once_the_head_is_trained_also_after_a_restart(serve: 
         assert server.metric("darts_quality_loss") > 0
         assert server.metric("darts_quality_training_steps_total") > 0
         assert not pruned(rollouts(server, [sample_problem(rng)], name="uniform"))
+
+        problems = [sample_problem(rng) for _ in range(GROUPS)]
+        survived = batch(server, problems)
+        assert survived["survivors"], "the policy's default"
+        for group in survived["groups"]:
+            assert len(group["trajectories"]) == group["candidates"] - pruned([group]) >= 1
+            assert all(t["weight"] >= 1 for t in group["trajectories"])
+        assert len({len(group["trajectories"]) for group in survived["groups"]}) > 1
+        with Client(server.url) as client:
+            groups_of_any_size = list(
+                client.rollouts([p.prompt for p in problems], group_size=SIZE, max_tokens=200, seed=3)
+            )
+        assert len({len(group.trajectories) for group in groups_of_any_size}) > 1
         saved = httpx.get(f"{server.url}/darts/v1/state").content
 
     with serve(DARTS, tmp_path / "second.log", *flags) as server:

@@ -76,7 +76,7 @@ class ScoredWorld(World):
                     before.add(i)
                     returnable -= 1
                     self.gone = frozenset(self.failed) | before
-                    assert returnable >= self.rule.size, "pruned below the group's size"
+                    assert returnable >= self.rule.fewest, "pruned below what the group needs"
         World.act(self, decisions)
 
 

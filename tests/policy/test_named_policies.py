@@ -94,6 +94,10 @@ def test_a_group_without_a_candidate_to_prune_is_refused() -> None:
     assert policies["arrol"].selection_rule(8) == Balanced(8, 0.5)
 
 
+def test_arrol_alone_returns_all_survivors_where_callers_take_groups_of_any_size() -> None:
+    assert [name for name, shaping in POLICIES.items() if shaping.may_return_survivors] == ["arrol"]
+
+
 def test_all_survivors_are_returned_under_either_policy() -> None:
     for name in ("arrol", "darts+arrol"):
         assert replace(POLICIES[name], return_survivors=True).selection_rule(8) == AllSurvivors(8)

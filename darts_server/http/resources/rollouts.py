@@ -107,6 +107,7 @@ def _encode(batch: BatchRun, done: BatchDone) -> bytes:
         id=batch.batch_id,
         policy=batch.policy,
         groups=[],  # the first field of that name in the text below: callers have no influence on those before it
+        survivors=batch.survivors,
         sampling=dict(batch.sampling),
         unfinished=[UnfinishedOut.of(prompt) for prompt in done.unfinished],
         usage=usage_of(done.results, done.seconds),

@@ -56,8 +56,9 @@ def _name_and_data(event: Event, stream: StreamMode) -> tuple[str, dict[str, Any
         case GroupEnded(result):
             left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
             return "group", GroupOut.of(result).model_dump(mode="json", exclude=left_out)
-        case BatchStarted(batch_id, policy, groups, sampling):
-            return "batch", {"id": batch_id, "policy": policy, "groups": groups, "sampling": sampling}
+        case BatchStarted(batch_id, policy, groups, survivors, sampling):
+            what = {"id": batch_id, "policy": policy, "groups": groups}
+            return "batch", {**what, "survivors": survivors, "sampling": sampling}
         case BatchDone(batch_id, results, unfinished, seconds):
             usage = usage_of(results, seconds).model_dump(mode="json")
             left = [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in unfinished]

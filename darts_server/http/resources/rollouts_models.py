@@ -81,8 +81,10 @@ class RolloutsIn(Body):
         ge=1,
         description="Number of groups that are enough: the others are stopped when it is reached. Default: all.",
     )
-    survivors: bool = Field(
-        False, description="Under a policy that prunes: return all trajectories not pruned, at least `group_size`."
+    survivors: bool | None = Field(
+        None,
+        description="Under a policy that prunes: return all trajectories not pruned, more or fewer than `group_size`. "
+        "Default: true for `arrol`.",
     )
     stream: Literal[False, "groups", "tokens"] = Field(
         False, description='Stream server-sent events: "groups" as they are decided, or "tokens" as they are generated.'
@@ -178,6 +180,7 @@ class RolloutsOut(BaseModel):
     id: str
     policy: str
     groups: list[GroupOut]
+    survivors: bool = Field(description="Whether groups have all trajectories not pruned, in place of `group_size`.")
     sampling: Sampling
     unfinished: list[UnfinishedOut]
     usage: UsageOut

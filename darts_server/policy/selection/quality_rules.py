@@ -54,7 +54,14 @@ class Balanced(_QualityRule):
 
 @dataclass(frozen=True, slots=True)
 class AllSurvivors(_QualityRule):
-    """Select all candidates that were not pruned, at least ``size``, for trainers that take groups of any size."""
+    """Select all candidates that were not pruned, for trainers that take groups of any size (ARRoL).
+
+    One is always left, since nothing can be learned from an empty group; ``size`` is only what the group was asked for.
+    """
+
+    @property
+    def fewest(self) -> int:
+        return 1
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         return {c.index: SelectedAs.BALANCED if c.valid else SelectedAs.FILL for c in finished}

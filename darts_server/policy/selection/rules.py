@@ -48,6 +48,11 @@ class SelectionRule(Protocol):
         ...
 
     @property
+    def fewest(self) -> int:
+        """How many candidates must be left of those that are pruned or fail."""
+        ...
+
+    @property
     def num_shortest(self) -> int:
         """K: once that many have finished, the group waits for its tail only."""
         ...
@@ -89,6 +94,10 @@ class Assessable:
     """
 
     __slots__ = ()
+
+    @property
+    def fewest(self: SelectionRule) -> int:
+        return self.size
 
     @property
     def samples_rest(self) -> bool:

@@ -9,11 +9,15 @@ from darts_server.types import DiscardReason, Sample
 
 @dataclass(frozen=True, slots=True)
 class BatchStarted:
-    """``groups``: number of prompts. ``sampling``: the sampling parameters in force."""
+    """``groups``: number of prompts. ``survivors``: whether a group has all trajectories that were not pruned.
+
+    ``sampling``: the sampling parameters in force.
+    """
 
     batch_id: str
     policy: str
     groups: int
+    survivors: bool
     sampling: Mapping[str, object]
 
 

@@ -59,13 +59,14 @@ class BatchRun:
     ) -> None:
         self.batch_id = submission.batch_id
         self.policy = submission.plan.policy
+        self.survivors = submission.plan.shaping.return_survivors
         self.sampling = submission.sampling
         self.owner = caller.get().name
         """Name of the caller that started it; ``None`` for callers without a key."""
         self._size = submission.size
         self.answer_format = answer_format
         self.feed = EventFeed(
-            BatchStarted(self.batch_id, self.policy, submission.size, self.sampling),
+            BatchStarted(self.batch_id, self.policy, submission.size, self.survivors, self.sampling),
             answer_format.chunk_tokens if answer_format.stream is StreamMode.TOKENS else None,
             interval,
             replayable,

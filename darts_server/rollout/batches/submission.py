@@ -38,7 +38,8 @@ class BatchRequest:
         policy: overrides of the server's policy settings by name, and under ``name`` which policy.
         budget: candidates in all; ``None`` leaves it to the policy.
         num_groups: complete groups that are enough, the first to be decided; ``None`` for all.
-        survivors: return all trajectories that are not pruned, at least ``group_size``.
+        survivors: return all trajectories that are not pruned, more or fewer than ``group_size``; ``None`` leaves it to
+            the policy.
     """
 
     prompts: Sequence[PromptSpec]
@@ -47,7 +48,7 @@ class BatchRequest:
     policy: Mapping[str, object] = field(default_factory=dict)
     budget: int | None = None
     num_groups: int | None = None
-    survivors: bool = False
+    survivors: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ def _plan(batch: BatchRequest, planner: Planner) -> Plan:
     if not batch.prompts:
         raise InvalidRequest("prompts", "must have at least one prompt, got none")
     plan = planner.plan(batch.group_size, RequestOptions()) or Plan(OFF, UNSHAPED, batch.group_size)
-    if batch.survivors:
+    if batch.survivors or (batch.survivors is None and plan.shaping.may_return_survivors):
         plan = _with_survivors(plan)
     low, high = (len(batch.prompts) * bound for bound in plan.shaping.bounds(plan.size))
     if batch.budget is not None and not low <= batch.budget <= high:

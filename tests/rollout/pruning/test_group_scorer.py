@@ -345,16 +345,29 @@ async def submit_under(harness: Harness, policy: str, batch: BatchRequest) -> Su
 
 @pytest.mark.parametrize("policy", ["arrol", "darts+arrol"])
 @pytest.mark.parametrize("pruned", [0, 1, 4])
-async def test_a_caller_who_wants_all_survivors_gets_them_and_no_fewer_than_the_groups_size(
-    policy: str, pruned: int
-) -> None:
+async def test_a_caller_who_wants_all_survivors_gets_them_and_at_least_one(policy: str, pruned: int) -> None:
     harness = create_house(FakeScorer(4), [20], dict.fromkeys(range(pruned), (0.5, PRUNED)))
     request = BatchRequest([PromptSpec(text="5")], 2, survivors=True, budget=4)
     [result] = await play(harness, await submit_under(harness, policy, request))
     assert result.record is not None
     pruned_ones = [c.index for c in result.record.candidates if c.reason is DiscardReason.PRUNED]
-    assert pruned_ones == list(range(min(pruned, 2)))
+    assert pruned_ones == list(range(min(pruned, 3)))
     assert list(result.samples) == [i for i in range(4) if i not in pruned_ones]
+    assert result.record.candidates[3].survival == 1.0, "the true probability, as it was kept or needed"
+
+
+@pytest.mark.parametrize(
+    ("policy", "survivors", "all_of_them"),
+    [("arrol", None, True), ("arrol", False, False), ("darts+arrol", None, False), ("darts", None, False)],
+)
+async def test_a_batch_has_all_survivors_by_default_under_arrol_alone(
+    policy: str, survivors: bool | None, all_of_them: bool
+) -> None:
+    harness = create_house(FakeScorer(4), [20], {0: (0.5, PRUNED)})
+    submission = await submit_under(harness, policy, BatchRequest([PromptSpec(text="5")], 2, survivors=survivors))
+    assert submission.plan.shaping.return_survivors == all_of_them
+    [result] = await play(harness, submission)
+    assert len(result.samples) == (3 if all_of_them else 2)
 
 
 async def test_survivors_of_a_policy_that_does_not_prune_are_refused() -> None:
