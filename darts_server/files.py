@@ -2,16 +2,33 @@
 
 import errno
 import os
+import socket
 import stat
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import BinaryIO
-
-Stamp = tuple[int, int, int, int]
-"""Device, inode, size in bytes and time of change in nanoseconds."""
+from typing import BinaryIO, NamedTuple
 
 # Without O_NONBLOCK a pipe that has no writer blocks open(2) for ever.
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Stamp(NamedTuple):
+    """Which state of which file it is. ``place``: see `_place`. ``size``: in bytes. ``changed``: when, in ns."""
+
+    place: str
+    device: int
+    inode: int
+    size: int
+    changed: int
+
+    def fits(self, other: "Stamp") -> bool:
+        """Whether it may be the same state. Numbers of devices and inodes, and times of copies, mean nothing elsewhere.
+
+        A worker on another machine sees the file through a mount of its own, or has a copy.
+        """
+        return self == other if self.place == other.place else self.size == other.size
 
 
 def open_file(path: Path, root: Path | None = None) -> BinaryIO:
@@ -32,13 +49,13 @@ def open_file(path: Path, root: Path | None = None) -> BinaryIO:
 
 
 def open_unchanged(path: Path, stamp: Stamp) -> BinaryIO:
-    """Open the regular file that had this stamp.
+    """Open the regular file that had this stamp, perhaps on another machine.
 
     Raises:
         OSError: it is gone, or another or a changed file has taken its place.
     """
     file = open_file(path)
-    if stamp_of(file) != stamp:
+    if not stamp_of(file).fits(stamp):
         file.close()
         raise OSError(errno.ESTALE, "has changed since it was checked", str(path))
     return file
@@ -77,12 +94,21 @@ def stamp_of(file: BinaryIO | Path) -> Stamp:
         OSError
     """
     status = os.stat(file) if isinstance(file, Path) else os.fstat(file.fileno())
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return Stamp(_place(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def path_of(file: BinaryIO) -> str:
     """Return a path that leads to this open file in this process, for libraries that open files themselves."""
     return f"/proc/self/fd/{file.fileno()}"
+
+
+@cache
+def _place() -> str:
+    """Name the machine and the mounts of this process. Processes of one server's container have the same."""
+    mounts = ""
+    with suppress(OSError):
+        mounts = os.readlink("/proc/self/ns/mnt")
+    return f"{socket.gethostname()} {mounts}"
 
 
 def _open(path: Path, root: Path | None) -> int:

@@ -90,6 +90,15 @@ def test_a_file_is_opened_again_only_if_it_is_unchanged(root: Path) -> None:
         open_unchanged(file, stamp)
 
 
+def test_on_another_machine_the_file_has_other_numbers_and_the_same_size(root: Path) -> None:
+    file = root / "a" / "b" / "file"
+    stamp = stamp_of(file)._replace(place="another", device=1, inode=2, changed=3)
+    open_unchanged(file, stamp).close()
+    for other in (stamp._replace(size=1), stamp._replace(place=stamp_of(file).place)):
+        with pytest.raises(OSError, match="has changed since it was checked"):
+            open_unchanged(file, other)
+
+
 def test_a_folder_that_is_exchanged_for_a_link_while_it_is_read_leads_nowhere_else(root: Path) -> None:
     """Another process exchanges a folder and a link to one outside, as fast as it can."""
     outside = root.parent / "elsewhere"

@@ -13,12 +13,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 from vllm.platforms import current_platform
 
-from darts_server.files import open_unchanged, path_of
+from darts_server.files import Stamp, open_unchanged, path_of
 from darts_server.vllm.platform import COMBINED, EXTENSION
 from darts_server.vllm.probe.capture import install
 
-Plan = Sequence[tuple[str, Sequence[int], Sequence[str]]]
-"""Path, stamp and tensor names of each file. The stamp, see `files.Stamp`, is that of the file that was checked."""
+Plan = Sequence[tuple[str, Sequence[Any], Sequence[str]]]
+"""Path, stamp and tensor names of each file. The stamp is that of the file that was checked, as a `files.Stamp`."""
 
 
 class WorkerExtension:
@@ -100,8 +100,8 @@ def __getattr__(name: str) -> type:
 
 
 def _tensors(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, (device, inode, size, changed), names in plan:
-        opened = open_unchanged(Path(path), (device, inode, size, changed))
+    for path, stamp, names in plan:
+        opened = open_unchanged(Path(path), Stamp(*stamp))
         with opened, safe_open(path_of(opened), "pt") as file:
             for name in names:
                 yield name, file.get_tensor(name)
