@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic
@@ -161,16 +162,17 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def poll(self) -> None:
         """Feed the progress of candidates that reached a count at which it matters, and scores of others."""
-        events = [
-            Progress(index, tokens)
-            for index, tokens_due in self._group.check_at.items()
-            if (running := self._running.get(index)) is not None
-            and (tokens := running.tokens()) is not None
-            and tokens >= tokens_due
-        ]
-        scores = [] if self._group_scorer is None else self._group_scorer.poll()
-        if events or scores:
-            self._feed(*events, *scores)
+        with self._ended_by_errors():
+            events = [
+                Progress(index, tokens)
+                for index, tokens_due in self._group.check_at.items()
+                if (running := self._running.get(index)) is not None
+                and (tokens := running.tokens()) is not None
+                and tokens >= tokens_due
+            ]
+            scores = [] if self._group_scorer is None else self._group_scorer.poll()
+            if events or scores:
+                self._feed(*events, *scores)
 
     def leave(self) -> None:
         """Stop what still runs, as its caller is gone or complete, unless it runs on to be observed (shadow)."""
@@ -311,12 +313,17 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _feed(self, *events: Event) -> None:
         """Pass events to the group and carry out its decisions."""
-        try:
+        with self._ended_by_errors(*events):
             decisions = self._group.handle(*events)
             self._report_tokens_needed()
             self._act(decisions)
+
+    @contextmanager
+    def _ended_by_errors(self, *events: Event) -> Iterator[None]:
+        """End the group if a bug of ours raises here. Its caller gets the error, and no other group is touched."""
+        try:
+            yield
         except Exception as error:
-            # A bug of ours. It ends this group, is delivered to its caller, and touches no other group.
             logger.exception("group %s failed on %s", self.spec.group_id, events)
             self.cancel()
             self._deliveries.put_nowait(error)

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from darts_server.engine.scripted import Script, settle
+from darts_server.engine.scripted import Script, ScriptedCandidate, settle
 from darts_server.exceptions import CandidateFailed, EngineDead, EngineRefused, GroupAborted, GroupFailed
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Harness, collect, lengths
@@ -224,6 +224,27 @@ async def test_a_bug_ends_its_own_group_with_the_error_and_no_other(caplog: pyte
     assert len(await good) == 4
     assert harness.engine.running == []
     assert "group bad failed" in caplog.text
+
+
+async def test_a_bug_while_a_group_is_polled_ends_that_group_and_the_others_are_polled_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness(lengths(3, 9, 4, 30, 5, 50))
+    bad, good = (asyncio.create_task(collect(harness.run(4, group_id=name))) for name in ("bad", "good"))
+    await settle()
+    read, errors = ScriptedCandidate.tokens, [RuntimeError("the adapter broke")]
+
+    def read_or_fail(candidate: ScriptedCandidate) -> int | None:
+        if errors:
+            raise errors.pop()
+        return read(candidate)
+
+    monkeypatch.setattr(ScriptedCandidate, "tokens", read_or_fail)
+    await harness.engine.run()
+    ends = await asyncio.gather(bad, good, return_exceptions=True)
+    assert sum(isinstance(end, RuntimeError) for end in ends) == 1
+    [record] = [record for record in harness.recorder.records if record.outcome is Outcome.COMPLETED]
+    assert all(c.tokens <= 9 for c in record.candidates), "its candidates are stopped as they pass the others"
 
 
 async def test_an_unexpected_engine_error_reaches_the_caller(caplog: pytest.LogCaptureFixture) -> None:
