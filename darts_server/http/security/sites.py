@@ -30,7 +30,8 @@ class Sites:
     """
 
     def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
-        self._hosts = {LOCAL_NAME, socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        machine = socket.gethostname().lower()
+        self._hosts = {LOCAL_NAME, machine, machine.partition(".")[0], *(host.lower() for host in hosts)}
         self._domains = tuple(host.removeprefix(ANY) for host in self._hosts if host.startswith(WILDCARD))
         self._origins = set(origins)
 

@@ -36,6 +36,16 @@ def test_other_names_are_refused_and_the_error_names_the_remedy(host: str) -> No
         SITES.check(host, None)
 
 
+def test_the_machine_has_a_short_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Node7.cluster.example")
+    sites = Sites()
+    sites.check("node7.cluster.example:8000", None)
+    sites.check("node7:8000", None)
+    for host in ("node7.example", "cluster.example", "other.cluster.example"):
+        with pytest.raises(Forbidden):
+            sites.check(host, None)
+
+
 def test_a_star_stands_for_every_name_but_not_for_every_web_page() -> None:
     sites = Sites(["*"])
     sites.check("example.com", None)
