@@ -41,6 +41,7 @@ POLICIES: Mapping[str, Method] = {
     "darts, longest tail": Method({"name": "darts", "tail": "longest"}),
     "darts_deadline": Method("darts_deadline"),
     "darts_cut": Method("darts_cut"),
+    "cap": Method("cap"),
     "arrol": Method("arrol"),
     "darts+arrol": Method("darts+arrol"),
 }

@@ -83,6 +83,7 @@ def make_planner(settings: Settings) -> Planner:
         quantile=settings.deadline_quantile,
         floor=settings.deadline_floor,
         ceiling=settings.deadline_ceiling,
+        bound=settings.deadline_bound,
         exploration=settings.exploration,
         max_lost_share=settings.max_lost_share,
     )

@@ -144,8 +144,10 @@ class GroupRecord:
     """Deadline of its cohort in tokens; ``None`` if there is none, or if the group was complete before it was known."""
     stretch: float = 1.0
     """Factor that ``cohort_deadline`` contains, so that it does not discard too many right answers."""
+    bound: int | None = None
+    """Tokens at which all its candidates were cut or, if explored, would have been cut; ``None`` without a deadline."""
     completion_length: int | None = None
-    """Length of its M-th shortest valid candidate; ``None`` while fewer than M valid ones had finished."""
+    """Length of its M-th shortest valid candidate, or of the one that its rule waits for; ``None`` without one."""
     num_shortest: int | None = None
     """K, where the K shortest are returned and the other places are sampled from the rest; else ``None``."""
     explored: bool = False
@@ -165,14 +167,22 @@ class GroupRecord:
     @property
     def deadline(self) -> int | None:
         """Tokens at which its tail was cut or, if explored, would have been cut; ``None`` without a deadline."""
-        if self.cohort_deadline is None or self.completion_length is None:
+        if self.cohort_deadline is None:
             return None
-        return max(self.cohort_deadline, self.completion_length)
+        if self.completion_length is None:
+            return self.bound
+        own = max(self.cohort_deadline, self.completion_length)
+        return own if self.bound is None else min(own, self.bound)
 
     @property
     def selected(self) -> list[CandidateRecord]:
         """The returned trajectories, by candidate index."""
         return [c for c in self.candidates if c.selected_as is not None]
+
+    @property
+    def all_truncated(self) -> bool:
+        """Whether no returned trajectory ended before a length limit, the deadline or the bound."""
+        return bool(self.selected) and all(c.finish_reason is not FinishReason.STOP for c in self.selected)
 
     @property
     def generated_tokens(self) -> int:

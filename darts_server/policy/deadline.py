@@ -6,7 +6,7 @@ longer. Groups that come one at a time use the completion lengths of the groups 
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log
 
@@ -29,6 +29,10 @@ RATIO_STEP = 1.05
 """Relative width of a bin of lengths."""
 LAST_BIN = ceil(log(MAX_STRETCH) / log(RATIO_STEP)) + 1
 """Of answers beyond `MAX_STRETCH`. The bin before it contains `MAX_STRETCH`."""
+BOUND = 2.0
+MIN_KNOWN = 0.75
+"""Share of a cohort's groups without which their deadline is not determined. Of DeepCoder-14B's prompts 19 % have too
+few answers that end before the length limit."""
 MIN_GROUPS = 8
 """Groups below which a quantile over them means nothing."""
 
@@ -40,7 +44,8 @@ class Deadline:
     ``quantile``: of the groups' completion lengths, in (0, 1]. ``floor``, ``ceiling``: bounds on the cohort's deadline
     in tokens; a group whose own M-th shortest is longer still waits for that. ``exploration``: share of cohorts whose
     tails run past the deadline, to see what it takes away. ``max_lost_share``: share of right answers that it may take
-    away. ``stretch``: factor on the deadline, at least 1.
+    away. ``stretch``: factor on the deadline, at least 1. ``bound``: how many times as long as the deadline a
+    trajectory may become, at least 1.
     """
 
     quantile: float = QUANTILE
@@ -49,6 +54,7 @@ class Deadline:
     exploration: float = EXPLORATION
     max_lost_share: float = MAX_LOST_SHARE
     stretch: float = 1.0
+    bound: float = BOUND
 
     def from_lengths(self, completion_lengths: Iterable[int], groups: int) -> int | None:
         """Compute the deadline in tokens from the lengths known so far of a cohort of ``groups``.
@@ -59,6 +65,32 @@ class Deadline:
         rank = ceil(self.quantile * groups - ROUNDING)
         known = sorted(completion_lengths)
         return self.clip(ceil(self.stretch * known[rank - 1])) if 0 < rank <= len(known) else None
+
+    def of_cohort(self, completion_lengths: Collection[int], minimums: Collection[int | None]) -> int | None:
+        """Compute the deadline in tokens of a cohort, or ``None`` while it is not known.
+
+        ``completion_lengths``: those that are known. ``minimums``: for each of the other groups the length that it has
+        at least, or ``None`` if it can have none any more.
+
+        A group that could only be complete beyond the bound will be cut there, so it counts as one without a completion
+        length, as soon as nothing that runs in it is shorter. So the deadline becomes known although some groups wait
+        for runaways.
+        """
+        known = self.from_lengths(completion_lengths, len(completion_lengths) + len(minimums))
+        if known is not None:
+            return known
+        tokens = self.without_others(completion_lengths, len(minimums))
+        beyond = tokens is not None and all(m is None or m > self.bound_of(tokens) for m in minimums)
+        return tokens if beyond else None
+
+    def without_others(self, completion_lengths: Collection[int], others: int) -> int | None:
+        """Return the deadline if the ``others`` have no completion length; ``None`` if they are too many for that."""
+        known = len(completion_lengths)
+        return self.from_lengths(completion_lengths, known) if known >= MIN_KNOWN * (known + others) else None
+
+    def bound_of(self, tokens: int) -> int:
+        """Return the length at which every candidate is cut, for a deadline of ``tokens``."""
+        return ceil(self.bound * tokens - ROUNDING)
 
     def clip(self, tokens: int) -> int:
         return max(self.floor, tokens if self.ceiling is None else min(tokens, self.ceiling))
@@ -138,7 +170,11 @@ def _bin(overrun: float) -> int:
 
 
 class RecentCompletionLengths:
-    """Completion lengths of the last `WINDOW` groups, in tokens, for groups that come one at a time."""
+    """Completion lengths of the last `WINDOW` groups, in tokens, for groups that come one at a time.
+
+    0 stands for a group that was cut at the bound before it had one. Such groups count as longer than the others. If
+    they are too many, there is no deadline until groups without one have shown their lengths.
+    """
 
     def __init__(self, lengths: Iterable[int] = ()) -> None:
         """
@@ -159,4 +195,6 @@ class RecentCompletionLengths:
 
     def deadline(self, rule: Deadline) -> int | None:
         """Return the deadline of the next group; ``None`` while fewer than `MIN_GROUPS` are known."""
-        return rule.from_lengths(self._lengths, len(self._lengths)) if len(self._lengths) >= MIN_GROUPS else None
+        known = [tokens for tokens in self._lengths if tokens]
+        cut = len(self._lengths) - len(known)
+        return rule.of_cohort(known, [None] * cut) if len(self._lengths) >= MIN_GROUPS else None

@@ -67,9 +67,13 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class DeadlineSet:
-    """The deadline of the group's cohort is ``tokens``. Only rules with a deadline use it."""
+    """The deadline of the group's cohort is ``tokens``. Only rules with a deadline use it.
+
+    ``bound``: length in tokens, at least ``tokens``, at which every candidate is cut; ``None`` for no such length.
+    """
 
     tokens: int
+    bound: int | None = None
 
 
 Event = Started | Progress | Scored | Finished | Failed | Lost | DeadlineSet
@@ -105,7 +109,10 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Stop a candidate if it still runs, and return exactly its first ``tokens`` tokens: it belongs to the group."""
+    """Stop a candidate if it still runs, and keep exactly its first ``tokens`` tokens.
+
+    One that is cut at the bound may turn out not to belong to the group, or be cut again, to fewer tokens.
+    """
 
     index: int
     tokens: int

@@ -16,7 +16,7 @@ And decisions are final: a stopped candidate never returns, a delivered one stay
 settle what no future event can change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from darts_server.exceptions import GroupFailed, IllegalMove
@@ -73,6 +73,8 @@ class Group:
         self.outcome: Outcome | None = None
         self.deadline: int | None = None
         """The cohort's deadline in tokens, once it is set."""
+        self.bound: int | None = None
+        """Length at which every candidate is cut, set with the deadline."""
         self.restarted_from = 0
         """Index of the first candidate since the last restart."""
         self._rule: SelectionRule | None = None
@@ -87,6 +89,7 @@ class Group:
         self._finish_count = 0
         self._max_candidates = 0
         self._has_cuts = False
+        self._finished_late: list[int] = []  # cut at the bound, which is still to be told
         self._pending_scores: list[Scored] = []
         self._free_places = 0  # of pruned candidates, for new ones
         self._allocated = 0
@@ -122,13 +125,23 @@ class Group:
 
     @property
     def completion_length(self) -> int | None:
-        """Length of the M-th shortest valid candidate so far; ``None`` while fewer than M valid ones have finished."""
-        return self.nth_shortest(self.size)
+        """Length of the shortest at the rule's ``completion_place`` so far; ``None`` while there are too few."""
+        return self.nth_shortest(self.rule.completion_place)
 
     def nth_shortest(self, n: int) -> int | None:
         """Return the length of the ``n``-th shortest valid candidate, from 1; ``None`` if there are fewer."""
         valid = self._assessment.standings.valid
         return valid[n - 1][0] if len(valid) >= n else None
+
+    def nth_shortest_minimum(self, n: int, generated: Mapping[int, int]) -> int | None:
+        """Return the length that the ``n``-th shortest valid candidate has at least; ``None`` if there cannot be one.
+
+        ``generated``: tokens of running candidates so far, by index.
+        """
+        standings = self._assessment.standings
+        running = (max(tokens, generated.get(index, 0) + 1) for tokens, index in standings.running)
+        lengths = sorted([*(tokens for tokens, _ in standings.valid), *running])
+        return lengths[n - 1] if len(lengths) >= n else None
 
     @property
     def check_at(self) -> dict[int, int]:
@@ -230,7 +243,7 @@ class Group:
         self.restarted_from = len(self.candidates)
         self._begin()
         self._finish_count = self._free_places = 0
-        self._pending_scores = []
+        self._pending_scores, self._finished_late = [], []
         return stops
 
     def resume(self) -> list[Decision]:
@@ -248,9 +261,9 @@ class Group:
             self._needs_assessment = True
         if isinstance(event, DeadlineSet):
             # Candidates may have been stopped or cut by the first deadline, so another one comes too late.
-            self.deadline = event.tokens if self.deadline is None else self.deadline
-            self._assessment.deadline = self.deadline
-            self._check_at = None
+            if self.deadline is None:
+                self.deadline, self.bound = event.tokens, event.bound
+                self._set_deadline()
             return
         if not 0 <= event.index < len(self.candidates):
             raise IllegalMove(f"no candidate {event.index} was started: {event}")
@@ -263,6 +276,7 @@ class Group:
             case Finished() if was_running:
                 self._finish_count += 1
                 candidate.finish_position = self._finish_count
+                self._cut_late(candidate)
             case Failed(error=error, retryable=retryable):
                 self._last_error = error
                 if not retryable:
@@ -277,11 +291,20 @@ class Group:
         self._assessment.update(candidate)
         self._check_at = None
 
+    def _cut_late(self, candidate: Candidate) -> None:
+        """Cut a candidate that finished beyond the bound, so that it does not matter how often progress is reported."""
+        if self._assessment.has_deadline and self.bound is not None and candidate.tokens > self.bound:
+            candidate.cut_at(self.bound)
+            self._finished_late.append(candidate.index)
+
+    def _set_deadline(self) -> None:
+        self._assessment.deadline, self._assessment.bound = self.deadline, self.bound
+        self._check_at = None
+
     def _begin(self) -> None:
         """Follow the candidates that are alive, under the rule if there is one."""
         self._assessment = Assessment() if self._rule is None else self._rule.begin(self._deliver_early)
-        self._assessment.deadline = self.deadline
-        self._check_at = None
+        self._set_deadline()
         for candidate in self.candidates[self.restarted_from :]:
             self._update(candidate)
 
@@ -329,6 +352,7 @@ class Group:
             hopeless = self._assessment.hopeless()
         for index in sorted(hopeless):
             yield self._stop(index, hopeless[index])
+        yield from self._cut_at_bound()
         yield from self._cut()
         if not standings.running:
             yield from self._complete()
@@ -359,14 +383,24 @@ class Group:
         self._update(self.candidates[index])
         return Stop(index, reason)
 
+    def _cut_at_bound(self) -> Iterator[Cut]:
+        """Cut whoever has reached the bound. It then counts as truncated, and may turn out not to be selected."""
+        late, self._finished_late = self._finished_late, []
+        for index in sorted([*late, *self._assessment.at_bound()]):
+            assert self.bound is not None
+            yield self._cut_one(index, self.bound)
+
     def _cut(self) -> Iterator[Cut]:
         """Cut candidates at their deadline, also those that finished beyond it before it was known."""
         for index, tokens in sorted(self._assessment.cuts().items()):
             if index not in self._delivered:
-                self.candidates[index].cut_at(tokens)
-                self._update(self.candidates[index])
-                self._has_cuts = True
-                yield Cut(index, tokens)
+                yield self._cut_one(index, tokens)
+
+    def _cut_one(self, index: int, tokens: int) -> Cut:
+        self.candidates[index].cut_at(tokens)
+        self._update(self.candidates[index])
+        self._has_cuts = True
+        return Cut(index, tokens)
 
     def _deliver(self) -> Iterator[Decision]:
         for index in sorted(self._assessment.newly_settled()):

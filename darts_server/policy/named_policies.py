@@ -6,7 +6,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 
-SHAPED_POLICIES = ("uniform", "darts", "darts_deadline", "darts_cut", "first_finish", "arrol", "darts+arrol")
+SHAPED_POLICIES = ("uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish", "arrol", "darts+arrol")
 SHADOW_PREFIX = "shadow:"
 """Before the name of a policy: nothing is shaped, and what the policy would have done is recorded."""
 
@@ -25,6 +25,13 @@ def build_policies(
         "darts": darts,
         "darts_deadline": replace(darts, tail=Tail.LONGEST, deadline=deadline),
         "darts_cut": replace(darts, tail=Tail.SAMPLED, deadline=deadline),
+        "cap": replace(
+            base,
+            redundancy=1.0,
+            budget=BudgetKind.FIXED,
+            deadline=deadline,
+            completion_share=1 / base.redundancy,
+        ),
         "first_finish": replace(darts, tail=Tail.LONGEST, finish_order=True),
     }
     shadows = {SHADOW_PREFIX + name: replace(shaping, shadow=True) for name, shaping in shaped.items()}

@@ -37,16 +37,19 @@ class Replay:
         return sum(self.lengths[i] for i in self.selection)
 
 
-def replay(rule: SelectionRule, candidates: Sequence[Candidate], deadline: int | None = None) -> Replay:
+def replay(
+    rule: SelectionRule, candidates: Sequence[Candidate], deadline: int | None = None, bound: int | None = None
+) -> Replay:
     """Run finished ``candidates``, at least ``rule.size``, again: all start together and get one token a step.
 
-    Their tail draws are reused. ``deadline``: the cohort's deadline in tokens, known from the start.
+    Their tail draws are reused. ``deadline``: the cohort's deadline in tokens, known from the start. ``bound``: the
+    length at which every candidate is cut.
     """
     group = Group(rng=_Recorded(c.tail_draw for c in candidates), max_replacements=0)
     group.open(rule, len(candidates))
     step, lengths = 0, [c.tokens for c in candidates]
     by_length = deque(sorted(range(len(candidates)), key=lambda i: lengths[i]))
-    known = [] if deadline is None else [DeadlineSet(deadline)]
+    known = [] if deadline is None else [DeadlineSet(deadline, bound)]
     group.handle(*known, *(Started(i) for i in range(len(candidates))))
     while group.outcome is None:
         while not group.candidates[by_length[0]].running:

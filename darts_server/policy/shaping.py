@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import floor
+from math import ceil, floor
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.deadline import Deadline
+from darts_server.policy.deadline import ROUNDING, Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
 from darts_server.policy.selection.rules import FirstFinish, SelectionRule, Shadow, Shortest
@@ -43,6 +43,8 @@ class Shaping:
     * ``num_longest``: L; ``num_shortest``: K, where ``None`` means M - L; ``tail``: who gets the L places.
     * ``deadline``: of the tail; ``None`` waits for all of it. A sampled tail is cut there; of a longest tail only
       candidates that are no longer count.
+    * ``completion_share``: returns all candidates, cut at the deadline, which is at least the length of the shortest at
+      this share of them; ``None`` returns some, with a deadline of at least the M-th shortest length.
     * ``finish_order``: saturated prompts take the order of finishing for that of lengths, like the paper's public code.
     * ``target_positive_ratio``: rho; returns the M whose expected share of right ones is nearest it, whatever their
       lengths. ``None`` selects by length.
@@ -64,6 +66,7 @@ class Shaping:
     budget: BudgetKind = BudgetKind.FIXED
     budget_aversion: float = 1.0
     deadline: Deadline | None = None
+    completion_share: float | None = None
     finish_order: bool = False
     pruning: Pruning | None = None
     refill: bool = False
@@ -96,6 +99,10 @@ class Shaping:
         """Return M' = redundancy * M, rounded half up."""
         return max(size, floor(self.redundancy * size + 0.5))
 
+    def completion_place(self, size: int) -> int:
+        """Return which of a group's shortest candidates the deadline lets finish in any case."""
+        return size if self.completion_share is None else ceil(self.completion_share * size - ROUNDING)
+
     def max_candidates(self, size: int) -> int:
         """Return how many candidates may be started in all to replace pruned ones; 0 if none are replaced."""
         return self.bounds(size)[1] if self.prunes and self.refill else 0
@@ -122,6 +129,9 @@ class Shaping:
         return self._length_rule(size, saturated)
 
     def _length_rule(self, size: int, saturated: bool) -> SelectionRule:
+        if self.completion_share is not None:
+            place = self.completion_place(size)
+            return CutTail(place, size - place, place)
         shortest = self._num_shortest(size)
         if self.num_longest == 0:
             return Shortest(size)

@@ -88,6 +88,7 @@ class GroupRecorder:
         self.closed = True
         now = self._clock()
         explored = cohort is not None and cohort.terms.explored
+        would_be = cohort if explored and cohort is not None else None
         weights = group.weights()
         return GroupRecord(
             group_id=self.group_id,
@@ -100,7 +101,8 @@ class GroupRecorder:
             ended_at=now,
             tail_wait=self._tail_wait(group, now),
             error=None if error is None else str(error),
-            cohort_deadline=cohort.tokens if explored and cohort is not None else group.deadline,
+            cohort_deadline=group.deadline if would_be is None else would_be.tokens,
+            bound=group.bound if would_be is None else would_be.bound,
             stretch=1.0 if cohort is None else cohort.terms.stretch,
             completion_length=group.completion_length if group.is_open else None,
             num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
@@ -144,7 +146,7 @@ def shadow_of(group: Group, policy: str) -> ShadowRecord | None:
     finished = [c for c in group.candidates[group.restarted_from :] if c.finish_reason is not None]
     if len(finished) < group.size:
         return None
-    would = replay(group.rule.shadowed, finished, group.deadline)
+    would = replay(group.rule.shadowed, finished, group.deadline, group.bound)
     return ShadowRecord(
         policy=policy,
         selection=tuple(finished[i].index for i in would.selection),

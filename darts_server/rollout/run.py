@@ -111,7 +111,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             return
         self._cohort = allocation.cohort
         if self._cohort is not None:
-            self._place = self._cohort.terms.place(rule.size, allocation.candidates)
+            self._place = self._cohort.terms.place(rule.completion_place, allocation.candidates)
             self._cohort.join(self)
         decisions = self._group.open(rule, allocation.candidates, max_candidates)
         self._report_tokens_needed()
@@ -149,6 +149,8 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._requests.suspend(c.index for c in self._group.candidates if c.alive)
             self.recorder.restart()
             self._act(self._group.restart())
+            if self._cohort is not None and self._tokens_needed is None:
+                self._cohort.report_minimum(self, 0)  # new candidates may be short
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
@@ -156,13 +158,14 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._requests.resume(len(self._group.candidates))
         self._act(self._group.resume())
 
-    def set_deadline(self, tokens: int) -> None:
-        """Apply the cohort's deadline."""
-        self._feed(DeadlineSet(tokens))
+    def set_deadline(self, tokens: int, bound: int | None = None) -> None:
+        """Apply the cohort's deadline, and the length at which every candidate is cut."""
+        self._feed(DeadlineSet(tokens, bound))
 
     def poll(self) -> None:
         """Feed the progress of candidates that reached a count at which it matters, and scores of others."""
         with self._ended_by_errors():
+            self._report_minimum()
             events = [
                 Progress(index, tokens)
                 for index, tokens_due in self._group.check_at.items()
@@ -334,6 +337,16 @@ class GroupRun(Generic[RequestT, OutputT]):
             if self._tokens_needed is not None:
                 self._cohort.report_need(self, self._tokens_needed)
 
+    def _report_minimum(self) -> None:
+        """Tell the cohort if this group can only be complete beyond the length that the others allow it."""
+        if self._cohort is None or self._tokens_needed is not None or self._group.is_paused:
+            return
+        if (limit := self._cohort.waits_beyond) is not None:
+            generated = {index: running.tokens() or 0 for index, running in self._running.items()}
+            minimum = self._group.nth_shortest_minimum(self._place, generated)
+            if minimum is None or minimum > limit:
+                self._cohort.report_minimum(self, minimum)
+
     def _report_returned(self, index: int, output: OutputT) -> None:
         request, _ = self._request_of(index)
         self._observer.trajectory_returned(self.recorder.returned(index, *self._engine.token_ids(request, output)))
@@ -378,14 +391,15 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _cut(self, index: int, tokens: int) -> None:
         output = self._outputs[index]
-        if output.done():
+        if not output.done():
+            if index not in self._cuts:
+                self._running[index].stop()
+                self.recorder.candidate_ended(index, self._engine.weight_version, finished=False)
+            self._cuts[index] = tokens
+        elif output.exception() is None:
             request, _ = self._request_of(index)
             self._outputs[index] = asyncio.get_running_loop().create_future()
             self._outputs[index].set_result(self._engine.truncate(request, output.result(), tokens))
-        else:
-            self._cuts[index] = tokens
-            self._running[index].stop()
-            self.recorder.candidate_ended(index, self._engine.weight_version, finished=False)
 
     def _deliver(self, index: int) -> None:
         if index not in self._delivered:

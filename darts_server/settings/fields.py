@@ -25,9 +25,10 @@ class Settings(BaseSettings):
         description="How groups are shaped. uniform: the same number of candidates for every prompt. darts: more "
         "candidates for prompts whose lengths vary more. darts_deadline: as darts, and the tail is the longest "
         "candidates that finish before a deadline. darts_cut: as darts, with a sampled tail that is cut at the "
-        "deadline. first_finish: the rule of the DARTS paper's public code, as a baseline. arrol: candidates are "
-        "scored while they run, and some are pruned at random by their probability of being correct. darts+arrol: "
-        "both. off: unshaped. shadow:NAME: unshaped, but the result that NAME would have had is recorded.",
+        "deadline. cap: no more candidates than are returned, all of them cut at the deadline. first_finish: the rule "
+        "of the DARTS paper's public code, as a baseline. arrol: candidates are scored while they run, and some are "
+        "pruned at random by their probability of being correct. darts+arrol: both. off: unshaped. "
+        "shadow:NAME: unshaped, but the result that NAME would have had is recorded.",
     )
     redundancy: Runtime[float] = Field(
         1.5, ge=1, le=16, description="Candidates started per returned trajectory; on average, except for uniform."
@@ -63,12 +64,19 @@ class Settings(BaseSettings):
         0.9,
         ge=0.1,
         le=1,
-        description="darts_deadline, darts_cut: the deadline is the length at which this share of a cohort's groups "
-        "has as many finished candidates as it returns. Prompts that need longer get longer.",
+        description="darts_deadline, darts_cut, cap: the deadline is the length at which this share of a cohort's "
+        "groups has as many finished candidates as it returns. Prompts that need longer get longer.",
     )
     deadline_floor: Runtime[int] = Field(1, ge=1, description="Minimum deadline in tokens.")
     deadline_ceiling: Runtime[int | None] = Field(
         None, ge=1, description="Maximum deadline in tokens, except for prompts that need longer."
+    )
+    deadline_bound: Runtime[float] = Field(
+        2.0,
+        ge=1,
+        le=1000,
+        description="How many times as long as the deadline any candidate may become; there it is cut. Groups that "
+        "still have too few finished candidates are returned with truncated ones.",
     )
     exploration: Runtime[float] = Field(
         0.05, ge=0, le=1, description="Share of cohorts that run past the deadline, to measure what it discards."

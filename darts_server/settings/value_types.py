@@ -18,6 +18,7 @@ Policy = Literal[
     "darts",
     "darts_deadline",
     "darts_cut",
+    "cap",
     "first_finish",
     "arrol",
     "darts+arrol",
@@ -26,6 +27,7 @@ Policy = Literal[
     "shadow:darts",
     "shadow:darts_deadline",
     "shadow:darts_cut",
+    "shadow:cap",
     "shadow:first_finish",
 ]
 

@@ -6,6 +6,7 @@ does, so an unshaped request for all candidates has the lengths that stopped one
 
 import asyncio
 from collections.abc import AsyncIterator
+from math import ceil
 from random import Random
 
 import numpy as np
@@ -27,13 +28,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>", "2a+2b+2c+2d+2e+2f+2>", "9a-1b*3c+8d-5e*2f+7g-1>"]
 SIZE = 8
 CANDIDATES = 12
+UNBOUNDED = Deadline(exploration=0.0, bound=1000.0)
 POLICIES = {
     "sampled": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED),
     "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
     "shortest": Shaping(redundancy=1.5, num_longest=0),
     "darts": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED, adaptive=True),
-    "cut": Shaping(redundancy=1.5, deadline=Deadline(exploration=0.0)),
-    "deadline": Shaping(redundancy=1.5, tail=Tail.LONGEST, deadline=Deadline(exploration=0.0)),
+    "cut": Shaping(redundancy=1.5, deadline=UNBOUNDED),
+    "deadline": Shaping(redundancy=1.5, tail=Tail.LONGEST, deadline=UNBOUNDED),
+    "cap": Shaping(redundancy=1.0, deadline=Deadline(exploration=0.0, bound=1.25), completion_share=2 / 3),
     "explored": Shaping(redundancy=1.5, deadline=Deadline(exploration=1.0)),
     "shadow": Shaping(redundancy=1.5, shadow=True),
 }
@@ -246,6 +249,28 @@ async def test_a_cut_cohort_returns_the_first_tokens_of_its_tails_without_waitin
         stopped = [c for c in record.candidates if c.finish_reason is None]
         assert all(was_hopeless(record, c, SIZE - 1) for c in stopped), record
     assert cut >= 3, "a tenth of the groups and more have tails beyond the deadline"
+
+
+async def test_a_cap_returns_all_candidates_and_none_runs_on_beyond_the_bound(engine: TinyEngine) -> None:
+    results = await run_cohort(engine, "cap", 32)
+    [cohort] = [b for b in engine.cohorts if b.policy == "cap"]
+    assert cohort.deadline is not None
+    place = ceil(SIZE * 2 / 3)
+    bound = ceil(1.25 * cohort.deadline)
+    cut = bounded = 0
+    for record, shaped, raw in results:
+        assert [c.index for c in record.selected] == list(range(SIZE))
+        valid = sorted(len(c.token_ids) for c in raw.outputs[:SIZE] if c.finish_reason == "stop")
+        own = valid[place - 1] if len(valid) >= place else bound
+        assert record.bound in (bound, None), "None: it was complete before the batch had one"
+        for candidate, completion in zip(record.selected, shaped.outputs, strict=True):
+            whole = list(raw.outputs[candidate.index].token_ids)
+            assert list(completion.token_ids) == whole[: candidate.tokens]
+            assert candidate.cut == (candidate.tokens < len(whole))
+            assert not candidate.cut or candidate.tokens == min(bound, max(cohort.deadline, own))
+            bounded += candidate.cut and candidate.tokens == bound
+        cut += sum(c.cut for c in record.selected)
+    assert cut > bounded
 
 
 async def test_with_a_deadline_the_longest_in_time_is_selected(engine: TinyEngine) -> None:

@@ -33,6 +33,7 @@ class Case:
     spare: int = 0
     at_once: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)
+    slack: int | None = None
     additions: Sequence[int] = ()
     opening: int = 0
 
@@ -46,6 +47,7 @@ class Case:
             peek=self.peek,
             at_once=self.at_once,
             limits=self.limits,
+            slack=self.slack,
             additions=self.additions,
             opening=self.opening,
         )
@@ -56,10 +58,11 @@ SAMPLED_TAILS = st.sampled_from(PLACES).map(lambda places: SampledTail(*places))
 LONGEST_TAILS = st.sampled_from(PLACES).map(lambda places: LongestTail(*places))
 DEADLINE_TAILS = st.sampled_from(PLACES).map(lambda places: DeadlineTail(*places))
 CUT_TAILS = st.sampled_from([(1, 1), (2, 1), (1, 2), *PLACES]).map(lambda places: CutTail(*places))
+CAPS = st.sampled_from([(short, rest) for short, rest in PLACES if short]).map(lambda p: CutTail(*p, last_needed=p[0]))
 WITHOUT_TAIL = st.builds(InOrder, st.integers(1, 4)) | st.builds(Shortest, st.integers(1, 4))
 FIRST_FINISH = st.builds(FirstFinish, st.integers(1, 4))
 SHADOWS = st.builds(Shadow, st.builds(Shortest, st.integers(1, 4)) | CUT_TAILS)
-WITH_DEADLINE = DEADLINE_TAILS | CUT_TAILS
+WITH_DEADLINE = DEADLINE_TAILS | CUT_TAILS | CAPS
 WITHOUT_DEADLINE: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | SHADOWS
 TIMELESS = WITHOUT_DEADLINE | WITH_DEADLINE | CUT_TAILS
 """Rules to which the order of finishing is nothing."""
@@ -111,6 +114,7 @@ def cases(
         peek=draw(st.sampled_from(Peek)),
         spare=spare,
         limits=draw(limits) if cut else {},
+        slack=draw(st.none() | st.integers(0, max_length)) if cut else None,
         additions=additions,
         opening=opening,
     )

@@ -3,8 +3,8 @@
 The rule objects serve as data only: which rule, and how many places.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, permutations, product
 
@@ -98,9 +98,26 @@ def _nearest_share(fates: Fates, size: int, target: float) -> dict[int, Selected
     return dict.fromkeys(chosen, SelectedAs.BALANCED)
 
 
-def cut_lengths(rule: Rule, fates: Fates, limit: int | None) -> dict[int, int]:
-    """Who is cut, and at which length, under a limit that was there from the beginning."""
-    end = deadline(fates, rule.size, limit) if isinstance(rule, CutTail) else None
+def is_bounded(rule: Rule) -> bool:
+    return isinstance(rule, CutTail) or (isinstance(rule, DeadlineTail) and rule.num_longest > 0)
+
+
+def bounded(rule: Rule, fates: Fates, bound: int | None, kept: Collection[int] = ()) -> Fates:
+    """The fates if ``bound`` had been everyone's length limit, but for those that are ``kept``."""
+    if bound is None or not is_bounded(rule):
+        return fates
+    return {
+        i: replace(fate, length=bound, valid=False) if fate.length > bound and i not in kept else fate
+        for i, fate in fates.items()
+    }
+
+
+def cut_lengths(rule: Rule, fates: Fates, limit: int | None, bound: int | None = None) -> dict[int, int]:
+    """Who is cut, and at which length, under a limit and a bound that were there from the beginning."""
+    if not isinstance(rule, CutTail) or limit is None:
+        return {}
+    ends = (end for end in (deadline(fates, rule.completion_place, limit), bound) if end is not None)
+    end = min(ends, default=None)
     if end is None:
         return {}
     drawn = [i for i, end in chosen(rule, fates).items() if end is not SelectedAs.SHORT]
@@ -166,7 +183,7 @@ Open = tuple[tuple[int, int, float], ...]
 
 @cache
 def possible(
-    rule: Rule, known: Known, open_ones: Open, limit: int | None = None
+    rule: Rule, known: Known, open_ones: Open, limit: int | None = None, bound: int | None = None
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Who is in the group in some future, and who in all of them.
 
@@ -176,7 +193,8 @@ def possible(
     some: set[int] = set()
     everyone = frozenset(i for i, _ in known) | {i for i, _, _ in open_ones}
     every = everyone
-    for fates in futures(rule, known, open_ones, limit):
+    kept = {i for i, _ in known}
+    for fates in (bounded(rule, fates, bound, kept) for fates in futures(rule, known, open_ones, limit)):
         group = chosen(rule, fates, limit).keys()
         some |= group
         every &= group

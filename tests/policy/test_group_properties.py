@@ -24,7 +24,7 @@ from tests.policy.cases import (
     Case,
     cases,
 )
-from tests.policy.oracle import Fate, Fates, chosen, cut_lengths, deadline, possible
+from tests.policy.oracle import Fate, Fates, chosen, cut_lengths, deadline, is_bounded, possible
 from tests.policy.world import Ending, Peek, World
 
 thoroughly = settings(max_examples=3 * settings().max_examples)
@@ -102,9 +102,15 @@ def test_with_failures_the_rule_selects_from_the_remaining_candidates(case: Case
 
 def assert_exact(case: Case, world: World, fates: Fates) -> None:
     """The group is the rule's choice. A cut candidate counts as truncated there, but is as long as the tail is."""
-    cuts = {i: end for i, end in cut_lengths(case.rule, fates, world.limit).items() if i not in world.whole}
-    assert world.cuts == cuts
-    assert world.selection == chosen(case.rule, fates, world.limit) | dict.fromkeys(cuts, SelectedAs.LONG)
+    group = chosen(case.rule, fates, world.limit)
+    cuts = {
+        i: end for i, end in cut_lengths(case.rule, fates, world.limit, world.bound).items() if i not in world.whole
+    }
+    at_bound = dict.fromkeys(world.cuts.keys() - cuts.keys(), world.bound)
+    assert world.cuts == cuts | at_bound
+    assert all(world.truths[i].length > end for i, end in world.cuts.items())
+    selected_as = SelectedAs.LONG if isinstance(case.rule, CutTail) else SelectedAs.FILL
+    assert world.selection == group | {i: selected_as for i in world.cuts if i in group}
 
 
 # --- stopping ---------------------------------------------------------------
@@ -146,7 +152,7 @@ def outlook(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
     tokens = world.known | {i: stopped.known for i, stopped in world.stopped.items()}
     open_ones = ((i, known, world.draw(i)) for i, known in sorted(tokens.items()))
     ended = ((i, fate) for i, fate in sorted(world.finished.items(), key=lambda f: f[0]))
-    return possible(case.rule, tuple(ended), tuple(open_ones), world.limit)
+    return possible(case.rule, tuple(ended), tuple(open_ones), world.limit, world.bound)
 
 
 @given(cases(WITHOUT_FAILURES, of=st.builds(LongestTail, st.integers(0, 3), st.integers(1, 2)), max_length=20))
@@ -312,11 +318,23 @@ def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> Non
     for i, tokens in world.cuts.items() if world.selection is not None else ():
         candidate = world.group.candidates[i]
         assert candidate.cut
-        assert (candidate.selected_as, candidate.tokens, candidate.finish_reason) == (
-            SelectedAs.LONG,
-            tokens,
-            FinishReason.LENGTH,
-        )
+        assert (candidate.tokens, candidate.finish_reason) == (tokens, FinishReason.LENGTH)
+        if tokens != world.bound:
+            assert candidate.selected_as is SelectedAs.LONG
+        else:  # cut at the bound before it was known to be in the group
+            assert candidate.selected_as is SelectedAs.LONG or candidate.reason is DiscardReason.TRUNCATED
+
+
+@thoroughly
+@given(cases(WITH_FAILURES, of=WITH_DEADLINE, max_spare=6), st.integers(1, 6), st.integers(0, 4))
+def test_no_candidate_runs_on_beyond_the_bound(case: Case, limit: int, slack: int) -> None:
+    assume(is_bounded(case.rule))
+    world = replace(case, peek=Peek.CHECKS, limits={0: limit}, slack=slack).world().run()
+    for run in world.runs:
+        assert run.tokens < limit + slack + run.truth.speed or run.born == world.step
+    assert all(c.tokens <= limit + slack for c in world.group.candidates if c.selected_as is not None)
+    everyone = [c for c in world.group.candidates if c.selected_as is not None]
+    event("nothing but truncated ones" if everyone and not any(c.valid for c in everyone) else "with valid ones")
 
 
 @given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE | FIRST_FINISH, max_spare=6), st.integers(0, 20), st.integers(1, 8))
@@ -342,4 +360,4 @@ def test_the_completion_length_is_that_of_the_last_of_the_shortest_so_far(case: 
     world = case.world()
     for _ in world.moments():
         if world.group.is_open:
-            assert world.group.completion_length == deadline(world.finished, case.rule.size, 0)
+            assert world.group.completion_length == deadline(world.finished, case.rule.completion_place, 0)

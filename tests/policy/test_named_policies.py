@@ -37,6 +37,7 @@ def test_without_pruning_no_policy_prunes() -> None:
         ("darts", SampledTail(7, 1), Shortest(8)),
         ("darts_deadline", DeadlineTail(7, 1), DeadlineTail(7, 1)),
         ("darts_cut", CutTail(7, 1), CutTail(7, 1)),
+        ("cap", CutTail(6, 2, 6), CutTail(6, 2, 6)),
         ("first_finish", LongestTail(7, 1), FirstFinish(8)),
         ("arrol", Balanced(8, 0.5), Balanced(8, 0.5)),
         ("darts+arrol", SampledTail(7, 1), Shortest(8)),
@@ -55,6 +56,14 @@ def test_arrol_starts_enough_that_its_size_is_left_after_pruning(keep_ratio: flo
     assert arrol.candidates(size) == candidates
     assert not arrol.uses_cohort
     assert arrol.bounds(size)[1] >= candidates
+
+
+@pytest.mark.parametrize(("redundancy", "place"), [(1.0, 8), (1.25, 7), (1.5, 6), (1.6, 5), (2.0, 4), (16.0, 1)])
+def test_cap_starts_no_more_than_it_returns_and_waits_for_a_share_of_them(redundancy: float, place: int) -> None:
+    cap = build_policies(replace(BASE, redundancy=redundancy, budget=BudgetKind.UTILITY), Deadline())["cap"]
+    assert cap.candidates(8) == cap.selection_rule(8).size == 8
+    assert cap.selection_rule(8).completion_place == cap.completion_place(8) == place
+    assert (cap.uses_cohort, cap.adaptive, cap.budget) == (True, False, BudgetKind.FIXED)
 
 
 def test_arrol_ignores_tails_and_budgets() -> None:

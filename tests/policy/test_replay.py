@@ -10,7 +10,7 @@ from darts_server.policy.replay import replay
 from darts_server.policy.selection.rules import Shortest
 from darts_server.types import FinishReason
 from tests.policy.cases import TIMELESS
-from tests.policy.oracle import Fate, Rule, chosen, cut_lengths
+from tests.policy.oracle import Fate, Rule, bounded, chosen, cut_lengths, is_bounded
 
 Finished = tuple[int, bool, float]
 """Length, whether it finished before the length limit, and its draw for the tail."""
@@ -29,16 +29,19 @@ def candidates(finished: Sequence[Finished]) -> list[Candidate]:
     rule=TIMELESS,
     finished=st.lists(FINISHED, min_size=5, max_size=9, unique_by=lambda one: one[2]),
     deadline=st.none() | st.integers(1, 8),
+    slack=st.none() | st.integers(0, 8),
 )
 def test_a_replay_selects_what_the_rule_chooses_from_all_lengths(
-    rule: Rule, finished: list[Finished], deadline: int | None
+    rule: Rule, finished: list[Finished], deadline: int | None, slack: int | None
 ) -> None:
-    replayed = replay(rule, candidates(finished), deadline)
-    fates = {i: Fate(length, valid, draw) for i, (length, valid, draw) in enumerate(finished)}
-    cuts = cut_lengths(rule, fates, deadline)
+    bound = None if deadline is None or slack is None else deadline + slack
+    replayed = replay(rule, candidates(finished), deadline, bound)
+    fates = bounded(rule, {i: Fate(length, valid, draw) for i, (length, valid, draw) in enumerate(finished)}, bound)
+    cuts = cut_lengths(rule, fates, deadline, bound)
     assert set(replayed.selection) == chosen(rule, fates, deadline).keys()
     assert all(replayed.lengths[i] == cuts.get(i, fates[i].length) for i in replayed.selection)
     assert all(length <= fates[i].length for i, length in enumerate(replayed.lengths))
+    assert not is_bounded(rule) or bound is None or max(replayed.lengths) <= bound
     assert replayed.steps >= max(replayed.lengths[i] for i in replayed.selection)
 
 

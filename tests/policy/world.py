@@ -28,7 +28,7 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
-from tests.policy.oracle import Fate, Rule
+from tests.policy.oracle import Fate, Rule, bounded
 
 PATIENCE = 400
 """Steps after which a group that still waits is taken to wait for ever; no truth takes a tenth of it."""
@@ -89,8 +89,9 @@ class Stopped:
 class World:
     """``at_once``: the events of one step are reported in one call, instead of in calls of any size.
 
-    ``limits`` maps a step to the limit that is set in it, ``additions`` are steps in each of which one candidate is
-    added, and in the step ``opening`` the group is opened, with ``most``: in step 0 after both.
+    ``limits`` maps a step to the limit that is set in it, with a bound that is ``slack`` more. ``additions`` are steps
+    in each of which one candidate is added, and in the step ``opening`` the group is opened, with ``most``: in step 0
+    after both.
     """
 
     group: Group
@@ -101,12 +102,16 @@ class World:
     peek: Peek = Peek.CHECKS
     at_once: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)
+    slack: int | None = None
     additions: Sequence[int] = ()
     opening: int = 0
     most: int = 0
 
     step: int = 0
     limit: int | None = None
+    bound: int | None = None
+    finished_before: set[int] = field(default_factory=set)
+    """Finished before the bound applied."""
     whole: frozenset[int] = frozenset()
     """Delivered before there was a limit."""
     in_all: int = 0
@@ -139,7 +144,7 @@ class World:
     def moments(self) -> Iterator[None]:
         """Live until the group has ended, with a halt after each time it decided."""
         if 0 in self.limits:
-            self.report(DeadlineSet(self.limits[0]))
+            self.report(self._limit(self.limits[0]))
         yield from self._let_in()
         while self.group.outcome is None:
             self.step += 1
@@ -157,6 +162,9 @@ class World:
             self.in_all = len(self.runs) + max(0, self.candidates - alive)
             self.act(self.group.open(self.rule, self.candidates, self.most))
             yield
+
+    def _limit(self, tokens: int) -> DeadlineSet:
+        return DeadlineSet(tokens, None if self.slack is None else tokens + self.slack)
 
     def _tell(self, events: Sequence[Event]) -> Iterator[None]:
         while events:
@@ -179,7 +187,7 @@ class World:
         self.broken |= isinstance(event, Failed) and not event.retryable
         if isinstance(event, DeadlineSet):
             if self.limit is None and self.group.outcome is None:
-                self.limit = event.tokens
+                self.limit, self.bound = event.tokens, event.bound
                 self.whole = frozenset(self.delivered)
         elif event.index in self.known:
             match event:
@@ -191,6 +199,8 @@ class World:
                     self.finished[i] = Fate(
                         tokens, reason is FinishReason.STOP, self.draw(i), finish_position=self.finish_count
                     )
+                    if self.bound is None or not self.group.is_open:
+                        self.finished_before.add(i)
                 case Failed(i) | Lost(i):
                     del self.known[i]
                     self.failed[i] = event
@@ -201,7 +211,7 @@ class World:
     def _step(self) -> list[Event]:
         queues = [self._advance(i, run) for i, run in enumerate(self.runs) if not run.over]
         if self.step in self.limits:
-            queues.append([DeadlineSet(self.limits[self.step])])
+            queues.append([self._limit(self.limits[self.step])])
         queues = [queue for queue in queues if queue]
         events: list[Event] = []
         while queues:
@@ -301,6 +311,7 @@ class World:
     def _cut(self, i: int, tokens: int) -> None:
         assert self.limit is not None
         assert tokens >= self.limit
+        assert self.bound is None or tokens <= self.bound
         assert i not in self.delivered, f"delivered whole, and cut: {i}"
         if i in self.known:
             assert self.known.pop(i) >= tokens
@@ -316,9 +327,13 @@ class World:
         return self.group.candidates[i].tail_draw
 
     def fates(self) -> dict[int, Fate]:
-        """How every candidate that was started would end if none stopped it; after those that did, in any order."""
+        """How every candidate that was started would end if none stopped it; after those that did, in any order.
+
+        Under a bound all end there but those that finished before it applied.
+        """
         places = {i: fate.finish_position for i, fate in self.finished.items() if fate.finish_position}
-        return {
+        ends = {
             i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i), places.get(i, PATIENCE + i))
             for i, run in enumerate(self.runs)
         }
+        return dict(bounded(self.rule, ends, self.bound, self.finished_before))

@@ -26,7 +26,7 @@ SEEDS = range(8)
 
 
 def shaping(tail: Tail, exploration: float = 0.0) -> Shaping:
-    return Shaping(redundancy=1.5, adaptive=True, tail=tail, deadline=Deadline(exploration=exploration))
+    return Shaping(redundancy=1.5, adaptive=True, tail=tail, deadline=Deadline(exploration=exploration, bound=1000.0))
 
 
 @dataclass

@@ -72,6 +72,10 @@ class GroupAnswer(BaseModel):
     deadline: int | None = Field(
         description="Tokens at which its tail was cut or, if explored, would have been cut; null without a deadline."
     )
+    bound: int | None = Field(
+        description="Tokens at which every candidate was cut or, if explored, would have been; null without a deadline."
+    )
+    all_truncated: bool = Field(description="Whether no returned trajectory has an end of its own.")
     explored: bool = Field(description="Whether it ran past its deadline, to measure what that discards.")
     members: list[str] = Field(
         description="For a group of single requests: their ids, and the caller's name of the group."
@@ -100,6 +104,8 @@ class GroupAnswer(BaseModel):
             returned=record.returned_tokens,
             num_shortest=record.num_shortest,
             deadline=record.deadline,
+            bound=record.bound,
+            all_truncated=record.all_truncated,
             explored=record.explored,
             members=list(record.request_ids),
             shadow=None if record.shadow is None else ShadowAnswer(**asdict(record.shadow)),

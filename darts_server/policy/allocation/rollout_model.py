@@ -32,8 +32,9 @@ class Workload:
     ``means``: mean length of each prompt in tokens, in order of arrival. ``ratios``: equally likely values of length
     over the prompt's mean, as from `LengthProfile.quantiles`. ``size``: M. ``num_longest``: L, the places of the
     ``tail``. ``max_tokens``: the length limit. ``cut``: the tail ends at a deadline, the `deadline.QUANTILE` over
-    prompts of the M-th shortest length, but not before the prompt's own M-th shortest. ``capacity``: how many sequences
-    the engine runs at once; the others queue.
+    prompts of the M-th shortest length, but not before the prompt's own M-th shortest. ``completion_place``: which of
+    the shortest counts for that, if not the M-th. ``capacity``: how many sequences the engine runs at once; the others
+    queue.
 
     Raises:
         ValueError: there are no means or no ratios, one of these is not finite and above 0, or another is out of range.
@@ -46,6 +47,7 @@ class Workload:
     tail: Tail = Tail.SAMPLED
     max_tokens: int | None = None
     cut: bool = False
+    completion_place: int | None = None
     capacity: int | None = None
 
     def __post_init__(self) -> None:
@@ -157,7 +159,8 @@ def _stop_early(workload: Workload, ordered: Floats, tail_draws: Floats) -> tupl
     """
     size, longest = workload.size, workload.num_longest
     shortest = size - longest
-    mth_shortest = ordered[..., size - 1 : size]
+    needed = workload.completion_place or size
+    mth_shortest = ordered[..., needed - 1 : needed]
     if not longest:
         return ordered[..., :size].mean(axis=-1), np.minimum(ordered, mth_shortest)
     deadline = np.full_like(mth_shortest, np.inf)

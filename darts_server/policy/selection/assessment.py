@@ -1,7 +1,7 @@
 """What is certain about a group while its candidates run: the part of a selection rule that follows the group."""
 
 from bisect import bisect_left, insort
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.selection.shortest_places import ShortestPlaces
@@ -21,10 +21,15 @@ class Assessment:
     waits for all candidates.
     """
 
+    has_deadline: ClassVar[bool] = False
+    """Whether the group has a deadline, and a bound. Otherwise both are ignored."""
+
     def __init__(self) -> None:
         self.standings = Standings()
         self.deadline: int | None = None
         """The cohort's deadline in tokens; ``None`` while there is none."""
+        self.bound: int | None = None
+        """Length at which every candidate is cut; ``None`` while there is none."""
 
     def update(self, candidate: Candidate) -> None:
         """Take over the present state of a candidate: new, longer, finished, cut or discarded."""
@@ -50,6 +55,13 @@ class Assessment:
     def newly_settled(self) -> list[int]:
         """Finished candidates that are certain to be in the group, and were not returned by an earlier call."""
         return []
+
+    def at_bound(self) -> list[int]:
+        """Running candidates that have reached the bound."""
+        if self.bound is None or not self.has_deadline:
+            return []
+        running = self.standings.running  # by keys, which are one token more than each has
+        return [index for _, index in running[bisect_left(running, (self.bound + 1, -1)) :]]
 
     def check_at(self) -> dict[int, int]:
         """Running candidate -> token count at which anything above may change; progress before that changes nothing.

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 
 from darts_server.policy.selection.assessment import ShortestAssessment
-from darts_server.policy.selection.shortest_places import ShortestPlaces, own_deadline
+from darts_server.policy.selection.shortest_places import ShortestPlaces, own_deadline, with_bound
 from darts_server.policy.selection.standings import Key
 from darts_server.types import DiscardReason
 
@@ -47,13 +47,15 @@ class LongestTailAssessment(ShortestAssessment):
 class DeadlineTailAssessment(ShortestAssessment):
     """The K shortest are in the group and, of the others, the L >= 1 longest that are no longer than the deadline."""
 
+    has_deadline = True
+
     def __init__(self, num_shortest: int, num_longest: int, deliver_early: bool) -> None:
         super().__init__(num_shortest, deliver_early)
         self._all_places = ShortestPlaces(num_shortest + num_longest, self.standings)
 
     def hopeless(self) -> dict[int, DiscardReason]:
-        own = own_deadline(self.deadline, self._all_places)
-        if own is None:
+        own = own_deadline(self.deadline, self.bound, self._all_places)
+        if own is None or not self._all_places.is_full:
             return {}
         # The M-th shortest can only come down, and the deadline with it: whoever has passed it has passed it for good.
         running = self.standings.running
@@ -62,7 +64,4 @@ class DeadlineTailAssessment(ShortestAssessment):
 
     def check_at(self) -> dict[int, int]:
         checks = super().check_at() if self.deliver_early else {}
-        own = own_deadline(self.deadline, self._all_places)
-        if own is None:
-            return checks
-        return {index: min(own, checks.get(index, own)) for _, index in self.standings.running}
+        return with_bound(checks, own_deadline(self.deadline, self.bound, self._all_places), self.standings.running)

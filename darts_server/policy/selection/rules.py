@@ -58,6 +58,11 @@ class SelectionRule(Protocol):
         ...
 
     @property
+    def completion_place(self) -> int:
+        """Which of the shortest valid candidates says by its length how many tokens the group needs."""
+        ...
+
+    @property
     def samples_rest(self) -> bool:
         """Whether the K shortest are selected, and a sample of all others."""
         ...
@@ -100,6 +105,10 @@ class Assessable:
         return self.size
 
     @property
+    def completion_place(self: SelectionRule) -> int:
+        return self.size
+
+    @property
     def samples_rest(self) -> bool:
         return False
 
@@ -114,10 +123,11 @@ class Assessable:
         finished: Sequence[Candidate],
         deliver_early: bool,
         deadline: int | None = None,
+        bound: int | None = None,
     ) -> Verdict:
         """Say what is certain. A running group keeps an `Assessment` instead, which takes less time for each event."""
         assessment = self.begin(deliver_early)
-        assessment.deadline = deadline
+        assessment.deadline, assessment.bound = deadline, bound
         for candidate in (*running, *finished):
             assessment.add(candidate)
         hopeless = assessment.hopeless()
@@ -242,6 +252,7 @@ class Shadow(Assessable):
         finished: Sequence[Candidate],
         deliver_early: bool,
         deadline: int | None = None,
+        bound: int | None = None,
     ) -> Verdict:
         return replace(Assessable.assess(self, running, finished, deliver_early), observing=bool(running))
 

@@ -5,7 +5,7 @@ from math import inf
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.selection.assessment import Assessment, discard
-from darts_server.policy.selection.shortest_places import ShortestPlaces, own_deadline
+from darts_server.policy.selection.shortest_places import ShortestPlaces, own_deadline, with_bound
 from darts_server.policy.selection.standings import Standings
 from darts_server.types import DiscardReason
 
@@ -101,11 +101,16 @@ class SampledTailAssessment(Assessment):
 
     @property
     def last_draw(self) -> float:
-        """Highest tail draw that is in the group for certain: the L-th lowest but for those surely among the K."""
+        """Highest tail draw that is in the group for certain: the L-th lowest but for those surely among the K.
+
+        Places for the shortest that no valid one can take any more are also for the tail.
+        """
         self._find_certain()
-        if not self._num_longest:
+        can_be_valid = len(self.standings.valid) + len(self.standings.running)
+        sampled = self._num_longest + max(0, self.places.places - can_be_valid)
+        if not sampled:
             return -inf
-        return self._rest[self._num_longest - 1][0] if len(self._rest) >= self._num_longest else inf
+        return self._rest[sampled - 1][0] if len(self._rest) >= sampled else inf
 
     def winners(self) -> list[Candidate]:
         """Return those with such a draw, at most L unless some are equal. They may yet turn out to be short."""
@@ -202,19 +207,22 @@ class LowerDraws:
 
 
 class CutTailAssessment(SampledTailAssessment):
-    """The same, but of the tail only the first D tokens are in the group. D is at least the M-th shortest length.
+    """The same, but of the tail only the first D tokens are in the group.
 
-    Candidates that lost the tail run until they pass the M-th shortest, whose length must be known. While that may
-    still come down, and the deadline with it, whoever may be cut is not settled.
+    D is at least the length of the shortest at ``completion_place``. Candidates that lost the tail run until they pass
+    that one, whose length must be known. While it may still come down, and the deadline with it, whoever may be cut is
+    not settled.
     """
 
-    def __init__(self, num_shortest: int, num_longest: int, deliver_early: bool) -> None:
-        super().__init__(num_shortest, num_longest, deliver_early, passing=num_shortest + num_longest)
+    has_deadline = True
+
+    def __init__(self, num_shortest: int, num_longest: int, deliver_early: bool, completion_place: int) -> None:
+        super().__init__(num_shortest, num_longest, deliver_early, passing=completion_place)
 
     @property
     def _own_deadline(self) -> int | None:
         """The group's deadline once it is final; ``None`` before."""
-        return None if self.passing.num_contenders else own_deadline(self.deadline, self.passing)
+        return None if self.passing.num_contenders else own_deadline(self.deadline, self.bound, self.passing)
 
     def is_settled(self, winner: Candidate) -> bool:
         may_be_cut = self.deadline is not None and winner.tokens > self.deadline and self.passing.num_contenders
@@ -237,4 +245,5 @@ class CutTailAssessment(SampledTailAssessment):
             # Losers were stopped. The key of a running candidate is one token more than it has.
             return {index: own for tokens, index in self.standings.running if tokens <= own}
         # Where a candidate has a check for both the M and the K shortest, that for the K shortest comes first.
-        return {**self.passing.checks(at_every_place=False), **super().check_at()}
+        checks = {**self.passing.checks(at_every_place=False), **super().check_at()}
+        return checks if self.deadline is None else with_bound(checks, self.bound, self.standings.running)

@@ -87,8 +87,19 @@ class ShortestPlaces:
         return {index: tokens for index, tokens in counts if tokens is not None}
 
 
-def own_deadline(deadline: int | None, all_places: ShortestPlaces) -> int | None:
-    """Return the group's deadline: the cohort's, but at least its own M-th shortest length, once both are known."""
-    if deadline is None or all_places.threshold is None:
+def own_deadline(deadline: int | None, bound: int | None, places: ShortestPlaces) -> int | None:
+    """Return the group's deadline: the cohort's, but at least the length of its own last place, and at most the bound.
+
+    It can only come down. While there are fewer valid candidates than places it is the bound; ``None`` without one.
+    """
+    if deadline is None:
         return None
-    return max(deadline, all_places.threshold)
+    if places.threshold is None:
+        return bound
+    own = max(deadline, places.threshold)
+    return own if bound is None else min(own, bound)
+
+
+def with_bound(checks: dict[int, int], bound: int | None, running: Sequence[Key]) -> dict[int, int]:
+    """Add to ``checks`` that each running candidate is cut at the bound."""
+    return checks if bound is None else {index: min(bound, checks.get(index, bound)) for _, index in running}

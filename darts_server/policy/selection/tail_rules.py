@@ -1,7 +1,8 @@
 """Selection rules that give some places to longer candidates: two kinds of tail, each also with a deadline.
 
 The deadline D of a group is that of its cohort, but at least the length of its own M-th shortest valid candidate: a
-prompt that needs long answers has the time for them. While the cohort has no deadline the group has none.
+prompt that needs long answers has the time for them. While the cohort has no deadline the group has none. A bound may
+be set with the deadline: then every candidate is cut there, as if it were the length limit.
 """
 
 from collections.abc import Sequence
@@ -101,7 +102,7 @@ class DeadlineTail(_TailRule):
         standings = Standings()
         for candidate in finished:
             standings.add(candidate)
-        own = own_deadline(deadline, ShortestPlaces(self.size, standings))
+        own = own_deadline(deadline, None, ShortestPlaces(self.size, standings))
         in_time = finished if own is None else [c for c in finished if c.tokens <= own]
         return LongestTail(self.num_shortest, self.num_longest).select(in_time)
 
@@ -118,7 +119,15 @@ class CutTail(_TailRule):
     It hides nothing from the trainer: a trajectory that ran on beyond the deadline is returned as a truncated one.
     Candidates that lost the tail run until they pass the M-th shortest rather than the K-th, since the deadline is at
     least the M-th shortest length, which must be known.
+
+    ``last_needed``: whose length the deadline is at least, if not the M-th shortest's.
     """
+
+    last_needed: int | None = None
+
+    @property
+    def completion_place(self) -> int:
+        return self.size if self.last_needed is None else self.last_needed
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         return SampledTail(self.num_shortest, self.num_longest).select(finished)
@@ -131,7 +140,7 @@ class CutTail(_TailRule):
         return _sampled_weights(candidates)
 
     def begin(self, deliver_early: bool) -> Assessment:
-        return CutTailAssessment(self.num_shortest, self.num_longest, deliver_early)
+        return CutTailAssessment(self.num_shortest, self.num_longest, deliver_early, self.completion_place)
 
 
 def _sampled_weights(candidates: Sequence[Candidate]) -> dict[int, float] | None:

@@ -11,6 +11,7 @@ from darts_server.observers import GroupObserver
 from darts_server.policy.allocation.brownout import reduce_candidates
 from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
+from darts_server.policy.deadline import BOUND
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
@@ -140,6 +141,7 @@ class Allocator(GroupObserver):
             deadline=None if few else rule,
             tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
             stretch=1.0 if rule is None else rule.stretch,
+            bound=BOUND if rule is None else rule.bound,
             explored=rule is not None and self.deadlines.should_explore(rule),
         )
         cohort = Cohort(terms, self._on_cohort_end, self._clock)

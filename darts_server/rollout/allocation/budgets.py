@@ -92,12 +92,14 @@ class Budgets:
         typical = sum(seen) / len(seen) if seen else self._dataset.stats.mean
         if ratios is None or not typical:
             return None
+        place = shaping.completion_place(size)
         return Workload(
             means=[typical if mean is None else mean for mean in means],
             ratios=ratios,
             size=size,
-            num_longest=min(shaping.num_longest, size - 1),
+            num_longest=min(shaping.num_longest, size - 1) if place == size else size - place,
             tail=shaping.tail,
             cut=shaping.deadline is not None,
+            completion_place=place,
             capacity=self._latency.capacity,
         )

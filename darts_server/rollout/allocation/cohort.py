@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
-from darts_server.policy.deadline import Deadline
+from darts_server.policy.deadline import BOUND, Deadline
 from darts_server.types import CohortRecord, GroupRecord
 
 
 class CohortMember(Protocol):
     """A group of the cohort."""
 
-    def set_deadline(self, tokens: int) -> None:
-        """Apply the cohort's deadline."""
+    def set_deadline(self, tokens: int, bound: int) -> None:
+        """Apply the cohort's deadline, and the length at which every candidate is cut."""
         ...
 
 
@@ -30,6 +30,7 @@ class CohortTerms:
         deadline: how its groups determine the deadline together; ``None`` if they do not.
         tokens: the deadline where it is known from the start.
         stretch: factor that the deadline contains.
+        bound: factor from the deadline to the length at which every candidate is cut.
         explored: whether its groups run past the deadline, to measure what the deadline costs.
     """
 
@@ -40,16 +41,17 @@ class CohortTerms:
     deadline: Deadline | None = None
     tokens: int | None = None
     stretch: float = 1.0
+    bound: float = BOUND
     explored: bool = False
 
-    def place(self, size: int, candidates: int) -> int:
+    def place(self, completion_place: int, candidates: int) -> int:
         """Which of a group's finished candidates, by length, says how many tokens the group needs.
 
-        That is the M-th shortest. In a group with fewer candidates than the mean it is the same share of them, or
-        groups without spare candidates would report their longest. In a group with more it stays the M-th: its rule
-        may stop the others as soon as the M-th shortest is known.
+        That is the rule's ``completion_place``, as a rule the M-th shortest. In a group with fewer candidates than the
+        mean it is the same share of them, or groups without spare candidates would report their longest. In a group
+        with more it stays the same: its rule may stop the others as soon as that one is known.
         """
-        return min(max(ceil(size * candidates / self.mean_candidates), 1), size)
+        return min(max(ceil(completion_place * candidates / self.mean_candidates), 1), completion_place)
 
 
 class Cohort:
@@ -58,6 +60,8 @@ class Cohort:
     def __init__(self, terms: CohortTerms, on_end: Callable[[CohortRecord], None], clock: Callable[[], float]) -> None:
         self.terms = terms
         self.tokens = terms.tokens
+        self.waits_beyond: int | None = None
+        """Length in tokens beyond which groups that have not reported their need shall report a minimum of it."""
         self._on_end = on_end
         self._clock = clock
         self._started_at = clock()
@@ -65,6 +69,7 @@ class Cohort:
         self._reporting = terms.groups  # groups that have reported their need, or still may
         self._members: set[CohortMember] = set()
         self._needs: dict[CohortMember, int] = {}
+        self._minimums: dict[CohortMember, int | None] = {}  # of groups that have not reported their need
         self._generated, self._returned = 0, 0
 
     def join(self, member: CohortMember) -> None:
@@ -76,7 +81,18 @@ class Cohort:
     def report_need(self, member: CohortMember, tokens: int) -> None:
         """Record how many tokens a group needs: the length at its `CohortTerms.place`."""
         self._needs[member] = tokens
+        self._minimums.pop(member, None)
         self._determine_deadline()
+
+    def report_minimum(self, member: CohortMember, tokens: int | None) -> None:
+        """Record the least that a group can need; ``None`` if it cannot have enough valid candidates any more."""
+        self._minimums[member] = tokens
+        self._determine_deadline()
+
+    @property
+    def bound(self) -> int | None:
+        """Length in tokens at which every candidate is cut; ``None`` while the deadline is not known."""
+        return None if self.tokens is None else Deadline(bound=self.terms.bound).bound_of(self.tokens)
 
     def end_group(self, member: CohortMember, record: GroupRecord | None = None) -> None:
         """Remove a group that has ended, with any outcome."""
@@ -84,6 +100,7 @@ class Cohort:
             self._generated += record.generated_tokens
             self._returned += record.returned_tokens
         self._members.discard(member)
+        self._minimums.pop(member, None)
         self._remove(reported=member in self._needs)
 
     def drop_group(self) -> None:
@@ -99,17 +116,25 @@ class Cohort:
             self._on_end(self._record())
 
     def _determine_deadline(self) -> None:
-        if self.terms.deadline is None or self.tokens is not None:
+        rule = self.terms.deadline
+        if rule is None or self.tokens is not None:
             return
-        self.tokens = self.terms.deadline.from_lengths(self._needs.values(), self._reporting)
-        if self.tokens is not None:
+        others = self._reporting - len(self._needs)
+        minimums = [*self._minimums.values(), *[0] * (others - len(self._minimums))]
+        self.tokens = rule.of_cohort(self._needs.values(), minimums)
+        if self.tokens is None:
+            without_others = rule.without_others(self._needs.values(), others)
+            self.waits_beyond = None if without_others is None else rule.bound_of(without_others)
+        else:
+            self.waits_beyond = None
             for member in self._members:
                 # In a later turn of the loop: the group that has just reported has not acted on its event yet.
                 asyncio.get_running_loop().call_soon(self._set_deadline, member)
 
     def _set_deadline(self, member: CohortMember) -> None:
         if self.tokens is not None and member in self._members and not self.terms.explored:
-            member.set_deadline(self.tokens)
+            assert self.bound is not None
+            member.set_deadline(self.tokens, self.bound)
 
     def _record(self) -> CohortRecord:
         return CohortRecord(

@@ -64,10 +64,11 @@ class Deadlines:
         return self._rng.random() < rule.exploration
 
     def learn(self, record: GroupRecord, name: str) -> None:
-        """Learn how many tokens the group needed."""
-        if record.outcome is Outcome.COMPLETED and record.tokens_needed is not None:
+        """Learn how many tokens the group needed, or that it was cut at the bound before that was known."""
+        was_cut = any(c.cut for c in record.candidates)
+        if record.outcome is Outcome.COMPLETED and (was_cut or record.tokens_needed is not None):
             lengths = self._lengths.load(name) or RecentCompletionLengths()
-            lengths.add(record.tokens_needed)
+            lengths.add(record.tokens_needed or 0)
             self._lengths.save(name, lengths.state)
 
     def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
@@ -79,7 +80,11 @@ class Deadlines:
 
 
 def _overrun(record: GroupRecord, tokens: int) -> float:
-    """Return the length of an answer relative to its group's deadline without a stretch, or 0 if none discards it."""
-    if record.cohort_deadline is None or record.completion_length is None or tokens <= record.completion_length:
+    """Return the length of an answer relative to the deadline that discards it, without a stretch.
+
+    That is the bound for an answer that its group would wait for, and 0 without a deadline.
+    """
+    if record.cohort_deadline is None or record.bound is None:  # these two are known together
         return 0.0
-    return tokens * record.stretch / record.cohort_deadline
+    is_needed = record.completion_length is None or tokens <= record.completion_length
+    return tokens * record.stretch / (record.bound if is_needed else record.cohort_deadline)

@@ -32,7 +32,7 @@ def assert_kept(world: World, early: bool) -> None:
             continue
         alive = [c for c in group.candidates if c.alive]
         running, finished = [c for c in alive if c.running], [c for c in alive if not c.running]
-        verdict = world.rule.assess(running, finished, early, group.deadline)
+        verdict = world.rule.assess(running, finished, early, group.deadline, group.bound)
         assert not verdict.hopeless, "not stopped yet"
         assert group.check_at == verdict.check_at
         assert not early or verdict.settled <= world.delivered.keys(), "not delivered yet"

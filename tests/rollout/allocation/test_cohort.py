@@ -17,9 +17,11 @@ class RecordingMember:
 
     def __init__(self) -> None:
         self.deadlines: list[int] = []
+        self.bounds: list[int] = []
 
-    def set_deadline(self, tokens: int) -> None:
+    def set_deadline(self, tokens: int, bound: int) -> None:
         self.deadlines.append(tokens)
+        self.bounds.append(bound)
 
 
 class CohortHarness:
@@ -167,6 +169,35 @@ async def test_a_deadline_known_from_the_start_is_set_for_every_member() -> None
     harness.need(50, 60)
     await turn()
     assert harness.deadlines == [[33], [33]]
+
+
+async def test_groups_that_can_only_be_complete_beyond_the_bound_do_not_delay_the_deadline() -> None:
+    harness = CohortHarness(8, bound=2)
+    harness.join(8)
+    harness.need(10, 10, 10, 10, 10)
+    assert harness.cohort.waits_beyond is None, "five of eight are too few"
+    harness.cohort.report_need(harness.members[5], 12)
+    assert harness.cohort.waits_beyond == 24
+    harness.cohort.report_minimum(harness.members[6], None)
+    harness.cohort.report_minimum(harness.members[7], 24)
+    await turn()
+    assert harness.deadlines == [[]] * 8
+    harness.cohort.report_minimum(harness.members[7], 25)
+    await turn()
+    assert (harness.cohort.tokens, harness.cohort.bound, harness.cohort.waits_beyond) == (12, 24, None)
+    assert [(m.deadlines, m.bounds) for m in harness.members] == [([12], [24])] * 8
+
+
+async def test_a_minimum_is_forgotten_once_the_group_reports_its_need_or_ends() -> None:
+    harness = CohortHarness(9)
+    harness.join(9)
+    harness.need(10, 10, 10, 10, 10, 12, 12)
+    harness.cohort.report_minimum(harness.members[7], 90)
+    harness.cohort.report_need(harness.members[7], 13)
+    assert (harness.cohort.tokens, harness.cohort.waits_beyond) == (None, 26)
+    harness.cohort.report_minimum(harness.members[8], 20)
+    harness.cohort.end_group(harness.members[8])
+    assert harness.cohort.tokens == 13
 
 
 @pytest.mark.parametrize("tokens", [None, 33])

@@ -1,5 +1,6 @@
 """What rewards say of deadlines."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -32,6 +33,7 @@ def explored(deadline: int | None, *lengths: int, stretch: float = 1.0) -> Group
         1.0,
         None,
         cohort_deadline=deadline,
+        bound=None if deadline is None else 2 * deadline,
         stretch=stretch,
         completion_length=45,
         explored=True,
@@ -59,6 +61,32 @@ def test_lengths_are_compared_with_the_deadline_without_its_stretch() -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
     report(deadlines, explored(100, *[40] * 7, 90, stretch=2.0), right=True)
     assert deadlines.losses.stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
+
+
+def test_answers_that_a_group_waits_for_are_lost_beyond_the_bound_alone() -> None:
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    report(deadlines, replace(explored(100, *[40] * 7, 390, stretch=2.0), completion_length=400), right=True)
+    assert deadlines.losses.stretch(0.02) == pytest.approx(390 / 100, rel=0.05), "half the deadline, twice the bound"
+    waiting = Deadlines(Documents(), np.random.default_rng(0))
+    report(waiting, replace(explored(100, *[40] * 7, 190), completion_length=None), right=True)
+    assert waiting.losses.stretch(0.02) == 1
+
+
+def learned(*, cut: bool, needed: int | None, outcome: Outcome = Outcome.COMPLETED) -> object:
+    documents = Documents()
+    record = explored(50, *[40] * 8)
+    candidates = tuple(replace(c, cut=cut) for c in record.candidates)
+    Deadlines(documents, np.random.default_rng(0)).learn(
+        replace(record, candidates=candidates, tokens_needed=needed, outcome=outcome, explored=False), "darts_cut/8"
+    )
+    return json.loads(str(documents.kept["deadline", "darts_cut/8"]["value"])) if documents.kept else None
+
+
+def test_groups_that_were_cut_before_they_had_a_completion_length_are_counted() -> None:
+    assert learned(cut=True, needed=None) == [0]
+    assert learned(cut=True, needed=30) == learned(cut=False, needed=30) == [30]
+    assert learned(cut=False, needed=None) is None, "it ended without one on its own"
+    assert learned(cut=True, needed=30, outcome=Outcome.FAILED) is None
 
 
 @pytest.mark.parametrize(

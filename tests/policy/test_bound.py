@@ -1,0 +1,188 @@
+"""Deadlines that bound every group, in worlds with runaways: what a step takes, against the same world without bounds.
+
+All candidates of a cohort start together and get one token a step.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+import pytest
+from numpy.random import Generator, default_rng
+
+from darts_server.policy.candidate import Candidate
+from darts_server.policy.deadline import MIN_KNOWN, QUANTILE, Deadline, RecentCompletionLengths
+from darts_server.policy.events import Finished, Progress, Started
+from darts_server.policy.group import Group
+from darts_server.policy.named_policies import build_policies
+from darts_server.policy.replay import Replay, replay
+from darts_server.policy.selection.rules import SelectionRule
+from darts_server.policy.shaping import Shaping
+from darts_server.types import FinishReason
+
+CAP = 8192
+SIZE = 8
+RULE = Deadline()
+POLICIES = build_policies(Shaping(), RULE)
+BOUNDED = ["darts_cut", "darts_deadline", "cap"]
+
+
+def group(lengths: Iterable[int], rng: Generator) -> list[Candidate]:
+    """Candidates with these lengths, of which `CAP` is the limit."""
+    return [
+        Candidate(
+            i,
+            float(rng.random()),
+            tokens=min(length, CAP),
+            finish_reason=FinishReason.STOP if length < CAP else FinishReason.LENGTH,
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+Cohort = Sequence[Sequence[Candidate]]
+
+
+def cohort(runaways: Sequence[float], seed: int, candidates: int = 12) -> Cohort:
+    """64 prompts with lengths around 300, and the ``runaways`` as shares of their candidates that never end."""
+    rng = default_rng(seed)
+    means = 300 * rng.lognormal(0, 0.3, len(runaways))
+    return [
+        group(np.where(rng.random(candidates) < share, CAP, mean * rng.lognormal(0, 0.4, candidates)).astype(int), rng)
+        for mean, share in zip(means, runaways, strict=True)
+    ]
+
+
+def completion_length(rule: SelectionRule, candidates: Sequence[Candidate]) -> int | None:
+    valid = sorted(c.tokens for c in candidates if c.valid)
+    return valid[rule.completion_place - 1] if len(valid) >= rule.completion_place else None
+
+
+def deadline_of(rule: SelectionRule, groups: Cohort, bound: float) -> tuple[int, int] | None:
+    """The deadline and the step in which it becomes known: the first in which what has happened determines it."""
+    how = replace(RULE, bound=bound)
+    lengths = [completion_length(rule, candidates) for candidates in groups]
+    ends = sorted({*(length for length in lengths if length), CAP, *(how.bound_of(n) for n in lengths if n)})
+    for step in ends:
+        known = [length for length in lengths if length is not None and length <= step]
+        others = len(lengths) - len(known) if step < CAP else 0  # those that have ended without one do not count
+        if (tokens := how.of_cohort(known, [step + 1] * others)) is not None:
+            return tokens, step
+    return None
+
+
+@dataclass
+class Step:
+    """What a cohort took: ``steps`` until its last group was complete, and generated ``tokens``."""
+
+    steps: int
+    tokens: int
+
+
+def unshaped(groups: Cohort) -> Step:
+    lengths = [[c.tokens for c in candidates[:SIZE]] for candidates in groups]
+    return Step(max(map(max, lengths)), sum(map(sum, lengths)))
+
+
+def run(policy: str, groups: Cohort, bound: float = RULE.bound) -> Step:
+    """As if the deadline had been known from the start: it comes in time for all that is longer than the bound."""
+    rule = POLICIES[policy].selection_rule(SIZE)
+    started = [candidates[: POLICIES[policy].candidates(SIZE)] for candidates in groups]
+    found = deadline_of(rule, started, bound)
+    assert found is not None
+    tokens, known_at = found
+    limit = ceil(bound * tokens)
+    assert known_at <= limit
+    played = [replay(rule, candidates, tokens, limit) for candidates in started]
+    assert all(is_bounded(result, limit) for result in played)
+    return Step(max(result.steps for result in played), sum(result.generated for result in played))
+
+
+def is_bounded(result: Replay, limit: int) -> bool:
+    return max(result.lengths) <= limit >= result.steps and len(result.selection) == SIZE
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+def test_a_group_with_seven_valid_and_five_runaways_ends_at_the_bound(policy: str) -> None:
+    lengths = [*range(300, 510, 30), *[CAP] * 5]
+    candidates = group(lengths, default_rng(0))[-POLICIES[policy].candidates(SIZE) :]  # of eight three are valid
+    rule = POLICIES[policy].selection_rule(SIZE)
+    result = replay(rule, candidates, 600, 1200)
+    assert is_bounded(result, 1200)
+    assert result.steps == 1200
+    if policy != "cap":
+        without = replay(rule, candidates, 600)
+        assert (without.steps, without.generated) == (CAP, 7 * 390 + 5 * CAP)
+        assert result.generated == 7 * 390 + 5 * 1200
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+def test_a_group_may_be_nothing_but_truncated_ones(policy: str) -> None:
+    candidates = group([CAP] * POLICIES[policy].candidates(SIZE), default_rng(0))
+    assert replay(POLICIES[policy].selection_rule(SIZE), candidates, 600, 1200).generated == 1200 * len(candidates)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_prompts_with_runaways_do_not_delay_a_step(seed: int) -> None:
+    """5 % of all candidates run away, on 8 of 64 prompts."""
+    groups = cohort([0.4] * 8 + [0.0] * 56, seed)
+    off, cut = unshaped(groups), run("darts_cut", groups)
+    assert off.steps == CAP
+    assert cut.steps < 0.2 * off.steps
+    assert cut.tokens < 0.85 * off.tokens
+    capped = run("cap", groups)
+    assert capped.steps < 0.25 * off.steps
+    assert capped.tokens < cut.tokens
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_deadline_is_known_although_many_groups_have_too_few_valid_ones(policy: str, seed: int) -> None:
+    """19 % of the prompts have fewer than 8 valid ones of 12."""
+    groups = cohort([0.75] * 12 + [0.05] * 52, seed)
+    step = run(policy, groups)
+    assert step.steps < 0.25 * CAP
+    assert step.tokens < unshaped(groups).tokens
+
+
+def test_with_more_than_a_quarter_without_one_there_is_no_deadline() -> None:
+    groups = cohort([1.0] * 17 + [0.0] * 47, 0)
+    found = deadline_of(POLICIES["darts_cut"].selection_rule(SIZE), groups, RULE.bound)
+    assert found is not None
+    assert found[1] == CAP, "known when those groups have ended"
+    assert MIN_KNOWN * 64 > 47
+
+
+def test_a_deadline_without_some_groups_is_a_quantile_of_all_groups_too() -> None:
+    lengths = list(range(100, 148))
+    found = RULE.of_cohort(lengths, [10_000] * 16)
+    assert found is not None
+    assert sum(n <= found for n in lengths) / 64 >= MIN_KNOWN * QUANTILE
+
+
+@pytest.mark.parametrize(
+    ("minimums", "known"), [([None, 61], True), ([None, 60], False), ([0, 61], False), ([None, None, 99], False)]
+)
+def test_it_is_known_once_all_other_groups_are_beyond_the_bound(minimums: list[int | None], known: bool) -> None:
+    assert RULE.of_cohort([10, 20, 30, 30, 30, 30], minimums) == (30 if known else None)
+
+
+def test_recent_groups_that_were_cut_count_as_longer_until_they_are_too_many() -> None:
+
+    assert RecentCompletionLengths([10] * 8 + [40] * 8 + [0]).deadline(RULE) == 40
+    assert RecentCompletionLengths([10] * 6 + [0] * 2).deadline(RULE) == 10
+    assert RecentCompletionLengths([10] * 6 + [0] * 3).deadline(RULE) is None
+
+
+def test_the_least_that_a_group_can_need_comes_from_what_runs() -> None:
+    started = Group(rng=default_rng(0))
+    started.open(POLICIES["cap"].selection_rule(4), 4)
+    started.handle(*(Started(i) for i in range(4)), Finished(0, 5, FinishReason.STOP), Progress(1, 7))
+    assert [started.nth_shortest_minimum(n, {2: 9, 3: 2}) for n in range(1, 6)] == [3, 5, 8, 10, None]
+    started.handle(Finished(2, 30, FinishReason.LENGTH))
+    assert [started.nth_shortest_minimum(n, {}) for n in (3, 4)] == [8, None]
+
+
+def test_the_bound_is_a_factor_rounded_up() -> None:
+    assert [replace(RULE, bound=b).bound_of(10) for b in (1.0, 1.1, 1.11, 2.0)] == [10, 11, 12, 20]

@@ -1,0 +1,158 @@
+"""Cohorts with runaways: every group ends at the bound, and the deadline becomes known although some groups wait."""
+
+import asyncio
+from random import Random
+
+import pytest
+
+from darts_server.engine.scripted import Script, settle
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.named_policies import build_policies
+from darts_server.policy.selection.tail_rules import CutTail
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.types import FinishReason, Outcome, SelectedAs
+from tests.policy.oracle import Fate, bounded, chosen, cut_lengths
+from tests.rollout.helpers import Harness, collect
+from tests.rollout.test_run_cut import started
+
+pytestmark = pytest.mark.anyio
+CAP = 2000
+SIZE = 8
+GROUPS = [f"p{i}" for i in range(16)]
+RULE = Deadline(exploration=0.0)
+POLICIES = build_policies(Shaping(), RULE)
+BOUNDED = ["darts_cut", "darts_deadline", "cap"]
+MOST_REPORTED = 13
+"""Of 16 groups so many get enough valid ones; the deadline of 16 would need 15."""
+
+
+def with_runaways(seed: int) -> Harness:
+    """Three of 16 prompts have seven candidates that never end."""
+
+    def script(prompt: str, index: int) -> Script:
+        random = Random(f"{seed} {prompt} {index}")
+        if GROUPS.index(prompt) >= MOST_REPORTED and index % 12 < 7:
+            return Script(CAP, finish_reason=FinishReason.LENGTH)
+        return Script(random.randint(10, 40))
+
+    return Harness(script, POLICIES)
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+@pytest.mark.parametrize("seed", range(4))
+async def test_every_group_ends_at_the_bound(policy: str, seed: int) -> None:
+    harness = with_runaways(seed)
+    runs = await harness.start_cohort(SIZE, policy, GROUPS)
+    harness.engine.now = 0
+    tasks = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    await harness.engine.run()
+    outputs = [{t.index: t.output for t in await task} for task in tasks]
+    [batch] = harness.recorder.cohorts
+    assert batch.deadline is not None
+    bound = 2 * batch.deadline
+    assert harness.engine.now <= bound + 1 < CAP / 10, "the deadline was known before the runaways' end"
+    for run, name, output in zip(runs, GROUPS, outputs, strict=True):
+        record = harness.record(name)
+        assert record.outcome is Outcome.COMPLETED
+        assert len(record.selected) == SIZE
+        assert record.bound in (None, bound)
+        assert all(c.tokens <= bound + 1 for c in record.candidates), "polls come after each step"
+        assert all(len(tokens) <= bound for tokens in output.values())
+        fates = {
+            c.index: Fate(harness.script(name, c.index).length, c.index not in runaways(harness, name), c.tail_draw)
+            for c in run.candidates
+        }
+        rule = run._group.rule
+        if record.bound is not None and isinstance(rule, CutTail):
+            cuts = cut_lengths(rule, bounded(rule, fates, bound), batch.deadline, bound)
+            assert output.keys() == chosen(rule, bounded(rule, fates, bound)).keys()
+            for index, tokens in output.items():
+                assert len(tokens) == cuts.get(index, min(fates[index].length, bound))
+        if GROUPS.index(name) >= MOST_REPORTED:
+            assert record.bound == bound
+            assert record.deadline in (bound, max(batch.deadline, record.completion_length or 0))
+    assert any(harness.record(name).completion_length is None for name in GROUPS)
+
+
+def runaways(harness: Harness, name: str) -> list[int]:
+    return [i for i in range(16) if harness.script(name, i).finish_reason is FinishReason.LENGTH]
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_an_explored_cohort_runs_past_the_bound_and_records_it(seed: int) -> None:
+    harness = with_runaways(seed)
+    harness.rollouts.allocator.deadlines.should_explore = lambda rule: True  # type: ignore[method-assign]
+    runs = await harness.start_cohort(SIZE, "darts_cut", GROUPS)
+    harness.engine.now = 0
+    tasks = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    await harness.engine.run()
+    await asyncio.gather(*tasks)
+    assert harness.engine.now == CAP
+    record = harness.record(GROUPS[-1])
+    assert record.explored
+    assert record.cohort_deadline is not None
+    assert (record.bound, record.deadline) == (2 * record.cohort_deadline, 2 * record.cohort_deadline)
+    assert not any(c.cut for c in record.candidates)
+
+
+async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
+    script = {name: Script(10) for name in GROUPS[:7]} | {GROUPS[7]: Script(CAP)}
+    harness = Harness(lambda prompt, _: script[prompt], POLICIES)
+    runs = await harness.start_cohort(SIZE, "cap", GROUPS[:8])
+    tasks = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    for _ in range(15):
+        await harness.engine.step()
+    cohort = runs[7]._cohort
+    assert cohort is not None
+    assert (cohort.tokens, cohort.waits_beyond) == (None, 20)
+    assert runs[7].suspend()
+    for _ in range(10):
+        runs[7].poll()
+    assert cohort.tokens is None, "it has no candidates, but will have"
+    script[GROUPS[7]] = Script(13)
+    runs[7].resume()
+    await harness.engine.run()
+    await asyncio.gather(*tasks)
+    assert cohort.tokens == 13
+
+
+async def test_a_candidate_cut_at_the_bound_is_cut_again_when_a_late_one_is_short() -> None:
+    # 0 and 1 reach the bound of 8 while 2 and 3, which began late, may still bring the deadline down to 5.
+    script = {0: Script(90), 1: Script(90), 2: Script(2, delay=20), 3: Script(3, delay=20)}
+    harness = Harness(lambda _, index: script[index])
+    run = started(harness.engine, harness.recorder)
+    run.open(CutTail(1, 2, last_needed=2), Allocation(4))
+    waiting = asyncio.create_task(collect(run))
+    await settle()
+    run.set_deadline(5, 8)
+    for _ in range(10):
+        await harness.engine.step()
+        run.poll()
+        await settle()
+    assert [c.tokens for c in run.candidates[:2]] == [8, 8]
+    for _ in range(20):
+        await harness.engine.step()
+        run.poll()
+        await settle()
+    lengths = {t.index: len(t.output) for t in await waiting}
+    assert lengths[2] == 2
+    assert {tokens for index, tokens in lengths.items() if index in (0, 1)} == {5}
+    [record] = harness.recorder.records
+    assert all(c.selected_as is SelectedAs.LONG for c in record.selected if c.cut)
+
+
+async def test_candidates_that_finish_beyond_the_bound_between_two_polls_are_cut_there() -> None:
+    harness = Harness(lambda *_: Script(CAP, finish_reason=FinishReason.LENGTH))
+    run = started(harness.engine, harness.recorder)
+    run.open(CutTail(2, 1), Allocation(4))
+    waiting = asyncio.create_task(collect(run))
+    await settle()
+    run.set_deadline(5, 10)
+    await harness.engine.run()
+    assert [len(t.output) for t in await waiting] == [10] * 3
+    [record] = harness.recorder.records
+    assert (record.outcome, record.all_truncated, record.deadline) == (Outcome.COMPLETED, True, 10)
