@@ -146,6 +146,22 @@ def test_a_deadline_is_known_although_many_groups_have_too_few_valid_ones(policy
     assert step.tokens < unshaped(groups).tokens
 
 
+@pytest.mark.parametrize(
+    ("runaways", "policy", "steps", "tokens"),
+    [
+        ([0.4] * 8 + [0.0] * 56, "darts_cut", 0.16, 0.73),
+        ([0.75] * 12 + [0.05] * 52, "darts_cut", 0.13, 0.36),
+        ([0.4] * 8 + [0.0] * 56, "cap", 0.19, 0.55),
+        ([0.75] * 12 + [0.05] * 52, "cap", 0.16, 0.28),
+    ],
+)
+def test_the_figures_on_the_page_of_policies(runaways: list[float], policy: str, steps: float, tokens: float) -> None:
+    cohorts = [cohort(runaways, seed) for seed in range(3)]
+    pairs = [(run(policy, groups), unshaped(groups)) for groups in cohorts]
+    assert sum(step.steps / off.steps for step, off in pairs) / 3 == pytest.approx(steps, abs=0.006)
+    assert sum(step.tokens / off.tokens for step, off in pairs) / 3 == pytest.approx(tokens, abs=0.006)
+
+
 def test_with_more_than_a_quarter_without_one_there_is_no_deadline() -> None:
     groups = cohort([1.0] * 17 + [0.0] * 47, 0)
     found = deadline_of(POLICIES["darts_cut"].selection_rule(SIZE), groups, RULE.bound)
