@@ -8,7 +8,9 @@ from darts_server.settings.messages import flag_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
 OURS = {flag_of(name) for name in Settings.model_fields}
-OTHERS = {"--darts-config", "--api-key", "--allowed-origins", "--host", "--shutdown-timeout", "--help"}
+OTHERS = {
+    *("--darts-config", "--api-key", "--allowed-origins", "--host", "--logprobs-mode", "--shutdown-timeout", "--help")
+}
 """A flag of ours that is not a setting, and flags of vLLM."""
 
 
