@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
+from darts_server.files import Stamp
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.tensors import Tensor, TensorFile, TensorSet
 from tests.weights.harness import Harness
@@ -23,7 +24,7 @@ def tensors_of(*layers: str, rank: int = 2, dtype: str = "F32") -> TensorSet:
         outputs, inputs = LAYERS.shapes.get(layer, (2, 2))
         shapes[f"{BASE}{layer}.lora_A.weight"] = Tensor((rank, inputs), dtype)
         shapes[f"{BASE}{layer}.lora_B.weight"] = Tensor((outputs, rank), dtype)
-    file = TensorFile(Path("nowhere"), shapes, (0, 0, 0, 0))
+    file = TensorFile(Path("nowhere"), shapes, Stamp("nowhere", 0, 0, 0, 0))
     return dict.fromkeys(shapes, file)
 
 
