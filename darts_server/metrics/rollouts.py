@@ -119,7 +119,7 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             self._length.labels(self._model, "generated").observe(candidate.tokens)
             if candidate.selected_as is not None:
                 self._length.labels(self._model, "returned").observe(candidate.tokens)
-            if candidate.cut:
+            if candidate.cut and candidate.selected_as is not None:
                 self._cut.labels(self._model).inc()
             if (
                 record.explored

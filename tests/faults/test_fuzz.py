@@ -195,6 +195,7 @@ def test_a_stall_is_seen(tmp_path: Path) -> None:
         time.sleep(0.2)
         assert health.longest() < 0.5
         httpx.post(f"{target.server.url}/darts/v1/rollouts", json={})
+        time.sleep(0.3)  # a poll that still waits counts now, and again when it is answered
         assert health.longest() > 0.3
         time.sleep(0.5)
         assert health.longest() < 0.5

@@ -13,7 +13,7 @@ from darts_server.demo.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 
-MAX_STALL = 2.0
+MAX_STALL = 5.0
 """Seconds. Each of these requests used to stop the event loop for twenty."""
 
 
