@@ -46,7 +46,7 @@ def unbiased_advantages(group: Group, rewards: Sequence[float], baseline: float 
     weights, count = _weights(group, rewards)
     if baseline is not None:
         baselines = [baseline] * len(rewards)
-    elif group.num_shortest is not None and any(weight != 1 for weight in weights):
+    elif group.num_shortest is not None:
         baselines = _means_of_shortest_others(group, group.num_shortest - 1, rewards)
     else:
         total = sum(w * r for w, r in zip(weights, rewards, strict=True))

@@ -89,7 +89,7 @@ class Group:
         self._finish_count = 0
         self._max_candidates = 0
         self._has_cuts = False
-        self._finished_late: list[int] = []  # cut at the bound, which is still to be told
+        self._finished_late: list[int] = []  # cut at the bound; the decision is not returned yet
         self._pending_scores: list[Scored] = []
         self._free_places = 0  # of pruned candidates, for new ones
         self._allocated = 0

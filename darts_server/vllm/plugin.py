@@ -45,7 +45,7 @@ SOCKET_THREADS = ("process_input_sockets", "process_output_sockets")
 def end_with_threads() -> None:
     """End the engine if a thread of its sockets ends with an exception.
 
-    Python prints the exception and goes on, so the engine would wait for requests that nobody receives any more.
+    Python prints the exception and goes on, so the engine would wait for requests that no thread receives any more.
     """
     if (engine := sys.modules.get(ENGINE)) is None:  # a worker's process
         return

@@ -38,9 +38,11 @@ OUTCOMES = [*(Outcome(tokens, True) for tokens in range(1, MAX_TOKENS + 1)), Out
 TRUE = np.sum([o.probability * o.reward * o.score for o in OUTCOMES], axis=0)
 
 
-def group_of(rule: SelectionRule, candidates: Sequence[Outcome], draws: Sequence[float]) -> tuple[Group, list[int]]:
+def group_of(
+    rule: SelectionRule, candidates: Sequence[Outcome], draws: Sequence[float], deadline: int | None = None
+) -> tuple[Group, list[int]]:
     """Return the group as a caller gets it, and which candidates are in it."""
-    run = complete(rule, [(c.tokens, c.stopped) for c in candidates], draws)
+    run = complete(rule, [(c.tokens, c.stopped) for c in candidates], draws, deadline)
     weights = run.weights()
     chosen = [c for c in run.candidates if c.selected_as is not None]
     trajectories = tuple(
@@ -94,6 +96,37 @@ def test_the_expected_weighted_mean_is_the_true_one(rule: SelectionRule) -> None
             value = weighted_mean(group, [candidates[i].reward for i in chosen])
             mean += prod(c.probability for c in candidates) / len(orders) * value
     assert mean == pytest.approx(sum(o.probability * o.reward for o in OUTCOMES), abs=1e-9)
+
+
+def cut(outcome: Outcome, limit: float) -> Outcome:
+    """Return what is left of a trajectory below a length limit."""
+    return outcome if outcome.tokens <= limit else Outcome(int(limit), False)
+
+
+@pytest.mark.parametrize("deadline", [1, 2])
+@pytest.mark.parametrize("rule", [CutTail(2, 1), CutTail(2, 2, last_needed=2)], ids=["darts_cut", "cap"])
+def test_with_a_cut_it_is_that_of_the_expected_reward_below_a_limit_that_the_others_set(
+    rule: CutTail, deadline: int
+) -> None:
+    """A trajectory is cut at the deadline or, if that is longer, at the M-th shortest of the others."""
+    orders = list(permutations([i / 10 for i in range(CANDIDATES)]))
+    true, total = np.zeros(MAX_TOKENS), np.zeros(MAX_TOKENS)
+    for others in product(OUTCOMES, repeat=CANDIDATES - 1):
+        valid = sorted(o.tokens for o in others if o.stopped)
+        enough = len(valid) >= rule.completion_place
+        limit = max(deadline, valid[rule.completion_place - 1]) if enough else MAX_TOKENS
+        for one in OUTCOMES:
+            left = cut(one, limit)
+            true += prod(o.probability for o in others) * one.probability * left.reward * left.score
+    for candidates in product(OUTCOMES, repeat=CANDIDATES):
+        probability = prod(c.probability for c in candidates) / len(orders)
+        for draws in orders:
+            group, chosen = group_of(rule, candidates, draws, deadline)
+            returned = [cut(candidates[i], len(t.token_ids)) for i, t in zip(chosen, group.trajectories, strict=True)]
+            advantages = unbiased_advantages(group, [one.reward for one in returned])
+            for one, advantage in zip(returned, advantages, strict=True):
+                total += probability * advantage * one.score / len(chosen)
+    np.testing.assert_allclose(total, true, atol=1e-9)
 
 
 def test_without_weights_the_gradient_is_biased() -> None:

@@ -72,7 +72,7 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
         case DeadlineTail(short, longest):
             end = deadline(fates, short + longest, limit)
             return _both_ends({i: f for i, f in fates.items() if end is None or f.length <= end}, short, longest)
-        case SampledTail(short, longest) | CutTail(short, longest):
+        case SampledTail(short, longest):
             truncated = SelectedAs.FILL if _valid(fates) < short else SelectedAs.LONG_TRUNCATED
             first = {i: SelectedAs.SHORT for i, fate in fates.items() if fate.valid and _valid_before(i, fates) < short}
             rest = {i: fate for i, fate in fates.items() if i not in first}

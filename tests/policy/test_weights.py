@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from darts_server.policy.events import Failed, Finished, Scored, Started
+from darts_server.policy.events import DeadlineSet, Failed, Finished, Scored, Started
 from darts_server.policy.group import Group
 from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
 from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
@@ -27,11 +27,15 @@ class Draws:
         return next(self._draws)
 
 
-def complete(rule: SelectionRule, lengths: Sequence[tuple[int, bool]], draws: Sequence[float]) -> Group:
+def complete(
+    rule: SelectionRule, lengths: Sequence[tuple[int, bool]], draws: Sequence[float], deadline: int | None = None
+) -> Group:
     """Run a group to its end: candidates finish in the order of their lengths, at a stop token or at the limit."""
     group = Group(rng=Draws(draws), max_replacements=0)
     group.open(rule, len(lengths))
     group.handle(*(Started(i) for i in range(len(lengths))))
+    if deadline is not None:
+        group.handle(DeadlineSet(deadline))
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if group.candidates[i].running:
             tokens, valid = lengths[i]

@@ -20,7 +20,7 @@ class Sites:
 
     A browser sends requests for every page that it shows, and these come from its own machine. A page is read by the
     page's own site alone, but a name that its owner lets point at this server (DNS rebinding) makes the server that
-    site. So a server has to know its names. Addresses need no check: nobody can make one point at another machine.
+    site. So a server has to know its names. Addresses need no check: no DNS record changes what they point at.
 
     Args:
         hosts: names of this server, in addition to ``localhost`` and the machine's own: exact ones, ``*.example.com``

@@ -56,7 +56,7 @@ class Balanced(_QualityRule):
 class AllSurvivors(_QualityRule):
     """Select all candidates that were not pruned, for trainers that take groups of any size (ARRoL).
 
-    One is always left, since nothing can be learned from an empty group; ``size`` is only what the group was asked for.
+    One is always left, since nothing can be learned from an empty group; ``size`` is what the caller requested.
     """
 
     @property

@@ -74,7 +74,7 @@ class SelectionRule(Protocol):
     def begin(self, deliver_early: bool) -> Assessment:
         """Create what follows a group while it runs.
 
-        ``deliver_early``: whether it is asked for settled candidates before the group is complete.
+        ``deliver_early``: whether settled candidates are read before the group is complete.
         """
         ...
 

@@ -175,7 +175,7 @@ class SampledTailAssessment(Assessment):
 class LowerDraws:
     """The candidates with a tail draw below a limit, in the order of lengths.
 
-    When the limit moves, the candidates that it passes over are added or removed. It hardly moves far: it is asked for
+    When the limit moves, the candidates that it passes over are added or removed. It hardly moves far: it is read for
     candidates that have passed the K shortest and are not hopeless, which have the lowest draws of all that have.
     """
 

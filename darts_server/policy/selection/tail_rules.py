@@ -85,7 +85,19 @@ class SampledTail(_TailRule):
         return True
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
-        return _sampled_weights(candidates)
+        """See `SelectionRule.weights`.
+
+        ``None`` if candidates were pruned at random: whether one could be spared depends on who was stopped, and so on
+        tail draws.
+        """
+        if any(c.survival < 1 for c in candidates):
+            return None
+        selected = [c for c in candidates if c.selected_as is not None]
+        short = sum(c.selected_as is SelectedAs.SHORT for c in selected)
+        sampled, rest = len(selected) - short, len(candidates) - short
+        if rest and not sampled:  # the tail has no places
+            return None
+        return {c.index: 1.0 if c.selected_as is SelectedAs.SHORT else rest / sampled for c in selected}
 
     def begin(self, deliver_early: bool) -> Assessment:
         return SampledTailAssessment(self.num_shortest, self.num_longest, deliver_early)
@@ -113,7 +125,7 @@ class DeadlineTail(_TailRule):
 
 
 @dataclass(frozen=True, slots=True)
-class CutTail(_TailRule):
+class CutTail(SampledTail):
     """Select the K shortest and L sampled from the rest, of these only the first D tokens. An extension of ours.
 
     It hides nothing from the trainer: a trajectory that ran on beyond the deadline is returned as a truncated one.
@@ -129,31 +141,5 @@ class CutTail(_TailRule):
     def completion_place(self) -> int:
         return self.size if self.last_needed is None else self.last_needed
 
-    def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        return SampledTail(self.num_shortest, self.num_longest).select(finished)
-
-    @property
-    def samples_rest(self) -> bool:
-        return True
-
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
-        return _sampled_weights(candidates)
-
     def begin(self, deliver_early: bool) -> Assessment:
         return CutTailAssessment(self.num_shortest, self.num_longest, deliver_early, self.completion_place)
-
-
-def _sampled_weights(candidates: Sequence[Candidate]) -> dict[int, float] | None:
-    """Return the weights where the shortest are certain of their places and all others equally likely to be sampled.
-
-    ``None`` if candidates were pruned at random: whether one could be spared depends on who was stopped, and so on tail
-    draws.
-    """
-    if any(c.survival < 1 for c in candidates):
-        return None
-    selected = [c for c in candidates if c.selected_as is not None]
-    short = sum(c.selected_as is SelectedAs.SHORT for c in selected)
-    sampled, rest = len(selected) - short, len(candidates) - short
-    if rest and not sampled:  # the tail has no places
-        return None
-    return {c.index: 1.0 if c.selected_as is SelectedAs.SHORT else rest / sampled for c in selected}
