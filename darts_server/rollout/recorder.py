@@ -87,8 +87,8 @@ class GroupRecorder:
         assert group.outcome is not None
         self.closed = True
         now = self._clock()
-        explored = cohort is not None and cohort.terms.explored
-        would_be = cohort if explored and cohort is not None else None
+        would_be = cohort if cohort is not None and cohort.terms.explored else None
+        rule = None if cohort is None else cohort.terms.deadline
         weights = group.weights()
         return GroupRecord(
             group_id=self.group_id,
@@ -103,10 +103,10 @@ class GroupRecorder:
             error=None if error is None else str(error),
             cohort_deadline=group.deadline if would_be is None else would_be.tokens,
             bound=group.bound if would_be is None else would_be.bound,
-            stretch=1.0 if cohort is None else cohort.terms.stretch,
+            stretch=1.0 if rule is None else rule.stretch,
             completion_length=group.completion_length if group.is_open else None,
             num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
-            explored=explored,
+            explored=would_be is not None,
             tokens_needed=tokens_needed,
             request_ids=self.request_ids,
             shadow=shadow_of(group, self.policy),

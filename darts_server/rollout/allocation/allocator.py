@@ -11,7 +11,6 @@ from darts_server.observers import GroupObserver
 from darts_server.policy.allocation.brownout import reduce_candidates
 from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
-from darts_server.policy.deadline import BOUND
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
@@ -138,10 +137,9 @@ class Allocator(GroupObserver):
             groups=groups,
             mean_candidates=size + (budget.mean - size) * scale,
             predicted_seconds=budget.seconds,
-            deadline=None if few else rule,
+            deadline=rule,
             tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
-            stretch=1.0 if rule is None else rule.stretch,
-            bound=BOUND if rule is None else rule.bound,
+            few=few,
             explored=rule is not None and self.deadlines.should_explore(rule),
         )
         cohort = Cohort(terms, self._on_cohort_end, self._clock)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
-from darts_server.policy.deadline import BOUND, Deadline
+from darts_server.policy.deadline import Deadline
 from darts_server.types import CohortRecord, GroupRecord
 
 
@@ -27,10 +27,9 @@ class CohortTerms:
         groups: number of groups.
         mean_candidates: M', candidates per group.
         predicted_seconds: until its last group ends; ``None`` where nothing was predicted.
-        deadline: how its groups determine the deadline together; ``None`` if they do not.
+        deadline: how its deadline is computed; ``None`` if its policy has none.
         tokens: the deadline where it is known from the start.
-        stretch: factor that the deadline contains.
-        bound: factor from the deadline to the length at which every candidate is cut.
+        few: whether these groups are too few to determine a deadline: then it is ``tokens``, or there is none.
         explored: whether its groups run past the deadline, to measure what the deadline costs.
     """
 
@@ -40,8 +39,7 @@ class CohortTerms:
     predicted_seconds: float | None = None
     deadline: Deadline | None = None
     tokens: int | None = None
-    stretch: float = 1.0
-    bound: float = BOUND
+    few: bool = False
     explored: bool = False
 
     def place(self, completion_place: int, candidates: int) -> int:
@@ -92,7 +90,8 @@ class Cohort:
     @property
     def bound(self) -> int | None:
         """Length in tokens at which every candidate is cut; ``None`` while the deadline is not known."""
-        return None if self.tokens is None else Deadline(bound=self.terms.bound).bound_of(self.tokens)
+        rule = self.terms.deadline
+        return None if rule is None or self.tokens is None else rule.bound_of(self.tokens)
 
     def end_group(self, member: CohortMember, record: GroupRecord | None = None) -> None:
         """Remove a group that has ended, with any outcome."""
@@ -117,7 +116,7 @@ class Cohort:
 
     def _determine_deadline(self) -> None:
         rule = self.terms.deadline
-        if rule is None or self.tokens is not None:
+        if rule is None or self.terms.few or self.tokens is not None:
             return
         others = self._reporting - len(self._needs)
         minimums = [*self._minimums.values(), *[0] * (others - len(self._minimums))]

@@ -172,7 +172,7 @@ async def test_a_deadline_known_from_the_start_is_set_for_every_member() -> None
 
 
 async def test_groups_that_can_only_be_complete_beyond_the_bound_do_not_delay_the_deadline() -> None:
-    harness = CohortHarness(8, bound=2)
+    harness = CohortHarness(8)
     harness.join(8)
     harness.need(10, 10, 10, 10, 10)
     assert harness.cohort.waits_beyond is None, "five of eight are too few"
