@@ -21,7 +21,7 @@ ones come out shorter even if within each prompt they do not.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -43,7 +43,7 @@ class Moments:
     ``a + b`` are those of both samples together (Chan, Golub and LeVeque 1979). The order of adding matters for
     rounding only, so statistics can be merged as rewards arrive, without keeping the lengths.
 
-    ``weight``, ``squares``: sums of the weights and of their squares; ``None`` means that all weights are 1.
+    ``weight``, ``squares``: sums of the weights and of their squares.
 
     Raises:
         ValueError: no sample has these moments.
@@ -52,40 +52,27 @@ class Moments:
     count: int = 0
     mean: float = 0.0
     m2: float = 0.0
-    weight: float | None = None
-    squares: float | None = None
+    weight: float = 0.0
+    squares: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("weight", "squares"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, self.count)
         whole = type(self.count) is int and self.count >= 0
-        sums = (self.mean, self.m2, self.total_weight, self.sum_of_squares)
+        sums = (self.mean, self.m2, self.weight, self.squares)
         numbers = all(type(x) in (int, float) and 0 <= x < math.inf for x in sums)
-        if not (whole and numbers and (self.total_weight > 0 if self.count > 0 else not any(sums))):
+        if not (whole and numbers and (self.weight > 0 if self.count > 0 else not any(sums))):
             raise ValueError(f"moments must be a count and finite numbers of at least 0, got {self}")
 
     def __add__(self, other: "Moments") -> "Moments":
         if not self.count or not other.count:
             return self if self.count else other
-        weight, apart = self.total_weight + other.total_weight, other.mean - self.mean
+        weight, apart = self.weight + other.weight, other.mean - self.mean
         return Moments(
             self.count + other.count,
-            self.mean + apart * other.total_weight / weight,
-            self.m2 + other.m2 + apart * apart * self.total_weight * other.total_weight / weight,
+            self.mean + apart * other.weight / weight,
+            self.m2 + other.m2 + apart * apart * self.weight * other.weight / weight,
             weight,
-            self.sum_of_squares + other.sum_of_squares,
+            self.squares + other.squares,
         )
-
-    @property
-    def total_weight(self) -> float:
-        assert self.weight is not None
-        return self.weight
-
-    @property
-    def sum_of_squares(self) -> float:
-        assert self.squares is not None
-        return self.squares
 
     @property
     def square_error(self) -> float | None:
@@ -95,10 +82,8 @@ class Moments:
         """
         if self.count < 2:
             return None
-        lost = self.sum_of_squares / self.total_weight  # 1 with equal weights of 1
-        if self.total_weight <= lost:
-            return None
-        return self.m2 / (self.total_weight - lost) * self.sum_of_squares / self.total_weight**2
+        lost = self.squares / self.weight  # 1 with equal weights of 1
+        return None if self.weight <= lost else self.m2 / (self.weight - lost) * self.squares / self.weight**2
 
     @property
     def error(self) -> float | None:
@@ -184,7 +169,7 @@ class RewardStats:
     @property
     def pass_rate(self) -> float | None:
         """Weighted share of right ones among the rewarded trajectories; ``None`` without any."""
-        right, wrong = self.right.total_weight, self.wrong.total_weight
+        right, wrong = self.right.weight, self.wrong.weight
         return right / (right + wrong) if self.rewarded else None
 
     @property
@@ -194,7 +179,7 @@ class RewardStats:
     @property
     def state(self) -> list[list[float]]:
         """Argument of `restore_stats` that restores these."""
-        right, wrong = ([m.count, m.mean, m.m2, m.total_weight, m.sum_of_squares] for m in (self.right, self.wrong))
+        right, wrong = (list(astuple(moments)) for moments in (self.right, self.wrong))
         return [right, wrong, [self.groups, self.zero_variance]]
 
 
@@ -204,16 +189,10 @@ def restore_stats(state: Sequence[Sequence[Any]]) -> RewardStats:
     Raises:
         ValueError, TypeError: it is no such state, or its numbers are out of range.
     """
-    (n, mean, m2, weight, squares), wrong, (groups, zero_variance) = state
-    count_wrong, mean_wrong, m2_wrong, weight_wrong, squares_wrong = wrong
-    stats = RewardStats(
-        Moments(n, mean, m2, weight, squares),
-        Moments(count_wrong, mean_wrong, m2_wrong, weight_wrong, squares_wrong),
-        groups,
-        zero_variance,
-    )
+    right, wrong, (groups, zero_variance) = state
+    stats = RewardStats(Moments(*right), Moments(*wrong), groups, zero_variance)
     sides = (stats.right, stats.wrong)
-    numbers = [stats.groups, *(x for m in sides for x in (m.count, m.mean, m.total_weight, m.sum_of_squares))]
+    numbers = [stats.groups, *(x for m in sides for x in (m.count, m.mean, m.weight, m.squares))]
     if max(numbers) > LARGEST or max(m.m2 for m in sides) > LARGEST_SQUARES:
         raise ValueError(f"statistics of rewards have counts or lengths out of range: {stats}")
     return stats

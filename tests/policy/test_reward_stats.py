@@ -121,7 +121,7 @@ def test_a_whole_weight_counts_as_so_many_lengths(lengths: list[tuple[int, int]]
     weighted = sum((single_length(tokens, float(weight)) for tokens, weight in lengths), Moments())
     repeated = of([tokens for tokens, weight in lengths for _ in range(weight)])
     assert weighted.count == len(lengths)
-    assert weighted.total_weight == repeated.count
+    assert weighted.weight == repeated.count
     assert weighted.mean == pytest.approx(repeated.mean)
     assert weighted.m2 == pytest.approx(repeated.m2, abs=1e-6)
 
@@ -152,7 +152,7 @@ def test_statistics_add_up_and_have_a_pass_rate() -> None:
     second = RewardStats(of([6]), Moments(), groups=1, zero_variance=1)
     both = first + second
     assert (both.rewarded, both.pass_rate, both.groups, both.zero_variance) == (4, 0.75, 2, 1)
-    assert both.right == Moments(3, 6.0, 2.0)
+    assert both.right == Moments(3, 6.0, 2.0, 3, 3)
     assert both.difference == compare_means(both.right, both.wrong)
     assert RewardStats().pass_rate is None
 

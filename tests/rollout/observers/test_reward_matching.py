@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from darts_server.engine.scripted import Script, settle
 from darts_server.observers import RewardObserver
 from darts_server.policy.deadline import MEMORY, Deadline
-from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
+from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats, single_length
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.learned.rewards import DATASET_KIND, KEY, PROMPT_KIND, Rewards, summarize
@@ -118,7 +118,7 @@ def test_a_trajectory_keeps_its_first_reward(first: Reward, second: Reward) -> N
     TWO.happens(trainer.reward_matcher)
     assert trainer.report(first) == RewardReport(matched=1)
     assert trainer.report(second, first) == RewardReport(repeated=2)
-    assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(right=Moments(1, 2.0, 0.0))
+    assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(right=single_length(2))
     assert trainer.reward_matcher.group_rewards(TWO.record()).by_index == {0: (1.0, True)}
     assert trainer.counted == [1, 0]
 
@@ -155,7 +155,7 @@ def test_all_trajectories_with_the_same_tokens_get_the_reward() -> None:
     TWO.happens(trainer.reward_matcher)
     Made("h", "p", ((9,), (1, 2), (1, 2))).happens(trainer.reward_matcher)
     assert trainer.report(by_id("h:1", 1.0), by_tokens([112], [1, 2], 1.0)) == RewardReport(matched=2)
-    assert trainer.prompt("p").right == Moments(3, 2.0, 0.0)
+    assert trainer.prompt("p").right == Moments(3, 2.0, 0.0, 3, 3)
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -170,7 +170,7 @@ def test_a_fully_rewarded_group_is_reported_once(late: bool) -> None:
     assert trainer.rewarded_groups == [("g", {0: False, 1: True})]
     assert trainer.variances == [False]
     assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is False
-    assert trainer.prompt("p") == RewardStats(Moments(1, 3.0, 0.0), Moments(1, 2.0, 0.0), groups=1)
+    assert trainer.prompt("p") == RewardStats(single_length(3), single_length(2), groups=1)
 
 
 def test_rewards_may_arrive_before_their_group_ends() -> None:
@@ -191,7 +191,7 @@ def test_trajectories_of_an_incomplete_group_count_but_the_group_does_not(outcom
     group = replace(TWO, outcome=outcome, late=False)
     group.happens(trainer.reward_matcher)
     assert trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0)) == RewardReport(matched=2)
-    assert trainer.prompt("p") == RewardStats(right=Moments(2, 2.5, 0.5))
+    assert trainer.prompt("p") == RewardStats(right=Moments(2, 2.5, 0.5, 2, 2))
     assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is None
     assert trainer.rewarded_groups == []
 
@@ -440,7 +440,7 @@ def test_statistics_are_stored_and_shared_between_processes(tmp_path: Any) -> No
         saved = store.export()
     with Store(tmp_path) as store:
         second = Trainer(store)
-        assert second.prompt("p") == second.rewards.dataset == RewardStats(Moments(1, 2.0), Moments(1, 3.0), 1, 0)
+        assert second.prompt("p") == second.rewards.dataset == RewardStats(single_length(2), single_length(3), 1, 0)
         assert second.report(by_id("g:0", 1.0)).unknown == 1
         TWO.happens(second.reward_matcher)
         second.report(by_id("g:0", 1.0))
@@ -466,7 +466,7 @@ def test_invalid_statistics_count_as_missing_and_are_overwritten(junk: dict[str,
     assert trainer.rewards.mean_length("right") is None
     TWO.happens(trainer.reward_matcher)
     trainer.report(by_id("g:0", 1.0), by_id("g:1", 0.0))
-    assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(Moments(1, 2.0), Moments(1, 3.0), 1, 0)
+    assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(single_length(2), single_length(3), 1, 0)
     assert trainer.rewards.mean_length("wrong") == 3
     assert restore_stats(json.loads(str((store.get(PROMPT_KIND, "p") or {})["value"]))) == trainer.prompt("p")
 
