@@ -40,6 +40,10 @@ class DiscardReason(StrEnum):
     """Its vote was decided without it."""
 
 
+UNCOUNTED = frozenset({DiscardReason.FAILED, DiscardReason.SHADOW})
+"""Of candidates that were never to be chosen from: others replaced them, or they only ran to be observed."""
+
+
 class SelectedAs(StrEnum):
     """Why a trajectory was selected: from which end of the group's length order it comes, if from any."""
 
@@ -178,6 +182,11 @@ class GroupRecord:
     def selected(self) -> list[CandidateRecord]:
         """The returned trajectories, by candidate index."""
         return [c for c in self.candidates if c.selected_as is not None]
+
+    @property
+    def counted(self) -> int:
+        """N: candidates that the weights stand for, without failed ones, those before a restart and observed ones."""
+        return sum(c.reason not in UNCOUNTED for c in self.candidates[self.restarted_from :])
 
     @property
     def all_truncated(self) -> bool:

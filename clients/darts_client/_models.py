@@ -83,7 +83,8 @@ class Group:
     index of the prompt in the request.
 
     The other fields are set for rollouts only. `prompt_key` is the name that the prompt's statistics are kept under,
-    `metadata` what the caller sent with it. `candidates` is how many were started. `num_shortest` is how many places
+    `metadata` what the caller sent with it. `candidates` is how many were started, `counted` how many of
+    them the weights stand for (N: not those that failed, or ran before a restart). `num_shortest` is how many places
     went to the shortest (K) where the others were sampled from the rest, else None; `deadline` is the length in tokens
     at which the tail was cut. `seconds` is the duration. `error`: why the group failed; then it has no trajectories.
     """
@@ -95,6 +96,7 @@ class Group:
     prompt_key: str | None = None
     metadata: Mapping[str, Any] | None = field(default=None, hash=False)
     candidates: int | None = None
+    counted: int | None = None
     num_shortest: int | None = None
     deadline: int | None = None
     mixed_versions: bool = False

@@ -64,6 +64,7 @@ class GroupRecord(WireModel):
     members: tuple[str, ...]
     shadow: ShadowRecord | None
     candidates: tuple[CandidateRecord, ...]
+    counted: int | None = None
     num_shortest: int | None = None
     zero_variance: bool | None = None
 

@@ -59,6 +59,7 @@ class GroupPayload(WireModel):
     prompt_key: str | None = None
     metadata: dict[str, Any] | None = None
     candidates: int
+    counted: int | None = None
     num_shortest: int | None = None
     deadline: int | None = None
     mixed_versions: bool = False
@@ -150,6 +151,7 @@ def build_group(
         prompt_key=payload.prompt_key,
         metadata=payload.metadata,
         candidates=payload.candidates,
+        counted=payload.counted,
         num_shortest=payload.num_shortest,
         deadline=payload.deadline,
         mixed_versions=payload.mixed_versions,

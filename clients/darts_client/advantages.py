@@ -12,9 +12,6 @@ from collections.abc import Sequence
 
 from ._models import Group
 
-UNCOUNTED = frozenset({"failed", "restarted"})
-"""Reasons of discarded candidates that others have replaced."""
-
 
 def weighted_mean(group: Group, values: Sequence[float]) -> float:
     """Estimate the mean of a value over all N candidates of the group from the returned ones: the sum of w_i v_i / N.
@@ -71,9 +68,9 @@ def _weights(group: Group, values: Sequence[float]) -> tuple[list[float], int]:
     if len(values) != len(group.trajectories):
         raise ValueError(f"group {group.number} has {len(group.trajectories)} trajectories, got {len(values)} values")
     weights = [trajectory.weight for trajectory in group.trajectories if trajectory.weight is not None]
-    if group.candidates is None or len(weights) < len(values):
+    if group.counted is None or len(weights) < len(values):
         raise ValueError(
             f"the trajectories of group {group.number} have no weights, so nothing makes it unbiased; sample with a "
             'policy that returns weights, such as "uniform", through client.rollouts'
         )
-    return weights, len(weights) + sum(candidate.reason not in UNCOUNTED for candidate in group.discarded)
+    return weights, group.counted

@@ -40,7 +40,7 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.selection.assessment import Assessment
 from darts_server.policy.selection.rules import SelectionRule
-from darts_server.types import DiscardReason, Outcome, SelectedAs
+from darts_server.types import UNCOUNTED, DiscardReason, Outcome, SelectedAs
 
 
 class UniformGenerator(Protocol):
@@ -155,12 +155,12 @@ class Group:
     def weights(self) -> dict[int, float]:
         """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
 
-        Candidates that failed do not count, as others replaced them, nor do those before a restart. Empty if the group
-        is not complete, or if its rule never selects some candidates.
+        `UNCOUNTED` candidates and those before a restart do not count. Empty if the group is not complete, or if its
+        rule never selects some candidates.
         """
         if self.outcome is not Outcome.COMPLETED:
             return {}
-        counted = [c for c in self.candidates[self.restarted_from :] if c.reason is not DiscardReason.FAILED]
+        counted = [c for c in self.candidates[self.restarted_from :] if c.reason not in UNCOUNTED]
         return self.rule.weights(counted) or {}
 
     def add_candidate(self) -> list[Decision]:

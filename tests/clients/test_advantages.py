@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from darts_client import Discarded, Group, Trajectory
+from darts_client import Group, Trajectory
 from darts_client.advantages import unbiased_advantages, weighted_mean
 from darts_client.tensors import to_tensors
 from darts_server.policy.selection.rules import InOrder, SelectionRule
@@ -50,12 +50,7 @@ def group_of(
         for k, c in enumerate(chosen)
     )
     count, shortest = len(candidates), rule.num_shortest if rule.samples_rest else None
-    discarded = tuple(
-        Discarded(trajectory_id=f"g:{c.index}", length=c.tokens, reason=str(c.reason))
-        for c in run.candidates
-        if c.reason is not None
-    )
-    group = Group("g", None, trajectories, candidates=count, num_shortest=shortest, discarded=discarded)
+    group = Group("g", None, trajectories, candidates=count, counted=count, num_shortest=shortest)
     return group, [c.index for c in chosen]
 
 
@@ -137,7 +132,7 @@ def test_without_weights_the_gradient_is_biased() -> None:
 
 def group(weights: Sequence[float | None], **more: object) -> Group:
     trajectories = tuple(Trajectory(k, "", (1,), None, "stop", weight=weight) for k, weight in enumerate(weights))
-    return Group("g", None, trajectories, number=3, candidates=len(weights), **more)  # type: ignore[arg-type]
+    return Group("g", None, trajectories, number=3, counted=len(weights), **more)  # type: ignore[arg-type]
 
 
 def test_groups_without_weights_and_wrong_numbers_of_rewards_are_refused() -> None:

@@ -44,6 +44,20 @@ async def test_a_suspended_group_restarts_and_has_one_version() -> None:
     assert record.tail_wait is None or record.tail_wait >= 0
 
 
+async def test_weights_stand_for_the_candidates_since_the_restart_although_some_were_stopped_before() -> None:
+    harness = Harness(lengths(1, 1, 1, 9, 9, 9, 4, 5, 6, 9))
+    waiting = asyncio.create_task(collect(harness.run(4, "uniform")))
+    await settle()
+    for _ in range(3):
+        await harness.engine.step()
+    await update(harness)
+    await harness.engine.run()
+    await waiting
+    record = harness.record("g")
+    assert DiscardReason.TAIL_PRUNED in [c.reason for c in record.candidates[:6]]
+    assert record.counted == sum(c.weight or 0.0 for c in record.candidates) == 6
+
+
 async def test_nothing_runs_while_suspended_even_if_groups_begin() -> None:
     harness = Harness(lengths(5))
     runs = [harness.run(2, group_id="a")]

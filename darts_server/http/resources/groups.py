@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field
 
 from darts_server.http.resources.trajectories import (
+    Counted,
     Cut,
     NumShortest,
     Quality,
@@ -68,6 +69,7 @@ class GroupAnswer(BaseModel):
     mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")
     generated: int = Field(description="Tokens of all candidates.")
     returned: int = Field(description="Tokens of the selected ones.")
+    counted: Counted
     num_shortest: NumShortest
     deadline: int | None = Field(
         description="Tokens at which its tail was cut or, if explored, would have been cut; null without a deadline."
@@ -102,6 +104,7 @@ class GroupAnswer(BaseModel):
             mixed_versions=record.mixed_versions,
             generated=record.generated_tokens,
             returned=record.returned_tokens,
+            counted=record.counted,
             num_shortest=record.num_shortest,
             deadline=record.deadline,
             bound=record.bound,

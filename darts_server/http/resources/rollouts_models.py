@@ -19,6 +19,7 @@ from darts_server.exceptions import DartsError
 from darts_server.http.body import Body
 from darts_server.http.errors import body_of
 from darts_server.http.resources.trajectories import (
+    Counted,
     Cut,
     DiscardedOut,
     NumShortest,
@@ -119,6 +120,7 @@ class GroupOut(BaseModel):
     prompt_key: str
     metadata: dict[str, Any] | None
     candidates: int
+    counted: Counted | None
     num_shortest: NumShortest
     deadline: int | None
     mixed_versions: bool
@@ -139,6 +141,7 @@ class GroupOut(BaseModel):
             prompt_key=result.prompt_key,
             metadata=None if result.metadata is None else json.loads(result.metadata),
             candidates=len(candidates),
+            counted=None if record is None else record.counted,
             num_shortest=None if record is None else record.num_shortest,
             deadline=None if record is None else record.deadline,
             mixed_versions=record is not None and record.mixed_versions,

@@ -28,6 +28,9 @@ NumShortest = Annotated[
     int | None,
     Field(description="K, where the K shortest are returned and the other places sampled from the rest; else null."),
 ]
+Counted = Annotated[
+    int, Field(description="N: candidates that the weights stand for: not those that failed or ran before a restart.")
+]
 Sampling = Annotated[
     dict[str, Any],
     Field(description="The sampling parameters in force, by vLLM's names; those that are null or empty are left out."),
