@@ -6,30 +6,16 @@ from dataclasses import dataclass
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.selection.assessment import Assessment
 from darts_server.policy.selection.nearest_mean import select_nearest_mean
-from darts_server.policy.selection.rules import Assessable
+from darts_server.policy.selection.rules import SizedRule
 from darts_server.policy.selection.shortest_places import split_by_validity
-from darts_server.types import DiscardReason, SelectedAs
+from darts_server.types import SelectedAs
 
 DEFAULT_QUALITY = 0.5
 """Of all candidates where none was scored. They are equal then, so any number would do."""
 
 
 @dataclass(frozen=True, slots=True)
-class _QualityRule(Assessable):
-    """``size``: M, the trajectories to return."""
-
-    size: int
-
-    @property
-    def num_shortest(self) -> int:
-        return self.size
-
-    def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
-
-
-@dataclass(frozen=True, slots=True)
-class Balanced(_QualityRule):
+class Balanced(SizedRule):
     """Select the ``size`` valid candidates whose expected share of correct ones is nearest ``target`` (rho).
 
     All candidates that are not pruned run to their end, since any of them may be selected. One that finished before it
@@ -53,7 +39,7 @@ class Balanced(_QualityRule):
 
 
 @dataclass(frozen=True, slots=True)
-class AllSurvivors(_QualityRule):
+class AllSurvivors(SizedRule):
     """Select all candidates that were not pruned, for trainers that take groups of any size (ARRoL).
 
     One is always left, since nothing can be learned from an empty group; ``size`` is what the caller requested.

@@ -117,6 +117,9 @@ class Assessable:
         certain = all(c.selected_as is not None and c.survival == 1 for c in candidates)
         return {c.index: 1.0 for c in candidates} if certain else None
 
+    def discard_reason(self, candidate: Candidate) -> DiscardReason:
+        return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
+
     def assess(
         self: SelectionRule,
         running: Sequence[Candidate],
@@ -143,14 +146,19 @@ class Assessable:
 
 
 @dataclass(frozen=True, slots=True)
-class InOrder(Assessable):
-    """Select the first ``size`` candidates by index, however they finished: no shaping."""
+class SizedRule(Assessable):
+    """A rule without a tail: ``size`` (M) is all that it needs to know of the group."""
 
     size: int
 
     @property
     def num_shortest(self) -> int:
         return self.size
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder(SizedRule):
+    """Select the first ``size`` candidates by index, however they finished: no shaping."""
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         chosen = sorted(finished, key=lambda c: c.index)[: self.size]
@@ -168,17 +176,11 @@ class InOrder(Assessable):
 
 
 @dataclass(frozen=True, slots=True)
-class Shortest(Assessable):
+class Shortest(SizedRule):
     """Select the ``size`` shortest valid candidates, and fill up with the shortest invalid ones.
 
     DARTS, variance-guided tail pruning: the rule for saturated prompts.
     """
-
-    size: int
-
-    @property
-    def num_shortest(self) -> int:
-        return self.size
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         valid, invalid = split_by_validity(finished)
@@ -195,19 +197,13 @@ class Shortest(Assessable):
 
 
 @dataclass(frozen=True, slots=True)
-class FirstFinish(Assessable):
+class FirstFinish(SizedRule):
     """Select the first ``size`` valid candidates to finish, and fill up with the first invalid ones.
 
     A baseline: the paper's public code treats saturated prompts so, taking the order of finishing for the order of
     lengths. Where candidates start at different times, a short one that started late loses to a long one that started
     early.
     """
-
-    size: int
-
-    @property
-    def num_shortest(self) -> int:
-        return self.size
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         order = sorted(finished, key=lambda c: (not c.valid, c.finish_position))

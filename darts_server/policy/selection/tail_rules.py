@@ -15,7 +15,7 @@ from darts_server.policy.selection.rules import Assessable
 from darts_server.policy.selection.sampled_tail import CutTailAssessment, SampledTailAssessment
 from darts_server.policy.selection.shortest_places import ShortestPlaces, own_deadline, split_by_validity
 from darts_server.policy.selection.standings import Standings
-from darts_server.types import DiscardReason, SelectedAs
+from darts_server.types import SelectedAs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,6 @@ class _TailRule(Assessable):
     @property
     def size(self) -> int:
         return self.num_shortest + self.num_longest
-
-    def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
 
 
 @dataclass(frozen=True, slots=True)
