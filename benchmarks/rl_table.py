@@ -106,23 +106,23 @@ def tables(title: str, runs: Runs) -> str:
 
 def learned_table(runs: Runs) -> str:
     """Format the final evaluation, the share of right answers at equal time and tokens, and differences to `off`."""
-    head = ["policy", "right", "less off", "by difficulty", "length mean", "p95", "std within a prompt"]
-    head += ["right at equal time", "less off", "at equal tokens", "less off"]
+    head = ["policy", "right", "minus off", "by difficulty", "length mean", "p95", "std within a prompt"]
+    head += ["right at equal time", "minus off", "at equal tokens", "minus off"]
     rows = []
     for policy, seeds in runs.items():
         final = [last_held_out(entries) for entries in seeds.values()]
         right = spread([each.right for each in final], ".3f")
         difficulties = ", ".join(f"{name} {fmean(map(fmean, rights)):.2f}" for name, rights in by_difficulty(final))
         lengths = (spread([getattr(each, name) for each in final], ".1f") for name in LENGTHS)
-        row = [policy, right, less(final_rights(runs, policy), final_rights(runs, BASE)), difficulties, *lengths]
+        row = [policy, right, minus(final_rights(runs, policy), final_rights(runs, BASE)), difficulties, *lengths]
         for axis in ("seconds", "generated"):
             own, base = (rights_at_equal(runs, each, axis) for each in (policy, BASE))
-            row += [f"{np.mean(own):.3f}", less(own, base)]
+            row += [f"{np.mean(own):.3f}", minus(own, base)]
         rows.append(row)
     return markdown(head, rows)
 
 
-def less(one: Sequence[Rights], base: Sequence[Rights]) -> str:
+def minus(one: Sequence[Rights], base: Sequence[Rights]) -> str:
     """Format how much larger the first is; nothing for a policy's difference to itself."""
     return "" if one is base or np.array_equal(one, base) else str(Difference.of(one, base))
 

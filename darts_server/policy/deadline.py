@@ -100,9 +100,9 @@ class Deadline:
 class RightAnswer:
     """A right answer of an explored group.
 
-    ``overrun``: its length relative to the deadline that its group would have had without a stretch; 0 if its group
-    would have waited for it in any case. ``weight``: how many candidates it stands for, 1 / (its probability to be
-    returned).
+    ``overrun``: its length relative to the one that would have discarded it without a stretch, the deadline or, if its
+    group would have waited for it, the bound; 0 without a deadline. ``weight``: how many candidates it stands for, 1 /
+    (its probability to be returned).
     """
 
     overrun: float

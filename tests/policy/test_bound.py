@@ -80,8 +80,8 @@ class Step:
     tokens: int
 
 
-def unshaped(groups: Cohort) -> Step:
-    lengths = [[c.tokens for c in candidates[:SIZE]] for candidates in groups]
+def unshaped(groups: Cohort, max_tokens: int = CAP) -> Step:
+    lengths = [[min(c.tokens, max_tokens) for c in candidates[:SIZE]] for candidates in groups]
     return Step(max(map(max, lengths)), sum(map(sum, lengths)))
 
 
@@ -160,6 +160,16 @@ def test_the_figures_on_the_page_of_policies(runaways: list[float], policy: str,
     pairs = [(run(policy, groups), unshaped(groups)) for groups in cohorts]
     assert sum(step.steps / off.steps for step, off in pairs) / 3 == pytest.approx(steps, abs=0.006)
     assert sum(step.tokens / off.tokens for step, off in pairs) / 3 == pytest.approx(tokens, abs=0.006)
+
+
+@pytest.mark.parametrize(("runaways", "tokens"), [([0.4] * 8 + [0.0] * 56, 0.53), ([0.75] * 12 + [0.05] * 52, 0.27)])
+def test_the_figures_of_a_fixed_limit_beside_them(runaways: list[float], tokens: float) -> None:
+    cohorts = [cohort(runaways, seed) for seed in range(3)]
+    pairs = [(unshaped(groups, 1024), unshaped(groups)) for groups in cohorts]
+    assert sum(step.steps / off.steps for step, off in pairs) / 3 == pytest.approx(0.13, abs=0.006)
+    assert sum(step.tokens / off.tokens for step, off in pairs) / 3 == pytest.approx(tokens, abs=0.006)
+    ends = [c.tokens for groups in cohorts for candidates in groups for c in candidates[:SIZE] if c.valid]
+    assert sum(length > 1024 for length in ends) < 0.01 * len(ends)
 
 
 def test_with_more_than_a_quarter_without_one_there_is_no_deadline() -> None:
