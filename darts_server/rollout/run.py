@@ -77,6 +77,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._cohort: Cohort | None = None
         self._place = 1
         self._tokens_needed: int | None = None
+        self._beyond: int | None = None  # the limit that it reported to be beyond, see `Cohort.waits_beyond`
         self._selected: int | None = None
         self._running: dict[int, RunningCandidate[OutputT]] = {}
         self._group_scorer: GroupScorer | None = None
@@ -150,6 +151,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.recorder.restart()
             self._act(self._group.restart())
             if self._cohort is not None and self._tokens_needed is None:
+                self._beyond = None
                 self._cohort.report_minimum(self, 0)  # new candidates may be short
         return self._group.is_paused or self.has_ended
 
@@ -338,13 +340,14 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self._cohort.report_need(self, self._tokens_needed)
 
     def _report_minimum(self) -> None:
-        """Tell the cohort if this group can only be complete beyond the length that the others allow it."""
+        """Tell the cohort, once for each limit, if this group can only be complete beyond what the others allow it."""
         if self._cohort is None or self._tokens_needed is not None or self._group.is_paused:
             return
-        if (limit := self._cohort.waits_beyond) is not None:
+        if (limit := self._cohort.waits_beyond) not in (None, self._beyond):
             generated = {index: running.tokens() or 0 for index, running in self._running.items()}
             minimum = self._group.nth_shortest_minimum(self._place, generated)
             if minimum is None or minimum > limit:
+                self._beyond = limit
                 self._cohort.report_minimum(self, minimum)
 
     def _report_returned(self, index: int, output: OutputT) -> None:

@@ -120,6 +120,27 @@ async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
     assert cohort.tokens == 13
 
 
+async def test_a_group_reports_once_that_it_is_beyond_what_the_others_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each report sorts what all groups of the cohort need, and the others may take long."""
+    script = {name: Script(10) for name in GROUPS[:6]} | {name: Script(CAP) for name in GROUPS[6:8]}
+    harness = Harness(lambda prompt, _: script[prompt], POLICIES)
+    runs = await harness.start_cohort(SIZE, "cap", GROUPS[:8])
+    cohort = runs[6]._cohort
+    assert cohort is not None
+    reports: list[int | None] = []
+    monkeypatch.setattr(cohort, "report_minimum", lambda _, tokens: reports.append(tokens))
+    tasks = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    for _ in range(40):
+        await harness.engine.step()
+        runs[6].poll()
+    assert cohort.waits_beyond == 20
+    assert reports == [21, 21], "of two groups"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_candidate_cut_at_the_bound_is_cut_again_when_a_late_one_is_short() -> None:
     # 0 and 1 reach the bound of 8 while 2 and 3, which began late, may still bring the deadline down to 5.
     script = {0: Script(90), 1: Script(90), 2: Script(2, delay=20), 3: Script(3, delay=20)}
