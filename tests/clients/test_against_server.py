@@ -26,6 +26,7 @@ from darts_client import (
     TimedOut,
     TrajectoryEvent,
 )
+from darts_client.advantages import unbiased_advantages
 from darts_server.engine.scripted import Script
 from darts_server.exceptions import CandidateFailed
 
@@ -37,9 +38,14 @@ SIZES: dict[str, Any] = {"group_size": SIZE, "max_tokens": 100}
 
 
 def script(prompt: str, index: int) -> Script:
-    """Prompt ``"20"`` has lengths from 20 up, each 7 longer; ``"endless"`` never finishes, ``"broken"`` fails."""
+    """Prompt ``"20"`` has lengths from 20 up, each 7 longer; ``"endless"`` never finishes, ``"broken"`` fails.
+
+    Of ``"stragglers"`` all candidates beyond the group's size are long.
+    """
     if prompt == "broken":
         return Script(3, error=CandidateFailed("broken"))
+    if prompt == "stragglers":
+        return Script(9 if index < SIZE else 2_000)
     return Script(ENDLESS if "endless" in prompt else int(prompt) + 7 * (index % 6))
 
 
@@ -93,6 +99,14 @@ def test_a_token_stream_yields_deltas_early_and_the_same_groups(client: Client, 
     first_group = next(index for index, event in enumerate(events) if isinstance(event, GroupEvent))
     assert any(isinstance(event, Delta) for event in events[:first_group])
     assert isinstance(events[-1], Done)
+
+
+@pytest.mark.parametrize("prompt", ["stragglers", "9"])
+def test_a_shadow_group_has_weights_whether_or_not_its_record_is_complete(client: Client, prompt: str) -> None:
+    [group] = client.rollouts([prompt], policy="shadow:uniform", **SIZES | {"max_tokens": 2_001})
+    assert [t.weight for t in group.trajectories] == [1.0] * SIZE
+    assert group.counted == SIZE
+    assert unbiased_advantages(group, [1.0, 0.0, 0.0, 0.0])[0] == 1.0
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8])

@@ -141,7 +141,7 @@ class GroupOut(BaseModel):
             prompt_key=result.prompt_key,
             metadata=None if result.metadata is None else json.loads(result.metadata),
             candidates=len(candidates),
-            counted=None if record is None else record.counted,
+            counted=(len(result.samples) or None) if record is None else record.counted,
             num_shortest=None if record is None else record.num_shortest,
             deadline=None if record is None else record.deadline,
             mixed_versions=record is not None and record.mixed_versions,
@@ -203,7 +203,7 @@ def _trajectory(result: GroupResult, index: int, rank: int, candidate: Candidate
         selected_as=None if candidate is None else candidate.selected_as,
         cut=candidate is not None and candidate.cut,
         quality=None if candidate is None else candidate.quality,
-        weight=None if candidate is None else candidate.weight,
+        weight=1.0 if candidate is None else candidate.weight,  # only a shadow's group comes before its record
     )
 
 
