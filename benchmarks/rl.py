@@ -9,6 +9,9 @@ affects all of them alike, and none profits from what the server learned under a
 for the policies that prune by quality: each of these has its own, which goes on learning between turns. Evaluation is
 unshaped, on other prompts, with the same random numbers for all policies and steps, and not part of the time.
 
+Methods called "unbiased" train with the trajectories' weights, the others with GRPO's advantages. The former are scaled
+for the step as a whole; compare them with "off, unbiased", so that this is not taken for an effect of the policy.
+
 After each step a run is saved. The same command continues what was interrupted, and runs what is missing; so do other
 --starts, --seeds, --policies or more --steps. Policies that are added later do not share turns with the earlier ones:
 compare their times with care. A server's quality head is not saved, and is trained from the beginning again.

@@ -37,6 +37,7 @@ STARTS: Mapping[str, Start] = {
 
 POLICIES: Mapping[str, Method] = {
     "uniform": Method("uniform"),
+    "uniform, unbiased": Method("uniform", unbiased=True),
     "darts": Method("darts"),
     "darts, longest tail": Method({"name": "darts", "tail": "longest"}),
     "darts_deadline": Method("darts_deadline"),
@@ -61,10 +62,15 @@ def cap_name(cap: int) -> str:
 
 
 def controls(start: Start) -> dict[str, Method]:
-    """Return plain sampling, and what plain trainers do about long tails."""
+    """Return plain sampling, and what plain trainers do about long tails.
+
+    "off, unbiased" has weights of 1: it differs from `off` in how advantages are scaled and centred, and from "uniform,
+    unbiased" in the policy alone.
+    """
     largest = max(start.caps)
     return {
         BASE: Method("off"),
+        f"{BASE}, unbiased": Method("off", unbiased=True),
         **{cap_name(cap): Method("off", max_tokens=cap) for cap in start.caps},
         f"{BASE}, overlong": Method("off", max_tokens=largest, overlong=largest // 2),
         f"{BASE}, tail batching": Method("off", started=1.5),

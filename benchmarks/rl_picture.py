@@ -14,9 +14,11 @@ from examples.tiny_rl.train_log import Entry
 # Colours that colour-blind readers can tell apart; dashes separate policies that wait for long trajectories.
 STYLES = {
     "off": ("#222222", "-"),
+    "off, unbiased": ("#222222", "--"),
     "off, overlong": ("#E69F00", "--"),
     "off, tail batching": ("#E69F00", ":"),
     "uniform": ("#56B4E9", "-"),
+    "uniform, unbiased": ("#56B4E9", "--"),
     "darts": ("#0072B2", "-"),
     "darts, longest tail": ("#0072B2", ":"),
     "darts_deadline": ("#009E73", "--"),

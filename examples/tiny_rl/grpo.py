@@ -7,6 +7,7 @@ no KL term.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -51,6 +52,17 @@ def advantages(rewards: Sequence[float]) -> list[float]:
     """Return each reward's distance from the group's mean in standard deviations; 0 if all are equal."""
     mean, std = fmean(rewards), pstdev(rewards)
     return [(reward - mean) / std if std else 0.0 for reward in rewards]
+
+
+def scaled(values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Divide the advantages of all groups by one number, their root mean square, unless all are 0.
+
+    Afterwards they are about as large as GRPO's. The factor is common to the whole step: it changes how long the
+    gradient is, and not its direction. Dividing each group by its own standard deviation would change the direction,
+    and bias it, since that depends on which trajectories were returned.
+    """
+    square = fmean(value**2 for group in values for value in group)
+    return [[value / sqrt(square) if square else 0.0 for value in group] for group in values]
 
 
 def log_probs(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

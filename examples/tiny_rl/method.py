@@ -19,12 +19,15 @@ class Method:
         overlong: reward less for the last this many tokens before the limit, see `penalty`; 0 for no penalty.
         started: prompts started for each that is trained on. Above 1 the first whole groups to finish are used, and
             the other prompts are started again in the next step (tail batching).
+        unbiased: use the trajectories' weights, so that the expected step is that of plain samples, in place of GRPO's
+            advantages. Needs a policy that returns weights.
     """
 
     policy: Policy
     max_tokens: int = MAX_RESPONSE_TOKENS
     overlong: int = 0
     started: float = 1.0
+    unbiased: bool = False
 
     def prompts(self, needed: int) -> int:
         """Return the number of prompts to start for ``needed`` groups."""

@@ -27,9 +27,10 @@ import torch
 from tqdm import tqdm
 
 from darts_client import Client, DartsError, Group, Trajectory
+from darts_client.advantages import unbiased_advantages
 from darts_server.demo.problems import Difficulty, Problem, reward, sample_problem
 from darts_server.demo.server import DARTS, MODEL, serving
-from examples.tiny_rl.grpo import Learner, Trained, Update, advantages
+from examples.tiny_rl.grpo import Learner, Trained, Update, advantages, scaled
 from examples.tiny_rl.method import Method
 from examples.tiny_rl.remote import TIMEOUT_SECONDS, Rollouts, rollouts, samples, truncated
 from examples.tiny_rl.tokenizer import build_tokenizer
@@ -127,12 +128,26 @@ def score(problem: Problem, trajectory: Trajectory) -> float:
 def graded(
     prompts: Sequence[list[int]], shaped: Rollouts, rewards: Sequence[Sequence[float]], method: Method
 ) -> list[Trained]:
-    """Return all trajectories with their advantages within their groups, after the method's penalty."""
+    """Return all trajectories with their advantages."""
+    by_group = step_advantages(shaped.groups, rewards, method)
     return [
         Trained([*prompt, *trajectory.token_ids], len(prompt), trajectory.logprobs or (), advantage)
-        for prompt, group, earned in zip(prompts, shaped.groups, rewards, strict=True)
-        for trajectory, advantage in zip(group.trajectories, advantages(penalized(group, earned, method)), strict=True)
+        for prompt, group, row in zip(prompts, shaped.groups, by_group, strict=True)
+        for trajectory, advantage in zip(group.trajectories, row, strict=True)
     ]
+
+
+def step_advantages(groups: Sequence[Group], rewards: Sequence[Sequence[float]], method: Method) -> list[list[float]]:
+    """Return the advantages of each group's trajectories, after the method's penalty.
+
+    The loss is a sum over trajectories, divided by one number for the step. So unbiased advantages, which are meant for
+    a mean within each group, are divided by the group's size: groups of survivors differ in it.
+    """
+    after = [penalized(group, earned, method) for group, earned in zip(groups, rewards, strict=True)]
+    if not method.unbiased:
+        return [advantages(row) for row in after]
+    rows = [unbiased_advantages(group, row) for group, row in zip(groups, after, strict=True)]
+    return scaled([[value / len(row) for value in row] for row in rows])
 
 
 def penalized(group: Group, rewards: Sequence[float], method: Method) -> list[float]:

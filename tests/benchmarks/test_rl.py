@@ -139,6 +139,10 @@ def test_each_start_has_three_caps_as_controls_and_the_same_policies() -> None:
         assert len(caps(start)) == 3
         assert {"off", *caps(start), "off, overlong", "off, tail batching", "darts_cut"} <= methods(start).keys()
     assert methods("deep")["off, cap 64"].max_tokens == 64
+    assert [name for name, method in methods("deep").items() if method.unbiased] == [
+        "off, unbiased",
+        "uniform, unbiased",
+    ]
     assert methods("mixed").keys() - methods("deep").keys() == {"off, cap 240"}
 
 

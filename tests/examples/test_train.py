@@ -102,6 +102,54 @@ def test_a_penalty_changes_advantages_and_not_the_rewards_that_are_reported() ->
     assert batch[0].advantage > batch[1].advantage > batch[2].advantage
 
 
+def weighted(truncated_long: bool) -> Group:
+    """Two shortest and one sampled of three others, right and wrong."""
+    trajectories = [
+        replace(answer(RIGHT, 3), weight=1.0, selected_as="short"),
+        replace(answer("#", 4), weight=1.0, selected_as="short"),
+        replace(answer(RIGHT, 48, truncated_long), weight=3.0, selected_as="long"),
+    ]
+    return replace(group(*trajectories), counted=5, num_shortest=2)
+
+
+def test_unbiased_advantages_follow_weights_and_have_one_scale_for_the_whole_step() -> None:
+    groups = [weighted(truncated_long=False), weighted(truncated_long=True)]
+    rewards = [[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    method = Method("uniform", unbiased=True)
+    batch = train.graded([[7], [8]], Rollouts(groups, generated=200), rewards, method)
+    expected = [1.0, -1.0, 0.0, 1.0, -1.0, -3.0]  # w (r - the mean of the shortest other)
+    scale = (sum(value**2 for value in expected) / 6) ** 0.5
+    assert [each.advantage for each in batch] == pytest.approx([value / scale for value in expected])
+
+
+def test_a_method_with_unbiased_advantages_penalizes_before_them() -> None:
+    method = Method("uniform", max_tokens=96, overlong=96, unbiased=True)
+    [row] = train.step_advantages([weighted(truncated_long=False)], [[1.0, 0.0, 1.0]], method)
+    [without] = train.step_advantages([weighted(truncated_long=False)], [[1.0, 0.0, 1.0]], replace(method, overlong=0))
+    assert without[2] == 0.0
+    assert row[2] < 0.0
+
+
+def test_unbiased_groups_of_different_sizes_count_equally() -> None:
+    def survivors(count: int) -> Group:
+        return replace(group(*[replace(answer(RIGHT), weight=1.0)] * count), counted=count)
+
+    rewards = [[1.0, 0.0], [1.0, 0.0] * 4]
+    small, large = train.step_advantages([survivors(2), survivors(8)], rewards, Method("arrol", unbiased=True))
+    # The mean of n - 1 others differs from a reward by n / (n - 1) times as much as the mean of all does.
+    assert sum(map(abs, small)) / 2 == pytest.approx(sum(map(abs, large)) / (8 / 7))
+
+
+def test_without_rewards_that_differ_unbiased_advantages_are_zero() -> None:
+    groups = [replace(group(*[replace(answer("#"), weight=1.0)] * 2), counted=2)]
+    assert train.step_advantages(groups, [[0.0, 0.0]], Method("off", unbiased=True)) == [[0.0, 0.0]]
+
+
+def test_a_policy_without_weights_cannot_be_trained_unbiased() -> None:
+    with pytest.raises(ValueError, match="no weights"):
+        train.step_advantages([group(answer(RIGHT))], [[1.0]], Method("darts_deadline", unbiased=True))
+
+
 @pytest.mark.parametrize(("started", "expected"), [(1.0, 16), (1.5, 24), (1.26, 21)])
 def test_tail_batching_starts_more_prompts_than_are_needed(started: float, expected: int) -> None:
     assert Method("off", started=started).prompts(16) == expected
