@@ -76,8 +76,12 @@ class DetectionPoint:
         return problem
 
     def save(self) -> None:
-        """Raises ``StateError`` if the labels cannot be saved."""
-        if not self.has_changes:
+        """Save the labels, unless a restore of the store has replaced the saved ones: then `reload` loads those.
+
+        Raises:
+            StateError: the labels cannot be saved.
+        """
+        if not self.has_changes or self._blobs.digest(self.key) != self._digest:
             return
         state = self.calibrator.state
         labels = np.asarray(state.labels, dtype="<f8").tobytes()

@@ -53,6 +53,7 @@ class Confidence:
 
     def remember(self, group_id: str, scores: Mapping[int, Mapping[str, float]]) -> None:
         """Store the `logprob_scores` of a vote's trajectories, by candidate index, until their rewards come."""
+        self._load()
         self._scores[group_id] = scores
         while len(self._scores) > self._kept:
             self._scores.popitem(last=False)
@@ -65,6 +66,7 @@ class Confidence:
             self._save_soon.request()
 
     def _load(self) -> None:
+        """Load what a restore has put into the store, and at first what was saved."""
         try:
             for kind, point in self._points.items():
                 if (problem := point.reload()) is not None:
@@ -73,6 +75,7 @@ class Confidence:
             logger.warning("the saved calibration of votes cannot be read: %s", error)
 
     def _save(self) -> None:
+        self._load()
         try:
             for point in self._points.values():
                 point.save()

@@ -359,6 +359,20 @@ async def test_a_restore_of_the_store_is_loaded_while_it_runs() -> None:
     assert bench.head.steps == 0
 
 
+async def test_what_a_restore_put_into_the_store_is_not_overwritten_by_labels_from_before() -> None:
+    store = Documents()
+    bench = Bench(store=store).warm(4)
+    bench.pruner._save_soon.run_pending()
+    bench.warm(1)
+    store.kept = {}
+    bench.pruner._save_soon.run_pending()
+    assert store.kept == {}
+    bench.now += 2
+    assert bench.scored("x", 0, np.ones(WIDTH)).survival == 1.0
+    [point] = bench.pruner._points[ScoreKind.HEAD].values()
+    assert not point.calibrator.state.labels
+
+
 async def test_a_head_and_calibration_of_another_model_are_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
     store = Documents()
     bench = Bench(store=store).warm(4)

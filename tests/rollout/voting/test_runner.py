@@ -281,6 +281,30 @@ async def test_log_odds_are_computed_from_probabilities_calibrated_by_rewards() 
     assert (result.calibration, result.count.tally.winner) == (CalibrationStatus.READY, "b")
 
 
+async def test_labels_are_taken_over_from_a_restored_store_and_not_written_over_it() -> None:
+    documents = Documents()
+    confidence = Confidence(documents)
+
+    def learn() -> None:
+        confidence.remember("vote", {0: dict.fromkeys(KINDS, 0.5)})
+        confidence.learn_reward("vote", 0, 1.0, True)
+
+    def labels() -> list[int]:
+        return [len(confidence._points[kind].calibrator.state.labels) for kind in KINDS]
+
+    learn()
+    confidence._save_soon.run_pending()
+    saved = dict(documents.kept)
+    learn()
+    documents.kept = {}
+    confidence._save_soon.run_pending()
+    assert documents.kept == {}
+    assert labels() == [0] * len(KINDS)
+    documents.kept = saved
+    learn()
+    assert labels() == [2] * len(KINDS), "one of which was restored"
+
+
 async def test_labels_from_rewards_of_votes_survive_a_restart() -> None:
     documents = Documents()
     election = Election(*voters("a-"), documents=documents)
