@@ -65,6 +65,11 @@ class Trajectory:
     weight_version_start: int | None = None
     weight_version_end: int | None = None
 
+    @property
+    def length(self) -> int:
+        """Generated tokens."""
+        return len(self.token_ids)
+
 
 class Discarded(WireModel):
     """A candidate that was not returned: the tokens it had generated, and the reason."""

@@ -68,6 +68,11 @@ class GroupRecord(WireModel):
     num_shortest: int | None = None
     zero_variance: bool | None = None
 
+    @property
+    def selected(self) -> tuple[CandidateRecord, ...]:
+        """The returned candidates by index: the choices of an answer that is not streamed are in this order."""
+        return tuple(candidate for candidate in self.candidates if candidate.selected_as is not None)
+
 
 class LengthEstimate(WireModel):
     """Mean length in tokens of `count` trajectories, and its standard error."""

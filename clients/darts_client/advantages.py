@@ -10,13 +10,15 @@ does: which others are returned depends on its length.
 
 from collections.abc import Sequence
 
-from ._models import Group
+from ._models import Group, Trajectory
+from ._records import CandidateRecord, GroupRecord
 
 
-def weighted_mean(group: Group, values: Sequence[float]) -> float:
+def weighted_mean(group: Group | GroupRecord, values: Sequence[float]) -> float:
     """Estimate the mean of a value over all N candidates of the group from the returned ones: the sum of w_i v_i / N.
 
-    It is unbiased for the mean under the policy, for example of rewards or of lengths.
+    It is unbiased for the mean under the policy, for example of rewards or of lengths. Values are in the order of the
+    group's trajectories; for a record (`client.groups.get`), in that of the answer's choices.
 
     Raises:
         ValueError: not one value for each trajectory, or trajectories without weights.
@@ -25,11 +27,14 @@ def weighted_mean(group: Group, values: Sequence[float]) -> float:
     return sum(w * value for w, value in zip(weights, values, strict=True)) / count
 
 
-def unbiased_advantages(group: Group, rewards: Sequence[float], baseline: float | None = None) -> list[float]:
+def unbiased_advantages(
+    group: Group | GroupRecord, rewards: Sequence[float], baseline: float | None = None
+) -> list[float]:
     """Return A_i = (n / N) w_i (r_i - b_i) for each of the n returned trajectories of a group with N candidates.
 
     The mean over the group of A_i times the gradient of the trajectory's log-probability is an unbiased estimate of the
-    policy gradient. If groups have different n, take the mean within each group first.
+    policy gradient. If groups have different n, take the mean within each group first. Rewards are in the order of the
+    group's trajectories; for a record (`client.groups.get`), in that of the answer's choices.
 
     `baseline`: a mean reward that was known before, such as that of the prompt in earlier epochs. By default b_i is
     computed from other trajectories of the group: the mean reward of the K - 1 shortest others where the group is the K
@@ -52,10 +57,11 @@ def unbiased_advantages(group: Group, rewards: Sequence[float], baseline: float 
     return [scale * w * (r - b) for w, r, b in zip(weights, rewards, baselines, strict=True)]
 
 
-def _means_of_shortest_others(group: Group, count: int, rewards: Sequence[float]) -> list[float]:
+def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: Sequence[float]) -> list[float]:
     """For each trajectory, return the mean reward of the ``count`` shortest valid ones among the others."""
-    shortest = [i for i, t in enumerate(group.trajectories) if t.selected_as == "short"]
-    shortest.sort(key=lambda i: (len(group.trajectories[i].token_ids), i))
+    returned = _returned(group)
+    shortest = [i for i, t in enumerate(returned) if t.selected_as == "short"]
+    shortest.sort(key=lambda i: (returned[i].length, i))
     means = []
     for index in range(len(rewards)):
         others = [rewards[i] for i in shortest if i != index][:count]
@@ -63,14 +69,23 @@ def _means_of_shortest_others(group: Group, count: int, rewards: Sequence[float]
     return means
 
 
-def _weights(group: Group, values: Sequence[float]) -> tuple[list[float], int]:
+def _weights(group: Group | GroupRecord, values: Sequence[float]) -> tuple[list[float], int]:
     """Return the weight of each trajectory, and N."""
-    if len(values) != len(group.trajectories):
-        raise ValueError(f"group {group.number} has {len(group.trajectories)} trajectories, got {len(values)} values")
-    weights = [trajectory.weight for trajectory in group.trajectories if trajectory.weight is not None]
+    returned = _returned(group)
+    if isinstance(group, Group):
+        name, remedy = f"group {group.number}", "through client.rollouts"
+    else:
+        name, remedy = f"group {group.group_id}", f"not {group.policy!r}"
+    if len(values) != len(returned):
+        raise ValueError(f"{name} has {len(returned)} trajectories, got {len(values)} values")
+    weights = [each.weight for each in returned if each.weight is not None]
     if group.counted is None or len(weights) < len(values):
         raise ValueError(
-            f"the trajectories of group {group.number} have no weights, so nothing makes it unbiased; sample with a "
-            'policy that returns weights, such as "uniform", through client.rollouts'
+            f"the trajectories of {name} have no weights, so nothing makes it unbiased; sample with a "
+            f'policy that returns weights, such as "uniform", {remedy}'
         )
     return weights, group.counted
+
+
+def _returned(group: Group | GroupRecord) -> Sequence[Trajectory | CandidateRecord]:
+    return group.trajectories if isinstance(group, Group) else group.selected

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -45,11 +45,13 @@ def make_trainer(
     out: Path,
     model: Path = MODEL,
     lora: int | None = None,
+    advantages: Literal["group", "unbiased"] = "group",
     **changes: Any,
 ) -> DartsGRPOTrainer:
     """Make TRL's trainer with the recipe of `train.py`.
 
-    ``lora``: rank of a LoRA adapter to train instead of all weights. ``changes``: arguments of ``GRPOConfig``.
+    ``lora``: rank of a LoRA adapter to train instead of all weights. ``advantages``: see `DartsGRPOTrainer`.
+    ``changes``: arguments of ``GRPOConfig``.
     """
     held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts)
     pool = problems(seed, recipe.pool, avoid=held_out)
@@ -88,6 +90,7 @@ def make_trainer(
         train_dataset=dataset(pool),
         eval_dataset=dataset(held_out),
         processing_class=build_tokenizer(),
+        advantages=advantages,
         peft_config=None if lora is None else LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"),
     )
 
@@ -149,7 +152,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with ExitStack() as stack:
             url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
             client = stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS))
-            trainer = make_trainer(url, options.policy, recipe, options.seed, options.out, options.model, options.lora)
+            kind: Literal["group", "unbiased"] = "unbiased" if options.unbiased else "group"
+            trainer = make_trainer(
+                url, options.policy, recipe, options.seed, options.out, options.model, options.lora, kind
+            )
             before = held_out_score(trainer, client, recipe)
             start = time.perf_counter()
             trainer.train()
@@ -174,6 +180,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the training prompts and their order (default: %(default)s)")
     add("--model", type=Path, default=MODEL, metavar="FOLDER", help="initial policy (default: the shipped model)")
     add("--lora", type=int, metavar="RANK", help="train a LoRA adapter of this rank (default: all weights)")
+    add("--unbiased", action="store_true", help="advantages from the trajectories' weights (--policy uniform has some)")
     add("--url", help="a running server with a model of the same architecture (default: start one)")
     add(
         "--out",

@@ -34,12 +34,16 @@ class RecordedRequest:
 
 @dataclass
 class FakeVllm:
-    """``failing``: prefixes of paths that are answered with 500. ``missing``: with 404. ``requests``: all of them."""
+    """``failing``: prefixes of paths that are answered with 500. ``missing``: with 404. ``requests``: all of them.
+
+    ``groups``: records of the answer's groups; None if the server has none.
+    """
 
     url: str = ""
     failing: tuple[str, ...] = ()
     missing: tuple[str, ...] = ("/server_info",)
     first_logprob: float = -0.5
+    groups: list[dict[str, Any]] | None = None
     requests: list[RecordedRequest] = field(default_factory=list)
 
     def of(self, method: str, path: str) -> list[RecordedRequest]:
@@ -73,6 +77,10 @@ class FakeVllm:
                 return _json({"matched": len(request.body["rewards"]), "repeated": 0, "unknown": 0})
             case "GET", "/darts/v1/state":
                 return Response(STATE)
+            case "GET", "/darts/v1/groups/cmpl-1" if self.groups is not None:
+                return _json({"groups": self.groups})
+            case "GET", path if path.startswith("/darts/v1/groups/"):
+                return Response('{"error": {"message": "there is no such group"}}', 404, media_type="application/json")
             case "PUT", "/darts/v1/state":
                 return _json({"prompts": 7})
             case "GET", "/metrics":
@@ -82,9 +90,8 @@ class FakeVllm:
             case "POST", "/v1/completions":
                 body = request.body
                 numbers = range(body.get("n", 1))
-                return _json(
-                    {"choices": [self._choice(p, k, body["max_tokens"]) for p in body["prompt"] for k in numbers]}
-                )
+                choices = [self._choice(p, k, body["max_tokens"]) for p in body["prompt"] for k in numbers]
+                return _json({"id": "cmpl-1", "choices": choices})
         return _json({})
 
     def _choice(self, prompt: list[int], number: int, max_tokens: int) -> dict[str, Any]:

@@ -143,6 +143,119 @@ def test_rewards_of_async_functions_are_reported_except_none(server: FakeVllm, t
     assert len(server.rewards) == len(PROMPTS) * (GROUP - 1)
 
 
+def group_record(number: int, weight: float | None = 2.0, policy: str = "uniform", **changes: Any) -> dict[str, Any]:
+    """Of `GROUP` returned candidates and one that is not, between them; the last one is sampled, and has the weight."""
+    places: list[Any] = ["short", "short", None, "short", "long"]
+    candidates = [
+        {
+            "index": k,
+            "length": 2,
+            "finish_reason": "stop",
+            "selected_as": place,
+            "reason": None,
+            "rank": k,
+            "cut": False,
+        }
+        | dict.fromkeys(("start", "stop", "weight_version_start", "weight_version_end"))
+        | {"weight": 1.0 if place == "short" else weight if place else None}
+        for k, place in enumerate(places)
+    ]
+    record = dict.fromkeys(("prompt_key", "error", "tail_wait", "deadline", "shadow"))
+    record |= {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP, "outcome": "completed"}
+    record |= {"duration": 1.0, "mixed_versions": False, "generated": 10, "returned": 8, "explored": False}
+    return record | {"members": [], "counted": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes
+
+
+INPUTS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(GROUP)]
+UNBIASED = {"advantages": "unbiased"}
+# n / N = 4 / 5; rewards 0, 1, 2, 3, of which the two shortest others have means 1.5, 1, 0.5 and 0.5.
+EXPECTED = [0.8 * weight * advantage for weight, advantage in ((1, -1.5), (1, 0.0), (1, 1.5), (2, 2.5))]
+
+
+def score(trainer: DartsGRPOTrainer) -> dict[str, Any]:
+    """Sample and score a training batch."""
+    model: Any = trainer.model
+    model.train()
+    return trainer._generate_and_score_completions(INPUTS)
+
+
+def test_unbiased_advantages_replace_those_of_training(server: FakeVllm, tmp_path: Path) -> None:
+    server.groups = [group_record(0), group_record(1)]
+    trainer = build_trainer(server, tmp_path, more=UNBIASED, scale_rewards="none")
+    batch = score(trainer)
+    assert batch["advantages"].tolist() == pytest.approx(EXPECTED * 2)
+    assert list(trainer._logs["advantages"]) == pytest.approx(EXPECTED * 2)
+    before = copy_weights(trainer)
+    trainer.train()
+    assert not equal(before, copy_weights(trainer))
+
+
+def test_unbiased_advantages_have_one_scale_for_the_batch_and_are_zero_where_nothing_was_rewarded(
+    server: FakeVllm, tmp_path: Path
+) -> None:
+    def second_prompt(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        pairs = zip(prompts, reward_by_index(completion_ids), strict=True)
+        return [None if prompt == PROMPTS[0] else value for prompt, value in pairs]
+
+    server.groups = [group_record(0), group_record(1)]
+    batch = score(build_trainer(server, tmp_path, second_prompt, UNBIASED))
+    size = (sum(value**2 for value in EXPECTED) / len(INPUTS)) ** 0.5
+    assert batch["advantages"].tolist() == pytest.approx([0.0] * GROUP + [value / size for value in EXPECTED])
+
+
+def test_without_rewards_that_differ_unbiased_advantages_are_zero(server: FakeVllm, tmp_path: Path) -> None:
+    server.groups = [group_record(0), group_record(1)]
+    trainer = build_trainer(server, tmp_path, lambda completions, **_: [1.0] * len(completions), UNBIASED)
+    assert score(trainer)["advantages"].tolist() == [0.0] * len(INPUTS)
+
+
+def test_an_evaluation_has_trls_own_advantages(server: FakeVllm, tmp_path: Path) -> None:
+    build_trainer(server, tmp_path, more=UNBIASED).evaluate()
+    assert not [each for each in server.requests if "/groups/" in each.path]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([group_record(0), group_record(1, None, "darts_deadline")], "not 'darts_deadline'"),
+        ([group_record(0), group_record(1, None, "darts_deadline")], "cmpl-1-1 have no weights"),
+        ([group_record(0)], "have 4 trajectories, which are not its 8 choices"),
+        (None, "no groups of answer cmpl-1"),
+    ],
+)
+def test_groups_without_weights_end_the_training(
+    groups: list[dict[str, Any]] | None, message: str, server: FakeVllm, tmp_path: Path
+) -> None:
+    server.groups = groups
+    with pytest.raises((ValueError, NotFound), match=message):
+        build_trainer(server, tmp_path, more=UNBIASED).train()
+
+
+def test_a_group_with_some_rewards_cannot_be_unbiased(server: FakeVllm, tmp_path: Path) -> None:
+    def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        return [None if value == 0.0 else value for value in reward_by_index(completion_ids)]
+
+    server.groups = [group_record(0), group_record(1)]
+    with pytest.raises(ValueError, match="1 of 4 completions of group cmpl-1-0 have no reward"):
+        build_trainer(server, tmp_path, some, UNBIASED).train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_truncated_completions": True}, "mask_truncated_completions=False"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "sum_then_normalize"),
+    ],
+)
+def test_arguments_that_make_unbiased_advantages_biased_are_refused(
+    changes: dict[str, Any], message: str, server: FakeVllm, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_trainer(server, tmp_path, more=UNBIASED, **changes)
+    with pytest.raises(ValueError, match="'group' or 'unbiased', got 'grpo'"):
+        build_trainer(server, tmp_path, more={"advantages": "grpo"})
+
+
 def test_training_continues_while_only_generation_and_weights_work(
     server: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

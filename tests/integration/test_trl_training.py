@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from darts_client import Client
+from darts_client.advantages import unbiased_advantages
 from darts_server.demo.server import DARTS, Server
 from examples.tiny_rl.tokenizer import build_tokenizer
 from examples.tiny_rl.train import Recipe
@@ -120,6 +121,27 @@ def test_an_adapter_is_trained_alone_and_served_merged(own: Server, tmp_path: Pa
         without = scored(model, trajectory.token_ids)
     served = torch.tensor(trajectory.logprobs)
     assert (served - with_adapter).abs().max() < 1e-4 < (served - without).abs().max()
+
+
+def test_unbiased_advantages_come_from_the_groups_of_the_batch(own: Server, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        own.url, "uniform", RECIPE, seed=2, out=tmp_path, advantages="unbiased", scale_rewards="none"
+    )
+    model: Any = trainer.model
+    model.train()
+    pool: Any = trainer.train_dataset
+    batch = trainer._generate_and_score_completions([row for row in pool for _ in range(RECIPE.group_size)])
+    sampled = trainer._client.sampled
+    assert sampled is not None
+    with Client(own.url) as client:
+        records = client.groups.get(sampled.response_id)
+    lengths = [candidate.length for record in records for candidate in record.selected]
+    assert batch["completion_mask"].sum(1).tolist() == lengths
+    assert {c.weight for record in records for c in record.selected} == {1.0, 12 - 7}
+    rewards = [[candidate.reward or 0.0 for candidate in record.selected] for record in records]
+    expected = [a for record, row in zip(records, rewards, strict=True) for a in unbiased_advantages(record, row)]
+    assert batch["advantages"].tolist() == pytest.approx(expected)
+    assert any(expected)
 
 
 def scored(model: Any, tokens: Sequence[int]) -> torch.Tensor:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 try:
     import torch
+    from accelerate.utils import broadcast_object_list
     from trl.generation import vllm_generation
     from trl.generation.vllm_client import VLLMClient
     from trl.trainer.grpo_config import GRPOConfig
@@ -34,6 +35,7 @@ from .._requests import auth_headers
 from ._callback import DartsCallback
 from ._reporting import RewardReport, SampledBatch, find_reports, report_rewards
 from ._server import Server, TensorSpec, TensorStream
+from ._weighting import SampledGroups, weighted_advantages
 
 __all__ = ["DartsCallback", "DartsGRPOTrainer", "RewardReport", "report_rewards"]
 
@@ -48,8 +50,13 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
     sends the weights. Functions wrapped by `report_rewards` report while training, never in evaluation;
     `reward_reports` counts their rewards.
 
+    With `advantages="unbiased"` the trajectories' weights in the server's records give the advantages of training, in
+    place of those that TRL computes relative to the group; see `darts_client.advantages`. `scale_rewards="none"` leaves
+    them as they are; otherwise they are divided by their root mean square over the batch. Policies without weights are
+    an error in training.
+
     Raises:
-        ValueError: vLLM is not used, or runs in this process.
+        ValueError: vLLM is not used, or runs in this process; or unbiased advantages do not go with other arguments.
         DartsError: the server is not a darts-server; in training, new weights were refused or did not arrive.
     """
 
@@ -60,6 +67,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         args: GRPOConfig | None = None,
         *more: Any,
         weight_sync: Literal["http", "nccl"] = "http",
+        advantages: Literal["group", "unbiased"] = "group",
         api_key: str | None = None,
         **named: Any,
     ) -> None:
@@ -67,20 +75,29 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
             raise ValueError("args must have use_vllm=True and vllm_mode='server'")
         if weight_sync not in ("http", "nccl"):
             raise ValueError(f"weight_sync must be 'http' or 'nccl', got {weight_sync!r}")
+        _check_advantages(advantages, args)
         client_class = PushingVLLMClient if weight_sync == "http" else DartsVLLMClient
         with _replace_vllm_client(partial(client_class, api_key=api_key)):
             super().__init__(model, reward_funcs, args, *more, **named)
         self._last_batch: SampledBatch | None = None
+        self._is_weighted = advantages == "unbiased"
+        self._last_rewards = torch.empty(0, 0)
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         if self.accelerator.is_main_process:
-            client: Any = self.vllm_generation.vllm_client
-            client.is_training = self._is_training
+            self._client.is_training = self._is_training
+        self._server = Server(url, api_key)
         self.reward_reports = find_reports(self.reward_funcs)
         for report in self.reward_reports:
-            report.connect(Server(url, api_key), lambda: self._last_batch)
+            report.connect(self._server, lambda: self._last_batch)
         self._darts_callback = DartsCallback(url, api_key)
         # Before the reporters, which log what earlier callbacks have added.
         self.callback_handler.callbacks.insert(0, self._darts_callback)
+
+    @property
+    def _client(self) -> "DartsVLLMClient":
+        """The main process's client."""
+        client: Any = self.vllm_generation.vllm_client
+        return cast(DartsVLLMClient, client)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
         """Train as TRL does, and restore the server's state from the same checkpoint."""
@@ -89,10 +106,42 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         return super().train(resume_from_checkpoint, *more, **named)
 
     def _generate(self, prompts: list[Any]) -> Any:
+        if self.accelerator.is_main_process:
+            self._client.sampled = None
         output = super()._generate(prompts)
         # TRL passes reward functions the tokens of the completions only, not those of the prompts.
         self._last_batch = (output[0], output[1]) if self._is_training() else None
         return output
+
+    def _calculate_rewards(self, *inputs: Any) -> torch.Tensor:
+        self._last_rewards = super()._calculate_rewards(*inputs)  # of all processes
+        return self._last_rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if self._is_weighted and self._is_training():
+            advantages = self._weighted_advantages()
+            # TRL's table of completions is of one generation batch, which these replace.
+            logged: Any = self._logs["advantages"]
+            logged.extend(advantages)
+            first = self.accelerator.process_index * len(inputs)
+            output["advantages"] = torch.tensor(advantages[first : first + len(inputs)]).to(output["advantages"])
+        return output
+
+    def _weighted_advantages(self) -> list[float]:
+        """Return those of all processes: the main one has sampled, and all have all rewards."""
+        sent: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            per_function = self._last_rewards
+            rewards = (per_function * self.reward_weights.to(per_function)).nansum(dim=1)
+            rewards[per_function.isnan().all(dim=1)] = torch.nan
+            sampled = self._client.sampled
+            if sampled is None:
+                raise ValueError("advantages='unbiased' needs prompts without images: those are requested one by one")
+            records = sampled.records(self._server)
+            sent = [weighted_advantages(records, rewards.tolist(), scale=self.scale_rewards != "none")]
+        broadcast_object_list(sent)
+        return list(sent[0])
 
     def _is_training(self) -> bool:
         """Return whether TRL is training, not evaluating; TRL itself reads the same flag."""
@@ -105,6 +154,8 @@ class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, *args: Any, api_key: str | None = None, **named: Any) -> None:
         self.is_training: Callable[[], bool] = lambda: True
+        self.sampled: SampledGroups | None = None
+        """The first completions in training since this was None: later ones are further turns of tool calls."""
         self._api_key = api_key
         super().__init__(*args, **named)
 
@@ -113,7 +164,12 @@ class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]
         super().check_server(*args, **named)
 
     def _post(self, url: str, **options: Any) -> Any:
-        return super()._post(url, **(options if self.is_training() else without_shaping(options)))
+        if not self.is_training():
+            return super()._post(url, **without_shaping(options))
+        answer = super()._post(url, **options)
+        if self.sampled is None and (options.get("json") or {}).get("return_token_ids"):
+            self.sampled = SampledGroups.of(answer)
+        return answer
 
 
 class PushingVLLMClient(DartsVLLMClient):
@@ -172,6 +228,23 @@ def without_shaping(options: dict[str, Any]) -> dict[str, Any]:
     if XARGS in body:
         body[XARGS] = {name: value for name, value in body[XARGS].items() if not name.startswith("darts_")}
     return options | {"headers": headers} | ({"json": body} if body else {})
+
+
+def _check_advantages(advantages: str, args: GRPOConfig) -> None:
+    if advantages not in ("group", "unbiased"):
+        raise ValueError(f"advantages must be 'group' or 'unbiased', got {advantages!r}")
+    if advantages == "group":
+        return
+    if args.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            "advantages='unbiased' needs multi_objective_aggregation='sum_then_normalize': the other way "
+            "normalizes rewards by the group, which depends on which trajectories were returned"
+        )
+    if args.mask_truncated_completions:
+        raise ValueError(
+            "advantages='unbiased' needs mask_truncated_completions=False: truncated completions stand "
+            "for others with their weights"
+        )
 
 
 @contextmanager

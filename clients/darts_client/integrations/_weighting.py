@@ -1,0 +1,70 @@
+"""Advantages with an unbiased gradient for a batch that TRL sampled, from the weights in the server's records."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan, sqrt
+from typing import Any, Self
+
+from .._errors import NotFound
+from .._records import GroupRecord
+from ..advantages import unbiased_advantages
+from ._server import Server
+
+
+@dataclass(frozen=True, slots=True)
+class SampledGroups:
+    """An answer to a request for completions: its id, and the tokens of each choice."""
+
+    response_id: str
+    lengths: Sequence[int]
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> Self:
+        """Take them from an answer that has its choices' tokens."""
+        return cls(str(answer.get("id")), [len(choice["token_ids"]) for choice in answer["choices"]])
+
+    def records(self, server: Server) -> list[GroupRecord]:
+        """Return the record of each group, in the order of the prompts.
+
+        Raises:
+            DartsError: the server has no records of the answer.
+            ValueError: they are not of these choices.
+        """
+        try:
+            with server.client() as client:
+                records = client.groups.get(self.response_id)
+        except NotFound as error:
+            raise NotFound(
+                f"the server has no groups of answer {self.response_id}, whose weights advantages='unbiased' needs: "
+                "under 'off' it has none, and under shadow policies not before the last candidate has ended"
+            ) from error
+        recorded = [candidate.length for record in records for candidate in record.selected]
+        if recorded != list(self.lengths):
+            raise ValueError(
+                f"the groups of answer {self.response_id} have {len(recorded)} trajectories, which are not its "
+                f"{len(self.lengths)} choices: their lengths differ"
+            )
+        return records
+
+
+def weighted_advantages(records: Sequence[GroupRecord], rewards: Sequence[float], *, scale: bool) -> list[float]:
+    """Return the advantage of each completion, group after group.
+
+    ``rewards``: NaN for a completion without any; a group of nothing else has advantages of 0. ``scale``: divide all by
+    their root mean square, one number for the whole batch, which changes no direction of the gradient.
+
+    Raises:
+        ValueError: a group has no weights, or rewards for some of its completions only.
+    """
+    advantages: list[float] = []
+    for record in records:
+        earned = rewards[len(advantages) :][: len(record.selected)]
+        missing = sum(map(isnan, earned))
+        if 0 < missing < len(earned):
+            raise ValueError(
+                f"{missing} of {len(earned)} completions of group {record.group_id} have no reward, so its gradient "
+                "cannot be unbiased: let the reward function return a number for each of them"
+            )
+        advantages += [0.0] * missing if missing else unbiased_advantages(record, earned)
+    size = sqrt(sum(value**2 for value in advantages) / len(advantages)) if scale else 1.0
+    return [value / size for value in advantages] if size else advantages
