@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.rl_methods import BASE, PRUNING, SETTINGS, STARTS, caps, every_name, methods
 from benchmarks.rl_picture import picture
-from benchmarks.rl_question import question
+from benchmarks.rl_question import COSTS, question
 from benchmarks.rl_table import Runs, tables
 from darts_client import Client
 from darts_server.demo.server import DARTS, MODEL, serving
@@ -198,9 +198,9 @@ def report(plan: Plan, out: Path) -> str:
     if not starts:
         return f"no run in {out} is complete"
     picture(starts, out / "learning.png")
-    answer = question(starts, {start: caps(start) for start in starts})
+    answers = (question(starts, {start: caps(start) for start in starts}, axis) for axis in COSTS)
     of_starts = (tables(start, runs) for start, runs in starts.items())
-    return "\n\n".join([f"Picture: {out / 'learning.png'}", *of_starts, answer])
+    return "\n\n".join([f"Picture: {out / 'learning.png'}", *of_starts, *answers])
 
 
 def read_runs(plan: Plan, start: str, out: Path) -> Runs:

@@ -13,7 +13,7 @@ from benchmarks.rl_methods import BASE
 from examples.tiny_rl.train_log import Entry, HeldOut, Training
 
 LEVELS = (0.85, 0.90)
-AXES = ("steps", "generated", "seconds")
+AXES = ("steps", "generated", "decode_steps", "seconds")
 LENGTHS = ("length_mean", "length_p95", "length_std")
 ERRORS = 2  # standard errors, beyond which a difference is called certain
 
@@ -26,10 +26,14 @@ Rights = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Point:
-    """An evaluation: what had been spent until then, and the result. ``generated``: tokens of all candidates."""
+    """An evaluation: what had been spent until then, and the result.
+
+    ``generated``: tokens of all candidates. ``decode_steps``: of the engine, in rollouts.
+    """
 
     steps: float
     generated: float
+    decode_steps: float
     seconds: float
     right: float
     rights: Rights
@@ -67,13 +71,15 @@ def standard_error(values: NDArray[np.float64]) -> float:
 
 def learning_curve(entries: Sequence[Entry]) -> list[Point]:
     """Return the run's evaluations, with what had been spent until each."""
-    points, generated, seconds = [], 0.0, 0.0
+    points, generated, decode_steps, seconds = [], 0.0, 0.0, 0.0
     for entry in entries:
         if entry.training is not None:
             generated += entry.training.generated
+            decode_steps += entry.training.decode_steps
             seconds += entry.training.seconds.total
         if entry.held_out is not None:
-            points.append(Point(entry.step, generated, seconds, entry.held_out.right, rights_of(entry.held_out)))
+            spent = (entry.step, generated, decode_steps, seconds)
+            points.append(Point(*spent, entry.held_out.right, rights_of(entry.held_out)))
     return points
 
 
@@ -105,9 +111,9 @@ def tables(title: str, runs: Runs) -> str:
 
 
 def learned_table(runs: Runs) -> str:
-    """Format the final evaluation, the share of right answers at equal time and tokens, and differences to `off`."""
+    """Format the final evaluation, the share of right answers at equal cost, and differences to `off`."""
     head = ["policy", "right", "minus off", "by difficulty", "length mean", "p95", "std within a prompt"]
-    head += ["right at equal time", "minus off", "at equal tokens", "minus off"]
+    head += ["right at equal time", "minus off", "at equal decode steps", "minus off", "at equal tokens", "minus off"]
     rows = []
     for policy, seeds in runs.items():
         final = [last_held_out(entries) for entries in seeds.values()]
@@ -115,7 +121,7 @@ def learned_table(runs: Runs) -> str:
         difficulties = ", ".join(f"{name} {fmean(map(fmean, rights)):.2f}" for name, rights in by_difficulty(final))
         lengths = (spread([getattr(each, name) for each in final], ".1f") for name in LENGTHS)
         row = [policy, right, minus(final_rights(runs, policy), final_rights(runs, BASE)), difficulties, *lengths]
-        for axis in ("seconds", "generated"):
+        for axis in ("seconds", "decode_steps", "generated"):
             own, base = (rights_at_equal(runs, each, axis) for each in (policy, BASE))
             row += [f"{np.mean(own):.3f}", minus(own, base)]
         rows.append(row)
@@ -145,14 +151,14 @@ def rights_at_equal(runs: Runs, policy: str, axis: str) -> list[Rights]:
 
 
 def cost_table(runs: Runs) -> str:
-    """Format tokens and seconds of the steps; and steps, tokens and time to each level, relative to `off`."""
-    head = ["policy", "generated a step", "trained on", "truncated", "reward variance"]
+    """Format tokens, decode steps and seconds; and what each level took, relative to `off`."""
+    head = ["policy", "generated a step", "trained on", "decode steps", "truncated", "reward variance"]
     head += ["rollout s", "train s", "push s", "step / off"]
-    head += [f"to {level:.2f}: steps, tokens, time" for level in LEVELS]
+    head += [f"to {level:.2f}: steps, tokens, decode steps, time" for level in LEVELS]
     rows = []
     for policy, seeds in runs.items():
         steps = [entry.training for entries in seeds.values() for entry in entries if entry.training is not None]
-        tokens = [f"{fmean(step.generated for step in steps):.0f}", f"{fmean(step.trained for step in steps):.0f}"]
+        tokens = [f"{fmean(getattr(s, what) for s in steps):.0f}" for what in ("generated", "trained", "decode_steps")]
         seconds = (f"{fmean(getattr(s.seconds, part) for s in steps):.2f}" for part in ("rollout", "train", "push"))
         pace = [step_seconds(entries) / step_seconds(runs[BASE][seed]) for seed, entries in seeds.items()]
         truncated = f"{fmean(step.truncated for step in steps):.1%}"

@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from darts_client import Client, Discard, Event, Group, GroupEvent, Trajectory, TrajectoryEvent
 from darts_client import Rollouts as RolloutStream
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS
@@ -12,14 +14,19 @@ from examples.tiny_rl.method import Method
 
 TIMEOUT_SECONDS = 300.0  # a batch of the tiny task takes seconds
 CONNECTIONS = 32  # for evaluations; with 4 samples each they fill the engine
+STEPS_METRIC = "vllm:iteration_tokens_total_count"
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The groups of a batch, in the order of their prompts. ``generated``: tokens of all candidates."""
+    """The groups of a batch, in the order of their prompts.
+
+    ``generated``: tokens of all candidates. ``decode_steps``: of the engine, from the request to the last group.
+    """
 
     groups: Sequence[Group]
     generated: int
+    decode_steps: int
 
 
 def rollouts(
@@ -28,6 +35,7 @@ def rollouts(
     """Start a group for each prompt (token ids), as one batch; return the first ``num_groups`` that are complete."""
     request: dict[str, Any] = {"group_size": group_size, "max_tokens": method.max_tokens, "policy": method.policy}
     batch: RolloutStream[Group] | RolloutStream[Event]
+    steps_before = decode_steps(client)
     if num_groups == len(prompts):
         batch = client.rollouts(prompts, **request)
         groups, stopped = list(batch), 0
@@ -38,7 +46,14 @@ def rollouts(
     if batch.failed:
         raise RuntimeError(f"{len(batch.failed)} of {len(prompts)} groups failed; the first: {batch.failed[0].error}")
     assert batch.usage is not None, "a finished batch has its usage"
-    return Rollouts(sorted(groups, key=lambda group: group.number), batch.usage.generated + stopped)
+    groups.sort(key=lambda group: group.number)
+    return Rollouts(groups, batch.usage.generated + stopped, decode_steps(client) - steps_before)
+
+
+def decode_steps(client: Client) -> int:
+    """Return how many steps the engine has made since it was started."""
+    samples = (sample for family in text_string_to_metric_families(client.metrics()) for sample in family.samples)
+    return int(sum(sample.value for sample in samples if sample.name == STEPS_METRIC))
 
 
 def with_stopped(events: Sequence[Event]) -> tuple[list[Group], int]:

@@ -202,6 +202,7 @@ def summary(shaped: Rollouts, rewards: Sequence[Sequence[float]], update: Update
         truncated=fmean(truncated(trajectory) for trajectory in trajectories),
         generated=shaped.generated,
         trained=sum(lengths),
+        decode_steps=shaped.decode_steps,
         loss=update.loss,
         gradient_norm=update.gradient_norm,
         logprob_gap=update.gap,

@@ -35,6 +35,7 @@ class Training:
     truncated: float  # share of trajectories
     generated: int  # tokens of all candidates
     trained: int  # tokens of returned trajectories
+    decode_steps: int  # of the engine, until all groups were there; unlike seconds the same on a busy machine
     loss: float
     gradient_norm: float
     logprob_gap: float  # nats, between server and trainer

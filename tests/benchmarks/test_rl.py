@@ -25,7 +25,7 @@ def trained(rights: list[float], tokens: int = 1000, seconds: float = 2.0) -> li
 
 def step(tokens: int, seconds: float) -> Training:
     parts = Seconds(rollout=seconds / 2, train=seconds / 4, push=seconds / 4)
-    return Training(0.5, 0.1, 30.0, 90.0, 0.02, tokens, tokens // 2, -0.1, 0.2, 1e-5, 1, parts)
+    return Training(0.5, 0.1, 30.0, 90.0, 0.02, tokens, tokens // 2, tokens // 10, -0.1, 0.2, 1e-5, 1, parts)
 
 
 def held_out(right: float) -> HeldOut:
@@ -39,11 +39,11 @@ NEVER = trained([0.5, 0.6, 0.7, 0.8], tokens=1500, seconds=4.0)
 
 
 def test_a_curve_has_what_was_spent_until_each_evaluation() -> None:
-    assert [(p.steps, p.generated, p.seconds, p.right) for p in learning_curve(OFF)] == [
-        (0, 0, 0, 0.5),
-        (2, 2000, 4, 0.7),
-        (4, 4000, 8, 0.9),
-        (6, 6000, 12, 0.94),
+    assert [(p.steps, p.generated, p.decode_steps, p.seconds, p.right) for p in learning_curve(OFF)] == [
+        (0, 0, 0, 0, 0.5),
+        (2, 2000, 200, 4, 0.7),
+        (4, 4000, 400, 8, 0.9),
+        (6, 6000, 600, 12, 0.94),
     ]
 
 
@@ -101,8 +101,8 @@ def test_tables_have_a_row_for_each_policy_and_means_with_ranges_over_seeds() ->
     assert rows[2][1:4] == ["0.930 [0.920, 0.940]", "-0.010 ± 0.010", "easy 0.93, hard 0.93"]
     assert rows[2][4:6] == ["30.0 [30.0, 30.0]", "80.0 [80.0, 80.0]"]
     assert rows[5][1:] == [
-        "750", "375", "2.0%", "0.100", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]",
-        "0.93, 0.71, 0.71", "1.00, 0.75, 0.75",
+        "750", "375", "75", "2.0%", "0.100", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]",
+        "0.93, 0.71, 0.71, 0.71", "1.00, 0.75, 0.75, 0.75",
     ]  # fmt: skip
     assert text.startswith("wordier: what was learned")
 
@@ -159,8 +159,8 @@ CAPS = {"deep": ("off, cap 48", "off, cap 64")}
 
 def test_the_best_cap_is_the_one_that_is_right_most_often_at_equal_time() -> None:
     runs = {"off": {0: OFF}, "off, cap 48": {0: LOW}, "off, cap 64": {0: CAPPED}}
-    assert best_cap(runs, CAPS["deep"]) == "off, cap 64"
-    assert best_cap({"off": {0: OFF}}, CAPS["deep"]) is None
+    assert best_cap(runs, CAPS["deep"], "seconds") == "off, cap 64"
+    assert best_cap({"off": {0: OFF}}, CAPS["deep"], "seconds") is None
 
 
 @pytest.mark.parametrize(
@@ -185,13 +185,16 @@ def test_the_question_is_answered_by_policies_that_hold_from_every_start() -> No
 
     good = trained([0.5, 0.9, 0.94, 0.96], seconds=0.5)
     both = {"deep": CAPS["deep"], "mixed": CAPS["deep"]}
-    text = question({"deep": start(good), "mixed": start(good)}, both)
+    text = question({"deep": start(good), "mixed": start(good)}, both, "seconds")
     assert "with off, cap 64 at equal time" in text
+    by_steps = question({"deep": start(good)}, {"deep": CAPS["deep"]}, "decode_steps")
+    assert "with off, cap 64 at equal decode steps" in by_steps
+    assert "| cap | +0.020 ± 0.000; +0.070 ± 0.000; yes |" in by_steps
     assert "| cap | +0.020 ± 0.000; +0.140 ± 0.000; yes | +0.020 ± 0.000; +0.140 ± 0.000; yes |" in text
     assert "| off, cap" not in text
     assert "beyond 2 standard errors: cap." in text
-    assert "beyond 2 standard errors: none." in question({"deep": start(good), "mixed": start(OFF)}, both)
-    assert "No fixed cap was run" in question({"deep": {"off": {0: OFF}}}, CAPS)
+    assert "beyond 2 standard errors: none." in question({"deep": start(good), "mixed": start(OFF)}, both, "seconds")
+    assert "No fixed cap was run" in question({"deep": {"off": {0: OFF}}}, CAPS, "seconds")
 
 
 class FakeRun:

@@ -35,7 +35,7 @@ def group(*trajectories: Trajectory) -> Group:
 
 
 def entry(step: int, right: float, held_out: float | None = None) -> Entry:
-    training = Training(right, 0.1, 30.0, 90.0, 0.0, 5000, 3000, -0.1, 0.2, 1e-5, step, SECONDS)
+    training = Training(right, 0.1, 30.0, 90.0, 0.0, 5000, 3000, 300, -0.1, 0.2, 1e-5, step, SECONDS)
     return Entry(step, training, None if held_out is None else evaluation(held_out))
 
 
@@ -52,7 +52,9 @@ def test_a_right_answer_is_rewarded_with_one_and_a_truncated_one_with_nothing() 
 def test_a_truncated_trajectory_is_trained_on_with_all_its_tokens_as_a_wrong_one() -> None:
     answers = [answer(RIGHT), answer(RIGHT), answer("a-5=2", length=48, truncated=True)]
     rewards = [[train.score(PROBLEM, each) for each in answers]]
-    batch = train.graded([[7, 8]], Rollouts([group(*answers)], generated=100), rewards, Method("darts_cut"))
+    batch = train.graded(
+        [[7, 8]], Rollouts([group(*answers)], generated=100, decode_steps=40), rewards, Method("darts_cut")
+    )
     assert [len(each.tokens) for each in batch] == [5, 5, 50]
     assert [len(each.logprobs) for each in batch] == [3, 3, 48]
     assert [each.prompt_length for each in batch] == [2, 2, 2]
@@ -98,7 +100,7 @@ def test_a_penalty_changes_advantages_and_not_the_rewards_that_are_reported() ->
     rewards = [train.score(PROBLEM, each) for each in answers.trajectories]
     assert rewards == [1.0, 1.0, 0.0]
     assert train.penalized(answers, rewards, method) == [1.0, 0.5, -1.0]
-    batch = train.graded([[7]], Rollouts([answers], generated=178), [rewards], method)
+    batch = train.graded([[7]], Rollouts([answers], generated=178, decode_steps=40), [rewards], method)
     assert batch[0].advantage > batch[1].advantage > batch[2].advantage
 
 
@@ -116,7 +118,7 @@ def test_unbiased_advantages_follow_weights_and_have_one_scale_for_the_whole_ste
     groups = [weighted(truncated_long=False), weighted(truncated_long=True)]
     rewards = [[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     method = Method("uniform", unbiased=True)
-    batch = train.graded([[7], [8]], Rollouts(groups, generated=200), rewards, method)
+    batch = train.graded([[7], [8]], Rollouts(groups, generated=200, decode_steps=40), rewards, method)
     expected = [1.0, -1.0, 0.0, 1.0, -1.0, -3.0]  # w (r - the mean of the shortest other)
     scale = (sum(value**2 for value in expected) / 6) ** 0.5
     assert [each.advantage for each in batch] == pytest.approx([value / scale for value in expected])
@@ -171,9 +173,9 @@ def test_a_learner_continues_where_another_was() -> None:
 def test_the_log_describes_the_groups() -> None:
     groups = [group(answer(RIGHT, 4, version=7), answer("#", 2, version=7)), group(*[answer("x", 256, True, 7)] * 2)]
     rewards = [[1.0, 0.0], [0.0, 0.0]]
-    summary = train.summary(Rollouts(groups, generated=900), rewards, Update(-0.1, 0.2, 1e-5), SECONDS)
+    summary = train.summary(Rollouts(groups, generated=900, decode_steps=40), rewards, Update(-0.1, 0.2, 1e-5), SECONDS)
     assert (summary.right, summary.reward_variance, summary.truncated) == (0.25, 0.125, 0.5)
-    assert (summary.generated, summary.trained, summary.length_mean) == (900, 518, 129.5)
+    assert (summary.generated, summary.trained, summary.decode_steps, summary.length_mean) == (900, 518, 40, 129.5)
     assert summary.weight_version == 7
     assert summary.seconds.total == 2.25
 
