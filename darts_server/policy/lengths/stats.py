@@ -43,6 +43,14 @@ class PromptStats:
         if self.weight_version is not None:
             check_count("weight_version", self.weight_version)
 
+    @property
+    def candidates_of_mean(self) -> float:
+        """The number of candidates whose plain mean varies as much as ``mean_ema``, in which the newest count most."""
+        groups, older = max(self.groups, 1), (1 - EMA_ALPHA) ** 2
+        first = older ** (groups - 1)
+        squares = first + EMA_ALPHA**2 * (1 - first) / (1 - older)  # of the groups' weights
+        return self.candidates / groups / squares
+
 
 def update_stats(
     stats: PromptStats | None,

@@ -6,6 +6,7 @@ from typing import Any
 from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
 from darts_server.policy.lengths.estimate import LengthEstimate, estimate_lengths
 from darts_server.policy.lengths.profile import LengthProfile, ProfileState
+from darts_server.policy.lengths.ratios import ratios_to_mean
 from darts_server.policy.lengths.stats import DatasetStats, PromptStats
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
@@ -63,16 +64,14 @@ class Dataset:
         self._write_later.run_pending()
         return LengthProfile(self._profiles.load(KEY))
 
-    def learn(self, record: GroupRecord, prompt: PromptStats | None) -> None:
-        """Learn from a completed group. ``prompt``: statistics of its prompt, this group included."""
+    def learn(self, record: GroupRecord, earlier: PromptStats | None) -> None:
+        """Learn from a completed group. ``earlier``: statistics of its prompt before this group."""
         observed = observations(record)
         if record.outcome is not Outcome.COMPLETED or not observed:
             return
         version = max((c.weight_version_end or 0 for c in record.selected), default=0)
-        estimate = estimate_lengths(observed)
-        mean = estimate.mean if prompt is None else prompt.mean_ema
-        self._groups.append((version, estimate))
-        self._ratios += [(o.tokens / mean, o.censored) for o in observed]
+        self._groups.append((version, estimate_lengths(observed)))
+        self._ratios += ratios_to_mean(observed, earlier)
         self._write_later.request()
 
     def flush(self) -> None:

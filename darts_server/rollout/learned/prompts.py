@@ -63,7 +63,7 @@ class Prompts:
         return None
 
     def learn(self, record: GroupRecord) -> PromptStats | None:
-        """Learn the lengths of a completed group, those of stopped candidates as censored; the updated statistics.
+        """Learn the lengths of a completed group, those of stopped candidates as censored; the statistics before it.
 
         Failed and cancelled groups are ignored: their lengths depend on when they were stopped.
         """
@@ -74,11 +74,12 @@ class Prompts:
             return self._add(record.prompt_key, observed, record)
         return None
 
-    def _add(self, key: str, observed: Sequence[Observation], record: GroupRecord) -> PromptStats:
+    def _add(self, key: str, observed: Sequence[Observation], record: GroupRecord) -> PromptStats | None:
         versions = [c.weight_version_end for c in record.selected if c.weight_version_end is not None]
-        stats = update_stats(self.stats(key), observed, max(versions, default=0))
+        earlier = self.stats(key)
+        stats = update_stats(earlier, observed, max(versions, default=0))
         self._documents.put(KIND, key, asdict(stats))
-        return stats
+        return earlier
 
     @contextmanager
     def _log_failures(self) -> Iterator[None]:
