@@ -98,5 +98,5 @@ def make_planner(settings: Settings) -> Planner:
     return Planner(
         build_policies(uniform, deadline, pruning, settings.refill),
         settings.policy,
-        Limits(settings.max_group_size, settings.group_size),
+        Limits(settings.max_group_size, settings.group_size, joins_later_turns=settings.later_turns == "join"),
     )

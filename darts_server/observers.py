@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from darts_server.types import CohortRecord, GroupRecord, TrajectoryRecord, VoteOutcome
+from darts_server.types import CohortRecord, GroupRecord, TrajectoryRecord, TurnKind, VoteOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ class Observers(Generic[ObserverT]):
 class GroupObserver:
     """Ignore everything that happens to groups; subclasses override the methods that they need."""
 
+    def single_request_classified(self, kind: TurnKind) -> None:
+        """Called for each request for one trajectory that may be joined to a group."""
+
     def candidates_started(self, count: int) -> None:
         """Called when ``count`` candidates of one group were started."""
 
@@ -69,6 +72,9 @@ class GroupObservers(GroupObserver):
 
     def add(self, *observers: GroupObserver) -> None:
         self._observers.add(*observers)
+
+    def single_request_classified(self, kind: TurnKind) -> None:
+        self._observers.notify(lambda observer: observer.single_request_classified(kind))
 
     def candidates_started(self, count: int) -> None:
         self._observers.notify(lambda observer: observer.candidates_started(count))

@@ -67,6 +67,22 @@ class Outcome(StrEnum):
     """Its vote was decided before the group was complete."""
 
 
+class TurnKind(StrEnum):
+    """Whether a single request opens a trajectory, or why it is not joined to a group."""
+
+    OPENING = "opening"
+    SESSION = "session"
+    """Its session had an answer."""
+    TOKENS = "tokens"
+    """Its tokens begin with a prompt and an answer to it."""
+    HISTORY = "history"
+    """Its chat history has an answer of ours."""
+    GREEDY = "greedy"
+    """Temperature 0: all trajectories of a group would be the same."""
+    SCORING = "scoring"
+    """One token, or log-probs of the prompt."""
+
+
 class VoteOutcome(StrEnum):
     """How a vote ended that was not cancelled."""
 
@@ -295,13 +311,14 @@ class RequestOptions:
     """Shaping options of one request; ``None`` means the server's setting.
 
     ``prompt_key``: key of the prompt's statistics. ``group_id``: single requests with the same id form one group, of
-    ``group_size`` trajectories.
+    ``group_size`` trajectories. ``session``: name of the request's trajectory, which its later turns have, too.
     """
 
     policy: str | None = None
     prompt_key: str | None = None
     group_id: str | None = None
     group_size: int | None = None
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

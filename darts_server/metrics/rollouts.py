@@ -15,6 +15,7 @@ from darts_server.types import (
     GroupRecord,
     Outcome,
     SelectedAs,
+    TurnKind,
     VoteOutcome,
 )
 
@@ -77,6 +78,9 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
         if sources is not None:
             self._make_gauges(sources)
 
+    def single_request_classified(self, kind: TurnKind) -> None:
+        self._single.labels(self._model, kind).inc()
+
     def candidates_started(self, count: int) -> None:
         self._started.labels(self._model).inc(count)
 
@@ -137,6 +141,12 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
     # --- collectors --------------------------------------------------------
 
     def _make_group_metrics(self) -> None:
+        self._single = self._counter(
+            "darts_single_requests",
+            "Requests for one trajectory that may be joined to a group: 'opening' ones, and why others run alone.",
+            "turn",
+            TurnKind,
+        )
         self._groups = self._counter("darts_groups", "Ended groups by outcome.", "outcome", Outcome)
         self._started = self._counter("darts_candidates_started", "Started candidates.")
         self._ended = self._counter(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.shaping import Shaping
-from darts_server.types import RequestOptions
+from darts_server.types import RequestOptions, TurnKind
 
 OFF = "off"
 """The policy that shapes nothing: the engine serves the request as vLLM would."""
@@ -40,11 +40,19 @@ class Limits:
     """Bounds of group sizes.
 
     ``group_size``: the only size that shaped requests may have, and the size of groups joined from single requests;
-    ``None``: any size, and single requests are joined only if they name a size.
+    ``None``: any size, and single requests are joined only if they name a size. ``joins_later_turns``: whether requests
+    that continue a trajectory are joined, too.
     """
 
     max_group_size: int
     group_size: int | None = None
+    joins_later_turns: bool = False
+
+    def joins(self, kind: TurnKind) -> bool:
+        """Whether a single request is joined to a group. One that is not sampled to be trained on never waits."""
+        if kind in (TurnKind.GREEDY, TurnKind.SCORING):
+            return False
+        return kind is TurnKind.OPENING or self.joins_later_turns
 
 
 class Planner:

@@ -20,6 +20,7 @@ from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue
+from darts_server.rollout.turns.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import GroupRecord, RequestOptions
@@ -72,6 +73,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.planner = planner
         self.statistics = statistics
         self.gate = gate or Gate()
+        self.turns = Turns()
         self.starts = StartQueue()
         self.admission = admission or Admission(lambda: engine.unfinished, engine.capacity)
         self.observers = GroupObservers([statistics])
@@ -95,16 +97,24 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     # --- planning -----------------------------------------------------------
 
-    def plan(self, n: int, options: RequestOptions = NO_OPTIONS) -> Plan | None:
+    def plan(self, n: int, options: RequestOptions = NO_OPTIONS, turn: Turn | None = None) -> Plan | None:
         """Plan a request for ``n`` trajectories of one prompt; ``None``: unshaped, by the engine alone.
+
+        ``turn``: what shows whether a request for one trajectory opens it; ``None`` for one that does.
 
         Raises:
             InvalidRequest: unknown policy, a policy that prunes where nothing can be scored, or a size that the policy
                 or the limits do not allow.
         """
         plan = self.planner.plan(n, options)
-        if plan is not None:
-            self.check_scorable(plan)
+        if plan is None:
+            return None
+        self.check_scorable(plan)
+        if plan.single and turn is not None:
+            kind = self.turns.classify(turn)
+            self.observers.single_request_classified(kind)
+            if not self.planner.limits.joins(kind):
+                return None
         return plan
 
     def check_scorable(self, plan: Plan) -> None:

@@ -95,6 +95,11 @@ class Settings(BaseSettings):
         description="The group size that your trainer uses. If set, a shaped request must have this n, and requests "
         "with n = 1 and the same prompt are joined into groups of this size.",
     )
+    later_turns: Runtime[Literal["alone", "join"]] = Field(
+        "alone",
+        description="Single requests that continue a trajectory. alone: they run at once, unshaped. join: they are "
+        "joined into groups like those that open one, and wait for others with the same prompt.",
+    )
     group_wait: float = Field(
         5.0,
         ge=0,

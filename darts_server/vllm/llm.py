@@ -25,7 +25,15 @@ from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
 from darts_server.vllm.outputs import merge_outputs, to_choice
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.requests import current_beam_search, current_options, note_named_prompt, note_shaped
+from darts_server.vllm.requests import (
+    current_beam_search,
+    current_history,
+    current_options,
+    current_session,
+    note_named_prompt,
+    note_shaped,
+)
+from darts_server.vllm.turns import make_turn, remember_answers
 from darts_server.vllm.validation import check_group, check_request
 from darts_server.vllm.watchdog import Pulse, observe_outputs
 
@@ -72,30 +80,38 @@ class ShapingLLM(ControlledLLM):
         request = PromptRequest(prompt, sampling_params, request_id, options)
         check_request(self.vllm_config, request)
         shaping = self._merge_options(current_options(), sampling_params.extra_args or {})
-        plan = self._plan(prompt, sampling_params, shaping)
-        if plan is None:
+        if self.rollouts is None or isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             ticket = self._admit_unshaped(sampling_params.n)
             return _releasing(self._generate_unshaped(prompt, sampling_params, request_id, options, ticket), ticket)
+        turn = make_turn(request, current_history(), shaping.session, current_session(), caller.get().name)
+        plan = self.rollouts.plan(sampling_params.n, shaping, turn)
+        outputs, ticket = self._admit(plan, request, shaping)
+        return _releasing(remember_answers(self.rollouts.turns, turn, request, outputs), ticket)
+
+    def _admit(
+        self, plan: Plan | None, request: PromptRequest, shaping: RequestOptions
+    ) -> tuple[AsyncGenerator[RequestOutput, None], Ticket]:
+        """Admit a request under its plan. Returns its outputs, and what holds its candidates."""
+        if plan is None:
+            ticket = self._admit_unshaped(request.params.n)
+            return self._generate_unshaped(
+                request.prompt, request.params, request.request_id, request.options, ticket
+            ), ticket
         check_group(self, request)
         prompt_key = self._prompt_key(request, shaping)
         assert self.rollouts is not None
         if plan.single:
             ticket = self.admission.admit(1)
             joining = _join_request(plan, request, prompt_key, shaping.group_id, ticket)
-            return _releasing(self._generate_joined(joining), ticket)
+            return self._generate_joined(joining), ticket
         ticket = self.admission.admit(self.rollouts.usual_candidates(plan))
-        note_shaped(request_id)
-        return _releasing(self._generate_group(plan, request, prompt_key, ticket), ticket)
+        note_shaped(request.request_id)
+        return self._generate_group(plan, request, prompt_key, ticket), ticket
 
     @property
     def admission(self) -> Admission:
         """Which requests are admitted: all, as long as nothing is shaped."""
         return Admission(lambda: 0, None) if self.rollouts is None else self.rollouts.admission
-
-    def _plan(self, prompt: Any, params: SamplingParams, options: RequestOptions) -> Plan | None:
-        if self.rollouts is None or isinstance(prompt, EngineCoreRequest | AsyncGenerator):
-            return None
-        return self.rollouts.plan(params.n, options)
 
     @staticmethod
     def _prompt_key(request: PromptRequest, options: RequestOptions) -> str:
@@ -114,7 +130,7 @@ class ShapingLLM(ControlledLLM):
         return search.ticket.split(0)
 
     async def _generate_unshaped(
-        self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any], ticket: Ticket
+        self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any], ticket: Ticket
     ) -> AsyncGenerator[RequestOutput, None]:
         with ticket:
             outputs = super().generate(prompt, params, request_id, **options)

@@ -15,6 +15,8 @@ from darts_server.rollout.learned.prompts import key_of
 from darts_server.vllm.probe.wire import ARGUMENT
 
 SEED_MASK = (1 << 64) - 1
+SESSION_ARGUMENT = "session_id"
+"""vLLM's name for the session in ``vllm_xargs``: each trajectory of a group may have its own."""
 SEED_FIELDS = {"seed": None, "output_kind": None}
 """Sampling parameters that may differ between requests of one group."""
 
@@ -53,7 +55,7 @@ class PromptRequest:
     def join_key(self) -> str:
         """Equal for requests whose trajectories may answer each other: same prompt and sampling, except the seed."""
         params = structs.asdict(self.params)
-        extra = {name: value for name, value in (params["extra_args"] or {}).items() if not name.startswith("darts_")}
+        extra = {name: value for name, value in (params["extra_args"] or {}).items() if not _is_own(name)}
         return f"{self.prompt_key} {params | SEED_FIELDS | {'extra_args': extra}}"
 
     # --- candidates ---------------------------------------------------------
@@ -86,3 +88,8 @@ class PromptRequest:
         child.output_kind = RequestOutputKind.FINAL_ONLY
         child.skip_clone = True  # vLLM would clone it once more for each candidate, and nothing else holds this one
         return child
+
+
+def _is_own(name: str) -> bool:
+    """Whether an extra argument may differ between requests of one group."""
+    return name.startswith("darts_") or name == SESSION_ARGUMENT

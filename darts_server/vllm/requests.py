@@ -1,6 +1,6 @@
 """Pass a request's shaping options from vLLM's HTTP handlers to ``generate()``, in context variables."""
 
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -10,8 +10,10 @@ from starlette.datastructures import State
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.identifiers import check_name
+from darts_server.rollout.turns.chat_history import ChatHistory, Message
 from darts_server.serving.admission import Ticket
 from darts_server.types import RequestOptions
+from darts_server.vllm.chat import answered_messages, read_history
 from darts_server.vllm.compat import GENERATION_HANDLERS
 
 RAW_SUFFIX = ":raw"
@@ -19,14 +21,21 @@ RAW_SUFFIX = ":raw"
 REQUEST_ID_HEADER = "X-Request-Id"
 """To vLLM it goes before the ``request_id`` of a body."""
 
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
+"""Headers by which trainers name the trajectory of a request: to vLLM, and to routers in front of it."""
+
 NO_OPTIONS = RequestOptions()
 _options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_OPTIONS)
 _shaped: ContextVar[list[str] | None] = ContextVar("darts_shaped", default=None)
 _named: ContextVar[set[str] | None] = ContextVar("darts_named_prompts", default=None)
+_history: ContextVar[ChatHistory | None] = ContextVar("darts_history", default=None)
+_session: ContextVar[str | None] = ContextVar("darts_session", default=None)
 _beam_search: ContextVar["BeamSearch | None"] = ContextVar("darts_beam_search", default=None)
 
 Handler = Callable[..., Awaitable[Any]]
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
+AddMessages = Callable[[ChatHistory, Iterable[Message]], None]
+"""Remembers the answers to a chat."""
 
 
 @dataclass(slots=True)
@@ -48,6 +57,16 @@ def current_beam_search() -> BeamSearch | None:
 def current_options() -> RequestOptions:
     """The options of the current request."""
     return _options.get()
+
+
+def current_history() -> ChatHistory | None:
+    """The chat of the current request, if it is one."""
+    return _history.get()
+
+
+def current_session() -> str | None:
+    """The session that a header of the current request names, if any."""
+    return _session.get()
 
 
 def note_shaped(request_id: str) -> None:
@@ -75,14 +94,24 @@ def with_raw_names(served: list[str]) -> list[str]:
     return [*served, *(name + RAW_SUFFIX for name in served)]
 
 
-def attach(state: State, read_options: ReadOptions, raw_names: Set[str]) -> None:
-    """Wrap every generation handler, so that it reads headers and model name before it calls ``generate()``."""
+def attach(
+    state: State,
+    read_options: ReadOptions,
+    raw_names: Set[str],
+    add_messages: AddMessages = lambda history, messages: None,
+) -> None:
+    """Wrap every generation handler, so that it reads headers and model name before it calls ``generate()``.
+
+    ``add_messages``: called with the messages of every answer that is not streamed, before it is sent.
+    """
     for attribute, method in GENERATION_HANDLERS:
         if (serving := getattr(state, attribute, None)) is not None:
-            setattr(serving, method, _with_options(getattr(serving, method), read_options, raw_names))
+            setattr(serving, method, _with_options(getattr(serving, method), read_options, raw_names, add_messages))
 
 
-def _with_options(handler: Handler, read_options: ReadOptions, raw_names: Set[str]) -> Handler:
+def _with_options(
+    handler: Handler, read_options: ReadOptions, raw_names: Set[str], add_messages: AddMessages
+) -> Handler:
     @wraps(handler)
     async def handle(request: Any, raw_request: Any = None) -> Any:
         headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
@@ -93,6 +122,8 @@ def _with_options(handler: Handler, read_options: ReadOptions, raw_names: Set[st
         groups: list[str] = []
         search = BeamSearch(_count_beams(request)) if getattr(request, "use_beam_search", False) else None
         tokens = _options.set(options), _shaped.set(groups), _named.set(set()), _beam_search.set(search)
+        history = read_history(request)
+        chat = _history.set(history), _session.set(_read_session(headers))
         try:
             answer = await handler(request, raw_request)
         finally:
@@ -100,14 +131,30 @@ def _with_options(handler: Handler, read_options: ReadOptions, raw_names: Set[st
             _shaped.reset(tokens[1])
             _named.reset(tokens[2])
             _beam_search.reset(tokens[3])
+            _history.reset(chat[0])
+            _session.reset(chat[1])
             if search is not None and search.ticket is not None:
                 search.ticket.release()
+        if history is not None:
+            add_messages(history, answered_messages(answer))
         metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
         if groups and metadata is not None:
             raw_request.state.darts_group_id = _answered_id(groups, metadata.request_id)
         return answer
 
     return handle
+
+
+def _read_session(headers: Mapping[str, str]) -> str | None:
+    """
+    Raises:
+        InvalidRequest: its name is too long, or not printable.
+    """
+    for name in SESSION_HEADERS:
+        if session := headers.get(name):
+            check_name(name, session)
+            return session
+    return None
 
 
 def _check_ids(request: Any, headers: Mapping[str, str]) -> None:

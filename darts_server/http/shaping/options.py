@@ -16,6 +16,7 @@ _NAMES = {
     "policy": "the name of a policy",
     "prompt_key": "a key of the caller's choice for the prompt",
     "group_id": "an id of the caller's choice for the group, without ';'",
+    "session": "an id of the caller's choice for the trajectory",
 }
 XARG_PREFIX = "darts_"
 HEADERS = {
@@ -23,6 +24,7 @@ HEADERS = {
     "prompt_key": "header X-Darts-Prompt-Key",
     "group_id": "header X-Darts-Group",
     "group_size": "header X-Darts-Group",
+    "session": "header X-Darts-Session",
 }
 """Alternatives to ``vllm_xargs`` for each option."""
 

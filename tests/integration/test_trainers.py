@@ -1,0 +1,93 @@
+"""Trainers' requests over several turns, on real vLLM: the first turns make a group, the others run at once."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from darts_server.demo.server import Server
+from tests.integration.trainer_requests import FORMS, Trajectory, completions, read_answer, text_chat
+
+pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+SIZE = 4
+GROUP = {"X-Darts-Group": f"size={SIZE}"}
+PROMPT = "7a-5b*4>"
+
+
+def groups(server: Server) -> float:
+    return server.metric("darts_groups_total")
+
+
+async def take_turn(client: httpx.AsyncClient, form: str, trajectory: Trajectory, number: int) -> httpx.Response:
+    path, body, headers = FORMS[form](trajectory)
+    response = await client.post(f"/{path}", json=body, headers=GROUP | headers)
+    assert response.status_code == 200, response.text
+    tokens, text = read_answer(response)
+    trajectory.token_ids += [*tokens, 5 + number, 6 + trajectory.rep]
+    trajectory.messages += [
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": f"{number}a-5b*{trajectory.rep}>"},
+    ]
+    return response
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_the_first_turns_of_a_trajectory_make_a_group_and_the_others_run_alone(server: Server, form: str) -> None:
+    uid = f"{form}-1"
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        tokenized = (await client.post("/tokenize", json={"model": "tiny", "prompt": PROMPT})).json()["tokens"]
+        opening = [*tokenized, *[5 + list(FORMS).index(form)] * 20]
+        before = groups(server)
+        trajectories = [
+            Trajectory(uid, rep, PROMPT, list(opening), [{"role": "user", "content": PROMPT}]) for rep in range(SIZE)
+        ]
+        for number in range(3):
+            answers = await asyncio.gather(*(take_turn(client, form, t, number) for t in trajectories))
+            ids = {answer.headers.get("X-Darts-Group-Id") for answer in answers}
+            assert len(ids) == 1
+            assert number == 0 or ids == {None}, f"turn {number + 1}: {ids}"
+            assert groups(server) == before + 1, f"turn {number + 1}"
+
+
+async def test_trajectories_that_said_the_same_are_not_shaped_as_a_fragment(server: Server) -> None:
+    opening = [7, 8, 9, 10, 11]
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        path, body, _ = completions(Trajectory("u", 0, PROMPT, opening))
+        first = await client.post(f"/{path}", json=body | {"n": SIZE})
+        assert first.headers["X-Darts-Group-Id"]
+        before = groups(server)
+        later = [*opening, *first.json()["choices"][0]["token_ids"], 5]
+        posts = (client.post(f"/{path}", json=body | {"prompt": later}, headers=GROUP) for _ in range(SIZE))
+        answers = await asyncio.gather(*posts)
+        assert {answer.status_code for answer in answers} == {200}
+        assert not any("X-Darts-Group-Id" in answer.headers for answer in answers)
+        assert groups(server) == before
+
+
+@pytest.mark.parametrize(
+    "change", [{"temperature": 0}, {"max_tokens": 1}, {"prompt_logprobs": 0}, {"use_beam_search": True}]
+)
+async def test_scoring_and_greedy_requests_never_wait_for_others(server: Server, change: dict[str, object]) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        before = groups(server)
+        _, body, _ = completions(Trajectory("u", 0, PROMPT, [7, 8, 9, 10, 12]))
+        answer = await client.post("/v1/completions", json=body | change, headers=GROUP)
+        assert answer.status_code == 200, answer.text
+        assert "X-Darts-Group-Id" not in answer.headers
+        assert groups(server) == before
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_a_history_with_an_answer_of_ours_runs_alone_and_one_with_examples_is_grouped(
+    server: Server, is_ours: bool
+) -> None:
+    messages = [{"role": "user", "content": "9a-5b*4>"}]
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        path, body, _ = text_chat(Trajectory("u", 0, PROMPT, [], messages))
+        answer = (await client.post(f"/{path}", json=body)).json()["choices"][0]["message"]["content"]
+        text = f" {answer}\n" if is_ours else f"not {answer}"
+        later = [*messages, {"role": "assistant", "content": text}, *messages]
+        before = groups(server)
+        posts = (client.post(f"/{path}", json=body | {"messages": later}, headers=GROUP) for _ in range(SIZE))
+        assert {a.status_code for a in await asyncio.gather(*posts)} == {200}
+        assert groups(server) == before + (0 if is_ours else 1)
