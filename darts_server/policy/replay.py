@@ -45,7 +45,7 @@ def replay(
     Their tail draws are reused. ``deadline``: the cohort's deadline in tokens, known from the start. ``bound``: the
     length at which every candidate is cut.
     """
-    group = Group(rng=_Recorded(c.tail_draw for c in candidates), max_replacements=0)
+    group = Group(rng=RecordedDraws(c.tail_draw for c in candidates), max_replacements=0)
     group.open(rule, len(candidates))
     step, lengths = 0, [c.tokens for c in candidates]
     by_length = deque(sorted(range(len(candidates)), key=lambda i: lengths[i]))
@@ -71,7 +71,7 @@ def replay(
     return Replay(tuple(lengths), tuple(c.index for c in group.candidates if c.selected_as is not None), step)
 
 
-class _Recorded:
+class RecordedDraws:
     """A generator of random numbers that were drawn before."""
 
     def __init__(self, draws: Iterable[float]) -> None:

@@ -1,11 +1,12 @@
 """Groups that were allocated together: they share a deadline, and a training step waits for the last of them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil
 from typing import Protocol
 
+from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
 from darts_server.policy.deadline import Deadline
 from darts_server.types import CohortRecord, GroupRecord
 
@@ -43,13 +44,8 @@ class CohortTerms:
     explored: bool = False
 
     def place(self, completion_place: int, candidates: int) -> int:
-        """Which of a group's finished candidates, by length, says how many tokens the group needs.
-
-        That is the rule's ``completion_place``, as a rule the M-th shortest. In a group with fewer candidates than the
-        mean it is the same share of them, or groups without spare candidates would report their longest. In a group
-        with more it stays the same: its rule may stop the others as soon as that one is known.
-        """
-        return min(max(ceil(completion_place * candidates / self.mean_candidates), 1), completion_place)
+        """Which of a group's finished candidates, by length, says how many tokens the group needs."""
+        return place_of_need(completion_place, candidates, self.mean_candidates)
 
 
 class Cohort:
@@ -57,18 +53,29 @@ class Cohort:
 
     def __init__(self, terms: CohortTerms, on_end: Callable[[CohortRecord], None], clock: Callable[[], float]) -> None:
         self.terms = terms
-        self.tokens = terms.tokens
-        self.waits_beyond: int | None = None
-        """Length in tokens beyond which groups that have not reported their need shall report a minimum of it."""
+        self._deadline = CohortDeadline(None if terms.few else terms.deadline, terms.groups, terms.tokens)
         self._on_end = on_end
         self._clock = clock
         self._started_at = clock()
         self._unfinished = terms.groups
-        self._reporting = terms.groups  # groups that have reported their need, or still may
         self._members: set[CohortMember] = set()
-        self._needs: dict[CohortMember, int] = {}
-        self._minimums: dict[CohortMember, int | None] = {}  # of groups that have not reported their need
         self._generated, self._returned = 0, 0
+
+    @property
+    def tokens(self) -> int | None:
+        """The deadline in tokens; ``None`` while it is not known."""
+        return self._deadline.tokens
+
+    @property
+    def bound(self) -> int | None:
+        """Length in tokens at which every candidate is cut; ``None`` while the deadline is not known."""
+        rule = self.terms.deadline
+        return None if rule is None or self.tokens is None else rule.bound_of(self.tokens)
+
+    @property
+    def waits_beyond(self) -> int | None:
+        """See `CohortDeadline.waits_beyond`."""
+        return self._deadline.waits_beyond
 
     def join(self, member: CohortMember) -> None:
         """Add a group that has started."""
@@ -77,21 +84,14 @@ class Cohort:
             asyncio.get_running_loop().call_soon(self._set_deadline, member)
 
     def report_need(self, member: CohortMember, tokens: int) -> None:
-        """Record how many tokens a group needs: the length at its `CohortTerms.place`."""
-        self._needs[member] = tokens
-        self._minimums.pop(member, None)
-        self._determine_deadline()
+        """See `CohortDeadline.report_need`."""
+        with self._sets_deadline():
+            self._deadline.report_need(member, tokens)
 
     def report_minimum(self, member: CohortMember, tokens: int | None) -> None:
-        """Record the least that a group can need; ``None`` if it cannot have enough valid candidates any more."""
-        self._minimums[member] = tokens
-        self._determine_deadline()
-
-    @property
-    def bound(self) -> int | None:
-        """Length in tokens at which every candidate is cut; ``None`` while the deadline is not known."""
-        rule = self.terms.deadline
-        return None if rule is None or self.tokens is None else rule.bound_of(self.tokens)
+        """See `CohortDeadline.report_minimum`."""
+        with self._sets_deadline():
+            self._deadline.report_minimum(member, tokens)
 
     def end_group(self, member: CohortMember, record: GroupRecord | None = None) -> None:
         """Remove a group that has ended, with any outcome."""
@@ -99,33 +99,25 @@ class Cohort:
             self._generated += record.generated_tokens
             self._returned += record.returned_tokens
         self._members.discard(member)
-        self._minimums.pop(member, None)
-        self._remove(reported=member in self._needs)
+        self._remove(member)
 
     def drop_group(self) -> None:
         """Remove a group whose caller left before it was started."""
-        self._remove(reported=False)
+        self._remove(object())
 
-    def _remove(self, reported: bool) -> None:
+    def _remove(self, member: object) -> None:
         self._unfinished -= 1
-        if not reported:
-            self._reporting -= 1
-            self._determine_deadline()
+        with self._sets_deadline():
+            self._deadline.remove(member)
         if self._unfinished == 0:
             self._on_end(self._record())
 
-    def _determine_deadline(self) -> None:
-        rule = self.terms.deadline
-        if rule is None or self.terms.few or self.tokens is not None:
-            return
-        others = self._reporting - len(self._needs)
-        minimums = [*self._minimums.values(), *[0] * (others - len(self._minimums))]
-        self.tokens = rule.of_cohort(self._needs.values(), minimums)
-        if self.tokens is None:
-            without_others = rule.without_others(self._needs.values(), others)
-            self.waits_beyond = None if without_others is None else rule.bound_of(without_others)
-        else:
-            self.waits_beyond = None
+    @contextmanager
+    def _sets_deadline(self) -> Iterator[None]:
+        """Pass the deadline to all members if what happens here determines it."""
+        before = self.tokens
+        yield
+        if before is None and self.tokens is not None:
             for member in self._members:
                 # In a later turn of the loop: the group that has just reported has not acted on its event yet.
                 asyncio.get_running_loop().call_soon(self._set_deadline, member)

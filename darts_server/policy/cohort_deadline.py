@@ -1,0 +1,65 @@
+"""The deadline that the groups of a cohort determine together, from what they report while they run."""
+
+from math import ceil
+
+from darts_server.policy.deadline import Deadline
+
+
+def place_of_need(completion_place: int, candidates: int, mean_candidates: float) -> int:
+    """Return which of a group's finished candidates, by length, says how many tokens the group needs.
+
+    That is the rule's ``completion_place``, as a rule the M-th shortest. In a group with fewer candidates than the
+    cohort's mean it is the same share of them, or groups without spare candidates would report their longest. In a
+    group with more it stays the same: its rule may stop the others as soon as that one is known.
+    """
+    return min(max(ceil(completion_place * candidates / mean_candidates), 1), completion_place)
+
+
+class CohortDeadline:
+    """The deadline of a cohort, once enough of its groups have reported how many tokens they need.
+
+    Groups may be any values that can be keys.
+
+    Args:
+        rule: how the deadline is computed; ``None`` if it is ``tokens``, or if there is none.
+        groups: number of groups in the cohort.
+        tokens: the deadline where it is known from the start.
+    """
+
+    def __init__(self, rule: Deadline | None, groups: int, tokens: int | None = None) -> None:
+        self.tokens = tokens
+        """The deadline in tokens; ``None`` while it is not known."""
+        self.waits_beyond: int | None = None
+        """Length in tokens beyond which groups that have not reported their need shall report a minimum of it."""
+        self._rule = rule
+        self._reporting = groups  # groups that have reported their need, or still may
+        self._needs: dict[object, int] = {}
+        self._minimums: dict[object, int | None] = {}  # of groups that have not reported their need
+
+    def report_need(self, group: object, tokens: int) -> None:
+        """Record how many tokens a group needs: the length at its `place_of_need`."""
+        self._needs[group] = tokens
+        self._minimums.pop(group, None)
+        self._determine()
+
+    def report_minimum(self, group: object, tokens: int | None) -> None:
+        """Record the least that a group can need; ``None`` if it cannot have enough valid candidates any more."""
+        self._minimums[group] = tokens
+        self._determine()
+
+    def remove(self, group: object) -> None:
+        """Remove a group that has ended. What it needs still counts, if it was reported."""
+        self._minimums.pop(group, None)
+        if group not in self._needs:
+            self._reporting -= 1
+            self._determine()
+
+    def _determine(self) -> None:
+        rule = self._rule
+        if rule is None or self.tokens is not None:
+            return
+        others = self._reporting - len(self._needs)
+        minimums = [*self._minimums.values(), *[0] * (others - len(self._minimums))]
+        self.tokens = rule.of_cohort(self._needs.values(), minimums)
+        without_others = None if self.tokens is not None else rule.without_others(self._needs.values(), others)
+        self.waits_beyond = None if without_others is None else rule.bound_of(without_others)

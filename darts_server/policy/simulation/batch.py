@@ -1,0 +1,114 @@
+"""The prompts of a simulated rollout, with the lengths that their candidates would have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.selection.rules import InOrder, SelectionRule
+from darts_server.policy.shaping import Shaping
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """G prompts with C candidates each, all of which may be started.
+
+    ``prompt_tokens``: shape (G,). ``lengths``: shape (G, C), tokens of each candidate if it ran to its end; at
+    ``max_tokens`` and beyond, it is truncated there. ``tail_draws``: shape (G, C), random numbers in [0, 1); the lowest
+    win the places of a sampled tail. ``done``: shape (G, C), tokens of each candidate that earlier rollouts have
+    generated, all but one at most; ``None`` for none.
+
+    Raises:
+        ValueError: shapes do not fit, or a number is out of range.
+    """
+
+    prompt_tokens: Ints
+    lengths: Ints
+    tail_draws: Floats
+    max_tokens: int
+    done: Ints | None = None
+
+    def __post_init__(self) -> None:
+        groups, candidates = self.lengths.shape
+        if not groups or not candidates:
+            raise ValueError("lengths must have at least one prompt and one candidate")
+        if self.prompt_tokens.shape != (groups,) or self.tail_draws.shape != self.lengths.shape:
+            raise ValueError("prompt_tokens must have one entry for each row of lengths, and tail_draws its shape")
+        if self.lengths.min() < 1 or self.prompt_tokens.min() < 1 or self.max_tokens < 1:
+            raise ValueError("lengths, prompt_tokens and max_tokens must be at least 1")
+        if self.done is not None and (self.done.shape != self.lengths.shape or (self.done >= self.ends).any()):
+            raise ValueError("done must have the shape of lengths, and be below them and below max_tokens")
+
+    @property
+    def groups(self) -> int:
+        return int(self.lengths.shape[0])
+
+    @property
+    def ends(self) -> Ints:
+        """Tokens at which each candidate ends if nothing stops it, shape (G, C)."""
+        return np.minimum(self.lengths, self.max_tokens)
+
+    @property
+    def valid(self) -> NDArray[np.bool_]:
+        """Whether each candidate ends at a stop token, shape (G, C)."""
+        return self.lengths < self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is done with a batch.
+
+    ``size``: M. ``candidates``: M' of each prompt. ``shaping``: the policy; ``None`` starts and returns M, unshaped.
+    ``saturated``: of each prompt, whether its tail is not waited for; see `Shaping.is_saturated`. ``enough``: the
+    rollout ends with so many complete groups; ``None`` for all.
+
+    Raises:
+        ValueError: numbers do not fit.
+    """
+
+    size: int
+    candidates: Sequence[int]
+    shaping: Shaping | None = None
+    saturated: Sequence[bool] = ()
+    enough: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shaping is None and max(self.candidates, default=0) > self.size:
+            raise ValueError(f"without a policy there are no more candidates than the size {self.size}")
+        if self.shaping is not None and (self.shaping.prunes or self.shaping.shadow):
+            raise ValueError("policies that prune, and shadows, are not simulated")
+        if min(self.candidates, default=0) < self.size:
+            raise ValueError(f"candidates must be at least the size {self.size}, got {min(self.candidates, default=0)}")
+        if self.saturated and len(self.saturated) != len(self.candidates):
+            raise ValueError("saturated must have one entry for each prompt")
+        if self.enough is not None and not 1 <= self.enough <= len(self.candidates):
+            raise ValueError(f"enough must be in [1, {len(self.candidates)}], got {self.enough}")
+
+    @property
+    def deadline(self) -> Deadline | None:
+        """How the groups' deadline is computed; ``None`` if the policy has none."""
+        return None if self.shaping is None else self.shaping.deadline
+
+    @property
+    def mean_candidates(self) -> float:
+        return sum(self.candidates) / len(self.candidates)
+
+    def rule(self, group: int) -> SelectionRule:
+        """Build the selection rule of a group."""
+        if self.shaping is None:
+            return InOrder(self.size)
+        return self.shaping.selection_rule(self.size, bool(self.saturated) and self.saturated[group])
+
+    def check(self, batch: Batch) -> None:
+        """Check that the batch has as many prompts and candidates.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if len(self.candidates) != batch.groups or max(self.candidates) > batch.lengths.shape[1]:
+            raise ValueError("the batch must have the plan's prompts, and as many candidates as the plan starts")

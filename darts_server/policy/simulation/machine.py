@@ -1,0 +1,69 @@
+"""What a simulated rollout runs on: the inference engines, and the trainer that waits for them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.policy.latency.curve import LatencyCurve
+
+Floats = NDArray[np.float64]
+BLOCK_SIZE = 16
+"""Tokens in a KV block: vLLM's default on GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Time of a decode step: ``decode`` seconds by the number of running sequences, and what comes on top.
+
+    ``per_context_token``: seconds for each token in the KV cache of the running sequences, which every step reads.
+    ``per_prefill_token``: seconds for each token that is prefilled in the step.
+
+    Raises:
+        ValueError: a number is negative or not finite.
+    """
+
+    decode: LatencyCurve
+    per_context_token: float = 0.0
+    per_prefill_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("per_context_token", "per_prefill_token"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Inference engines that run a rollout, and the trainer that trains on it afterwards.
+
+    ``replicas``: number of engines; a group runs on one of them. ``max_num_seqs``: how many sequences an engine runs at
+    once. ``kv_blocks``: KV blocks of an engine, of ``block_size`` tokens each; ``None`` for as many as are needed.
+    ``training_per_token``: seconds of training for each token of a returned trajectory, its prompt included.
+    ``between_rollouts``: seconds of a step that do not depend on the lengths, such as the synchronisation of weights.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    step_time: StepTime
+    replicas: int = 1
+    max_num_seqs: int = 256
+    kv_blocks: int | None = None
+    block_size: int = BLOCK_SIZE
+    training_per_token: float = 0.0
+    between_rollouts: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "max_num_seqs", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.kv_blocks is not None and self.kv_blocks < 1:
+            raise ValueError(f"kv_blocks must be at least 1, got {self.kv_blocks}")
+        for name in ("training_per_token", "between_rollouts"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+
+    def training_seconds(self, tokens: float) -> float:
+        """Return the seconds from the end of a rollout to the next, with so many tokens to train on."""
+        return self.training_per_token * tokens + self.between_rollouts

@@ -1,0 +1,422 @@
+"""Predict the outcome of a rollout from order statistics, without driving any group: a fast twin of `simulate`.
+
+It takes the candidates of a group for side by side: they start together, and each gets a token in every step. Then
+which ones are stopped, and after how many tokens, follows from the order of their lengths, for all groups at once. On
+an engine that runs all sequences at once that is exact. Where they queue, candidates of one group start at different
+times, those that started early are stopped later than they could be, and the prediction is a little low. Of KV blocks
+only the number of sequences that they hold on average counts: nothing is preempted.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.policy.cohort_deadline import place_of_need
+from darts_server.policy.deadline import MIN_GROUPS, Deadline
+from darts_server.policy.selection.rules import InOrder, SelectionRule
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.machine import Machine
+from darts_server.policy.simulation.replica import TOLERANCE
+from darts_server.policy.simulation.rollout import place_groups
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """Predicted outcome of a rollout of G prompts with C candidates each.
+
+    ``seconds``: until all groups are complete, or enough of them. ``generated``: tokens of each candidate, shape
+    (G, C). ``returned``: tokens of each returned trajectory, 0 for the others, shape (G, C). ``truncated``: whether it
+    is returned truncated, shape (G, C). ``completed_at``: seconds at which each group is complete; infinite if it is
+    not. ``deadline``: the cohort's, in tokens.
+    """
+
+    seconds: float
+    generated: Floats
+    returned: Floats
+    truncated: Bools
+    completed_at: Floats
+    deadline: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """The deadline and the bound in tokens, and when they become known: by what a ``group`` reports at some seconds.
+
+    ``steps``: the steps that each group's candidates have run until then, shape (G, 1). In the same step, groups
+    before that one have been looked at already.
+    """
+
+    tokens: int
+    bound: int
+    seconds: float
+    group: int
+    steps: Floats
+
+    def comes_before(self, completed: Floats) -> Bools:
+        """Whether groups that would be complete in these steps hear of it before, shape (G,)."""
+        steps = self.steps[:, 0]
+        before: Bools = (completed > steps) | ((completed == steps) & (np.arange(steps.size) > self.group))
+        return before
+
+    def of(self, rows: NDArray[np.int64]) -> "_Known":
+        return replace(self, steps=self.steps[rows])
+
+
+@dataclass(slots=True, eq=False)
+class _Ends:
+    """How candidates end: side by side, so a length is also the step of its end. Each has the shape (G, C)."""
+
+    run: Floats
+    returned: Floats
+    truncated: Bools
+    completed: Floats
+    """Shape (G,): the step in which each group is complete."""
+
+
+def predict(batch: Batch, plan: Plan, machine: Machine) -> Prediction:
+    """Predict one rollout, in which all prompts are submitted at once.
+
+    Raises:
+        ValueError: the batch does not fit the plan, or continues earlier rollouts.
+    """
+    plan.check(batch)
+    if batch.done is not None:
+        raise ValueError("candidates of earlier rollouts cannot be predicted; simulate them")
+    counts = np.asarray(plan.candidates)
+    parts = [_Groups.of(batch, plan, rows) for rows in _by_rule(plan)]
+    ends = _merge(batch, [(part.rows, part.ends(None, None)) for part in parts])
+    clocks = _Clocks.of(batch, plan, machine, ends.run)
+    known = None
+    if plan.deadline is not None and batch.groups >= MIN_GROUPS:
+        needs = np.empty(batch.groups)
+        for part in parts:
+            needs[part.rows] = part.needs(plan.mean_candidates, counts[part.rows])
+        known = _determine(plan.deadline, needs, ends.completed, clocks)
+        if known is not None:
+            # What is complete before the deadline is known stays as it is.
+            late = known.comes_before(ends.completed)
+            ends = _merge(batch, [(part.rows, part.ends(known.of(part.rows), late[part.rows])) for part in parts])
+            clocks = _Clocks.of(batch, plan, machine, ends.run)
+    return _timed(batch, plan, ends, clocks, known)
+
+
+def _merge(batch: Batch, parts: list[tuple[NDArray[np.int64], "_Ends"]]) -> "_Ends":
+    shape = batch.lengths.shape
+    merged = _Ends(np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool), np.zeros(batch.groups))
+    for rows, ends in parts:
+        for name in ("run", "returned", "truncated", "completed"):
+            getattr(merged, name)[rows] = getattr(ends, name)
+    return merged
+
+
+def _by_rule(plan: Plan) -> list[NDArray[np.int64]]:
+    """Return the groups of each rule: a policy has one for saturated prompts and one for the others."""
+    saturated = np.asarray(plan.saturated or [False] * len(plan.candidates))
+    return [rows for rows in (np.flatnonzero(~saturated), np.flatnonzero(saturated)) if rows.size]
+
+
+# --- groups, side by side -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Groups:
+    """Groups under one rule. ``lengths``: at which candidates end, infinite if they are not started, shape (G, C)."""
+
+    rows: NDArray[np.int64]
+    rule: SelectionRule
+    lengths: Floats
+    valid: Bools
+    draws: Floats
+
+    @staticmethod
+    def of(batch: Batch, plan: Plan, rows: NDArray[np.int64]) -> "_Groups":
+        started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
+        lengths = np.where(started, batch.ends[rows], inf)
+        return _Groups(rows, plan.rule(int(rows[0])), lengths, batch.valid[rows] & started, batch.tail_draws[rows])
+
+    def needs(self, mean_candidates: float, counts: NDArray[np.int64]) -> Floats:
+        """Return how many tokens each group needs, see `place_of_need`; infinite if it has too few valid ones."""
+        ordered = np.sort(np.where(self.valid, self.lengths, inf), axis=1)
+        places = [place_of_need(self.rule.completion_place, int(count), mean_candidates) for count in counts]
+        return np.asarray(ordered[np.arange(len(places)), np.asarray(places) - 1])
+
+    def ends(self, known: _Known | None, late: Bools | None) -> _Ends:
+        """Return how candidates end with a deadline, or without one.
+
+        ``late``: the groups that hear of it before they are complete, shape (G,).
+        """
+        lengths, valid = self.lengths, self.valid
+        if known is not None and late is not None:
+            late = late[:, None]
+            lengths = np.where(late & np.isfinite(lengths), np.minimum(lengths, known.bound), lengths)
+            valid = valid & (lengths == self.lengths)
+        order = _Order.of(lengths, valid)
+        match self.rule:
+            case InOrder(size=size):
+                return order.whole(lengths, np.cumsum(np.isfinite(lengths), axis=1) <= size)
+            case CutTail(num_shortest=shortest, num_longest=longest):
+                return order.cut_tail(shortest, longest, self.rule.completion_place, self.draws, known, late)
+            case SampledTail(num_shortest=shortest, num_longest=longest):
+                return order.sampled_tail(shortest, longest, self.draws)
+            case DeadlineTail(num_shortest=shortest, num_longest=longest):
+                return order.longest_tail(shortest, longest, known, late)
+            case LongestTail(num_shortest=shortest, num_longest=longest):
+                return order.longest_tail(shortest, longest, None, None)
+        return order.shortest(self.rule.size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """Candidates in the order of selection: valid ones first, shorter ones first, then by index."""
+
+    lengths: Floats
+    valid: Bools
+    rank: NDArray[np.int64]
+    """Place of each, from 0."""
+    ordered: Floats
+    """Lengths of the valid ones, shortest first, then infinity."""
+    count: NDArray[np.int64]
+    """Number of valid ones, shape (G, 1)."""
+
+    @staticmethod
+    def of(lengths: Floats, valid: Bools) -> "_Order":
+        # Those that are not started have an infinite length, and come last.
+        order = np.lexsort((lengths, ~valid), axis=1)
+        rank = np.empty_like(order)
+        np.put_along_axis(rank, order, np.arange(lengths.shape[1])[None], axis=1)
+        ordered = np.sort(np.where(valid, lengths, inf), axis=1)
+        return _Order(lengths, valid, rank, ordered, valid.sum(axis=1, keepdims=True))
+
+    def nth(self, place: int) -> Floats:
+        """Return the length of the ``place``-th shortest valid one, shape (G, 1); infinite if there are fewer."""
+        return self.ordered[:, place - 1 : place]
+
+    def whole(self, run: Floats, returned: Bools) -> _Ends:
+        """Build the outcome for trajectories that are returned as long as they are."""
+        run = np.where(np.isfinite(self.lengths), np.minimum(run, self.lengths), 0.0)
+        tokens = np.where(returned, run, 0.0)
+        return _Ends(run, tokens, returned & ~self.valid, run.max(axis=1))
+
+    def shortest(self, size: int) -> _Ends:
+        started = np.isfinite(self.lengths)
+        return self.whole(np.minimum(self.lengths, self.nth(size)), (self.rank < size) & started)
+
+    def sampled(self, shortest: int, longest: int, draws: Floats) -> tuple[Bools, Bools]:
+        """Return who is among the K shortest, and who wins a place of a sampled tail."""
+        short = self.valid & (self.rank < shortest)
+        rest = np.isfinite(self.lengths) & ~short
+        lowest = np.argsort(np.argsort(np.where(rest, draws, inf), axis=1, kind="stable"), axis=1)
+        return short, rest & (lowest < shortest + longest - short.sum(axis=1, keepdims=True))
+
+    def sampled_tail(self, shortest: int, longest: int, draws: Floats) -> _Ends:
+        short, winners = self.sampled(shortest, longest, draws)
+        others = np.minimum(self.lengths, self.nth(shortest))
+        return self.whole(np.where(winners, self.lengths, others), short | winners)
+
+    def longest_tail(self, shortest: int, longest: int, known: _Known | None, late: Bools | None) -> _Ends:
+        size = shortest + longest
+        full, run, count, in_time = self.nth(size), self.lengths, self.count, np.isfinite(self.lengths)
+        if known is not None and late is not None:
+            own = np.where(late & np.isfinite(full), np.maximum(known.tokens, full), inf)
+            run = np.minimum(run, np.minimum(np.maximum(own, known.steps), np.where(late, known.bound, inf)))
+            in_time &= self.lengths <= own
+            count = (self.valid & in_time).sum(axis=1, keepdims=True)
+        tail = (self.rank >= np.maximum(count - longest, shortest)) & (self.rank < count)
+        fill = (count < size) & (self.rank < size)
+        return self.whole(run, in_time & ((self.valid & (self.rank < shortest)) | tail | fill))
+
+    def cut_tail(
+        self, shortest: int, longest: int, place: int, draws: Floats, known: _Known | None, late: Bools | None
+    ) -> _Ends:
+        short, winners = self.sampled(shortest, longest, draws)
+        last_short, needed = self.nth(shortest), self.nth(place)
+        tail_end = np.where(winners, self.lengths, 0.0).max(axis=1, keepdims=True)
+        own, known_at, tokens = np.full_like(needed, inf), np.full_like(needed, inf), inf
+        if known is not None and late is not None:
+            known_at, tokens = known.steps, known.tokens
+            own = np.where(late, np.minimum(np.maximum(tokens, needed), known.bound), inf)
+        # Once the K shortest and the tail have ended, the group is complete, although longer ones still run, unless it
+        # may turn out that the tail is to be cut.
+        early = np.maximum(last_short, tail_end)
+        is_early = (early < needed) & ((early < known_at) | (tail_end <= tokens))
+        others = np.minimum(self.lengths, np.where(is_early, early, needed))
+        ends = _Ends(*_whole(self, np.where(winners, np.minimum(self.lengths, np.maximum(own, known_at)), others)))
+        cut = winners & (self.lengths > own) & ~is_early
+        ends.returned = np.where(short | winners, np.where(cut, np.broadcast_to(own, cut.shape), ends.run), 0.0)
+        ends.truncated = (short | winners) & (~self.valid | cut)
+        return ends
+
+
+def _whole(order: _Order, run: Floats) -> tuple[Floats, Floats, Bools, Floats]:
+    ends = order.whole(run, order.valid)
+    return ends.run, ends.returned, ends.truncated, ends.completed
+
+
+def _determine(rule: Deadline, needs: Floats, completed: Floats, clocks: "_Clocks") -> _Known | None:
+    """Return the deadline of groups that report what they need when they know it, unless they are complete before."""
+    reported = needs <= completed
+    times = clocks.seconds_at(np.where(reported, needs, completed))
+    order = np.argsort(times, kind="stable")
+    reporting, known, passed_at = len(order), list[int](), dict[int, Floats]()
+    for number, (group, following) in enumerate(zip(order.tolist(), [*times[order][1:].tolist(), inf], strict=True)):
+        if reported[group]:
+            insort(known, int(needs[group]))
+        else:
+            reporting -= 1
+        tokens = rule.from_lengths(known, reporting)
+        if tokens is not None:
+            return clocks.known(tokens, rule.bound_of(tokens), float(times[group]), group)
+        tokens = rule.without_others(known, reporting - len(known))
+        if tokens is not None:
+            bound = rule.bound_of(tokens)
+            if bound not in passed_at:
+                passed_at[bound] = clocks.seconds_at(np.full(len(order), float(bound)))
+            others = order[number + 1 :]
+            beyond = float(passed_at[bound][others].max())
+            if beyond < following:
+                return clocks.known(tokens, rule.bound_of(tokens), max(float(times[group]), beyond), int(others.max()))
+    return None
+
+
+# --- engines ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Clocks:
+    """The clocks of all engines, each with the groups that run there."""
+
+    clocks: list[tuple[NDArray[np.int64], "_Clock"]]
+    groups: int
+
+    @staticmethod
+    def of(batch: Batch, plan: Plan, machine: Machine, run: Floats) -> "_Clocks":
+        placed, counts = np.asarray(place_groups(plan.candidates, machine.replicas)), np.asarray(plan.candidates)
+        clocks = []
+        for replica in range(min(machine.replicas, batch.groups)):
+            rows = np.flatnonzero(placed == replica)
+            started = np.arange(batch.lengths.shape[1]) < counts[rows][:, None]
+            clocks.append((rows, _Clock.of(batch, machine, rows, started, run[rows])))
+        return _Clocks(clocks, batch.groups)
+
+    def seconds_at(self, steps: Floats) -> Floats:
+        """Return the seconds at which each group has run so many steps, shape (G,)."""
+        seconds = np.empty(self.groups)
+        for rows, clock in self.clocks:
+            seconds[rows] = clock.at(clock.starts[:, 0] + steps[rows])
+        return seconds
+
+    def known(self, tokens: int, bound: int, seconds: float, group: int) -> _Known:
+        steps = np.empty((self.groups, 1))
+        for rows, clock in self.clocks:
+            steps[rows] = np.maximum(clock.steps_at(seconds) - clock.starts[:, :1], 0.0)
+        return _Known(tokens, bound, seconds, group, steps)
+
+
+def _timed(batch: Batch, plan: Plan, ends: _Ends, clocks: _Clocks, known: _Known | None) -> Prediction:
+    completed_at, generated = np.full(batch.groups, inf), ends.run.copy()
+    for rows, clock in clocks.clocks:
+        completed_at[rows] = clock.completion(ends.completed[rows], ends.run[rows])
+    seconds = float(np.sort(completed_at)[(plan.enough or batch.groups) - 1])
+    returned, truncated = ends.returned, ends.truncated
+    if plan.enough is not None:
+        chosen = np.zeros(batch.groups, dtype=bool)
+        chosen[np.argsort(completed_at, kind="stable")[: plan.enough]] = True
+        returned, truncated = np.where(chosen[:, None], returned, 0.0), truncated & chosen[:, None]
+        completed_at = np.where(chosen, completed_at, inf)
+        for rows, clock in clocks.clocks:
+            generated[rows] = np.clip(clock.steps_at(seconds) - clock.starts, 0, generated[rows])
+    deadline = known.tokens if known is not None and known.seconds <= seconds * (1 + TOLERANCE) else None
+    return Prediction(seconds, generated, returned, truncated, completed_at, deadline)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Clock:
+    """When an engine does what. ``starts``: step at which each sequence is admitted, shape (G, C); infinite if never.
+
+    ``steps`` and ``seconds``: the steps at which sequences start or end, and when these are done. From each to the
+    next, k steps take ``prefill`` + ``linear`` k + ``square`` k (k - 1) / 2 seconds.
+    """
+
+    starts: Floats
+    steps: Floats
+    seconds: Floats
+    prefill: Floats
+    linear: Floats
+    square: Floats
+
+    @staticmethod
+    def of(batch: Batch, machine: Machine, rows: NDArray[np.int64], started: Bools, run: Floats) -> "_Clock":
+        """Build the clock of an engine that generates ``run`` tokens of each candidate."""
+        prompts = np.broadcast_to(batch.prompt_tokens[rows][:, None], run.shape)[started].astype(np.float64)
+        tokens = run[started]
+        first = np.zeros(run.shape, dtype=bool)
+        first[:, 0] = True
+        prefill = np.where(first[started], prompts, prompts % machine.block_size)
+        starts = _starts(tokens, _slots(machine, prompts, tokens))
+        times = machine.step_time
+        steps, place = np.unique(np.concatenate([starts, starts + tokens]), return_inverse=True)
+        begins, stops = np.split(place, 2)
+
+        def running(values: Floats) -> Floats:
+            changes = np.bincount(begins, values, steps.size) - np.bincount(stops, values, steps.size)
+            return np.cumsum(changes)[:-1]
+
+        count, length = running(np.ones_like(tokens)), np.diff(steps)
+        context = running(prompts) + count * steps[:-1] - running(starts)
+        linear = times.decode.step_seconds_array(count) + times.per_context_token * context
+        square = times.per_context_token * count
+        first = np.asarray(times.per_prefill_token * np.bincount(begins, prefill, steps.size)[:-1], dtype=np.float64)
+        seconds = first + linear * length + square * length * (length - 1) / 2
+        all_starts = np.full(run.shape, inf)
+        all_starts[started] = starts
+        return _Clock(all_starts, steps, np.concatenate([[0.0], np.cumsum(seconds)]), first, linear, square)
+
+    def at(self, steps: Floats) -> Floats:
+        """Return the seconds at which so many steps are done; of more than there are, the end."""
+        last = np.clip(np.searchsorted(self.steps, steps, side="left") - 1, 0, self.linear.size - 1)
+        more = np.minimum(steps, self.steps[-1]) - self.steps[last]
+        seconds = self.prefill[last] + self.linear[last] * more + self.square[last] * more * (more - 1) / 2
+        return np.asarray(self.seconds[last] + np.where(more > 0, seconds, 0.0))
+
+    def completion(self, completed: Floats, run: Floats) -> Floats:
+        """Return the seconds at which groups are complete, from the steps of candidates side by side."""
+        last = np.where(run > 0, self.starts + run, 0.0).max(axis=1)
+        return self.at(np.maximum(last, completed))
+
+    def steps_at(self, seconds: float) -> float:
+        """Return the steps that are done at some time, with the one that is being done."""
+        seconds *= 1 - TOLERANCE
+        low, high = 0, int(self.steps[-1])
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self.at(np.asarray(float(middle))) < seconds else (low, middle)
+        return float(low)
+
+
+def _slots(machine: Machine, prompts: Floats, tokens: Floats) -> int:
+    """Return how many sequences an engine runs at once, by its KV blocks on average."""
+    if machine.kv_blocks is None:
+        return machine.max_num_seqs
+    context = float((tokens * (prompts % machine.block_size + tokens / 2)).sum() / tokens.sum())
+    return max(1, min(machine.max_num_seqs, int(machine.kv_blocks * machine.block_size / context)))
+
+
+def _starts(tokens: Floats, slots: int) -> Floats:
+    """Return the step at which each sequence starts: in order, as soon as one of the ``slots`` is free."""
+    if tokens.size <= slots:
+        return np.zeros_like(tokens)
+    ends = tokens[:slots].tolist()
+    heapify(ends)
+    starts = [0.0] * slots
+    for length in tokens[slots:].tolist():
+        starts.append(ends[0])
+        heapreplace(ends, ends[0] + length)
+    return np.asarray(starts)

@@ -1,0 +1,49 @@
+"""The deadline that groups of a cohort determine together."""
+
+from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
+from darts_server.policy.deadline import Deadline
+
+
+def test_the_deadline_is_known_with_the_group_of_the_quantiles_rank() -> None:
+    cohort = CohortDeadline(Deadline(), 10)
+    for group in range(8):
+        cohort.report_need(group, 10 + group)
+    assert cohort.tokens is None
+    cohort.report_need(8, 30)
+    assert cohort.tokens == 30
+    cohort.report_need(9, 99)
+    assert [cohort.tokens, cohort.waits_beyond] == [30, None]
+
+
+def test_groups_that_can_only_be_longer_than_the_bound_do_not_count() -> None:
+    cohort = CohortDeadline(Deadline(), 10)
+    for group in range(8):
+        cohort.report_need(group, 20)
+    assert cohort.waits_beyond == 40
+    cohort.report_minimum(8, 41)
+    assert cohort.tokens is None
+    cohort.report_minimum(9, None)
+    assert cohort.tokens == 20
+
+
+def test_a_group_that_ends_without_a_need_does_not_count_and_one_with_a_need_does() -> None:
+    cohort = CohortDeadline(Deadline(), 10)
+    for group in range(8):
+        cohort.report_need(group, 20)
+    cohort.remove(0)
+    assert cohort.tokens is None
+    cohort.remove(8)
+    assert cohort.tokens is None
+    cohort.remove(9)
+    assert cohort.tokens == 20
+
+
+def test_without_a_rule_the_deadline_is_what_was_known() -> None:
+    cohort = CohortDeadline(None, 1, tokens=7)
+    cohort.report_need("a", 100)
+    assert cohort.tokens == 7
+
+
+def test_a_group_with_few_candidates_reports_the_same_share_of_them() -> None:
+    assert [place_of_need(8, candidates, 12.0) for candidates in (8, 9, 12, 16)] == [6, 6, 8, 8]
+    assert place_of_need(1, 1, 12.0) == 1
