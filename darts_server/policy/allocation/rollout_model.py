@@ -1,8 +1,8 @@
 """Simulate a shaped rollout: lengths that are returned, tokens that are generated, and seconds that it takes.
 
 Lengths are sampled from the recorded distribution (`lengths.profile`), candidates are stopped as the selection rules
-stop them, and the time follows from the latency curve. Left out: prefill, pruning, and that prompts get different
-numbers of candidates; every prompt gets the mean.
+stop them, and the time follows from the latency curve. Candidates are allocated to the simulated prompts as they would
+be to the batch's. Left out: prefill and pruning.
 """
 
 import math
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.policy.allocation.optimum import allocation_order
 from darts_server.policy.deadline import QUANTILE
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.shaping import Tail
@@ -34,7 +35,9 @@ class Workload:
     ``tail``. ``max_tokens``: the length limit. ``cut``: the tail ends at a deadline, the `deadline.QUANTILE` over
     prompts of the M-th shortest length, but not before the prompt's own M-th shortest. ``completion_place``: which of
     the shortest counts for that, if not the M-th. ``capacity``: how many sequences the engine runs at once; the others
-    queue.
+    queue. ``stds``: length std of each prompt in tokens, ``None`` for an unknown one, by which candidates are
+    allocated; ``None`` for a policy that gives all prompts the same number. ``saturated_at``: prompts with so many
+    candidates return their M shortest, without a tail.
 
     Raises:
         ValueError: there are no means or no ratios, one of these is not finite and above 0, or another is out of range.
@@ -49,12 +52,16 @@ class Workload:
     cut: bool = False
     completion_place: int | None = None
     capacity: int | None = None
+    stds: Sequence[float | None] | None = None
+    saturated_at: int | None = None
 
     def __post_init__(self) -> None:
         for name, values in (("means", self.means), ("ratios", self.ratios)):
             x = np.asarray(values, dtype=np.float64)
             if not x.size or not (np.isfinite(x) & (x > 0)).all():
                 raise ValueError(f"{name} must be at least one, all finite and above 0")
+        if self.stds is not None and len(self.stds) != len(self.means):
+            raise ValueError(f"stds must be as many as means, {len(self.means)}, got {len(self.stds)}")
         if not 0 <= self.num_longest < self.size:
             raise ValueError(f"num_longest must be in [0, {self.size}), got {self.num_longest}")
         for name, bound in (("max_tokens", self.max_tokens), ("capacity", self.capacity)):
@@ -82,12 +89,15 @@ class SampledRollouts:
     ``lengths`` (tokens, at most the limit) and ``tail_draws`` (random numbers; the lowest win a place in a sampled
     tail) have the shape (rounds, prompts, candidates): the batch is simulated ``rounds`` times. ``ranks``: place of
     each prompt in the order of means. ``weight``: how many prompts of the batch each simulated one stands for.
+    ``gains``: the simulated prompt of each candidate above the workload's ``size``, in the order in which a larger
+    budget gives them out; ``None`` if all prompts get the same number.
     """
 
     lengths: Floats
     tail_draws: Floats
     ranks: NDArray[np.int64]
     weight: float
+    gains: NDArray[np.int64] | None = None
 
     @staticmethod
     def of(workload: Workload, max_candidates: int, rng: np.random.Generator) -> "SampledRollouts":
@@ -98,9 +108,11 @@ class SampledRollouts:
         prompts = min(means.size, simulated)
         rounds = simulated // prompts
         # Of a large batch, simulate prompts at even distances in the order of means.
-        chosen = np.argsort(means, kind="stable")[((np.arange(prompts) + 0.5) * means.size / prompts).astype(np.int64)]
-        chosen_means = means[np.sort(chosen)]
+        order = np.argsort(means, kind="stable")
+        chosen = np.sort(order[((np.arange(prompts) + 0.5) * means.size / prompts).astype(np.int64)])
+        chosen_means = means[chosen]
         ratios = np.sort(np.asarray(workload.ratios, dtype=np.float64))
+        stds = None if workload.stds is None else [workload.stds[i] for i in chosen.tolist()]
         # Stratified sampling: over prompts and rounds, each candidate's ratios cover the distribution evenly. That is
         # much less noise than independent ones have, for the same number.
         rows = rounds * prompts
@@ -113,15 +125,28 @@ class SampledRollouts:
             tail_draws=rng.random((rounds, prompts, max_candidates)),
             ranks=np.argsort(np.argsort(chosen_means, kind="stable")),
             weight=means.size / prompts,
+            gains=None if stds is None else allocation_order(stds, low=workload.size, high=max_candidates),
         )
+
+    def allocate(self, mean_candidates: float, size: int) -> NDArray[np.int64]:
+        """Allocate at least ``size`` candidates to each simulated prompt, and so many on average.
+
+        Without ``gains`` a fraction is the share of prompts with one candidate more, which are spread evenly over the
+        order of means.
+        """
+        if self.gains is not None:
+            extra = math.floor((mean_candidates - size) * self.ranks.size + 0.5)
+            return np.asarray(size + np.bincount(self.gains[:extra], minlength=self.ranks.size), dtype=np.int64)
+        few = math.floor(mean_candidates)
+        share = mean_candidates - few
+        more = np.floor((self.ranks + 1) * share) > np.floor(self.ranks * share)
+        return np.asarray(few + more, dtype=np.int64)
 
 
 def estimate_shaped(
     workload: Workload, mean_candidates: float, curve: LatencyCurve, sample: SampledRollouts
 ) -> RolloutEstimate:
-    """Estimate the rollout of a shaped batch with so many candidates per prompt.
-
-    A fraction is the share of prompts with one candidate more, which are spread evenly over the order of means.
+    """Estimate the rollout of a shaped batch with so many candidates per prompt, see `SampledRollouts.allocate`.
 
     Raises:
         ValueError: ``mean_candidates`` is below the workload's ``size`` or above the candidates in ``sample``.
@@ -129,17 +154,18 @@ def estimate_shaped(
     most = sample.lengths.shape[-1]
     if not workload.size <= mean_candidates <= most:
         raise ValueError(f"mean_candidates must be in [{workload.size}, {most}], got {mean_candidates}")
-    few = math.floor(mean_candidates)
-    share = mean_candidates - few
-    more = np.floor((sample.ranks + 1) * share) > np.floor(sample.ranks * share)
-    width = few + (1 if share else 0)
+    counts = sample.allocate(mean_candidates, workload.size)
+    width = int(counts.max())
     # A candidate that is not started gets an infinite length, which makes it the last in every order; its time is 0.
-    absent = (np.arange(width) >= (few + more)[:, None])[None]
+    absent = (np.arange(width) >= counts[:, None])[None]
     lengths = np.where(absent, np.inf, sample.lengths[..., :width])
     order = np.argsort(lengths, axis=-1, kind="stable")  # ties go to the earlier index, as in selection
     ordered = np.take_along_axis(lengths, order, axis=-1)
     tail_draws = np.take_along_axis(sample.tail_draws[..., :width], order, axis=-1)
     returned, run = _stop_early(workload, ordered, tail_draws)
+    if workload.saturated_at is not None:
+        saturated = counts >= workload.saturated_at
+        returned[:, saturated], run[:, saturated] = _stop_behind(ordered[:, saturated], workload.size, workload.size)
     return _estimate(workload, returned, _unsorted(np.where(np.isinf(ordered), 0.0, run), order), curve, sample)
 
 
@@ -162,7 +188,7 @@ def _stop_early(workload: Workload, ordered: Floats, tail_draws: Floats) -> tupl
     needed = workload.completion_place or size
     mth_shortest = ordered[..., needed - 1 : needed]
     if not longest:
-        return ordered[..., :size].mean(axis=-1), np.minimum(ordered, mth_shortest)
+        return _stop_behind(ordered, size, needed)
     deadline = np.full_like(mth_shortest, np.inf)
     if workload.cut:
         deadline = np.maximum(
@@ -184,6 +210,11 @@ def _stop_early(workload: Workload, ordered: Floats, tail_draws: Floats) -> tupl
     # The others are stopped behind the K-th shortest or, since the deadline needs the M-th shortest, behind that.
     threshold = mth_shortest if workload.cut else ordered[..., shortest - 1 : shortest]
     return (short + tail) / size, np.where(sampled, ends, np.minimum(ordered, threshold))
+
+
+def _stop_behind(ordered: Floats, size: int, needed: int) -> tuple[Floats, Floats]:
+    """Return the same where the ``size`` shortest are returned: the others are stopped behind the ``needed``-th."""
+    return ordered[..., :size].mean(axis=-1), np.minimum(ordered, ordered[..., needed - 1 : needed])
 
 
 def _unsorted(values: Floats, order: NDArray[np.int64]) -> Floats:

@@ -92,7 +92,8 @@ class Budgets:
         typical = sum(seen) / len(seen) if seen else self._dataset.stats.mean
         if ratios is None or not typical:
             return None
-        place = shaping.completion_place(size)
+        place, high = shaping.completion_place(size), shaping.bounds(size)[1]
+        saturates = shaping.deadline is None and shaping.is_saturated(size, high)
         return Workload(
             means=[typical if mean is None else mean for mean in means],
             ratios=ratios,
@@ -102,4 +103,6 @@ class Budgets:
             cut=shaping.deadline is not None,
             completion_place=place,
             capacity=self._latency.capacity,
+            stds=[self._prompts.std(key) for key in keys] if shaping.adaptive else None,
+            saturated_at=high if saturates else None,
         )

@@ -141,6 +141,17 @@ def test_another_seed_chooses_a_mean_that_is_hardly_worse() -> None:
         assert chosen > utility.max() - 0.05 * np.ptp(utility)
 
 
+def test_the_choice_follows_from_the_allocation_and_the_saturation_that_will_be_used() -> None:
+    means = [MEAN / 3] * 32 + [MEAN] * 32
+    alike = replace(prompts(64, WIDE), means=means, num_longest=1)
+    adaptive = replace(alike, stds=[mean / 2 for mean in means], saturated_at=HIGH)
+    chosen_alike, chosen = (choose_mean_candidates(w, SIZE, HIGH, GPU, 1.0, rng()) for w in (alike, adaptive))
+    # The long prompts alone set the time. From 12 on average on all of these are saturated, and no tail is waited for.
+    assert (chosen_alike.mean_candidates, chosen.mean_candidates) == (11, 13)
+    utility = {trial.mean_candidates: trial.utility for trial in chosen.trials}
+    assert utility[13] > utility[11] + 0.3
+
+
 def test_the_order_of_the_ratios_does_not_matter() -> None:
     one, two = (choose_mean_candidates(prompts(8, r), SIZE, HIGH, GPU, 1.0, rng()) for r in (WIDE, WIDE[::-1].copy()))
     assert one == two

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.allocation.rollout_model import (
     QUEUED,
     SIMULATED,
@@ -114,19 +115,37 @@ def test_the_odd_candidates_are_spread_over_long_and_short_prompts() -> None:
     assert found.generated_tokens == pytest.approx(8.5 * sum(means))
 
 
+def test_a_prompt_with_a_larger_spread_is_given_more_candidates_and_a_saturated_one_has_no_tail() -> None:
+    workload = replace(prompts(2), stds=[10.0, None], num_longest=1)
+    draws = SampledRollouts.of(replace(workload, stds=[10.0, 90.0]), HIGH, rng())
+    assert draws.allocate(12, SIZE).tolist() == [SIZE, HIGH]
+    whole = estimate_shaped(workload, 12, FLAT, draws)
+    saturated = estimate_shaped(replace(workload, saturated_at=HIGH), 12, FLAT, draws)
+    assert saturated.returned_mean < whole.returned_mean
+    assert saturated.seconds < whole.seconds
+    shortest = sum(order_statistic(k, HIGH) for k in range(1, SIZE + 1)) / SIZE
+    assert saturated.returned_mean == pytest.approx(MEAN * (1 + shortest) / 2, rel=0.02)
+
+
 def counted(workload: Workload, mean_candidates: float, curve: LatencyCurve, draws: SampledRollouts) -> RolloutEstimate:
     """The same without arrays."""
-    rounds, count, _ = draws.lengths.shape
+    rounds, count, most = draws.lengths.shape
     few = math.floor(mean_candidates)
     odd = [math.floor((r + 1) * (mean_candidates - few)) > math.floor(r * (mean_candidates - few)) for r in draws.ranks]
+    counts = [few + more for more in odd]
+    if workload.stds is not None:
+        budget = math.floor(count * mean_candidates + 0.5)
+        counts = allocate_by_std(workload.stds, budget=budget, low=workload.size, high=most)
     returned, tokens, seconds = 0.0, 0.0, 0.0
     for lengths, tail_draws in zip(draws.lengths.tolist(), draws.tail_draws.tolist(), strict=True):
-        groups = [lengths[i][: few + odd[i]] for i in range(count)]
+        groups = [lengths[i][: counts[i]] for i in range(count)]
         needs = [sorted(group)[workload.size - 1] for group in groups]
         deadline = sorted(needs)[math.ceil(0.9 * count) - 1] if workload.cut else math.inf
         batch = []
         for i, group in enumerate(groups):
-            mean, run = counted_group(workload, group, tail_draws[i], max(deadline, needs[i]))
+            saturated = workload.saturated_at is not None and counts[i] >= workload.saturated_at
+            rule = replace(workload, num_longest=0) if saturated else workload
+            mean, run = counted_group(rule, group, tail_draws[i], max(deadline, needs[i]))
             returned += mean / (rounds * count)
             batch += run
         tokens += sum(batch) / rounds
@@ -157,8 +176,12 @@ def counted_group(
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     size = draw(st.integers(1, 4))
+    means = draw(st.lists(st.floats(5, 500), min_size=1, max_size=3)) * draw(st.integers(1, 40))
+    spreads = st.lists(st.none() | st.floats(0, 400), min_size=len(means), max_size=len(means))
     return Workload(
-        means=draw(st.lists(st.floats(5, 500), min_size=1, max_size=3)) * draw(st.integers(1, 40)),
+        means=means,
+        stds=draw(st.none() | spreads),
+        saturated_at=draw(st.none() | st.just(size + 4)),
         ratios=draw(st.lists(st.floats(0.05, 8), min_size=1, max_size=40)),
         size=size,
         num_longest=draw(st.integers(0, size - 1)),
@@ -213,6 +236,8 @@ def test_means_and_ratios_out_of_range_are_refused(values: list[float]) -> None:
 
 
 def test_a_workload_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="stds must be as many as means, 2, got 1"):
+        Workload(means=[1.0, 2.0], ratios=[1.0], size=8, stds=[None])
     for size, longest in ((8, 8), (8, -1), (0, 0)):
         with pytest.raises(ValueError, match="num_longest must be in"):
             Workload(means=[1.0], ratios=[1.0], size=size, num_longest=longest)

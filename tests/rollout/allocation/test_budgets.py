@@ -1,0 +1,63 @@
+"""The utility budget is decided by a simulation of the cohort as it will be allocated."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.shaping import BudgetKind, Shaping
+from darts_server.rollout.allocation.budgets import Budgets
+from darts_server.rollout.learned.latency import Latency
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome
+from tests.rollout.helpers import Documents
+
+SIZE = 8
+KEYS = [f"p{number}" for number in range(64)]
+ADAPTIVE = Shaping(adaptive=True, budget=BudgetKind.UTILITY)
+
+
+class KnownLatency(Latency):
+    @property
+    def curve(self) -> LatencyCurve:
+        return LatencyCurve((1.0, 128.0, 256.0), (0.02, 0.02, 0.04), 0.0002)
+
+
+@pytest.fixture(scope="module")
+def budgets() -> Budgets:
+    return asyncio.run(learned_budgets())
+
+
+async def learned_budgets() -> Budgets:
+    """Of 64 prompts, half are three times as long as the others."""
+    statistics, rng = Statistics(Documents()), np.random.default_rng(0)
+    for number, key in enumerate(KEYS):
+        for _ in range(4):
+            lengths = np.rint((300 if number % 2 else 100) * rng.lognormal(-0.125, 0.5, 16)).astype(int)
+            candidates = tuple(
+                CandidateRecord(k, int(n), FinishReason.STOP, None, DiscardReason.MIDDLE, False, 0.0, 1.0, 3, 4)
+                for k, n in enumerate(lengths)
+            )
+            statistics.group_ended(GroupRecord("g", key, "uniform", SIZE, Outcome.COMPLETED, candidates, 0.0, 1.0, 0.5))
+    statistics.flush()
+    return Budgets(statistics.prompts, statistics.dataset, KnownLatency(Documents()), clock=lambda: 0.0)
+
+
+def test_an_adaptive_policys_budget_counts_on_its_saturated_prompts(budgets: Budgets) -> None:
+    even = budgets.decide(replace(ADAPTIVE, adaptive=False), SIZE, KEYS)
+    adaptive = budgets.decide(ADAPTIVE, SIZE, KEYS)
+    assert adaptive.mean > even.mean
+    assert (adaptive.seconds or 0) < (even.seconds or 0)
+
+
+def test_with_a_deadline_no_prompt_is_saturated(budgets: Budgets) -> None:
+    workload = budgets._workload(replace(ADAPTIVE, deadline=Deadline()), SIZE, KEYS)
+    assert workload is not None
+    assert workload.saturated_at is None
+    assert workload.stds is not None
+    whole = budgets._workload(ADAPTIVE, SIZE, KEYS)
+    assert whole is not None
+    assert whole.saturated_at == 2 * SIZE
