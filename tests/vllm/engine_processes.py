@@ -12,7 +12,7 @@ def run(method: str, generations: int) -> None:
     """Print the id of this process, and start two for the next generation."""
     if method == "spawn":  # vLLM loads its plugins in spawned processes alone
         end_with_parent()
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\n".encode())  # in one piece: all of these processes write to the same pipe
     if generations:
         context = multiprocessing.get_context(method)
         for _ in range(2):

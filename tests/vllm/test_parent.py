@@ -17,9 +17,11 @@ def test_all_processes_of_an_engine_end_when_the_server_is_killed(method: str) -
     command = [sys.executable, "-m", "tests.vllm.engine_processes", method]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as server:
         assert server.stdout is not None
-        processes = [psutil.Process(int(server.stdout.readline())) for _ in range(PROCESSES)]
-        assert all(process.is_running() for process in processes)
-        server.kill()
+        try:
+            processes = [psutil.Process(int(server.stdout.readline())) for _ in range(PROCESSES)]
+            assert all(process.is_running() for process in processes)
+        finally:
+            server.kill()
         assert psutil.wait_procs(processes[1:], timeout=20)[1] == []
 
 
