@@ -13,8 +13,9 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, Server, serving
+from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, Server
 from darts_server.store import Store
+from tests.integration.fork_server import Serve
 from tests.integration.waiting import engine_processes, wait_started
 
 pytestmark = pytest.mark.engine
@@ -30,9 +31,11 @@ async def in_flight(server: Server, client: httpx.AsyncClient, count: int) -> li
 
 
 @pytest.mark.anyio
-async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_error(tmp_path: Path) -> None:
+async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_error(
+    serve: Serve, tmp_path: Path
+) -> None:
     few_at_a_time = ("--max-num-seqs", "16")  # no group completes before the engine is killed
-    with serving(DARTS, tmp_path / "log", *few_at_a_time) as server:
+    with serve(DARTS, tmp_path / "log", *few_at_a_time) as server:
         async with httpx.AsyncClient(timeout=60) as client:
             requests = await in_flight(server, client, 8)
             for child in engine_processes(server):
@@ -55,13 +58,13 @@ async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_er
     assert "the engine died: EngineCore was killed (SIGKILL)" in last
 
 
-def test_a_server_exits_cleanly_on_sigterm(tmp_path: Path) -> None:
+def test_a_server_exits_cleanly_on_sigterm(serve: Serve, tmp_path: Path) -> None:
     """It also rejects what would kill an engine with chunked prefill on a CPU, and reads its settings from a file."""
     settings = tmp_path / "darts.toml"
     settings.write_text('redundancy = 2.0\nnum_longest = 0\npolicy = "off"\n')
     flags = ("--max-num-batched-tokens", "64", "--enable-chunked-prefill", "--max-num-seqs", "8")
     ours = ("--darts-config", str(settings), "--num-longest", "2", "--state-dir", str(tmp_path / "state"))
-    with serving(DARTS, tmp_path / "log", *flags, *ours, env={"DARTS_POLICY": "uniform"}) as server:
+    with serve(DARTS, tmp_path / "log", *flags, *ours, env={"DARTS_POLICY": "uniform"}) as server:
         url = f"{server.url}/v1/completions"
         for stream in (False, True):
             body = {"model": "tiny", "prompt": "7" * 100, "seed": 1, "max_tokens": 5, "n": 2, "stream": stream}

@@ -36,19 +36,22 @@ def is_503(answer: httpx.Response) -> bool:
     return answer.status_code == 503 and answer.json()["error"]["code"] == 503
 
 
-async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_the_rest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spawned", [False, pytest.param(True, marks=pytest.mark.nightly)])
+async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_the_rest(
+    serve: Serve, tmp_path: Path, spawned: bool
+) -> None:
     flags = ("--max-num-seqs", "16", "--grace-seconds", "3", "--group-wait", "600", "--state-dir", str(tmp_path / "s"))
-    with serving(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
+    with (serving if spawned else serve)(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             assert (await client.post("/v1/completions", json=LONG)).status_code == 200
             singles = send(client, "/v1/completions", SINGLE, 3, "X-Darts-Group: id=g;size=8")
             await asyncio.to_thread(wait_started, server, 12 + 3)
-            whole = send(client, "/v1/completions", LONG, 30)
-            streams = send(client, "/v1/completions", LONG | {"stream": True}, 10)
-            raw = send(client, "/v1/completions", RAW, 20)
+            whole = send(client, "/v1/completions", LONG, 10)
+            streams = send(client, "/v1/completions", LONG | {"stream": True}, 4)
+            raw = send(client, "/v1/completions", RAW, 6)
             tokens = send(client, "/darts/v1/rollouts", BATCH | {"stream": "tokens"})
             durable = send(client, "/darts/v1/rollouts", BATCH, 1, "Idempotency-Key: k")
-            await asyncio.to_thread(wait_started, server, 12 + 3 + 12 * 40 + 96)
+            await asyncio.to_thread(wait_started, server, 12 + 3 + 12 * 14 + 96)
             engines = [psutil.Process(pid) for pid in engine_processes(server)]
 
             server.process.send_signal(signal.SIGTERM)
