@@ -307,10 +307,12 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
         control.prunes,
     )
     if control.prunes(settings.policy):
-        if engine.probe_width is None and pruner.uses_hidden_states:
+        can_score = engine.probe_width is not None or not pruner.uses_hidden_states
+        if control.needs_scores(settings.policy) and not can_score:
             raise InvalidSetting(
                 f"--policy {settings.policy} prunes by hidden states, which this engine does not report; score by "
                 "log-probs with --quality logprob, or allow that with --quality-fallback logprob"
             )
-        pruner.start()
+        if can_score:
+            pruner.start()
     return pruner

@@ -6,6 +6,7 @@ from typing import Protocol
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
+from darts_server.policy.pruning.roulette import Loss, Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 from darts_server.rollout.plan import Limits, Planner
@@ -34,6 +35,11 @@ class Control:
         """Whether the policy with that name prunes by quality."""
         shaping = self.planner.shaping(policy)
         return shaping is not None and shaping.prunes
+
+    def needs_scores(self, policy: str) -> bool:
+        """Whether the policy with that name is nothing without scores of running candidates."""
+        shaping = self.planner.shaping(policy)
+        return shaping is not None and shaping.needs_scores
 
     def current(self) -> dict[str, object]:
         """The settings that can change, and under ``policies`` the names that a request may use."""
@@ -95,8 +101,9 @@ def make_planner(settings: Settings) -> Planner:
         max_survival=settings.max_survival,
         aimed=settings.survival == "aimed",
     )
+    roulette = Roulette(settings.min_survival, Loss(settings.roulette_loss))
     return Planner(
-        build_policies(uniform, deadline, pruning, settings.refill),
+        build_policies(uniform, deadline, pruning, settings.refill, roulette),
         settings.policy,
         Limits(settings.max_group_size, settings.group_size, joins_later_turns=settings.later_turns == "join"),
     )

@@ -45,10 +45,10 @@ class Trajectory:
 
     The other fields are set for rollouts only. `trajectory_id` is its name for rewards. `rank` is its place in the
     group by length, 0 for the shortest; `selected_as` is the rule that selected it (`short`, `long`, `long_truncated`,
-    `fill`; `balanced` if it was selected for its quality). `cut`: it was cut at the group's `deadline`. `quality` is
-    the probability of a correct answer that was predicted while it ran; None if it was not scored. `weight` is 1 / (its
-    probability to be returned, given all candidates of its group); None where some candidates can never be returned.
-    The versions are those of the model's weights at its start and at its end.
+    `fill`; `balanced` if it was selected for its quality; `survivor` if it was not pruned). `cut`: it was cut at the
+    group's `deadline`. `quality` is the probability of a correct answer that was predicted while it ran; None if it was
+    not scored. `weight` is 1 / (its probability to be returned, given all candidates of its group); None where some
+    candidates can never be returned. The versions are those of the model's weights at its start and at its end.
     """
 
     index: int
@@ -90,8 +90,9 @@ class Group:
     The other fields are set for rollouts only. `prompt_key` is the name that the prompt's statistics are kept under,
     `metadata` what the caller sent with it. `candidates` is how many were started, `counted` how many of
     them the weights stand for (N: not those that failed, or ran before a restart). `num_shortest` is how many places
-    went to the shortest (K) where the others were sampled from the rest, else None; `deadline` is the length in tokens
-    at which the tail was cut. `seconds` is the duration. `error`: why the group failed; then it has no trajectories.
+    went to the shortest (K) where the others were sampled from the rest, else None; `sampled_from` (S) is of how many
+    that were not pruned the trajectories are a sample, else None; `deadline` is the length in tokens at which the tail
+    was cut. `seconds` is the duration. `error`: why the group failed; then it has no trajectories.
     """
 
     group_id: str | None
@@ -103,6 +104,7 @@ class Group:
     candidates: int | None = None
     counted: int | None = None
     num_shortest: int | None = None
+    sampled_from: int | None = None
     deadline: int | None = None
     mixed_versions: bool = False
     discarded: tuple[Discarded, ...] = ()

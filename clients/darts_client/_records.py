@@ -66,6 +66,7 @@ class GroupRecord(WireModel):
     candidates: tuple[CandidateRecord, ...]
     counted: int | None = None
     num_shortest: int | None = None
+    sampled_from: int | None = None
     zero_variance: bool | None = None
 
     @property

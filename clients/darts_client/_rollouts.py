@@ -61,6 +61,7 @@ class GroupPayload(WireModel):
     candidates: int
     counted: int | None = None
     num_shortest: int | None = None
+    sampled_from: int | None = None
     deadline: int | None = None
     mixed_versions: bool = False
     trajectories: tuple[TrajectoryPayload, ...]
@@ -153,6 +154,7 @@ def build_group(
         candidates=payload.candidates,
         counted=payload.counted,
         num_shortest=payload.num_shortest,
+        sampled_from=payload.sampled_from,
         deadline=payload.deadline,
         mixed_versions=payload.mixed_versions,
         discarded=payload.discarded,

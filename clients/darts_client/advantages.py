@@ -37,9 +37,11 @@ def unbiased_advantages(
     group's trajectories; for a record (`client.groups.get`), in that of the answer's choices.
 
     `baseline`: a mean reward that was known before, such as that of the prompt in earlier epochs. By default b_i is
-    computed from other trajectories of the group: the mean reward of the K - 1 shortest others where the group is the K
-    shortest and a sample of the rest, which are always returned and do not depend on i; otherwise the weighted mean of
-    all others. It is 0 where there are none. A truncated trajectory is rewarded for what was returned of it.
+    computed from other trajectories of the group. Where the group is the K shortest and a sample of the rest, it is the
+    mean reward of the K - 1 shortest others, which are always returned and do not depend on i. Otherwise it is the
+    weighted mean of all N - 1 others: exact also where candidates were pruned at random, and depending on one another,
+    since given what all would have generated, a product of two weights (0 for the pruned) keeps its expectation of 1
+    at every decision. It is 0 where there are none. A truncated trajectory is rewarded for what was returned of it.
 
     Raises:
         ValueError: not one reward for each trajectory; or trajectories without weights, because under the group's
@@ -51,10 +53,24 @@ def unbiased_advantages(
     elif group.num_shortest is not None:
         baselines = _means_of_shortest_others(group, group.num_shortest - 1, rewards)
     else:
-        total = sum(w * r for w, r in zip(weights, rewards, strict=True))
-        baselines = [(total - w * r) / max(count - 1, 1) for w, r in zip(weights, rewards, strict=True)]
+        baselines = _weighted_means_of_others(weights, rewards, count, group.sampled_from)
     scale = len(rewards) / count
     return [scale * w * (r - b) for w, r, b in zip(weights, rewards, baselines, strict=True)]
+
+
+def _weighted_means_of_others(
+    weights: Sequence[float], rewards: Sequence[float], count: int, sampled_from: int | None
+) -> list[float]:
+    """For each trajectory, estimate the mean reward of the other ``count`` - 1 candidates.
+
+    Where n trajectories were sampled from S, others weigh (S - 1) / (n - 1) rather than S / n, given that one was.
+    """
+    n = len(weights)
+    total = sum(w * r for w, r in zip(weights, rewards, strict=True))
+    if n == 1:  # without others
+        return [0.0]
+    scale = 1.0 if sampled_from is None else (sampled_from - 1) / (n - 1) * n / sampled_from
+    return [scale * (total - w * r) / (count - 1) for w, r in zip(weights, rewards, strict=True)]
 
 
 def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: Sequence[float]) -> list[float]:

@@ -1,11 +1,11 @@
 """One candidate of a group: its state, and the events that are legal in each state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from darts_server.exceptions import IllegalMove
 from darts_server.policy.events import Failed, Finished, Lost, Progress, Scored, Started
-from darts_server.types import DiscardReason, FinishReason, SelectedAs
+from darts_server.types import Checkpoint, DiscardReason, FinishReason, SelectedAs
 
 
 class State(Enum):
@@ -44,7 +44,7 @@ class Candidate:
     of a sampled tail. ``tokens``: its length once it has finished, a lower bound of it before. ``finish_position``: 1
     for the first candidate of the group that finished; 0 before it finishes. ``quality``: probability to end correct
     by the latest score; ``None`` without one. ``survival_draw``: random number in [0, 1); the candidate is pruned as
-    soon as ``survival`` is not above it. ``survival``: product of the probabilities of all its scores.
+    soon as ``survival`` is not above it. ``survival``: product of the probabilities of all its ``checkpoints``.
     """
 
     index: int
@@ -56,6 +56,7 @@ class Candidate:
     quality: float | None = None
     survival_draw: float = 0.0
     survival: float = 1.0
+    checkpoints: list[Checkpoint] = field(default_factory=list)
     cut: bool = False
     selected_as: SelectedAs | None = None
     reason: DiscardReason | None = None
@@ -108,15 +109,21 @@ class Candidate:
             case Finished(tokens=tokens, reason=reason):
                 self.tokens = tokens
                 self.finish_reason = reason
-            case Scored(quality=quality):
+            case Scored(quality=float(quality)):
                 self.quality = quality
+            case _:  # started, or at a checkpoint without a score
+                pass
 
-    def sample_survival(self, survival: float) -> bool:
+    def sample_survival(self, survival: float, tokens: int) -> bool:
         """Decide with probability ``survival`` whether to keep the candidate, given that it was kept so far.
+
+        ``tokens``: those that the probability was computed from.
 
         One random number serves all scores of a candidate: given that it is below the product so far, it is uniform
         below that, so it falls below the product with ``survival`` with exactly this probability.
         """
+        if survival < 1:
+            self.checkpoints.append(Checkpoint(tokens, survival, self.quality))
         self.survival *= survival
         return self.survival_draw < self.survival
 

@@ -160,8 +160,16 @@ class Group:
         """
         if self.outcome is not Outcome.COMPLETED:
             return {}
-        counted = [c for c in self.candidates[self.restarted_from :] if c.reason not in UNCOUNTED]
-        return self.rule.weights(counted) or {}
+        return self.rule.weights(self._counted) or {}
+
+    @property
+    def sampled_from(self) -> int | None:
+        """Of how many candidates the complete group is a plain sample; ``None`` if it is selected otherwise."""
+        return self.rule.sampled_from(self._counted) if self.outcome is Outcome.COMPLETED else None
+
+    @property
+    def _counted(self) -> list[Candidate]:
+        return [c for c in self.candidates[self.restarted_from :] if c.reason not in UNCOUNTED]
 
     def add_candidate(self) -> list[Decision]:
         """Start one candidate before the group is open. Nothing is decided about it until then."""
@@ -322,7 +330,7 @@ class Group:
             if not candidate.running:
                 continue
             survival = score.survival if self._can_prune_one() else 1.0
-            if candidate.sample_survival(survival):
+            if candidate.sample_survival(survival, score.tokens):
                 yield Keep(score.index, survival)
             else:
                 self._free_places += 1

@@ -3,16 +3,31 @@
 from dataclasses import replace
 
 from darts_server.policy.deadline import Deadline
+from darts_server.policy.pruning.roulette import Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 
-SHAPED_POLICIES = ("uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish", "arrol", "darts+arrol")
+SHAPED_POLICIES = (
+    "uniform",
+    "darts",
+    "darts_deadline",
+    "darts_cut",
+    "cap",
+    "first_finish",
+    "arrol",
+    "darts+arrol",
+    "roulette",
+)
 SHADOW_PREFIX = "shadow:"
 """Before the name of a policy: nothing is shaped, and what the policy would have done is recorded."""
 
 
 def build_policies(
-    base: Shaping, deadline: Deadline, pruning: Pruning | None = None, refill: bool = False
+    base: Shaping,
+    deadline: Deadline,
+    pruning: Pruning | None = None,
+    refill: bool = False,
+    roulette: Roulette | None = None,
 ) -> dict[str, Shaping]:
     """Build all policies except ``off``, by name. ``base`` is ``uniform``, from which the others are derived.
 
@@ -35,11 +50,13 @@ def build_policies(
         "first_finish": replace(darts, tail=Tail.LONGEST, finish_order=True),
     }
     shadows = {SHADOW_PREFIX + name: replace(shaping, shadow=True) for name, shaping in shaped.items()}
-    pruned = {} if pruning is None else _pruning_policies(base, darts, pruning, refill)
+    pruned = {} if pruning is None else _pruning_policies(base, darts, pruning, refill, roulette or Roulette())
     return shaped | shadows | pruned
 
 
-def _pruning_policies(base: Shaping, darts: Shaping, pruning: Pruning, refill: bool) -> dict[str, Shaping]:
+def _pruning_policies(
+    base: Shaping, darts: Shaping, pruning: Pruning, refill: bool, roulette: Roulette
+) -> dict[str, Shaping]:
     started = 1 / pruning.keep_ratio  # of which the keep ratio survives: M on average
     return {
         "arrol": replace(
@@ -51,4 +68,10 @@ def _pruning_policies(base: Shaping, darts: Shaping, pruning: Pruning, refill: b
             target_positive_ratio=pruning.target_positive_ratio,
         ),
         "darts+arrol": replace(darts, pruning=pruning, refill=refill),
+        "roulette": replace(
+            base,
+            budget=BudgetKind.FIXED,
+            pruning=roulette,
+            sample_survivors=True,
+        ),
     }

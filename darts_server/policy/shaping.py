@@ -6,8 +6,9 @@ from math import ceil, floor
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import ROUNDING, Deadline
+from darts_server.policy.pruning.roulette import Roulette
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
+from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
 from darts_server.policy.selection.rules import FirstFinish, SelectionRule, Shadow, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 
@@ -48,12 +49,13 @@ class Shaping:
     * ``finish_order``: saturated prompts take the order of finishing for that of lengths, like the paper's public code.
     * ``target_positive_ratio``: rho; returns the M whose expected share of right ones is nearest it, whatever their
       lengths. ``None`` selects by length.
+    * ``sample_survivors``: returns M of the candidates that are not pruned, all with the same probability.
     * ``return_survivors``: returns all candidates that are not pruned, more or fewer than M.
     * ``shadow``: shapes nothing, and records what would have been done.
 
-    Pruning by quality:
+    Pruning:
 
-    * ``pruning``: how candidates are pruned; ``None`` prunes nothing.
+    * ``pruning``: how candidates are pruned, by quality or by roulette; ``None`` prunes nothing.
     * ``refill``: starts a new candidate for each pruned one, up to M_up in all.
     """
 
@@ -68,9 +70,10 @@ class Shaping:
     deadline: Deadline | None = None
     completion_share: float | None = None
     finish_order: bool = False
-    pruning: Pruning | None = None
+    pruning: Pruning | Roulette | None = None
     refill: bool = False
     target_positive_ratio: float | None = None
+    sample_survivors: bool = False
     return_survivors: bool = False
     shadow: bool = False
 
@@ -81,13 +84,18 @@ class Shaping:
 
     @property
     def prunes(self) -> bool:
-        """Whether candidates are scored and pruned."""
+        """Whether candidates are pruned."""
         return self.pruning is not None and not self.shadow
 
     @property
+    def needs_scores(self) -> bool:
+        """Whether it is nothing without scores of running candidates."""
+        return self.prunes and self.pruning is not None and self.pruning.needs_scores
+
+    @property
     def may_return_survivors(self) -> bool:
-        """Whether callers that take groups of any size get all survivors unless they say otherwise, as in ARRoL."""
-        return self.prunes and self.target_positive_ratio is not None
+        """Whether callers that take groups of any size get all survivors unless they say otherwise."""
+        return self.prunes and (self.target_positive_ratio is not None or self.sample_survivors)
 
     def bounds(self, size: int) -> tuple[int, int]:
         """Return M_low and M_up for a group of ``size``."""
@@ -124,6 +132,8 @@ class Shaping:
     def _unshadowed_rule(self, size: int, saturated: bool) -> SelectionRule:
         if self.return_survivors:
             return AllSurvivors(size)
+        if self.sample_survivors:
+            return SampledSurvivors(size)
         if self.target_positive_ratio is not None:
             return Balanced(size, self.target_positive_ratio)
         return self._length_rule(size, saturated)
@@ -145,7 +155,7 @@ class Shaping:
 
     def _check_room_to_prune(self, size: int) -> None:
         """Check that a group gets more candidates than it returns. A keep ratio of 1 scores without pruning."""
-        if self.pruning is None or self.pruning.keep_ratio == 1:
+        if not isinstance(self.pruning, Pruning) or self.pruning.keep_ratio == 1:
             return
         if self.adaptive and self.bounds(size)[1] == size:
             raise InvalidRequest(

@@ -106,6 +106,7 @@ class GroupRecorder:
             stretch=1.0 if rule is None else rule.stretch,
             completion_length=group.completion_length if group.is_open else None,
             num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
+            sampled_from=group.sampled_from,
             explored=would_be is not None,
             tokens_needed=tokens_needed,
             request_ids=self.request_ids,
@@ -136,6 +137,7 @@ class GroupRecorder:
             weight_version_end=entry.version_end,
             quality=candidate.quality,
             survival=candidate.survival,
+            checkpoints=tuple(candidate.checkpoints),
         )
 
 

@@ -13,6 +13,7 @@ from darts_server.policy.allocation.brownout import Brownout, reduce_candidates
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.joining import GroupJoiner
+from darts_server.rollout.learned.forecasts import Forecasts
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Plan, Planner
 from darts_server.rollout.poller import ProgressPoller
@@ -85,6 +86,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._engine = engine
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
+        self._forecasts = Forecasts(statistics.prompts, statistics.dataset, statistics.rewards, clock)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
         self._poller = ProgressPoller(intervals.poll)
         self._runs: dict[str, GroupRun[RequestT, OutputT]] = {}
@@ -122,7 +124,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         Raises:
             InvalidRequest: the policy prunes by quality, and nothing can be scored here.
         """
-        if not plan.shaping.prunes:
+        if not plan.shaping.needs_scores:
             return
         if self._scorer is None:
             raise InvalidRequest(
@@ -138,9 +140,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     @property
     def can_score(self) -> bool:
         """Whether anything can score candidates."""
-        return self._scorer is not None and (
-            not self._scorer.uses_hidden_states or self._engine.probe_width is not None
-        )
+        return self._context.can_score
 
     def usual_candidates(self, plan: Plan) -> int:
         """How many candidates a group gets now, before anything is known of its prompt."""
@@ -187,7 +187,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         except BaseException:
             held.release()
             raise
-        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1))
+        survival = None
+        if spec.pruning is not None:
+            survival = spec.pruning.for_prompt(lambda: self._forecasts.of_prompt(spec.prompt_key))
+        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), survival)
         self._runs[spec.group_id] = run
         self._poller.add(run)
         if self._suspended:

@@ -28,9 +28,11 @@ from darts_server.policy.events import (
     Started,
     Stop,
 )
+from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidate_requests import CandidateRequests
+from darts_server.rollout.pruning.checkpoints import Checkpoints
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec
@@ -55,7 +57,8 @@ class GroupRun(Generic[RequestT, OutputT]):
     task or timer that an event arrives in, so that a stop reaches the engine in the same turn of the event loop.
 
     ``on_end`` is called once when the group has ended, with any outcome, ``on_start`` for each candidate that has
-    reached the engine or could not be started.
+    reached the engine or could not be started. ``survival``: with which probability candidates are kept; ``None`` to
+    prune and to score none.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         spec: GroupSpec[RequestT],
         on_end: Callable[["GroupRun[RequestT, OutputT]"], None],
         on_start: Callable[[], None] = lambda: None,
+        survival: SurvivalRule | None = None,
     ) -> None:
         self.spec = spec
         self._engine = context.engine
@@ -81,8 +85,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._selected: int | None = None
         self._running: dict[int, RunningCandidate[OutputT]] = {}
         self._group_scorer: GroupScorer | None = None
-        if context.scorer is not None and spec.pruning is not None:
-            self._group_scorer = GroupScorer(context.scorer, spec.group_id, spec.pruning, self._running, self._feed)
+        if survival is not None and context.can_score:
+            assert context.scorer is not None
+            self._group_scorer = GroupScorer(context.scorer, spec.group_id, survival, self._running, self._feed)
+        self._checkpoints = None if survival is None else Checkpoints(survival, self._running)
         self._outputs: dict[int, asyncio.Future[OutputT]] = {}
         self._cuts: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -176,6 +182,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 and tokens >= tokens_due
             ]
             scores = [] if self._group_scorer is None else self._group_scorer.poll()
+            scores += [] if self._checkpoints is None else self._checkpoints.poll()
             if events or scores:
                 self._feed(*events, *scores)
 
@@ -361,8 +368,8 @@ class GroupRun(Generic[RequestT, OutputT]):
                     self._start(indices)
                 case Stop(index=index):
                     self._stop(index)
-                case Keep(index=index, survival=survival) if self._group_scorer is not None:
-                    self._group_scorer.record_kept(index, survival)
+                case Keep(index=index) if self._group_scorer is not None:
+                    self._group_scorer.record_kept(index, self._group.candidates[index].survival)
                 case Cut(index=index, tokens=tokens):
                     self._cut(index, tokens)
                 case Deliver(index=index):

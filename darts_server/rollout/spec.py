@@ -9,6 +9,7 @@ import numpy as np
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.observers import GroupObserver
 from darts_server.policy.group import Group
+from darts_server.policy.pruning.roulette import Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.scorer import CandidateScorer
@@ -29,7 +30,7 @@ class GroupSpec(Generic[RequestT]):
         prompt_key: under which its lengths are recorded; ``None`` to record none.
         tail_seed: seed of the sampled tail; ``None`` for a fresh one.
         early: deliver each trajectory as soon as it is known to belong to the group.
-        pruning: how scored candidates are pruned; ``None`` to score none.
+        pruning: how candidates are pruned; ``None`` to prune and to score none.
     """
 
     request: RequestT
@@ -38,7 +39,7 @@ class GroupSpec(Generic[RequestT]):
     prompt_key: str | None = None
     tail_seed: Sequence[int] | None = None
     early: bool = False
-    pruning: Pruning | None = None
+    pruning: Pruning | Roulette | None = None
 
     @classmethod
     def of_plan(
@@ -84,3 +85,8 @@ class GroupContext(Generic[RequestT, OutputT]):
     scorer: CandidateScorer | None
     starts: StartQueue
     clock: Callable[[], float]
+
+    @property
+    def can_score(self) -> bool:
+        """Whether anything can score candidates."""
+        return self.scorer is not None and (not self.scorer.uses_hidden_states or self.engine.probe_width is not None)

@@ -27,7 +27,8 @@ class Settings(BaseSettings):
         "candidates that finish before a deadline. darts_cut: as darts, with a sampled tail that is cut at the "
         "deadline. cap: no more candidates than are returned, all of them cut at the deadline. first_finish: the rule "
         "of the DARTS paper's public code, as a baseline. arrol: candidates are scored while they run, and some are "
-        "pruned at random by their probability of being correct. darts+arrol: both. off: unshaped. "
+        "pruned at random by their probability of being correct. darts+arrol: both. roulette: candidates go on at "
+        "random, by what they may teach and cost; weights make up for it. off: unshaped. "
         "shadow:NAME: unshaped, but the result that NAME would have had is recorded.",
     )
     redundancy: Runtime[float] = Field(
@@ -208,7 +209,7 @@ class Settings(BaseSettings):
     )
     detect_at: DetectAt = Field(
         (512,),
-        description="arrol: numbers of generated tokens at which candidates are scored, such as 128,512.",
+        description="arrol, roulette: numbers of generated tokens at which candidates are scored, such as 128,512.",
     )
     keep_ratio: Runtime[float] = Field(
         0.5, ge=0.05, le=1, description="arrol: share of the scored candidates that is kept at each of these points."
@@ -223,13 +224,19 @@ class Settings(BaseSettings):
         0.1,
         ge=0.01,
         le=1,
-        description="arrol: minimum probability of being kept. A survivor's label weighs at most 1 / min_survival.",
+        description="arrol, roulette: minimum probability of being kept. A survivor weighs at most 1 / min_survival.",
     )
     max_survival: Runtime[float] = Field(0.9, ge=0.01, le=1, description="arrol: maximum probability of being kept.")
     survival: Runtime[Literal["paper", "aimed"]] = Field(
         "paper",
         description="arrol: which candidates are pruned more often. paper: those that are likely correct, which helps "
         "where most are correct. aimed: whichever kind there is more of than --target-positive-ratio.",
+    )
+    roulette_loss: Runtime[Literal["token", "sequence"]] = Field(
+        "token",
+        description="roulette: what the trainer's loss weighs alike. token: all tokens; nothing is stopped for its "
+        "length then. sequence: all trajectories, as with a mean over each one's tokens; long ones are stopped where "
+        "the chance to end falls with length.",
     )
     refill: Runtime[bool] = Field(
         False, description="arrol: start a new candidate for each pruned one, up to the group's maximum."

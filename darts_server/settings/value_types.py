@@ -22,6 +22,7 @@ Policy = Literal[
     "first_finish",
     "arrol",
     "darts+arrol",
+    "roulette",
     "off",
     "shadow:uniform",
     "shadow:darts",

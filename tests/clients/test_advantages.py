@@ -1,6 +1,7 @@
 """The expected gradient of a shaped group is the true one, by enumeration of all that a small policy can generate."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 from math import prod
 
@@ -10,9 +11,11 @@ import pytest
 from darts_client import Group, Trajectory
 from darts_client.advantages import unbiased_advantages, weighted_mean
 from darts_client.tensors import to_tensors
+from darts_server.policy.group import Group as Run
+from darts_server.policy.selection.quality_rules import AllSurvivors, SampledSurvivors
 from darts_server.policy.selection.rules import InOrder, SelectionRule
 from darts_server.policy.selection.tail_rules import CutTail, SampledTail
-from tests.policy.test_weights import complete
+from tests.policy.test_weights import CELLS, Survival, complete, run_with_checkpoints
 
 MAX_TOKENS = 3
 STOP_PROBABILITY = np.array([0.35, 0.5, 0.3])
@@ -91,6 +94,79 @@ def test_the_expected_weighted_mean_is_the_true_one(rule: SelectionRule) -> None
             value = weighted_mean(group, [candidates[i].reward for i in chosen])
             mean += prod(c.probability for c in candidates) / len(orders) * value
     assert mean == pytest.approx(sum(o.probability * o.reward for o in OUTCOMES), abs=1e-9)
+
+
+@dataclass(frozen=True)
+class PrunedGroup:
+    probability: float
+    candidates: Sequence[Outcome]
+    run: Run
+
+    @property
+    def chosen(self) -> list[int]:
+        return [c.index for c in self.run.candidates if c.selected_as is not None]
+
+    @property
+    def group(self) -> Group:
+        weights = self.run.weights()
+        trajectories = tuple(
+            Trajectory(k, "", (7,) * self.candidates[i].tokens, None, "stop", weight=weights[i])
+            for k, i in enumerate(self.chosen)
+        )
+        return Group("g", None, trajectories, counted=len(self.candidates), sampled_from=self.run.sampled_from)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [self.candidates[i].reward for i in self.chosen]
+
+
+def pruned_groups(rule: AllSurvivors | SampledSurvivors, seed: int, count: int) -> Iterator[PrunedGroup]:
+    """Yield all groups of ``count`` candidates, of which some are pruned on their way, and how likely each is."""
+    survival = Survival(seed)
+    orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
+    chance = 1 / (CELLS**count * len(orders))
+    for candidates in product(OUTCOMES, repeat=count):
+        likelihood = prod(c.probability for c in candidates) * chance
+        lengths = [(c.tokens, c.stopped) for c in candidates]
+        for cells in product(range(CELLS), repeat=count):
+            for order in orders:
+                run = run_with_checkpoints(rule, lengths, order, [(cell + 0.5) / CELLS for cell in cells], survival)
+                yield PrunedGroup(likelihood, candidates, run)
+
+
+def expected_after_pruning(
+    rule: AllSurvivors | SampledSurvivors, seed: int, count: int, **changes: object
+) -> np.ndarray:
+    total = np.zeros(MAX_TOKENS)
+    for pruned in pruned_groups(rule, seed, count):
+        group = replace(pruned.group, **changes)  # type: ignore[arg-type]
+        advantages = unbiased_advantages(group, pruned.rewards)
+        for i, advantage in zip(pruned.chosen, advantages, strict=True):
+            total += pruned.probability * advantage * pruned.candidates[i].score / len(pruned.chosen)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("rule", "count", "seed"),
+    [
+        (AllSurvivors(1), 3, 1),
+        (AllSurvivors(1), 3, 2),
+        (AllSurvivors(2), 2, 3),
+        (SampledSurvivors(2), 3, 2),
+        (SampledSurvivors(1), 2, 3),
+    ],
+    ids=str,
+)
+def test_after_pruning_the_expected_gradient_is_the_true_one(
+    rule: AllSurvivors | SampledSurvivors, count: int, seed: int
+) -> None:
+    """Also where candidates are kept because the group needs them, and where others decide who may be pruned."""
+    np.testing.assert_allclose(expected_after_pruning(rule, seed, count), TRUE, atol=1e-9)
+
+
+def test_the_baseline_of_sampled_survivors_needs_to_know_of_how_many() -> None:
+    biased = expected_after_pruning(SampledSurvivors(2), 2, 3, sampled_from=None)
+    assert np.linalg.norm(biased - TRUE) > 0.005 * np.linalg.norm(TRUE)
 
 
 def cut(outcome: Outcome, limit: float) -> Outcome:

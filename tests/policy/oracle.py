@@ -55,7 +55,7 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
         case Balanced(size, target):
             return _nearest_share(fates, size, target)
         case AllSurvivors():
-            return {i: SelectedAs.BALANCED if fate.valid else SelectedAs.FILL for i, fate in fates.items()}
+            return dict.fromkeys(fates, SelectedAs.SURVIVOR)
         case Shortest(size):
             return _valid_first(fates, short=size, size=size)
         case FirstFinish(size):

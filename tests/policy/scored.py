@@ -49,6 +49,7 @@ class ScoredWorld(World):
     def _note(self, event: Event) -> None:
         World._note(self, event)
         if isinstance(event, Scored) and (event.index in self.known or event.index in self.finished):
+            assert event.quality is not None
             self.qualities[event.index] = event.quality
 
     def _advance(self, i: int, run: Run) -> list[Event]:

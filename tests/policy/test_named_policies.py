@@ -7,8 +7,9 @@ import pytest
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import SHADOW_PREFIX, SHAPED_POLICIES, build_policies
+from darts_server.policy.pruning.roulette import Loss, Roulette
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
+from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
 from darts_server.policy.selection.rules import FirstFinish, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
@@ -23,7 +24,7 @@ def test_each_name_has_a_shaping_and_those_that_do_not_prune_a_shadow() -> None:
     assert shaped == set(SHAPED_POLICIES)
     shadows = {name.removeprefix(SHADOW_PREFIX) for name in POLICIES if name.startswith(SHADOW_PREFIX)}
     assert shadows == {name for name in shaped if not POLICIES[name].prunes}
-    assert {name for name in shaped if POLICIES[name].prunes} == {"arrol", "darts+arrol"}
+    assert {name for name in shaped if POLICIES[name].prunes} == {"arrol", "darts+arrol", "roulette"}
 
 
 def test_without_pruning_no_policy_prunes() -> None:
@@ -41,6 +42,7 @@ def test_without_pruning_no_policy_prunes() -> None:
         ("first_finish", LongestTail(7, 1), FirstFinish(8)),
         ("arrol", Balanced(8, 0.5), Balanced(8, 0.5)),
         ("darts+arrol", SampledTail(7, 1), Shortest(8)),
+        ("roulette", SampledSurvivors(8), SampledSurvivors(8)),
     ],
 )
 def test_the_names_stand_for_rules(name: str, rule: object, saturated: object) -> None:
@@ -103,12 +105,12 @@ def test_a_group_without_a_candidate_to_prune_is_refused() -> None:
     assert policies["arrol"].selection_rule(8) == Balanced(8, 0.5)
 
 
-def test_arrol_alone_returns_all_survivors_where_callers_take_groups_of_any_size() -> None:
-    assert [name for name, shaping in POLICIES.items() if shaping.may_return_survivors] == ["arrol"]
+def test_arrol_and_roulette_return_all_survivors_where_callers_take_groups_of_any_size() -> None:
+    assert [name for name, shaping in POLICIES.items() if shaping.may_return_survivors] == ["arrol", "roulette"]
 
 
 def test_all_survivors_are_returned_under_either_policy() -> None:
-    for name in ("arrol", "darts+arrol"):
+    for name in ("arrol", "darts+arrol", "roulette"):
         assert replace(POLICIES[name], return_survivors=True).selection_rule(8) == AllSurvivors(8)
     assert AllSurvivors(8).num_shortest == 8
 
@@ -117,3 +119,15 @@ def test_a_shadow_does_not_prune() -> None:
     shadow = Shaping(shadow=True, pruning=Pruning(), refill=True)
     assert not shadow.prunes
     assert shadow.max_candidates(8) == 0
+
+
+def test_roulette_needs_no_scores_ignores_tails_and_budgets_and_is_never_refused() -> None:
+    base = replace(BASE, num_shortest=4, num_longest=2, budget=BudgetKind.UTILITY, redundancy=1.0, max_redundancy=1.0)
+    roulette = build_policies(base, Deadline(), Pruning(), roulette=Roulette(0.2, Loss.SEQUENCE))["roulette"]
+    assert roulette.pruning == Roulette(0.2, Loss.SEQUENCE)
+    assert roulette.selection_rule(8) == SampledSurvivors(8)
+    assert (roulette.candidates(8), roulette.uses_cohort, roulette.max_candidates(8)) == (8, False, 0)
+    assert (roulette.prunes, roulette.needs_scores) == (True, False)
+    assert POLICIES["roulette"].candidates(8) == 12
+    assert POLICIES["arrol"].needs_scores
+    assert not POLICIES["uniform"].needs_scores

@@ -1,19 +1,20 @@
 """Weighted sums over returned trajectories estimate sums over all candidates, exactly."""
 
 from collections.abc import Sequence
-from itertools import permutations
-from math import fsum
+from itertools import combinations, permutations, product
+from math import fsum, prod
+from random import Random
 
 import pytest
-from hypothesis import assume, event, given
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Scored, Started
 from darts_server.policy.group import Group
-from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
+from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
 from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
-from darts_server.types import FinishReason, Outcome
+from darts_server.types import DiscardReason, FinishReason, Outcome
 from tests.policy.cases import CUT_TAILS, SAMPLED_TAILS, WITHOUT_FAILURES, Case, cases
 
 
@@ -156,6 +157,92 @@ class TestPruning:
             total += chance * fsum(weight * values[i] for i, weight in weights.items())
         assert total == pytest.approx(fsum(values), abs=1e-9)
 
+    def test_survivors_that_lose_the_draw_count(self) -> None:
+        group = self.survivors([0.5] * 4, [0.0, 0.9, 0.0, 0.0], SampledSurvivors(2))
+        assert group.weights() == {0: 3.0, 2: 3.0}
+        assert group.sampled_from == 3
+        assert [c.reason for c in group.candidates] == [None, DiscardReason.PRUNED, None, DiscardReason.MIDDLE]
+        assert self.survivors([0.5] * 4, [0.0, 0.9, 0.0, 0.0], AllSurvivors(2)).sampled_from is None
+
     def test_a_choice_among_survivors_has_no_weights(self) -> None:
         assert self.survivors([0.5, 0.5, 0.5], [0.0, 0.0, 0.0], SampledTail(1, 1)).weights() == {}
         assert self.survivors([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], SampledTail(1, 1)).weights() == {0: 1.0, 1: 2.0}
+
+
+CELLS = 4
+"""Random numbers for pruning, one in the middle of each equal part of [0, 1): probabilities are multiples of 1 / 4."""
+
+
+class Survival:
+    """Probabilities of a half or one: by candidate and checkpoint, and by who was pruned or has finished before."""
+
+    def __init__(self, seed: int) -> None:
+        self._table: dict[tuple[int, ...], float] = {}
+        self._rng = Random(seed)
+
+    def at(self, index: int, checkpoint: int, group: Group) -> float:
+        states = (state for c in group.candidates for state in (c.running, c.alive))
+        return self._table.setdefault((index, checkpoint, *states), self._rng.choice([0.5, 0.5, 1.0]))
+
+
+def run_with_checkpoints(
+    rule: SelectionRule,
+    lengths: Sequence[tuple[int, bool]],
+    tail_draws: Sequence[float],
+    survival_draws: Sequence[float],
+    survival: Survival,
+) -> Group:
+    """Run a group whose candidates may be pruned after their first and after their second token."""
+    group = Group(rng=Draws(tail_draws), survival_rng=Draws(survival_draws), max_replacements=0)
+    group.open(rule, len(lengths))
+    group.handle(*(Started(i) for i in range(len(lengths))))
+    for tokens in range(1, max(length for length, _ in lengths) + 1):
+        for i, (length, valid) in enumerate(lengths):
+            if group.candidates[i].running and length == tokens:
+                group.handle(Finished(i, tokens, FinishReason.STOP if valid else FinishReason.LENGTH))
+            elif group.candidates[i].running and tokens <= 2:
+                group.handle(Scored(i, 0.5, survival.at(i, tokens, group), tokens))
+    assert group.outcome is Outcome.COMPLETED
+    return group
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=3, max_size=3),
+    st.integers(0, 100),
+    st.sampled_from([AllSurvivors(1), AllSurvivors(3), SampledSurvivors(1), SampledSurvivors(2)]),
+)
+@settings(max_examples=max(10, settings().max_examples // 10))
+def test_survivors_estimate_sums_over_candidates_and_over_pairs(
+    lengths: list[tuple[int, bool]], seed: int, rule: AllSurvivors | SampledSurvivors
+) -> None:
+    """Whatever survival depends on, and if some are kept because the group needs them.
+
+    Of two that are returned, one weighs (S - 1) / (M - 1) in place of S / M, given the other.
+    """
+    survival, count = Survival(seed), len(lengths)
+    orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
+    singles, pairs, runs = [0.0] * count, dict.fromkeys(combinations(range(count), 2), 0.0), 0
+    for cells in product(range(CELLS), repeat=count):
+        for order in orders:
+            draws = [(cell + 0.5) / CELLS for cell in cells]
+            group = run_with_checkpoints(rule, lengths, order, draws, survival)
+            weights, runs = group.weights(), runs + 1
+            returned = len(weights)
+            for i, weight in weights.items():
+                singles[i] += weight
+            for i, j in pairs:
+                if i in weights and j in weights:
+                    s = group.sampled_from or returned
+                    given_the_other = (s - 1) / (returned - 1) * returned / s
+                    pairs[i, j] += weights[i] * weights[j] * given_the_other
+    for total in [*singles, *([] if rule.size == 1 and isinstance(rule, SampledSurvivors) else pairs.values())]:
+        assert total / runs == pytest.approx(1, abs=1e-9)
+
+
+def test_checkpoints_say_where_a_candidate_could_have_been_pruned() -> None:
+    group = run_with_checkpoints(AllSurvivors(1), [(3, True), (3, True)], (0, 0), (0.1, 0.9), Survival(1))
+    assert any(candidate.checkpoints for candidate in group.candidates)
+    for candidate in group.candidates:
+        assert prod(c.survival for c in candidate.checkpoints) == candidate.survival
+        assert all(c.survival < 1 and c.value == 0.5 for c in candidate.checkpoints)
+        assert [c.tokens for c in candidate.checkpoints] in ([], [1], [2], [1, 2])

@@ -8,9 +8,10 @@ const KINDS = {
   long_truncated: "selected, sampled, at limit",
   fill: "selected, at limit",
   balanced: "selected, quality",
+  survivor: "selected, not pruned",
   longer_than_needed: "stopped, too long",
   tail_pruned: "stopped, tail sampled",
-  pruned: "pruned, quality",
+  pruned: "pruned",
   middle: "finished, not needed",
   truncated: "at limit, not needed",
   decided: "stopped, vote certain",
@@ -19,7 +20,7 @@ const KINDS = {
   failed: "failed",
   cancelled: "cancelled",
 };
-const SELECTED = ["short", "long", "long_truncated", "fill", "balanced"];
+const SELECTED = ["short", "long", "long_truncated", "fill", "balanced", "survivor"];
 const OPEN = ["waiting", "running", "finished"];
 const ENDS = Object.keys(KINDS).filter((kind) => !OPEN.includes(kind));
 

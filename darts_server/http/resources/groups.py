@@ -11,6 +11,7 @@ from darts_server.http.resources.trajectories import (
     NumShortest,
     Quality,
     Reason,
+    SampledFrom,
     SelectedAs,
     TrajectoryId,
     Weight,
@@ -71,6 +72,7 @@ class GroupAnswer(BaseModel):
     returned: int = Field(description="Tokens of the selected ones.")
     counted: Counted
     num_shortest: NumShortest
+    sampled_from: SampledFrom
     deadline: int | None = Field(
         description="Tokens at which its tail was cut or, if explored, would have been cut; null without a deadline."
     )
@@ -106,6 +108,7 @@ class GroupAnswer(BaseModel):
             returned=record.returned_tokens,
             counted=record.counted,
             num_shortest=record.num_shortest,
+            sampled_from=record.sampled_from,
             deadline=record.deadline,
             bound=record.bound,
             all_truncated=record.all_truncated,

@@ -24,6 +24,7 @@ from darts_server.http.resources.trajectories import (
     DiscardedOut,
     NumShortest,
     Quality,
+    SampledFrom,
     SampleOut,
     Sampling,
     SelectedAs,
@@ -85,7 +86,7 @@ class RolloutsIn(Body):
     survivors: bool | None = Field(
         None,
         description="Under a policy that prunes: return all trajectories not pruned, more or fewer than `group_size`. "
-        "Default: true for `arrol`.",
+        "Default: true for `arrol` and `roulette`.",
     )
     stream: Literal[False, "groups", "tokens"] = Field(
         False, description='Stream server-sent events: "groups" as they are decided, or "tokens" as they are generated.'
@@ -122,6 +123,7 @@ class GroupOut(BaseModel):
     candidates: int
     counted: Counted | None
     num_shortest: NumShortest
+    sampled_from: SampledFrom
     deadline: int | None
     mixed_versions: bool
     mask: list[bool] = Field(description="For each started candidate, by index, whether it was returned.")
@@ -143,6 +145,7 @@ class GroupOut(BaseModel):
             candidates=len(candidates),
             counted=(len(result.samples) or None) if record is None else record.counted,
             num_shortest=None if record is None else record.num_shortest,
+            sampled_from=None if record is None else record.sampled_from,
             deadline=None if record is None else record.deadline,
             mixed_versions=record is not None and record.mixed_versions,
             mask=[index in result.samples for index in sorted(candidates)],

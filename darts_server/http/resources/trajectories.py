@@ -28,6 +28,10 @@ NumShortest = Annotated[
     int | None,
     Field(description="K, where the K shortest are returned and the other places sampled from the rest; else null."),
 ]
+SampledFrom = Annotated[
+    int | None,
+    Field(description="S, where the trajectories are a sample of S candidates that were not pruned; else null."),
+]
 Counted = Annotated[
     int, Field(description="N: candidates that the weights stand for: not those that failed or ran before a restart.")
 ]

@@ -24,8 +24,9 @@ ones, so the keep ratio comes out wrong. Fit to the q of all scored ones, or to 
 `calibration.inverse_propensity_weights`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,34 @@ BISECTIONS = 64
 """Halvings of an interval of a few units: the rest is below the precision of a float."""
 LEAST_VARIANCE = 1e-12
 """Below it all q are equal, and no slope moves their mean."""
+
+
+class RecentQualities(Protocol):
+    """The qualities that were seen lately at one detection point, over all groups."""
+
+    def survival(self, quality: float, pruning: "Pruning") -> float:
+        """Add a trajectory's quality, and return the probability with which to keep the trajectory."""
+        ...
+
+
+class SurvivalRule(Protocol):
+    """With which probability each candidate of one group is kept, given that it was kept so far."""
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """Numbers of generated tokens, ascending, at which candidates are pruned without a score."""
+        ...
+
+    def at_checkpoint(self, index: int, tokens: int) -> float:
+        """Return the probability with which to keep a candidate that has come to one of these."""
+        ...
+
+    def at_score(self, index: int, tokens: int, quality: float | None, recent: RecentQualities) -> float:
+        """Return the probability with which to keep a candidate that was scored after ``tokens`` tokens.
+
+        ``quality``: q, ``None`` while scores are not calibrated.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +82,8 @@ class Pruning:
     min_survival: float = 0.1
     max_survival: float = 0.9
     aimed: bool = False
+    checkpoints: ClassVar[tuple[int, ...]] = ()
+    needs_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.min_survival <= self.keep_ratio <= self.max_survival <= 1:
@@ -96,6 +127,18 @@ class Pruning:
             else:
                 high = middle
         return SurvivalCurve(self, slope, (low + high) / 2)
+
+    def for_prompt(self, forecast: Callable[[], object]) -> SurvivalRule:
+        """Return the rule of one group: the same for all prompts."""
+        return self
+
+    def at_checkpoint(self, index: int, tokens: int) -> float:
+        """See `SurvivalRule`; there are none."""
+        return 1.0
+
+    def at_score(self, index: int, tokens: int, quality: float | None, recent: RecentQualities) -> float:
+        """See `SurvivalRule`."""
+        return 1.0 if quality is None else recent.survival(quality, self)
 
     def _slope(self, q: Floats, w: Floats) -> float:
         mean = float(q @ w)

@@ -67,6 +67,13 @@ class SelectionRule(Protocol):
         """Whether the K shortest are selected, and a sample of all others."""
         ...
 
+    def sampled_from(self, candidates: Sequence[Candidate]) -> int | None:
+        """Return of how many candidates a complete group is a plain sample; ``None`` if it is selected otherwise.
+
+        ``candidates``: all that count, as for `weights`.
+        """
+        ...
+
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
         """Select from candidates that have all finished; fewer than ``size`` only if there are fewer."""
         ...
@@ -111,6 +118,9 @@ class Assessable:
     @property
     def samples_rest(self) -> bool:
         return False
+
+    def sampled_from(self, candidates: Sequence[Candidate]) -> int | None:
+        return None
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
         """Return 1 for each if all were certain to be selected, and otherwise ``None``."""

@@ -7,7 +7,7 @@ from typing import Any
 from darts_server.engine.port import HiddenState, Probe, RunningCandidate, TokenSlice
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Scored
-from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.rollout.pruning.scorer import Assessment, CandidateScorer
 
 
@@ -25,13 +25,13 @@ class GroupScorer:
         self,
         scorer: CandidateScorer,
         group_id: str,
-        pruning: Pruning,
+        rule: SurvivalRule,
         running: Mapping[int, RunningCandidate[Any]],
         on_score: Callable[[Scored], None],
     ) -> None:
         self._scorer = scorer
         self._group_id = group_id
-        self._pruning = pruning
+        self._rule = rule
         self._running = running
         self._on_score = on_score
         self._detect_at = scorer.detect_at
@@ -65,7 +65,7 @@ class GroupScorer:
         ]
 
     def record_kept(self, index: int, survival: float) -> None:
-        """Record that the group kept a candidate, with that probability."""
+        """Record that the group kept a candidate, and with which probability it was kept so far."""
         self._scorer.record_kept(self._group_id, index, survival)
 
     def drop(self, index: int) -> None:
@@ -87,7 +87,8 @@ class GroupScorer:
             self._waiting.setdefault(index, []).append(probed)
             scores = list(self._score_waiting(index))
         else:
-            scores = [_scored(index, self._scorer.score_state(self._group_id, index, probed, (), self._pruning))]
+            assessment = self._scorer.score_state(self._group_id, index, probed, (), self._rule)
+            scores = [_scored(index, assessment, probed.tokens)]
         for scored in scores:
             if index in self._started:
                 self._on_score(scored)
@@ -113,7 +114,8 @@ class GroupScorer:
                 self._waiting.setdefault(index, []).append(probed)
                 continue
             so_far = tuple(logprobs[: probed.tokens])
-            yield _scored(index, self._scorer.score_state(self._group_id, index, probed, so_far, self._pruning))
+            assessment = self._scorer.score_state(self._group_id, index, probed, so_far, self._rule)
+            yield _scored(index, assessment, probed.tokens)
 
     def _is_due(self, index: int, tokens: int | None) -> bool:
         passed = self._passed.get(index, 0)
@@ -129,8 +131,9 @@ class GroupScorer:
             passed = self._passed.get(index, 0)
             self._passed[index] = passed + 1
             logprobs = tuple(generated.logprobs[: self._detect_at[passed]])
-            yield _scored(index, self._scorer.score_logprobs(self._group_id, index, logprobs, self._pruning))
+            assessment = self._scorer.score_logprobs(self._group_id, index, logprobs, self._rule)
+            yield _scored(index, assessment, len(logprobs))
 
 
-def _scored(index: int, assessment: Assessment) -> Scored:
-    return Scored(index, assessment.quality, assessment.survival)
+def _scored(index: int, assessment: Assessment, tokens: int) -> Scored:
+    return Scored(index, assessment.quality, assessment.survival, tokens)

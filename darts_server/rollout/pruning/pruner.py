@@ -12,7 +12,7 @@ from darts_server.engine.port import HiddenState
 from darts_server.exceptions import StateError
 from darts_server.observers import GroupObserver, PruningObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
-from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.quality.evaluation import Evaluation, ScoreMetrics
 from darts_server.quality.report import TrainerReport
 from darts_server.quality.types import HeadStatus, Score
@@ -149,7 +149,7 @@ class Pruner(GroupObserver):
         return self._kind is not ScoreKind.HEAD
 
     def score_state(
-        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
+        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
     ) -> Assessment:
         kind = self._settings.kind
         hidden = head_input(kind, probed.vector, logprobs)
@@ -158,20 +158,20 @@ class Pruner(GroupObserver):
         self._observer.hidden_state_expected(received=True)
         score = self._head.score(hidden, probed.tokens)
         pending = PendingScore(last_reached(points, probed.tokens), probed.tokens, compact(hidden))
-        return self._assess(group_id, index, pending, score, pruning)
+        return self._assess(group_id, index, pending, score, rule)
 
-    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
+    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], rule: SurvivalRule) -> Assessment:
         kind = ScoreKind.LOGPROB if self._kind.uses_head else self._kind
         points = self._ensure_points(kind, 0)
         value = logprob_score(kind, logprobs)
         score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
         pending = PendingScore(last_reached(points, len(logprobs)), len(logprobs), None)
-        return self._assess(group_id, index, pending, score, pruning)
+        return self._assess(group_id, index, pending, score, rule)
 
     def record_kept(self, group_id: str, index: int, survival: float) -> None:
         label = self._pending.find(group_id, index)
         if label is not None:
-            label.survival *= survival
+            label.survival = survival
             if label.is_undecided:
                 self._observer.pruning_decided(kept=True)
             label.is_undecided = False
@@ -181,7 +181,7 @@ class Pruner(GroupObserver):
         if label is not None and label.is_undecided:
             self._observer.pruning_decided(kept=False)
 
-    def _assess(self, group_id: str, index: int, pending: PendingScore, score: Score, pruning: Pruning) -> Assessment:
+    def _assess(self, group_id: str, index: int, pending: PendingScore, score: Score, rule: SurvivalRule) -> Assessment:
         """Calibrate a score, remember it until its reward comes, and compute the survival probability."""
         self._status_log.update(self.status)
         usable = score.status is not HeadStatus.BAD_FEATURE
@@ -193,13 +193,13 @@ class Pruner(GroupObserver):
                 pending.quality = calibrator.probability(score.value)
         if usable and (dropped := self._pending.add(group_id, index, pending)):
             self._observer.pending_labels_dropped(dropped)
-        if pending.quality is None:
-            has_prior = calibrator.status is not CalibrationStatus.NO_LABELS or score.status is HeadStatus.READY
-            return Assessment(calibrator.prior if has_prior else score.value, 1.0)
-        survival = pending.point.estimator.survival(pending.quality, pruning)
+        survival = rule.at_score(index, pending.tokens, pending.quality, pending.point.estimator)
         if (label := self._pending.find(group_id, index)) is not None:
             label.is_undecided = survival < 1
-        return Assessment(pending.quality, survival)
+        if pending.quality is not None:
+            return Assessment(pending.quality, survival)
+        has_prior = calibrator.status is not CalibrationStatus.NO_LABELS or score.status is HeadStatus.READY
+        return Assessment(calibrator.prior if has_prior else score.value, survival)
 
     # --- learning -------------------------------------------------------------
 

@@ -4,15 +4,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from darts_server.engine.port import HiddenState
-from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.pruning.survival import SurvivalRule
 
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """``quality``: the calibrated probability q of being correct. ``survival``: the probability to keep it with.
-
-    Survival is 1 while there is no score to trust.
-    """
+    """``quality``: the calibrated probability q of being correct. ``survival``: the probability to keep it with."""
 
     quality: float
     survival: float
@@ -40,17 +37,17 @@ class CandidateScorer(Protocol):
         ...
 
     def score_state(
-        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
+        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
     ) -> Assessment:
         """Score a trajectory by its hidden state and, if it uses both, by the log-probs of its tokens so far."""
         ...
 
-    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
+    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], rule: SurvivalRule) -> Assessment:
         """Score a trajectory by the log-probs of its tokens so far, in nats."""
         ...
 
     def record_kept(self, group_id: str, index: int, survival: float) -> None:
-        """Record that a trajectory was kept, with this probability: 1 if the group could not spare it."""
+        """Record that a trajectory was kept, and with which probability it was kept so far, over all decisions."""
         ...
 
     def record_dropped(self, group_id: str, index: int) -> None:

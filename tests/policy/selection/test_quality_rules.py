@@ -75,7 +75,7 @@ def test_candidates_not_selected_are_discarded_as_middle_or_truncated() -> None:
 
 def test_all_survivors_are_selected_and_none_is_settled_before_the_last() -> None:
     finished = [ended(0, 0.5), ended(1, None), ended(2, 0.5, valid=False)]
-    everyone = {0: SelectedAs.BALANCED, 1: SelectedAs.BALANCED, 2: SelectedAs.FILL}
+    everyone = dict.fromkeys(range(3), SelectedAs.SURVIVOR)
     assert AllSurvivors(2).select(finished) == everyone
     assert AllSurvivors(2).assess([], finished, deliver_early=True).settled == everyone.keys()
     assert not AllSurvivors(2).assess([running(3)], finished, deliver_early=True).settled
