@@ -1,11 +1,13 @@
-"""Check that weighted groups estimate what the policy generates: its mean length and its mean reward.
+"""Compare what policies return with what the model generates: lengths, rewards, long tails, answers without an end.
 
     python -m benchmarks.unbiased
+    python -m benchmarks.unbiased --policies off uniform "uniform, redundancy 2"
 
-In every round each policy samples the same prompts on one server, and its estimates are compared with those of ``off``,
-prompt by prompt. Rewards are reported, so that policies that prune by quality learn; the first rounds do not count. The
-table has each policy's plain mean over returned trajectories, its weighted estimate, and how many standard errors the
-weighted one is away from ``off``. A weighted estimate is more than 2 away in one case of twenty by chance.
+In every round each policy samples the same prompts on one server. Rewards are reported, so that policies that prune by
+quality learn; the first rounds do not count. The first table has each policy's plain means over returned trajectories,
+which are what a trainer sees. The second has the weighted estimates of the policies whose groups all have weights, with
+their difference from ``off``, prompt by prompt, and its standard error. Such a difference is beyond 2 of them in one
+case of twenty by chance.
 """
 
 import argparse
@@ -25,20 +27,43 @@ from darts_server.demo.server import DARTS, serving
 SIZE = 8
 MAX_TOKENS = 250
 BASE = "off"
+CUT = {"exploration": 0.0}
 POLICIES: Mapping[str, Mapping[str, object]] = {
     BASE: {"name": "off"},
     "uniform": {"name": "uniform"},
     "uniform, redundancy 2": {"name": "uniform", "redundancy": 2.0},
+    "uniform, longest tail": {"name": "uniform", "tail": "longest"},
+    "uniform, no tail": {"name": "uniform", "num_longest": 0},
+    "darts": {"name": "darts"},
+    "darts_deadline": {"name": "darts_deadline", **CUT},
+    "darts_cut": {"name": "darts_cut", **CUT},
+    "cap": {"name": "cap", **CUT},
+    "first_finish": {"name": "first_finish"},
+    "arrol": {"name": "arrol"},
+    "darts+arrol": {"name": "darts+arrol"},
 }
-QUANTITIES = ("length", "reward")
+# Most answers of the tiny model are shorter than the default detection point.
+PRUNING_FLAGS = ("--detect-at", "10", "--cold-steps", "1")
+LONG = 96
+"""Tokens beyond which a trajectory counts as long: one in ten here."""
+QUANTITIES = ("length", "right", f"longer than {LONG}", "without an end")
 
 
 @dataclass
 class Estimates:
-    """Means over the trajectories of each group, in the order of the groups, of one policy and one quantity."""
+    """Means over the trajectories of each group, in the order of the groups, of one policy and one quantity.
+
+    ``weighted``: None for a group without weights.
+    """
 
     plain: list[float] = field(default_factory=list)
-    weighted: list[float] = field(default_factory=list)
+    weighted: list[float | None] = field(default_factory=list)
+
+    @property
+    def known(self) -> list[float]:
+        """The weighted estimates if all groups have one, else none."""
+        known = [value for value in self.weighted if value is not None]
+        return known if len(known) == len(self.weighted) else []
 
 
 Results = Mapping[str, Mapping[str, Estimates]]
@@ -51,19 +76,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before these (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=100, help="groups of a round (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/unbiased"), help="for the server's log")
+    names = list(POLICIES)
+    help_policies = f"of: {'; '.join(names)} (default: all)"
+    parser.add_argument("--policies", nargs="+", choices=names, default=names, metavar="NAME", help=help_policies)
     options = parser.parse_args(argv)
-    with serving(DARTS, options.out / "server.log") as server, Client(server.url, timeout=600) as client:
-        print(report(measure(client, options.rounds, options.warm_up, options.prompts)))
+    if BASE not in options.policies:
+        parser.error(f"--policies must include {BASE}, which the others are compared with")
+    log = options.out / "server.log"
+    with serving(DARTS, log, *PRUNING_FLAGS) as server, Client(server.url, timeout=600) as client:
+        print(report(measure(client, options.policies, options.rounds, options.warm_up, options.prompts)))
     return 0
 
 
-def measure(client: Client, rounds: int, warm_up: int, prompts: int) -> Results:
-    """Sample all prompts under all policies in each round."""
+def measure(client: Client, policies: Sequence[str], rounds: int, warm_up: int, prompts: int) -> Results:
+    """Sample all prompts under all of these policies in each round."""
     rng = Random(5)
     problems = [sample_problem(rng) for _ in range(prompts)]
-    results = {policy: {quantity: Estimates() for quantity in QUANTITIES} for policy in POLICIES}
+    results = {policy: {quantity: Estimates() for quantity in QUANTITIES} for policy in policies}
     for number in range(warm_up + rounds):
-        for policy in POLICIES:
+        for policy in policies:
             sample(client, policy, problems, results[policy] if number >= warm_up else None)
         print(f"round {number + 1}/{warm_up + rounds}", file=sys.stderr)
     return results
@@ -77,11 +108,15 @@ def sample(client: Client, policy: str, problems: Sequence[Problem], estimates: 
     groups = sorted(got, key=lambda group: group.number)
     rewards = [[reward(problems[group.number], t.text) for t in group.trajectories] for group in groups]
     client.rewards(groups, rewards)
+    if estimates is None:
+        return
     for group, values in zip(groups, rewards, strict=True):
-        for quantity, each in (("length", [float(n) for n in group.lengths]), ("reward", values)):
-            if estimates is not None:
-                estimates[quantity].plain.append(fmean(each))
-                estimates[quantity].weighted.append(weighted_mean(group, each))
+        is_weighted = all(t.weight is not None for t in group.trajectories)
+        lengths, ends = group.lengths, [t.finish_reason for t in group.trajectories]
+        quantities = ([float(n) for n in lengths], values, [float(n > LONG) for n in lengths])
+        for quantity, each in zip(QUANTITIES, (*quantities, [float(end == "length") for end in ends]), strict=True):
+            estimates[quantity].plain.append(fmean(each))
+            estimates[quantity].weighted.append(weighted_mean(group, each) if is_weighted else None)
 
 
 def paired_difference(estimates: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
@@ -91,23 +126,30 @@ def paired_difference(estimates: Sequence[float], base: Sequence[float]) -> tupl
 
 
 def report(results: Results) -> str:
-    """Format the table."""
-    head = ["policy", "groups"]
-    for quantity in QUANTITIES:
-        head += [f"{quantity}, plain mean", "weighted", "weighted - off", "standard errors"]
+    """Format the tables."""
+    groups = len(results[BASE][QUANTITIES[0]].plain)
+    plain = {policy: [f"{fmean(each.plain):.3f}" for each in results[policy].values()] for policy in results}
+    weighted = {
+        policy: [compare(each, results[BASE][quantity]) for quantity, each in by_quantity.items()]
+        for policy, by_quantity in results.items()
+        if by_quantity[QUANTITIES[0]].known
+    }
+    return f"Plain means of {groups} groups\n\n{table(plain)}\n\nWeighted, and minus {BASE}\n\n{table(weighted)}"
+
+
+def compare(estimates: Estimates, base: Estimates) -> str:
+    """Format the weighted estimate, and its difference from the base's."""
+    mean = f"{fmean(estimates.known):.3f}"
+    if estimates is base:
+        return mean
+    difference, error = paired_difference(estimates.known, base.known)
+    return f"{mean}, {difference:+.3f} ± {error:.3f}"
+
+
+def table(rows: Mapping[str, Sequence[str]]) -> str:
+    head = ["policy", *QUANTITIES]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for policy, by_quantity in results.items():
-        row = [policy, str(len(by_quantity["length"].plain))]
-        for quantity in QUANTITIES:
-            estimates = by_quantity[quantity]
-            row += [f"{fmean(estimates.plain):.3f}", f"{fmean(estimates.weighted):.3f}"]
-            if policy == BASE:
-                row += ["", ""]
-            else:
-                difference, error = paired_difference(estimates.weighted, results[BASE][quantity].weighted)
-                row += [f"{difference:+.3f} ± {error:.3f}", f"{difference / error:+.1f}"]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"| {' | '.join([policy, *row])} |" for policy, row in rows.items())])
 
 
 if __name__ == "__main__":
