@@ -40,6 +40,7 @@ POLICIES: Mapping[str, Mapping[str, object]] = {
     "cap": {"name": "cap", **CUT},
     "first_finish": {"name": "first_finish"},
     "arrol": {"name": "arrol"},
+    "roulette": {"name": "roulette"},
     "darts+arrol": {"name": "darts+arrol"},
 }
 # Most answers of the tiny model are shorter than the default detection point.
