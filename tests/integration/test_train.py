@@ -12,7 +12,7 @@ from examples.tiny_rl.train_log import read_log
 from tests.integration.fork_server import Serve
 
 pytestmark = pytest.mark.engine
-STEPS = 3
+STEPS = 2
 
 
 def test_each_step_samples_with_the_weights_of_the_step_before(serve: Serve, tmp_path: Path) -> None:
