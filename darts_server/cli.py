@@ -20,6 +20,7 @@ of a prompt; the server starts more, stops those that can no longer be in the gr
 FIRST_STEPS = """\
 first steps:
   darts-server demo                            see what shaping saves, on a tiny model, in about a minute
+  darts-server simulate --preset dapo-32b      see what policies would bring on a workload, in half a minute
   darts-server doctor Qwen/Qwen3-8B            check that a server could start with this model and these flags
   darts-server serve Qwen/Qwen3-8B --port 8000
 
@@ -115,6 +116,12 @@ def _demo(argv: list[str]) -> int:
     return command.main(argv)
 
 
+def _simulate(argv: list[str]) -> int:
+    from darts_server.simulation import command
+
+    return command.main(argv)
+
+
 def _version(_: list[str]) -> int:
     from darts_server.vllm.compat import vllm_version
 
@@ -146,6 +153,7 @@ def _load_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[se
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (_serve, "serve a model with shaped groups"),
     "demo": (_demo, "see what shaped groups save, on a tiny model"),
+    "simulate": (_simulate, "see what policies would bring on your workload, without an engine"),
     "doctor": (_doctor, "check whether a server could start"),
     "version": (_version, "print the versions of darts-server and vLLM"),
 }

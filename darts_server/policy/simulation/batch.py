@@ -21,7 +21,7 @@ class Batch:
     ``prompt_tokens``: shape (G,). ``lengths``: shape (G, C), tokens of each candidate if it ran to its end; at
     ``max_tokens`` and beyond, it is truncated there. ``tail_draws``: shape (G, C), random numbers in [0, 1); the lowest
     win the places of a sampled tail. ``done``: shape (G, C), tokens of each candidate that earlier rollouts have
-    generated, all but one at most; ``None`` for none.
+    generated; ``None`` for none.
 
     Raises:
         ValueError: shapes do not fit, or a number is out of range.
@@ -41,8 +41,8 @@ class Batch:
             raise ValueError("prompt_tokens must have one entry for each row of lengths, and tail_draws its shape")
         if self.lengths.min() < 1 or self.prompt_tokens.min() < 1 or self.max_tokens < 1:
             raise ValueError("lengths, prompt_tokens and max_tokens must be at least 1")
-        if self.done is not None and (self.done.shape != self.lengths.shape or (self.done >= self.ends).any()):
-            raise ValueError("done must have the shape of lengths, and be below them and below max_tokens")
+        if self.done is not None and (self.done.shape != self.lengths.shape or (self.done > self.ends).any()):
+            raise ValueError("done must have the shape of lengths, and not exceed them or max_tokens")
 
     @property
     def groups(self) -> int:

@@ -120,8 +120,7 @@ class _Member:
         for index in self.unfinished:
             sequence = self.sequences[index]
             if sequence.offset is not None and step - sequence.offset == sequence.end:
-                reason = FinishReason.STOP if sequence.is_valid else FinishReason.LENGTH
-                events.append(Finished(index, sequence.end, reason))
+                events.append(_finished(sequence))
             elif index in checks and (tokens := self.engine.tokens(sequence)) >= checks[index]:
                 events.append(Progress(index, tokens))
         if self.deadline is not None and step >= self.deadline_step:
@@ -170,6 +169,10 @@ class _Member:
         return [(index, self.sequences[index]) for index in self.unfinished]
 
 
+def _finished(sequence: Sequence) -> Finished:
+    return Finished(sequence.index, sequence.end, FinishReason.STOP if sequence.is_valid else FinishReason.LENGTH)
+
+
 class _Simulation:
     def __init__(self, batch: Batch, plan: Plan, machine: Machine) -> None:
         plan.check(batch)
@@ -200,17 +203,19 @@ class _Simulation:
             rule=rule,
             sequences=[Sequence(number, i, prompt, ends[i], valid[i], done[i]) for i in range(count)],
             place=place_of_need(rule.completion_place, count, self._plan.mean_candidates),
-            unfinished=list(range(count)),
+            unfinished=[i for i in range(count) if done[i] < ends[i]],
         )
 
     # --- the clock ----------------------------------------------------------
 
     def run(self) -> Rollout:
         for member in self._members:
-            member.group.open(member.rule, len(member.sequences))
-            member.group.handle(*(Started(i) for i in range(len(member.sequences))))
-            for sequence in member.sequences:
-                member.engine.submit(sequence)
+            decisions = member.group.open(member.rule, len(member.sequences))
+            started = [Started(sequence.index) for sequence in member.sequences]
+            for index in member.unfinished:
+                member.engine.submit(member.sequences[index])
+            decisions += member.group.handle(*started, *(_finished(s) for s in member.sequences if s.tokens == s.end))
+            self._act(member, decisions)
         for engine in self._engines:
             self._schedule(engine)
         while self._missing:

@@ -52,7 +52,7 @@ def test_training_takes_time_for_each_token_and_for_the_weights() -> None:
         ({"tail_draws": np.zeros((2, 2))}, "its shape"),
         ({"lengths": np.zeros((2, 3), dtype=int)}, "at least 1"),
         ({"done": np.zeros((2, 2), dtype=int)}, "done must have the shape"),
-        ({"done": np.full((2, 3), 4)}, "below max_tokens"),
+        ({"done": np.full((2, 3), 5)}, "not exceed them"),
     ],
 )
 def test_a_batch_fits_together(changes: dict[str, Any], message: str) -> None:

@@ -109,6 +109,14 @@ def test_candidates_of_earlier_rollouts_go_on_where_they_were() -> None:
     assert found.seconds == 20 + 0.5 * (2 + 4 + 2)
 
 
+def test_candidates_that_earlier_rollouts_finished_need_no_engine() -> None:
+    first = replace(batch([[5, 9], [4, 4]], prompt=2), done=np.asarray([[5, 0], [4, 4]]))
+    found = simulate(first, Plan(2, [2, 2]), Machine(SECOND))
+    assert found.generated.tolist() == [[0, 9], [0, 0]]
+    assert found.completed_at.tolist() == [9, 0]
+    assert [(r.group, r.tokens) for r in found.returned] == [(0, 5), (0, 9), (1, 4), (1, 4)]
+
+
 def test_weights_and_truncation_are_the_groups() -> None:
     found = simulate(batch([[9, 2, 3, 50]], max_tokens=40), Plan(2, [4], Shaping()), Machine(SECOND))
     # The lowest draw of the three others wins the tail; four of them count, of which the shortest is certain.

@@ -1,0 +1,125 @@
+"""``darts-server simulate``."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from darts_server.exceptions import InvalidSetting
+from darts_server.simulation.baselines import baselines
+from darts_server.simulation.hardware import with_engines
+from darts_server.simulation.policies import DEFAULT, NAMES, OFF, parse_policy
+from darts_server.simulation.presets import PRESETS
+from darts_server.simulation.table import LEGEND, document, table
+from darts_server.simulation.traces import Format, read_traces
+from darts_server.simulation.training import Candidates, Setting, Step, relative_to, run_policy, summarise
+from darts_server.simulation.workload import TracedWorkload, Workload
+
+DESCRIPTION = """\
+Simulate what policies would bring on your workload, before you run it: the rules that the server uses, on a model of
+engines and trainer, with the lengths of a trace or of a preset. Needs neither vLLM nor a GPU. Prints a table.
+"""
+
+EPILOG = f"""\
+A trace has one prompt a line: {{"step": 0, "prompt_tokens": 112, "lengths": [450, 396, 274], "cap": 10112}}, with the
+lengths of its samples in tokens and the longest that they may become. Without a preset, a trace runs on the machine of
+dapo-32b. Candidates beyond the samples are resampled; docs/scaling.md says how, and what the model leaves out.
+
+A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25. Names: {", ".join(NAMES)}.
+Options: redundancy, max_redundancy, longest (places of the tail), tail (sampled or longest), adaptive (yes or no),
+quantile and bound (of the deadline), start (prompts that are started, over those that are returned).
+
+presets:
+{chr(10).join(f"  {name:<18} {preset.about}" for name, preset in PRESETS.items())}
+
+examples:
+  darts-server simulate --preset dapo-32b
+  darts-server simulate --trace lengths.jsonl --preset deepcoder-14b-16k --replicas 4 --policies off uniform darts_cut
+"""
+DEFAULT_MACHINE = "dapo-32b"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code.
+
+    Raises:
+        InvalidSetting: a flag or a trace is invalid.
+    """
+    options = parse_arguments(argv)
+    preset = PRESETS[options.preset or DEFAULT_MACHINE]
+    setting = Setting(
+        machine=with_engines(preset.machine, options.replicas or preset.machine.replicas),
+        size=options.group_size,
+        prompts=options.prompts or preset.prompts,
+        steps=options.steps,
+        knows_spread=not options.new_prompts,
+        seed=options.seed,
+    )
+    workload: Workload = preset.workload
+    name = options.preset or ""
+    if options.trace:
+        prompts, max_tokens = read_traces(options.trace, options.format, options.max_tokens)
+        workload = TracedWorkload(prompts, max_tokens, options.seed)
+        name = f"{', '.join(path.name for path in options.trace)} on the machine of {options.preset or DEFAULT_MACHINE}"
+    policies = [parse_policy(text, setting.size) for text in dict.fromkeys([OFF, *options.policies])]
+    most = max(2 * setting.size, *(policy.most_candidates(setting.size) for policy in policies))
+    candidates = Candidates(workload, setting, most)
+    steps: dict[str, list[Step]] = {}
+    try:
+        for policy in policies:
+            steps[policy.name] = run_policy(policy, candidates, setting)
+            print(f"{policy.name}: {steps[policy.name][0].rollout.seconds:.1f} s for the first rollout", flush=True)
+        found = [summarise(policy, each, setting.size) for policy, each in steps.items()]
+        found += baselines(steps[OFF], candidates, setting)
+    except ValueError as error:  # a sequence that does not fit into the engines' KV cache
+        raise InvalidSetting(f"the machine is too small for this workload: {error}") from error
+    summaries = [relative_to(found[0], summary) for summary in found]
+    if options.picture is not None:
+        from darts_server.simulation.picture import draw  # needs matplotlib, which is optional
+
+        draw({policy: each[0] for policy, each in steps.items()}, options.picture)
+        print(f"Picture: {options.picture}")
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document(name, setting, summaries), indent=1) + "\n", encoding="utf-8")
+    print(
+        f"\n{name}: {setting.steps} steps of {setting.prompts} prompts x {setting.size}, "
+        f"{setting.machine.replicas} engines\n{LEGEND}\n\n{table(summaries)}"
+    )
+    return 0
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "darts-server simulate", description=DESCRIPTION, epilog=EPILOG, formatter_class=form, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, metavar="NAME", help="lengths and machine, or with --trace the machine alone")
+    add("--trace", action="append", type=Path, metavar="FILE", help="lengths from a file; may be repeated")
+    add("--format", type=Format, choices=list(Format), default=Format.JSONL, help="of the traces (default: jsonl)")
+    add("--max-tokens", type=int, metavar="N", help="length limit of a trace (default: its cap)")
+    add("--replicas", type=int, metavar="N", help="engines, whose GPUs also train (default: the preset's)")
+    add("--prompts", type=int, metavar="N", help="prompts of a step, a group each (default: the preset's)")
+    add("--group-size", type=int, default=8, metavar="N", help="trajectories of a group (default: %(default)s)")
+    add("--steps", type=int, default=3, metavar="N", help="steps under each policy (default: %(default)s)")
+    add("--policies", nargs="+", default=DEFAULT, metavar="POLICY", help="compared with off (default: eleven of them)")
+    add("--new-prompts", action="store_true", help="no prompt was seen before, so that none has a known spread")
+    add("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="file for the table's figures")
+    add("--picture", type=Path, metavar="FILE", help="file for a picture of one step under each policy")
+    options = parser.parse_args(argv)
+    if options.preset is None and not options.trace:
+        parser.error("--preset or --trace is needed")
+    for flag in ("max_tokens", "replicas", "prompts", "steps"):
+        if getattr(options, flag) is not None and getattr(options, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} must be at least 1")
+    if options.group_size < 2:
+        parser.error("--group-size must be at least 2")
+    if options.seed < 0:
+        parser.error("--seed must be at least 0")
+    if options.picture is not None and find_spec("matplotlib") is None:
+        parser.error("--picture needs matplotlib: pip install matplotlib")
+    return options

@@ -1,0 +1,105 @@
+"""The policies that are compared: their names on the command line, and what they do with a batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from darts_server.exceptions import InvalidSetting
+from darts_server.policy.allocation.optimum import allocate_by_std
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.named_policies import build_policies
+from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.simulation.batch import Plan
+
+OFF = "off"
+NAMES = (OFF, "uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish")
+OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", "start")
+DEFAULT = (
+    "uniform",
+    "uniform,tail=longest",
+    "uniform,longest=0",
+    "darts",
+    "darts,longest=0",
+    "darts_cut",
+    "darts_cut,adaptive=no",
+    "darts_cut,adaptive=no,quantile=0.8",
+    "cap",
+    "off,start=1.25",
+    "darts_cut,start=1.25",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """``shaping``: ``None`` shapes nothing. ``start``: prompts that are started, over those that are returned."""
+
+    name: str
+    shaping: Shaping | None = None
+    start: float = 1.0
+
+    def plan(self, size: int, stds: Sequence[float | None], enough: int | None) -> Plan:
+        """Plan a batch by its prompts' length stds, as `rollout.allocation` does with a fixed budget."""
+        if self.shaping is None:
+            return Plan(size, [size] * len(stds), enough=enough)
+        low, high = self.shaping.bounds(size)
+        counts = [self.shaping.candidates(size)] * len(stds)
+        if self.shaping.adaptive:
+            budget = round(min(self.shaping.redundancy * size, high) * len(stds))
+            counts = allocate_by_std(stds, budget=budget, low=low, high=high)
+        saturated = [self.shaping.is_saturated(size, count) for count in counts]
+        return Plan(size, counts, self.shaping, saturated, enough)
+
+    def most_candidates(self, size: int) -> int:
+        """Return how many candidates a prompt may get."""
+        return size if self.shaping is None else max(self.shaping.bounds(size)[1], self.shaping.candidates(size))
+
+
+def parse_policy(text: str, size: int) -> Policy:
+    """Parse ``NAME[,OPTION=VALUE…]``.
+
+    Raises:
+        InvalidSetting: the name or an option is unknown, or a value is invalid.
+    """
+    name, *pairs = text.split(",")
+    if name not in NAMES:
+        raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
+    options = dict(pair.partition("=")[::2] for pair in pairs)
+    for option in options:
+        if option not in OPTIONS:
+            raise InvalidSetting(f"--policies: {text} has an unknown option {option!r}; known: {', '.join(OPTIONS)}")
+    number = partial(_number, text, options)
+    start = number("start", 1.0, 1.0, 4.0)
+    if name == OFF:
+        if set(options) - {"start"}:
+            raise InvalidSetting(f"--policies: {text}: off has no option but start")
+        return Policy(text, None, start)
+    redundancy = number("redundancy", 1.5, 1.0, 8.0)
+    longest = number("longest", 1, 0, size - 1)
+    base = Shaping(
+        redundancy=redundancy,
+        max_redundancy=number("max_redundancy", max(2.0, redundancy), redundancy, 8.0),
+        num_longest=int(longest),
+        tail=Tail(_choice(text, options, "tail", ("sampled", "longest"))),
+    )
+    deadline = Deadline(number("quantile", 0.9, 0.01, 1.0), bound=number("bound", 2.0, 1.0, 100.0), exploration=0.0)
+    shaping = build_policies(base, deadline)[name]
+    if "adaptive" in options:
+        shaping = replace(shaping, adaptive=_choice(text, options, "adaptive", ("yes", "no")) == "yes")
+    return Policy(text, shaping, start)
+
+
+def _number(text: str, options: Mapping[str, str], name: str, default: float, least: float, most: float) -> float:
+    try:
+        value = float(options.get(name, default))
+    except ValueError:
+        value = float("nan")
+    if not least <= value <= most:
+        raise InvalidSetting(f"--policies: {text}: {name} must be a number from {least:g} to {most:g}")
+    return value
+
+
+def _choice(text: str, options: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    value = options.get(name, choices[0])
+    if value not in choices:
+        raise InvalidSetting(f"--policies: {text}: {name} must be {' or '.join(choices)}")
+    return value

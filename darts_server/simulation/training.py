@@ -1,0 +1,242 @@
+"""Simulate some steps of a training run under each policy, all on the same candidates."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from darts_server.policy.lengths.estimate import Observation
+from darts_server.policy.lengths.stats import update_stats
+from darts_server.policy.simulation.batch import Batch, Ints
+from darts_server.policy.simulation.machine import Machine
+from darts_server.policy.simulation.rollout import Returned, Rollout, simulate
+from darts_server.simulation.policies import Policy
+from darts_server.simulation.workload import Floats, Workload
+
+WARM_UP = 2
+"""Steps before those that are measured, where prompts are carried from step to step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is simulated: ``steps`` of ``prompts``, groups of ``size``.
+
+    ``knows_spread``: whether a group of each prompt was seen before, so that its length std is known.
+    """
+
+    machine: Machine
+    size: int
+    prompts: int
+    steps: int
+    knows_spread: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One prompt of a step. ``carried``: tokens that its candidates already have; ``None`` if it starts afresh."""
+
+    number: int
+    attempt: int = 0
+    carried: Ints | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One step: its ``rollout``, the ``batch`` that was rolled out, and seconds of rollout and training.
+
+    ``seconds``: of the whole step, which is less than both together where they overlap.
+    """
+
+    batch: Batch
+    rollout: Rollout
+    training_seconds: float
+    seconds: float
+
+    @property
+    def stale_tokens(self) -> int:
+        """Returned tokens that an earlier step has generated."""
+        if self.batch.done is None:
+            return 0
+        return int(sum(self.batch.done[one.group, one.index] for one in self.rollout.returned))
+
+
+class Candidates:
+    """Lengths and tail draws of prompts' candidates, the same under every policy. ``most``: of one prompt."""
+
+    def __init__(self, workload: Workload, setting: Setting, most: int) -> None:
+        self.most = most
+        self._workload = workload
+        self._setting = setting
+        self._drawn: dict[tuple[int, int], tuple[int, Ints, Floats]] = {}
+        self._stds: dict[int, float | None] = {}
+
+    def batch(self, prompts: Sequence[Prompt], count: int) -> Batch:
+        """Build a batch with up to ``count`` candidates for each prompt."""
+        drawn = [self._draw(prompt) for prompt in prompts]
+        done = None
+        if any(prompt.carried is not None for prompt in prompts):
+            none = np.zeros(count, dtype=np.int64)
+            done = np.stack([none if prompt.carried is None else prompt.carried for prompt in prompts])
+        return Batch(
+            np.asarray([tokens for tokens, _, _ in drawn]),
+            np.stack([lengths[:count] for _, lengths, _ in drawn]),
+            np.stack([draws[:count] for _, _, draws in drawn]),
+            self._workload.max_tokens,
+            done,
+        )
+
+    def step_prompts(self, step: int) -> list[Prompt]:
+        """Return the prompts of a measured step, from 0, where nothing is carried from step to step."""
+        first = (WARM_UP + step) * self._setting.prompts
+        return [Prompt(number) for number in range(first, first + self._setting.prompts)]
+
+    def std(self, number: int) -> float | None:
+        """Return the length std that is known of a prompt, in tokens: from an earlier group of it."""
+        if not self._setting.knows_spread:
+            return None
+        if number not in self._stds:
+            rng = np.random.default_rng([self._setting.seed, number, 1])
+            lengths = self._workload.lengths(number, self._setting.size, rng, attempt=1).tolist()
+            most = self._workload.max_tokens
+            earlier = [Observation(min(tokens, most), censored=tokens >= most) for tokens in lengths]
+            self._stds[number] = update_stats(None, earlier, 0).std_ema
+        return self._stds[number]
+
+    def _draw(self, prompt: Prompt) -> tuple[int, Ints, Floats]:
+        key = prompt.number, prompt.attempt
+        if key not in self._drawn:
+            rng = np.random.default_rng([self._setting.seed, prompt.number, 2 + prompt.attempt])
+            lengths = self._workload.lengths(prompt.number, self.most, rng, prompt.attempt)
+            self._drawn[key] = self._workload.prompt_tokens(prompt.number), lengths, rng.random(self.most)
+        return self._drawn[key]
+
+
+def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list[Step]:
+    """Simulate the measured steps under a policy.
+
+    Prompts that are not complete in their step are started once more in the next one, before new ones.
+    """
+    if policy.start == 1:
+        batches = [candidates.step_prompts(step) for step in range(setting.steps)]
+        return [run_step(policy, batch, None, candidates, setting) for batch in batches]
+    steps, waiting, fresh = [], list[Prompt](), 0
+    for _ in range(WARM_UP + setting.steps):
+        more = round(policy.start * setting.prompts) - len(waiting)
+        batch = [*waiting, *(Prompt(number) for number in range(fresh, fresh + more))]
+        fresh += more
+        steps.append(run_step(policy, batch, setting.prompts, candidates, setting))
+        left = np.flatnonzero(np.isinf(steps[-1].rollout.completed_at))
+        waiting = [Prompt(batch[i].number, batch[i].attempt + 1) for i in left]
+    return steps[WARM_UP:]
+
+
+def run_partial(start: float, candidates: Candidates, setting: Setting) -> list[Step]:
+    """Simulate partial rollouts: as `run_policy` with ``off``, but what is unfinished keeps its tokens and goes on."""
+    policy, steps, waiting, fresh = Policy("partial"), [], list[Prompt](), 0
+    for _ in range(WARM_UP + setting.steps):
+        more = round(start * setting.prompts) - len(waiting)
+        batch = [*waiting, *(Prompt(number) for number in range(fresh, fresh + more))]
+        fresh += more
+        step = run_step(policy, batch, setting.prompts, candidates, setting)
+        steps.append(step)
+        tokens = step.rollout.generated + (0 if step.batch.done is None else step.batch.done)
+        left = np.flatnonzero(np.isinf(step.rollout.completed_at))
+        waiting = [replace(batch[i], carried=tokens[i]) for i in left]
+    return steps[WARM_UP:]
+
+
+def run_step(
+    policy: Policy, prompts: Sequence[Prompt], enough: int | None, candidates: Candidates, setting: Setting
+) -> Step:
+    """Simulate one step."""
+    plan = policy.plan(setting.size, [candidates.std(prompt.number) for prompt in prompts], enough)
+    batch = candidates.batch(prompts, max(plan.candidates))
+    rollout = simulate(batch, plan, setting.machine)
+    training = setting.machine.training_seconds(trained_tokens(batch, rollout.returned))
+    return Step(batch, rollout, training, rollout.seconds + training)
+
+
+def trained_tokens(batch: Batch, returned: Iterable[Returned]) -> int:
+    """Return the tokens of the returned trajectories, with their prompts."""
+    return int(sum(one.tokens + batch.prompt_tokens[one.group] for one in returned))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a policy comes to, over all steps; shares are in [0, 1].
+
+    ``step_speedup``, ``rollout_speedup``: seconds of ``off`` over those of the policy. ``tokens_*``: over those that
+    ``off`` generates. ``idle_share``: of the places that an engine used at its peak. ``length_bias``: relative, of the
+    mean length of what is returned against that of ``off``. ``effective_sample_size``: of the weights, (sum w)² / sum
+    w², over the group size; ``None`` without weights. ``truncated_share``: of what is returned. ``stale_share``: of the
+    returned tokens, those that older weights have generated.
+    """
+
+    policy: str
+    rollout_seconds: float
+    training_seconds: float
+    step_seconds: float
+    step_speedup: float = 1.0
+    rollout_speedup: float = 1.0
+    tokens_generated: float = 1.0
+    tokens_returned: float = 1.0
+    tokens_wasted: float = 0.0
+    idle_share: float | None = None
+    length_bias: float | None = None
+    effective_sample_size: float | None = None
+    truncated_share: float | None = None
+    stale_share: float = 0.0
+    notes: str = field(default="")
+
+
+def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> Summary:
+    """Sum up steps. Seconds are means; token counts are totals, until `relative_to` divides them."""
+    returned = [one for step in steps for one in step.rollout.returned]
+    tokens = sum(one.tokens for one in returned)
+    generated = float(sum(step.rollout.generated.sum() for step in steps))
+    stale = sum(step.stale_tokens for step in steps)
+    return Summary(
+        policy=name,
+        rollout_seconds=float(np.mean([step.rollout.seconds for step in steps])),
+        training_seconds=float(np.mean([step.training_seconds for step in steps])),
+        step_seconds=float(np.mean([step.seconds for step in steps])),
+        tokens_generated=generated,
+        tokens_returned=float(tokens),
+        tokens_wasted=max(0.0, generated - tokens),
+        idle_share=1 - float(np.mean([step.rollout.busy for step in steps])),
+        length_bias=tokens / len(returned),
+        effective_sample_size=_effective_sample_size(steps, size),
+        truncated_share=float(np.mean([one.truncated for one in returned])),
+        stale_share=stale / tokens,
+        notes=notes,
+    )
+
+
+def relative_to(off: Summary, summary: Summary) -> Summary:
+    """Relate a summary of `summarise` to that of ``off``."""
+    assert off.length_bias is not None
+    return replace(
+        summary,
+        step_speedup=off.step_seconds / summary.step_seconds,
+        rollout_speedup=off.rollout_seconds / summary.rollout_seconds,
+        tokens_generated=summary.tokens_generated / off.tokens_generated,
+        tokens_returned=summary.tokens_returned / off.tokens_generated,
+        tokens_wasted=summary.tokens_wasted / off.tokens_generated,
+        length_bias=None if summary.length_bias is None else summary.length_bias / off.length_bias - 1,
+    )
+
+
+def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
+    """Return the mean over groups; ``None`` if one has no weights."""
+    sizes = []
+    for step in steps:
+        weights: dict[int, list[float | None]] = {}
+        for one in step.rollout.returned:
+            weights.setdefault(one.group, []).append(one.weight)
+        for values in weights.values():
+            known = [value for value in values if value is not None]
+            if len(known) < len(values):
+                return None
+            sizes.append(sum(known) ** 2 / sum(value * value for value in known) / size)
+    return float(np.mean(sizes))

@@ -1,0 +1,82 @@
+"""``darts-server simulate``, as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from darts_server.cli import USAGE_ERROR, main
+
+SMALL = ["--prompts", "8", "--group-size", "4", "--steps", "1"]
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "vllm", "matplotlib"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Block())
+from darts_server.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_it_needs_neither_vllm_nor_torch_nor_matplotlib() -> None:
+    command = [sys.executable, "-c", BLOCKED, "simulate", "--preset", "tiny", "--policies", "uniform", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("bound")
+
+
+def test_the_table_comes_last_and_the_file_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, found = tmp_path / "lengths.jsonl", tmp_path / "out" / "found.json"
+    lines = [{"step": 0, "prompt_tokens": 20, "lengths": [30 + i, 50, 90, 10], "cap": 300} for i in range(10)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--trace", str(trace), "--preset", "tiny", "--replicas", "2", "--json", str(found)]
+    assert main(["simulate", *flags, "--policies", "off", "uniform", "darts_cut", *SMALL]) == 0
+    table = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
+    written = json.loads(found.read_text())
+    names = [row["policy"] for row in written["policies"]]
+    assert [line.split("  ")[0] for line in table[1:]] == names
+    assert names[:3] == ["off", "uniform", "darts_cut"]
+    assert {name.split()[0].rstrip(",") for name in names[3:]} == {"hindsight", "partial", "async", "bound"}
+    assert written["policies"][0]["step_speedup"] == written["policies"][0]["rollout_speedup"] == 1
+    assert (written["replicas"], written["prompts"], written["group_size"]) == (2, 8, 4)
+    assert written["workload"] == "lengths.jsonl on the machine of tiny"
+
+
+def test_a_picture_shows_one_step_under_each_policy(tmp_path: Path) -> None:
+    picture = tmp_path / "steps.png"
+    flags = ["--preset", "tiny", "--picture", str(picture), "--policies", "uniform", "off,start=1.5"]
+    assert main(["simulate", *flags, *SMALL]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--preset or --trace is needed"),
+        (["--preset", "tiny", "--prompts", "0"], "--prompts must be at least 1"),
+        (["--preset", "tiny", "--group-size", "1"], "--group-size must be at least 2"),
+        (["--preset", "tiny", "--seed", "-1"], "--seed must be at least 0"),
+        (["--preset", "huge"], "invalid choice: 'huge'"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", *flags])
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_wrong_in_a_policy_or_a_trace_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--preset", "tiny", "--policies", "fast"]) == USAGE_ERROR
+    assert "there is no 'fast'" in capsys.readouterr().err
+    assert main(["simulate", "--trace", str(tmp_path / "none.jsonl")]) == USAGE_ERROR
+    assert "cannot be read" in capsys.readouterr().err
+    trace = tmp_path / "long.jsonl"
+    trace.write_text(json.dumps({"prompt_tokens": 10, "lengths": [9_000_000]}))
+    assert main(["simulate", "--trace", str(trace), "--policies", "off", *SMALL]) == USAGE_ERROR
+    assert "the machine is too small for this workload" in capsys.readouterr().err

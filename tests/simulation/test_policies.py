@@ -1,0 +1,50 @@
+"""Policies by name, and their plans."""
+
+import pytest
+
+from darts_server.exceptions import InvalidSetting
+from darts_server.policy.shaping import Tail
+from darts_server.simulation.policies import DEFAULT, parse_policy
+
+
+@pytest.mark.parametrize("text", DEFAULT)
+def test_the_default_policies_plan_a_batch(text: str) -> None:
+    policy = parse_policy(text, 8)
+    plan = policy.plan(8, [10.0, 20.0, None, 400.0], None)
+    assert max(plan.candidates) <= policy.most_candidates(8)
+    assert min(plan.candidates) >= 8
+
+
+def test_options_change_a_policy() -> None:
+    policy = parse_policy("darts_cut,redundancy=1.25,longest=2,quantile=0.8,bound=3,adaptive=no,start=1.5", 8)
+    assert policy.shaping is not None
+    assert policy.shaping.deadline is not None
+    assert (policy.shaping.redundancy, policy.shaping.num_longest, policy.shaping.adaptive) == (1.25, 2, False)
+    assert (policy.shaping.deadline.quantile, policy.shaping.deadline.bound, policy.start) == (0.8, 3, 1.5)
+    tail = parse_policy("uniform,tail=longest", 8).shaping
+    assert tail is not None
+    assert tail.tail is Tail.LONGEST
+
+
+def test_adaptive_policies_give_more_to_prompts_that_are_spread_and_spend_the_budget() -> None:
+    plan = parse_policy("darts", 8).plan(8, [1.0, 30.0, 500.0, 2_000.0], None)
+    assert sum(plan.candidates) == 48
+    assert list(plan.candidates) == sorted(plan.candidates)
+    assert list(plan.saturated) == [count == 16 for count in plan.candidates]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fast", "there is no 'fast'; choose from off, uniform"),
+        ("uniform,speed=2", "unknown option 'speed'; known: redundancy"),
+        ("uniform,redundancy=no", "redundancy must be a number from 1 to 8"),
+        ("uniform,longest=8", "longest must be a number from 0 to 7"),
+        ("uniform,tail=short", "tail must be sampled or longest"),
+        ("darts_cut,adaptive=maybe", "adaptive must be yes or no"),
+        ("off,redundancy=2", "off has no option but start"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str) -> None:
+    with pytest.raises(InvalidSetting, match=message):
+        parse_policy(text, 8)

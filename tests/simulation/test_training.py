@@ -1,0 +1,97 @@
+"""Steps of training under policies and baselines: what must hold between them."""
+
+import numpy as np
+import pytest
+
+from darts_server.simulation.baselines import baselines
+from darts_server.simulation.hardware import TINY
+from darts_server.simulation.policies import parse_policy
+from darts_server.simulation.presets import PRESETS
+from darts_server.simulation.training import Candidates, Setting, relative_to, run_partial, run_policy, summarise
+
+SETTING = Setting(TINY, size=4, prompts=12, steps=2)
+
+
+def candidates(setting: Setting = SETTING) -> Candidates:
+    return Candidates(PRESETS["tiny"].workload, setting, 2 * setting.size)
+
+
+def test_all_policies_get_the_same_candidates() -> None:
+    drawn = candidates()
+    off, uniform = (run_policy(parse_policy(text, 4), drawn, SETTING) for text in ("off", "uniform"))
+    for one, other in zip(off, uniform, strict=True):
+        assert one.batch.lengths.tolist() == other.batch.lengths[:, :4].tolist()
+        assert one.batch.prompt_tokens.tolist() == other.batch.prompt_tokens.tolist()
+        assert other.rollout.generated.shape == (12, 6)
+
+
+def test_prompts_that_were_not_complete_start_again_in_the_next_step() -> None:
+    steps = run_policy(parse_policy("off,start=1.5", 4), candidates(), SETTING)
+    assert [np.isfinite(step.rollout.completed_at).sum() for step in steps] == [12, 12]
+    left = steps[0].batch.prompt_tokens[np.isinf(steps[0].rollout.completed_at)]
+    assert steps[1].batch.prompt_tokens[:6].tolist() == left.tolist()
+
+
+def test_partial_rollouts_generate_no_token_twice() -> None:
+    steps = run_partial(1.5, candidates(), SETTING)
+    first, second = steps[0], steps[1]
+    left = np.flatnonzero(np.isinf(first.rollout.completed_at))
+    before = 0 if first.batch.done is None else first.batch.done[left]
+    assert second.batch.done is not None
+    assert second.batch.done[: len(left)].tolist() == (first.rollout.generated[left] + before).tolist()
+    assert second.batch.lengths[: len(left)].tolist() == first.batch.lengths[left].tolist()
+    assert summarise("partial", steps, 4).stale_share > 0
+
+
+def test_baselines_are_named_and_the_bound_is_the_fastest_for_whole_trajectories() -> None:
+    drawn = candidates()
+    names = ("off", "uniform", "darts", "uniform,tail=longest", "uniform,longest=0")
+    runs = {text: run_policy(parse_policy(text, 4), drawn, SETTING) for text in names}
+    off = summarise("off", runs["off"], 4)
+    found = {summary.policy: relative_to(off, summary) for summary in baselines(runs["off"], drawn, SETTING)}
+    assert {name.split()[0].rstrip(",") for name in found} == {"hindsight", "partial", "bound"}
+    bound = found["bound, best 4 of 8"]
+    for text, steps in runs.items():
+        assert relative_to(off, summarise(text, steps, 4)).step_speedup <= bound.step_speedup
+    assert bound.tokens_generated < 1
+    assert bound.length_bias is not None
+    assert bound.length_bias < 0
+
+
+def test_a_limit_in_hindsight_truncates_as_many_as_it_may() -> None:
+    setting = Setting(TINY, size=4, prompts=100, steps=1)
+    drawn = candidates(setting)
+    off = run_policy(parse_policy("off", 4), drawn, setting)
+    anyway = summarise("off", off, 4).truncated_share or 0.0
+    two, ten, *_ = baselines(off, drawn, setting)
+    assert two.truncated_share == pytest.approx(anyway + 0.02, abs=0.01)
+    assert ten.truncated_share == pytest.approx(anyway + 0.1, abs=0.02)
+    assert two.rollout_seconds > ten.rollout_seconds
+
+
+def test_one_step_off_divides_the_engines_and_waits_for_the_slower_part() -> None:
+    preset = PRESETS["search-r1-7b"]
+    setting = Setting(preset.machine, size=4, prompts=40, steps=1)
+    drawn = Candidates(preset.workload, setting, 8)
+    off = run_policy(parse_policy("off", 4), drawn, setting)
+    found = {summary.policy: summary for summary in baselines(off, drawn, setting)}["async one-step-off"]
+    between = preset.machine.between_rollouts
+    assert found.step_seconds == pytest.approx(max(found.rollout_seconds, found.training_seconds - between) + between)
+    assert found.stale_share == 1
+
+
+def test_unshaped_groups_have_their_whole_sample_size() -> None:
+    drawn = candidates()
+    off = summarise("off", run_policy(parse_policy("off", 4), drawn, SETTING), 4)
+    assert relative_to(off, off).step_speedup == relative_to(off, off).tokens_generated == 1
+    assert off.effective_sample_size == 1
+    uniform = summarise("uniform", run_policy(parse_policy("uniform", 4), drawn, SETTING), 4)
+    assert uniform.effective_sample_size == pytest.approx((3 + 3) ** 2 / (3 + 9) / 4)
+    shortest = summarise("shortest", run_policy(parse_policy("uniform,longest=0", 4), drawn, SETTING), 4)
+    assert shortest.effective_sample_size is None
+
+
+def test_new_prompts_have_no_known_spread() -> None:
+    setting = Setting(TINY, size=4, prompts=12, steps=1, knows_spread=False)
+    assert candidates(setting).std(0) is None
+    assert candidates().std(0) == candidates().std(0) != candidates().std(1)
