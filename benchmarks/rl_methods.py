@@ -45,6 +45,7 @@ POLICIES: Mapping[str, Method] = {
     "cap": Method("cap"),
     "arrol": Method("arrol"),
     "darts+arrol": Method("darts+arrol"),
+    "roulette, unbiased": Method("roulette", unbiased=True),
 }
 # The best of these with one setting changed; run only if they are named on the command line.
 SETTINGS: Mapping[str, Method] = {
@@ -54,7 +55,7 @@ SETTINGS: Mapping[str, Method] = {
     "darts_cut, L2": Method({"name": "darts_cut", "num_longest": 2}),
 }
 # Each has a server of its own, whose quality head goes on learning between turns.
-PRUNING = ("arrol", "darts+arrol")
+PRUNING = ("arrol", "darts+arrol", "roulette, unbiased")
 
 
 def cap_name(cap: int) -> str:

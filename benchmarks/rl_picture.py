@@ -25,6 +25,7 @@ STYLES = {
     "darts_cut": ("#D55E00", "-"),
     "arrol": ("#CC79A7", "-"),
     "darts+arrol": ("#CC79A7", ":"),
+    "roulette, unbiased": ("#CC79A7", "--"),
 }
 OTHER_STYLE = ("#999999", "--")
 CAP_STYLES = (("#999999", ":"), ("#999999", "-."), ("#999999", "--"))  # from the lowest

@@ -41,8 +41,12 @@ POLICIES: Mapping[str, Mapping[str, object]] = {
     "first_finish": {"name": "first_finish"},
     "arrol": {"name": "arrol"},
     "roulette": {"name": "roulette"},
+    "roulette, sequence": {"name": "roulette", "roulette_loss": "sequence"},
+    "roulette, sequence, exactly 8": {"name": "roulette", "roulette_loss": "sequence"},
     "darts+arrol": {"name": "darts+arrol"},
 }
+EXACT = {"roulette, sequence, exactly 8"}
+"""Of all survivors exactly `SIZE` are returned."""
 # Most answers of the tiny model are shorter than the default detection point.
 PRUNING_FLAGS = ("--detect-at", "10", "--cold-steps", "1")
 LONG = 96
@@ -105,8 +109,11 @@ def sample(client: Client, policy: str, problems: Sequence[Problem], estimates: 
     """Sample a group for each problem, and add its means to ``estimates``."""
     texts = [problem.prompt for problem in problems]
     options = POLICIES[policy]
-    got = list(client.rollouts(texts, group_size=SIZE, max_tokens=MAX_TOKENS, policy=options, logprobs=False))
-    groups = sorted(got, key=lambda group: group.number)
+    survivors = False if policy in EXACT else None
+    with client.rollouts(
+        texts, group_size=SIZE, max_tokens=MAX_TOKENS, policy=options, survivors=survivors, logprobs=False
+    ) as got:
+        groups = sorted(got, key=lambda group: group.number)
     rewards = [[reward(problems[group.number], t.text) for t in group.trajectories] for group in groups]
     client.rewards(groups, rewards)
     if estimates is None:

@@ -24,6 +24,7 @@ from ._errors import (
     Unauthorized,
 )
 from ._models import (
+    Checkpoint,
     Delta,
     Discard,
     Discarded,
@@ -32,6 +33,7 @@ from ._models import (
     FinishReason,
     Group,
     GroupEvent,
+    PartialTrajectory,
     Trajectory,
     TrajectoryEvent,
     Unfinished,
@@ -59,6 +61,7 @@ __all__ = [
     "AsyncRollouts",
     "BadRequest",
     "CandidateRecord",
+    "Checkpoint",
     "Client",
     "ConnectionFailed",
     "DartsError",
@@ -75,6 +78,7 @@ __all__ = [
     "LoraRecord",
     "NotFound",
     "Overloaded",
+    "PartialTrajectory",
     "Prompt",
     "PromptRecord",
     "PromptRewards",

@@ -190,6 +190,7 @@ class AsyncClient:
         budget: int | None = None,
         num_groups: int | None = None,
         survivors: bool | None = None,
+        partial: bool = False,
         logprobs: bool = True,
         durable: bool = True,
         idempotency_key: str | None = None,
@@ -206,9 +207,9 @@ class AsyncClient:
 
         A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. `policy` is a name, or a mapping
         with `name` and settings to override for this batch; `budget` bounds the candidates of all prompts together.
-        With `num_groups` the batch ends with the first that many groups. With `survivors`, the default of `arrol`, a
-        group has all trajectories that were not pruned, more or fewer than `group_size`. Any other of vLLM's sampling
-        parameters is passed on.
+        With `num_groups` the batch ends with the first that many groups. With `survivors`, the default of `arrol` and
+        `roulette`, a group has all trajectories that were not pruned, more or fewer than `group_size`; with `partial`
+        also what the pruned ones had generated. Any other of vLLM's sampling parameters is passed on.
 
         A group that fails is not yielded but listed in `failed`; if all fail, the first error is raised.
 
@@ -230,6 +231,7 @@ class AsyncClient:
             budget=budget,
             num_groups=num_groups,
             survivors=survivors,
+            partial=partial,
             chunk_tokens=None,
             durable=durable,
             idempotency_key=idempotency_key,
@@ -248,6 +250,7 @@ class AsyncClient:
         budget: int | None = None,
         num_groups: int | None = None,
         survivors: bool | None = None,
+        partial: bool = False,
         logprobs: bool = True,
         durable: bool = True,
         idempotency_key: str | None = None,
@@ -274,6 +277,7 @@ class AsyncClient:
             budget=budget,
             num_groups=num_groups,
             survivors=survivors,
+            partial=partial,
             chunk_tokens=chunk_tokens,
             durable=durable,
             idempotency_key=idempotency_key,

@@ -36,6 +36,18 @@ def parse_response(model: type[ModelT], response: httpx.Response) -> ModelT:
     return parse(model, response.content, response.url.path)
 
 
+class Checkpoint(WireModel):
+    """Where a candidate could have been pruned, after `tokens` tokens.
+
+    `survival`: the probability with which it was kept there, given that it was kept before. `value`: its probability of
+    a correct answer as predicted there; None without a score.
+    """
+
+    tokens: int
+    survival: FiniteFloat
+    value: FiniteFloat | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One completion of a prompt.
@@ -49,6 +61,7 @@ class Trajectory:
     group's `deadline`. `quality` is the probability of a correct answer that was predicted while it ran; None if it was
     not scored. `weight` is 1 / (its probability to be returned, given all candidates of its group); None where some
     candidates can never be returned. The versions are those of the model's weights at its start and at its end.
+    `checkpoints`: where it could have been pruned, if `partial` was requested.
     """
 
     index: int
@@ -64,11 +77,25 @@ class Trajectory:
     weight: float | None = None
     weight_version_start: int | None = None
     weight_version_end: int | None = None
+    checkpoints: tuple[Checkpoint, ...] = ()
 
     @property
     def length(self) -> int:
         """Generated tokens."""
         return len(self.token_ids)
+
+
+class PartialTrajectory(WireModel):
+    """What a pruned candidate had generated, up to the last of its `checkpoints`.
+
+    `logprobs` are None when none were requested. `survival`: the probability to pass all of its checkpoints.
+    """
+
+    trajectory_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[FiniteFloat, ...] | None
+    survival: FiniteFloat
+    checkpoints: tuple[Checkpoint, ...]
 
 
 class Discarded(WireModel):
@@ -92,7 +119,8 @@ class Group:
     them the weights stand for (N: not those that failed, or ran before a restart). `num_shortest` is how many places
     went to the shortest (K) where the others were sampled from the rest, else None; `sampled_from` (S) is of how many
     that were not pruned the trajectories are a sample, else None; `deadline` is the length in tokens at which the tail
-    was cut. `seconds` is the duration. `error`: why the group failed; then it has no trajectories.
+    was cut. `partial` holds what pruned candidates had generated, if that was requested. `seconds` is the duration.
+    `error`: why the group failed; then it has no trajectories.
     """
 
     group_id: str | None
@@ -108,6 +136,7 @@ class Group:
     deadline: int | None = None
     mixed_versions: bool = False
     discarded: tuple[Discarded, ...] = ()
+    partial: tuple[PartialTrajectory, ...] = ()
     seconds: float | None = None
     error: StatusError | None = None
 

@@ -9,7 +9,7 @@ from uuid import uuid4
 from pydantic import FiniteFloat
 
 from ._errors import ProtocolError, error_from_object
-from ._models import Discarded, FinishReason, Group, Trajectory, WireModel
+from ._models import Checkpoint, Discarded, FinishReason, Group, PartialTrajectory, Trajectory, WireModel
 from ._prompts import RolloutPrompts, drop_none, list_rollout_prompts
 
 Tokens = tuple[tuple[int, ...], tuple[float, ...] | None]
@@ -49,6 +49,7 @@ class TrajectoryPayload(WireModel):
     weight: FiniteFloat | None = None
     weight_version_start: int | None = None
     weight_version_end: int | None = None
+    checkpoints: tuple[Checkpoint, ...] | None = None
 
 
 class GroupPayload(WireModel):
@@ -66,6 +67,7 @@ class GroupPayload(WireModel):
     mixed_versions: bool = False
     trajectories: tuple[TrajectoryPayload, ...]
     discarded: tuple[Discarded, ...] = ()
+    partial: tuple[PartialTrajectory, ...] | None = None
     seconds: float | None = None
     error: dict[str, Any] | None = None
 
@@ -83,6 +85,7 @@ def rollouts_request(
     budget: int | None,
     num_groups: int | None,
     survivors: bool | None,
+    partial: bool,
     chunk_tokens: int | None,
     durable: bool,
     idempotency_key: str | None,
@@ -100,6 +103,7 @@ def rollouts_request(
         "budget": budget,
         "num_groups": num_groups,
         "survivors": survivors,
+        "partial": partial or None,
         "chunk_tokens": chunk_tokens,
     }
     body = {
@@ -158,6 +162,7 @@ def build_group(
         deadline=payload.deadline,
         mixed_versions=payload.mixed_versions,
         discarded=payload.discarded,
+        partial=payload.partial or (),
         seconds=payload.seconds,
         error=None if payload.error is None else error_from_object(payload.error),
     )
@@ -185,4 +190,5 @@ def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_log
         weight=payload.weight,
         weight_version_start=payload.weight_version_start,
         weight_version_end=payload.weight_version_end,
+        checkpoints=payload.checkpoints or (),
     )

@@ -146,6 +146,7 @@ class Client:
         budget: int | None = None,
         num_groups: int | None = None,
         survivors: bool | None = None,
+        partial: bool = False,
         logprobs: bool = True,
         durable: bool = True,
         idempotency_key: str | None = None,
@@ -162,9 +163,9 @@ class Client:
 
         A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. `policy` is a name, or a mapping
         with `name` and settings to override for this batch; `budget` bounds the candidates of all prompts together.
-        With `num_groups` the batch ends with the first that many groups. With `survivors`, the default of `arrol`, a
-        group has all trajectories that were not pruned, more or fewer than `group_size`. Any other of vLLM's sampling
-        parameters is passed on.
+        With `num_groups` the batch ends with the first that many groups. With `survivors`, the default of `arrol` and
+        `roulette`, a group has all trajectories that were not pruned, more or fewer than `group_size`; with `partial`
+        also what the pruned ones had generated. Any other of vLLM's sampling parameters is passed on.
 
         A group that fails is not yielded but listed in `failed`; if all fail, the first error is raised.
 
@@ -186,6 +187,7 @@ class Client:
             budget=budget,
             num_groups=num_groups,
             survivors=survivors,
+            partial=partial,
             chunk_tokens=None,
             durable=durable,
             idempotency_key=idempotency_key,
@@ -204,6 +206,7 @@ class Client:
         budget: int | None = None,
         num_groups: int | None = None,
         survivors: bool | None = None,
+        partial: bool = False,
         logprobs: bool = True,
         durable: bool = True,
         idempotency_key: str | None = None,
@@ -230,6 +233,7 @@ class Client:
             budget=budget,
             num_groups=num_groups,
             survivors=survivors,
+            partial=partial,
             chunk_tokens=chunk_tokens,
             durable=durable,
             idempotency_key=idempotency_key,

@@ -36,7 +36,7 @@ from darts_server.rollout.pruning.checkpoints import Checkpoints
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec
-from darts_server.types import CandidateRecord, GroupRecord
+from darts_server.types import CandidateRecord, DiscardReason, GroupRecord
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +87,17 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._group_scorer: GroupScorer | None = None
         if survival is not None and context.can_score:
             assert context.scorer is not None
-            self._group_scorer = GroupScorer(context.scorer, spec.group_id, survival, self._running, self._feed)
+            self._group_scorer = GroupScorer(
+                context.scorer, spec.group_id, survival, self._running, self._feed, wait_for_tokens=spec.keep_prefixes
+            )
         self._checkpoints = None if survival is None else Checkpoints(survival, self._running)
         self._outputs: dict[int, asyncio.Future[OutputT]] = {}
         self._cuts: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._deliveries: asyncio.Queue[int | BaseException] = asyncio.Queue()
         self._delivered: set[int] = set()
+        self.prefixes: dict[int, TokenSlice] = {}
+        """Of each pruned candidate, if they are kept: its tokens up to where it was pruned."""
         self.record: GroupRecord | None = None
         """The group's record; ``None`` until it has ended."""
 
@@ -366,7 +370,9 @@ class GroupRun(Generic[RequestT, OutputT]):
             match decision:
                 case Start(indices=indices):
                     self._start(indices)
-                case Stop(index=index):
+                case Stop(index=index, reason=reason):
+                    if reason is DiscardReason.PRUNED and self.spec.keep_prefixes:
+                        self._keep_prefix(index)
                     self._stop(index)
                 case Keep(index=index) if self._group_scorer is not None:
                     self._group_scorer.record_kept(index, self._group.candidates[index].survival)
@@ -398,6 +404,15 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._group_scorer.drop(index)
         if running := self._running.get(index):
             self.recorder.candidate_stopped(index, running.stop())
+
+    def _keep_prefix(self, index: int) -> None:
+        # The decision comes in the turn of the loop in which its tokens were read, so the candidate still has them.
+        generated = self._running[index].tokens_from(0)
+        assert generated is not None
+        end = self._group.candidates[index].checkpoints[-1].tokens
+        has_logprobs = generated.logprobs is not None and generated.logprobs_requested
+        logprobs = generated.logprobs[:end] if has_logprobs and generated.logprobs is not None else None
+        self.prefixes[index] = TokenSlice(generated.token_ids[:end], logprobs)
 
     def _cut(self, index: int, tokens: int) -> None:
         output = self._outputs[index]

@@ -31,6 +31,7 @@ class GroupSpec(Generic[RequestT]):
         tail_seed: seed of the sampled tail; ``None`` for a fresh one.
         early: deliver each trajectory as soon as it is known to belong to the group.
         pruning: how candidates are pruned; ``None`` to prune and to score none.
+        keep_prefixes: keep what pruned candidates have generated, up to where they were pruned.
     """
 
     request: RequestT
@@ -40,6 +41,7 @@ class GroupSpec(Generic[RequestT]):
     tail_seed: Sequence[int] | None = None
     early: bool = False
     pruning: Pruning | Roulette | None = None
+    keep_prefixes: bool = False
 
     @classmethod
     def of_plan(
@@ -51,6 +53,7 @@ class GroupSpec(Generic[RequestT]):
         tail_seed: Sequence[int] | None = None,
         *,
         early: bool = False,
+        keep_prefixes: bool = False,
     ) -> "GroupSpec[RequestT]":
         """Describe a group as its plan wants it. A shadow's caller leaves before its last candidates have ended."""
         pruning = plan.shaping.pruning if plan.shaping.prunes else None
@@ -62,6 +65,7 @@ class GroupSpec(Generic[RequestT]):
             tail_seed=tail_seed,
             early=early or plan.shaping.shadow,
             pruning=pruning,
+            keep_prefixes=keep_prefixes,
         )
 
     def new_group(self) -> Group:

@@ -24,6 +24,7 @@ def build_request(prompts: Any = ("a", "b"), **changes: Any) -> RolloutsRequest:
         "budget": None,
         "num_groups": None,
         "survivors": None,
+        "partial": False,
         "chunk_tokens": None,
         "durable": True,
         "idempotency_key": None,

@@ -191,8 +191,12 @@ def run_with_checkpoints(
     tail_draws: Sequence[float],
     survival_draws: Sequence[float],
     survival: Survival,
+    values: Sequence[float] = (0.5, 0.5),
 ) -> Group:
-    """Run a group whose candidates may be pruned after their first and after their second token."""
+    """Run a group whose candidates may be pruned after their first and after their second token.
+
+    ``values``: their qualities there.
+    """
     group = Group(rng=Draws(tail_draws), survival_rng=Draws(survival_draws), max_replacements=0)
     group.open(rule, len(lengths))
     group.handle(*(Started(i) for i in range(len(lengths))))
@@ -201,7 +205,7 @@ def run_with_checkpoints(
             if group.candidates[i].running and length == tokens:
                 group.handle(Finished(i, tokens, FinishReason.STOP if valid else FinishReason.LENGTH))
             elif group.candidates[i].running and tokens <= 2:
-                group.handle(Scored(i, 0.5, survival.at(i, tokens, group), tokens))
+                group.handle(Scored(i, values[tokens - 1], survival.at(i, tokens, group), tokens))
     assert group.outcome is Outcome.COMPLETED
     return group
 

@@ -125,6 +125,7 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
         budget=body.budget,
         num_groups=body.num_groups,
         survivors=body.survivors,
+        partial=body.partial,
     )
 
 

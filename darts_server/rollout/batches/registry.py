@@ -282,7 +282,10 @@ def kept_bytes(batch: BatchRun) -> int:
 def _group_bytes(result: GroupResult, copies: int) -> int:
     candidates = 0 if result.record is None else len(result.record.candidates)
     samples = sum(_sample_bytes(sample, copies) for sample in result.samples.values())
-    return GROUP_BYTES + CANDIDATE_BYTES * candidates + len(result.metadata or b"") + samples
+    prefixes = sum(
+        sys.getsizeof(prefix.token_ids) + sys.getsizeof(prefix.logprobs) for prefix in (result.prefixes or {}).values()
+    )
+    return GROUP_BYTES + CANDIDATE_BYTES * candidates + len(result.metadata or b"") + samples + prefixes
 
 
 def _sample_bytes(sample: Sample, copies: int) -> int:

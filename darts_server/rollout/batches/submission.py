@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol
 
-from darts_server.engine.port import OutputT, PromptRenderer, RequestT
+from darts_server.engine.port import OutputT, PromptRenderer, RequestT, TokenSlice
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
@@ -40,6 +40,7 @@ class BatchRequest:
         num_groups: complete groups that are enough, the first to be decided; ``None`` for all.
         survivors: return all trajectories that are not pruned, more or fewer than ``group_size``; ``None`` leaves it to
             the policy.
+        partial: with survivors, return the prefixes of pruned candidates too.
     """
 
     prompts: Sequence[PromptSpec]
@@ -49,6 +50,7 @@ class BatchRequest:
     budget: int | None = None
     num_groups: int | None = None
     survivors: bool | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class GroupResult:
     """The outcome of the group of prompt ``number``.
 
     ``samples``: returned trajectories by candidate index; empty with an ``error``, which ends this group alone.
+    ``prefixes``: tokens of pruned candidates by index, up to where they were pruned; ``None`` if not requested.
     """
 
     number: int
@@ -65,6 +68,7 @@ class GroupResult:
     record: GroupRecord | None
     error: Exception | None = None
     metadata: bytes | None = None
+    prefixes: Mapping[int, TokenSlice] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,7 @@ class Submission(Generic[RequestT, OutputT]):
         rollouts: Rollouts[RequestT, OutputT],
         renderer: PromptRenderer[RequestT, OutputT],
         ticket: Ticket,
+        partial: bool = False,
     ) -> None:
         self.batch_id = batch_id
         self.plan = plan
@@ -124,6 +129,7 @@ class Submission(Generic[RequestT, OutputT]):
         self._rollouts = rollouts
         self._renderer = renderer
         self._ticket = ticket
+        self._partial = partial
 
     @classmethod
     async def prepare(
@@ -162,7 +168,7 @@ class Submission(Generic[RequestT, OutputT]):
             _PreparedGroup(number, *parts)
             for number, parts in enumerate(zip(requests, keys, metadata, allocations, strict=True))
         ]
-        return cls(batch_id, plan, sampling, groups, batch.num_groups, rollouts, renderer, ticket)
+        return cls(batch_id, plan, sampling, groups, batch.num_groups, rollouts, renderer, ticket, batch.partial)
 
     @property
     def size(self) -> int:
@@ -236,7 +242,13 @@ class Submission(Generic[RequestT, OutputT]):
         try:
             tail_seed = self._renderer.tail_seed(group.request)
             spec = GroupSpec.of_plan(
-                self.plan, group.request, group_id, group.prompt_key, tail_seed, early=observer is not None
+                self.plan,
+                group.request,
+                group_id,
+                group.prompt_key,
+                tail_seed,
+                early=observer is not None,
+                keep_prefixes=self._partial,
             )
             held = self._ticket.split(group.allocation.candidates)
             run = self._rollouts.start(spec, self.plan, group.allocation, held)
@@ -252,7 +264,8 @@ class Submission(Generic[RequestT, OutputT]):
         except Exception as error:  # a bug of ours: it ends this group and no other
             logger.exception("group %s failed", group_id)
             return replace(result, error=error)
-        return replace(result, samples=dict(sorted(samples.items())), record=run.record)
+        prefixes = dict(sorted(run.prefixes.items())) if self._partial else None
+        return replace(result, samples=dict(sorted(samples.items())), record=run.record, prefixes=prefixes)
 
 
 def _plan(batch: BatchRequest, planner: Planner) -> Plan:
@@ -261,6 +274,12 @@ def _plan(batch: BatchRequest, planner: Planner) -> Plan:
     plan = planner.plan(batch.group_size, RequestOptions()) or Plan(OFF, UNSHAPED, batch.group_size)
     if batch.survivors or (batch.survivors is None and plan.shaping.may_return_survivors):
         plan = _with_survivors(plan)
+    if batch.partial and not plan.shaping.return_survivors:
+        raise InvalidRequest(
+            "partial",
+            f"policy {plan.policy!r} does not return all survivors here; leave it out, or use a policy that prunes, "
+            "such as 'roulette', and not \"survivors\": false",
+        )
     low, high = (len(batch.prompts) * bound for bound in plan.shaping.bounds(plan.size))
     if batch.budget is not None and not low <= batch.budget <= high:
         raise InvalidRequest(

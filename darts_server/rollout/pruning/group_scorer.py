@@ -1,6 +1,6 @@
 """Scores the candidates of one group while they run: between the engine, the scorer, and the group."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ class GroupScorer:
     however many more a candidate has by then: equal tokens get equal scores.
 
     ``running``: the running candidates by index. ``on_score``: called in the event loop with scores from hidden states,
-    also of candidates that have ended since, but not of dropped ones.
+    also of candidates that have ended since, but not of dropped ones. ``wait_for_tokens``: score a hidden state only
+    when the tokens before it are known here too.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class GroupScorer:
         rule: SurvivalRule,
         running: Mapping[int, RunningCandidate[Any]],
         on_score: Callable[[Scored], None],
+        wait_for_tokens: bool = False,
     ) -> None:
         self._scorer = scorer
         self._group_id = group_id
@@ -37,6 +39,7 @@ class GroupScorer:
         self._detect_at = scorer.detect_at
         self._uses_hidden_states = scorer.uses_hidden_states
         self._uses_logprobs = scorer.uses_logprobs
+        self._waits = scorer.uses_logprobs or wait_for_tokens
         self._waiting: dict[int, list[HiddenState]] = {}  # hidden states whose log-probs have not arrived yet
         self._started: set[int] = set()
         self._early: dict[int, list[Scored]] = {}  # scores of candidates from before `mark_started`
@@ -83,7 +86,7 @@ class GroupScorer:
     def _receive_state(self, index: int, probed: HiddenState) -> None:
         if index in self._dropped:
             return
-        if self._uses_logprobs:
+        if self._waits:
             self._waiting.setdefault(index, []).append(probed)
             scores = list(self._score_waiting(index))
         else:
@@ -96,21 +99,23 @@ class GroupScorer:
                 self._early.setdefault(index, []).append(scored)
 
     def _score_waiting(self, index: int) -> Iterator[Scored]:
-        """Score the hidden states of a candidate whose log-probs are there.
+        """Score the hidden states of a candidate whose tokens are there.
 
         A state can arrive before the engine reports its tokens, and then waits for them. A candidate that has ended has
-        no log-probs any more, so its states are dropped.
+        none any more, so its states are dropped.
         """
         states, running = self._waiting.pop(index), self._running.get(index)
         if running is None and index not in self._started:
             self._waiting[index] = states
             return
         generated = None if index in self._dropped or running is None else running.tokens_from(0)
-        logprobs = None if generated is None else generated.logprobs
-        if logprobs is None:
+        logprobs: Sequence[float] | None = ()
+        if self._uses_logprobs:
+            logprobs = None if generated is None else generated.logprobs
+        if generated is None or logprobs is None:
             return
         for probed in states:
-            if probed.tokens > len(logprobs):
+            if probed.tokens > len(generated.token_ids):
                 self._waiting.setdefault(index, []).append(probed)
                 continue
             so_far = tuple(logprobs[: probed.tokens])
