@@ -81,7 +81,7 @@ class Loss(StrEnum):
 
     TOKEN = "token"
     """All tokens, as in the policy gradient itself: gradients of a trajectory's tokens add up like independent ones, so
-    their squared sum grows in proportion to its length. On the tiny model it grows a little faster."""
+    their squared sum grows in proportion to its length. On the tiny model it grows faster."""
     SEQUENCE = "sequence"
     """All trajectories: the gradients are taken to be equally large."""
 
