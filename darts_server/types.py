@@ -33,7 +33,7 @@ class DiscardReason(StrEnum):
     SHADOW = "shadow"
     """Ran only to measure what shaping would have done with it."""
     CANCELLED = "cancelled"
-    """Its group was cancelled: the caller disconnected, or too few candidates could finish."""
+    """Its group was cancelled: the caller disconnected, it was aborted, or too few candidates could finish."""
     RESTARTED = "restarted"
     """Its group was restarted under new weights."""
     DECIDED = "decided"

@@ -83,6 +83,9 @@ class TracedEngine:
         sized = _Sized(request.prompt, request.params, request.request_id, request.options, length)
         return TracedCandidate(await self._port.start(sized, index, probe), reason)
 
+    def aborted_output(self, request: PromptRequest) -> RequestOutput:
+        return self._port.aborted_output(request)
+
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return self._port.truncate(request, output, tokens)
 

@@ -138,6 +138,10 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """Truncate an output to its first ``tokens`` tokens, as if the request's ``max_tokens`` had been ``tokens``."""
         ...
 
+    def aborted_output(self, request: RequestT_contra) -> OutputT:
+        """Return the output of a candidate that was aborted before it generated anything."""
+        ...
+
     def tokens_from(self, output: OutputT, start: int) -> TokenSlice:
         """Return the tokens of an output from position ``start`` on."""
         ...

@@ -140,6 +140,9 @@ class ScriptedEngine:
     def truncate(self, request: str, output: list[int], tokens: int) -> list[int]:
         return output[:tokens]
 
+    def aborted_output(self, request: str) -> list[int]:
+        return []
+
     def tokens_from(self, output: list[int], start: int) -> TokenSlice:
         return slice_from(output, start)
 

@@ -16,10 +16,10 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, Protocol
 
 from darts_server.engine.port import OutputT, RequestT
-from darts_server.exceptions import GroupAborted
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
@@ -61,13 +61,18 @@ class JoinRequest(Generic[RequestT]):
 
 
 @dataclass(slots=True)
-class _Seat(Generic[OutputT]):
-    """``caller``: ``None`` after it has disconnected. ``output``: the trajectory that was drawn for the seat."""
+class _Seat(Generic[RequestT, OutputT]):
+    """``caller``: ``None`` after it has disconnected. ``output``: the trajectory that was drawn for the seat.
 
+    ``aborted``: its caller gets what its own candidate has generated, and leaves the seat as if it had disconnected.
+    """
+
+    request: RequestT
     request_id: str
     caller: asyncio.Future[OutputT] | None
     output: OutputT | None = None
     answered: bool = False
+    aborted: bool = False
 
     @property
     def is_waiting(self) -> bool:
@@ -123,7 +128,9 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             for group in groups:
                 group.close_short()
 
-    def _find_seat(self, request: JoinRequest[RequestT]) -> tuple["_JoinedGroup[RequestT, OutputT]", _Seat[OutputT]]:
+    def _find_seat(
+        self, request: JoinRequest[RequestT]
+    ) -> tuple["_JoinedGroup[RequestT, OutputT]", _Seat[RequestT, OutputT]]:
         groups = self._groups.setdefault(request.join_key, [])
         for group in groups:
             if not group.is_closed:
@@ -160,13 +167,15 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._prompt_key = first.prompt_key
         self._timeout = timeout
         self._on_end = on_end
-        self._seats: list[_Seat[OutputT]] = []
+        self._seats: list[_Seat[RequestT, OutputT]] = []
         self._ended = False
         self._start_extras = True
         self._closed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._rng = random.Random()
-        spec = GroupSpec.of_plan(first.plan, first.request, self.group_id, first.prompt_key, early=True)
+        spec = GroupSpec.of_plan(
+            first.plan, first.request, self.group_id, first.prompt_key, early=True, returns_aborted=True
+        )
         self._ticket = first.ticket.split(0)
         self._run: GroupRun[RequestT, OutputT] = groups.collect(spec, on_end=self._closed.set, ticket=self._ticket)
         if first.name is not None:
@@ -178,9 +187,11 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         """Whether no further request may join."""
         return self._closed.is_set()
 
-    def add(self, request: JoinRequest[RequestT]) -> _Seat[OutputT]:
+    def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
         """Add a seat for one more request, and start a candidate for it."""
-        seat: _Seat[OutputT] = _Seat(request.request_id, asyncio.get_running_loop().create_future())
+        seat: _Seat[RequestT, OutputT] = _Seat(
+            request.request, request.request_id, asyncio.get_running_loop().create_future()
+        )
         self._seats.append(seat)
         self._run.add_request_id(request.request_id)
         self._ticket.merge(request.ticket)
@@ -198,7 +209,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._start_extras = self.is_closed
         self._closed.set()
 
-    def take_vacant(self, request_id: str) -> _Seat[OutputT] | None:
+    def take_vacant(self, request_id: str) -> _Seat[RequestT, OutputT] | None:
         """Give the seat of a disconnected caller to a late one, while the group runs."""
         for seat in self._seats:
             if seat.caller is None and not seat.answered and not self._run.has_ended:
@@ -210,20 +221,27 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                 return seat
         return None
 
-    def answer(self, seat: _Seat[OutputT]) -> None:
+    def answer(self, seat: _Seat[RequestT, OutputT]) -> None:
         """Record that the caller has its trajectory."""
+        if seat.aborted:
+            self.disconnect(seat)
+            return
         seat.answered = True
         self._stop_if_unattended()
 
-    def disconnect(self, seat: _Seat[OutputT]) -> None:
+    def disconnect(self, seat: _Seat[RequestT, OutputT]) -> None:
         """Record that the caller has disconnected."""
-        seat.caller = None
+        seat.caller, seat.aborted = None, False
         self._stop_if_unattended()
 
     def abort(self, request_id: str) -> None:
+        """Answer the caller with what its own candidate has generated so far. Its seat stays in the draw."""
         for seat in self._seats:
-            if seat.request_id == request_id and seat.caller is not None and not seat.caller.done():
-                seat.caller.set_exception(GroupAborted("the request was aborted while its group was running"))
+            caller = seat.caller
+            if seat.request_id != request_id or caller is None or caller.done() or self._run.has_ended:
+                continue
+            seat.aborted = True
+            self._run.abort_candidate(seat.request).add_done_callback(partial(_pass_on, caller))
 
     def _stop_if_unattended(self) -> None:
         if not self._ended and not any(seat.is_waiting for seat in self._seats):
@@ -238,7 +256,10 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             if not self._run.has_ended:
                 await self._open()
             async for trajectory in self._run.trajectories():
-                self._answer_random_seat(trajectory.output)
+                self._answer_seat(self._draw_seat(trajectory.index), trajectory.output)
+            for seat in self._seats:
+                if seat.output is None and not seat.aborted:  # the group was aborted, and has nothing for it
+                    self._answer_seat(seat, self._run.aborted_output(seat.request))
         except Exception as error:
             self._fail(error)
         finally:
@@ -264,13 +285,34 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._on_end()
         self._run.leave()
 
-    def _answer_random_seat(self, output: OutputT) -> None:
-        seat = self._rng.choice([seat for seat in self._seats if seat.output is None])
+    def _draw_seat(self, index: int) -> _Seat[RequestT, OutputT]:
+        """Draw a seat for a candidate; one that was aborted goes to the caller that it was started for."""
+        free = [seat for seat in self._seats if seat.output is None]
+        if index in self._run.aborted:
+            request, number = self._run.request_of(index)
+            for seat in free:
+                if seat.request is request and number == 0:
+                    return seat
+            owners = {id(self._run.request_of(other)[0]) for other in self._run.aborted}
+            free = [seat for seat in free if id(seat.request) not in owners] or free
+        return self._rng.choice(free)
+
+    def _answer_seat(self, seat: _Seat[RequestT, OutputT], output: OutputT) -> None:
         seat.output = output
-        if seat.caller is not None and not seat.caller.done():
+        if seat.caller is not None and not seat.caller.done() and not seat.aborted:
             seat.caller.set_result(output)
 
     def _fail(self, error: Exception) -> None:
         for seat in self._seats:
             if seat.caller is not None and not seat.caller.done():
                 seat.caller.set_exception(error)
+
+
+def _pass_on(caller: asyncio.Future[OutputT], output: asyncio.Future[OutputT]) -> None:
+    """Answer a caller with a result, or an error, that was waited for."""
+    if caller.done():
+        return
+    if (error := output.exception()) is not None:
+        caller.set_exception(error)
+    else:
+        caller.set_result(output.result())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from darts_server.engine.port import Engine, OutputT, RequestT
-from darts_server.exceptions import DartsError, GroupAborted, InvalidRequest
+from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupObserver, GroupObservers
 from darts_server.policy.allocation.brownout import Brownout, reduce_candidates
 from darts_server.rollout.allocation.allocator import Allocator
@@ -90,6 +90,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
         self._poller = ProgressPoller(intervals.poll)
         self._runs: dict[str, GroupRun[RequestT, OutputT]] = {}
+        self.aborts = 0
+        """How often everything was aborted."""
         self._suspended = False
         self._group_ended = asyncio.Event()
 
@@ -216,14 +218,16 @@ class Rollouts(Generic[RequestT, OutputT]):
     # --- ending groups ------------------------------------------------------
 
     def abort(self, group_id: str) -> None:
-        """Abort the group, or the single request, with that id, if it runs."""
+        """Abort the group, or the single request, with that id, if it runs: see `GroupRun.abort`."""
         self.joiner.abort(group_id)
         if run := self._runs.get(group_id):
             run.abort()
 
     def abort_all(self, reason: str) -> None:
-        """Abort all running groups; their callers get :class:`GroupAborted`."""
-        self.fail_all(GroupAborted(reason))
+        """Abort all running groups, see `GroupRun.abort`. ``reason``: for callers that get an error."""
+        self.aborts += 1
+        for run in list(self._runs.values()):
+            run.abort(reason)
 
     def fail_all(self, error: DartsError) -> None:
         """End all running groups; their callers get the error."""

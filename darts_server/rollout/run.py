@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(Generic[OutputT]):
-    """A trajectory of the group. ``last``: the group is complete with it."""
+    """A trajectory of the group. ``last``: it is the last one for the caller."""
 
     index: int
     output: OutputT
@@ -98,6 +98,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._delivered: set[int] = set()
         self.prefixes: dict[int, TokenSlice] = {}
         """Of each pruned candidate, if they are kept: its tokens up to where it was pruned."""
+        self.aborted: frozenset[int] = frozenset()
+        """Candidates that go to a caller as they were when it was aborted."""
         self.record: GroupRecord | None = None
         """The group's record; ``None`` until it has ended."""
 
@@ -139,14 +141,15 @@ class GroupRun(Generic[RequestT, OutputT]):
         """
         count = 0
         try:
-            while True:
+            while count != self._selected:
                 index = await self._deliveries.get()
                 if isinstance(index, BaseException):
                     raise index
                 count += 1
                 # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
                 output = await asyncio.shield(self._outputs[index])
-                self._report_returned(index, output)
+                if index not in self.aborted:
+                    self._report_returned(index, output)
                 selected = self._group.size if self._selected is None else self._selected
                 yield Trajectory(index, output, last=count == selected)
                 if count == selected:
@@ -206,8 +209,44 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._close()
 
     def abort(self, reason: str = "the request was aborted while its group was running") -> None:
-        """End the group from outside; its caller gets :class:`GroupAborted`."""
-        self.fail(GroupAborted(reason))
+        """End the group from outside.
+
+        If its spec says so, its caller gets as many candidates as it waits for, those first that were started first,
+        as they are: whole if they have finished, otherwise what they have generated. Nothing is chosen by length. A
+        group that was stopped to be restarted has no candidates; its caller gets :class:`GroupAborted`, as all others.
+        """
+        if not self.spec.returns_aborted or self._group.is_paused or not self._group.candidates:
+            self.fail(GroupAborted(reason))
+            return
+        if self.has_ended:
+            return
+        rest = [c.index for c in self._group.candidates if c.alive and c.index not in self._delivered]
+        size = self._group.size if self._group.is_open else len(rest)
+        chosen = rest[: size - len(self._delivered)]
+        self.aborted |= set(chosen)
+        self._selected = len(self._delivered) + len(chosen)
+        self.cancel()
+        for index in chosen:
+            self._deliver(index)
+
+    def abort_candidate(self, request: RequestT) -> asyncio.Future[OutputT]:
+        """Stop the candidate that was started for one of the group's requests, and return what it has generated.
+
+        Nothing, if it does not run any more: then it may be another caller's.
+        """
+        for index in reversed(self._outputs):
+            if self.request_of(index)[0] is request and self._is_running(index):
+                self.aborted |= {index}
+                self._stop(index)
+                self._feed(Lost(index))
+                return self._outputs[index]
+        nothing: asyncio.Future[OutputT] = asyncio.get_running_loop().create_future()
+        nothing.set_result(self.aborted_output(request))
+        return nothing
+
+    def aborted_output(self, request: RequestT) -> OutputT:
+        """The output of a request that was aborted before anything was generated for it."""
+        return self._engine.aborted_output(request)
 
     def fail(self, error: DartsError) -> None:
         """End the group from outside; its caller gets the error."""
@@ -236,6 +275,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Trajectories that it returns; ``None`` while its requests are being collected."""
         return self._group.size if self._group.is_open else None
 
+    def request_of(self, index: int) -> tuple[RequestT, int]:
+        """The request that a candidate was started with, and the candidate's number within that request."""
+        return self._requests.of(index)
+
     def candidate_record(self, index: int) -> CandidateRecord:
         """The present state of a candidate."""
         return self.recorder.record(self._group.candidates[index], self.token_count(index))
@@ -262,10 +305,11 @@ class GroupRun(Generic[RequestT, OutputT]):
             await self._starts.candidate()
             if not self._is_running(index):  # it was stopped while it waited
                 self._on_start()
+                self._set_aborted(index)
                 return
             probe = None if self._group_scorer is None else self._group_scorer.probe_for(index)
             try:
-                running = await self._engine.start(*self._request_of(index), probe)
+                running = await self._engine.start(*self.request_of(index), probe)
             finally:
                 self._on_start()
             self._running[index] = running
@@ -288,8 +332,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         finished = result.finish_reason is not None and self._is_running(index)
         self.recorder.candidate_ended(index, self._engine.weight_version, finished=finished)
         if index in self._cuts:
-            request, _ = self._request_of(index)
+            request, _ = self.request_of(index)
             self._outputs[index].set_result(self._engine.truncate(request, result.output, self._cuts[index]))
+        elif index in self.aborted:
+            self._set_output(index, result.output)
         elif self._is_running(index):
             if result.finish_reason is None:
                 self._feed(Lost(index))
@@ -300,8 +346,19 @@ class GroupRun(Generic[RequestT, OutputT]):
     def _handle_failure(self, index: int, error: EngineError) -> None:
         if index in self._cuts:
             self._fail_output(index, error)
+        elif index in self.aborted:
+            self._set_aborted(index)
         elif self._is_running(index):
             self._feed(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
+
+    def _set_aborted(self, index: int) -> None:
+        """Return an aborted candidate that has generated nothing."""
+        if index in self.aborted:
+            self._set_output(index, self.aborted_output(self.request_of(index)[0]))
+
+    def _set_output(self, index: int, output: OutputT) -> None:
+        if not self._outputs[index].done():
+            self._outputs[index].set_result(output)
 
     def _fail_output(self, index: int, error: BaseException) -> None:
         """Fail the output that a caller may be waiting for."""
@@ -320,10 +377,6 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _is_running(self, index: int) -> bool:
         return self._group.candidates[index].running
-
-    def _request_of(self, index: int) -> tuple[RequestT, int]:
-        """The request that a candidate was started with, and the candidate's number within that request."""
-        return self._requests.of(index)
 
     # --- the state machine --------------------------------------------------
 
@@ -362,7 +415,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self._cohort.report_minimum(self, minimum)
 
     def _report_returned(self, index: int, output: OutputT) -> None:
-        request, _ = self._request_of(index)
+        request, _ = self.request_of(index)
         self._observer.trajectory_returned(self.recorder.returned(index, *self._engine.token_ids(request, output)))
 
     def _act(self, decisions: list[Decision]) -> None:
@@ -422,7 +475,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self.recorder.candidate_ended(index, self._engine.weight_version, finished=False)
             self._cuts[index] = tokens
         elif output.exception() is None:
-            request, _ = self._request_of(index)
+            request, _ = self.request_of(index)
             self._outputs[index] = asyncio.get_running_loop().create_future()
             self._outputs[index].set_result(self._engine.truncate(request, output.result(), tokens))
 

@@ -32,6 +32,8 @@ class GroupSpec(Generic[RequestT]):
         early: deliver each trajectory as soon as it is known to belong to the group.
         pruning: how candidates are pruned; ``None`` to prune and to score none.
         keep_prefixes: keep what pruned candidates have generated, up to where they were pruned.
+        returns_aborted: if it is aborted, return what its candidates have generated so far; otherwise its caller gets
+            :class:`~darts_server.exceptions.GroupAborted`.
     """
 
     request: RequestT
@@ -42,6 +44,7 @@ class GroupSpec(Generic[RequestT]):
     early: bool = False
     pruning: Pruning | Roulette | None = None
     keep_prefixes: bool = False
+    returns_aborted: bool = False
 
     @classmethod
     def of_plan(
@@ -54,6 +57,7 @@ class GroupSpec(Generic[RequestT]):
         *,
         early: bool = False,
         keep_prefixes: bool = False,
+        returns_aborted: bool = False,
     ) -> "GroupSpec[RequestT]":
         """Describe a group as its plan wants it. A shadow's caller leaves before its last candidates have ended."""
         pruning = plan.shaping.pruning if plan.shaping.prunes else None
@@ -66,6 +70,7 @@ class GroupSpec(Generic[RequestT]):
             early=early or plan.shaping.shadow,
             pruning=pruning,
             keep_prefixes=keep_prefixes,
+            returns_aborted=returns_aborted,
         )
 
     def new_group(self) -> Group:

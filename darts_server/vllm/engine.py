@@ -29,7 +29,7 @@ from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.outputs import strip_logprobs, token_logprobs, truncate_output
+from darts_server.vllm.outputs import aborted_output, strip_logprobs, token_logprobs, truncate_output
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import Ranks
@@ -187,6 +187,9 @@ class VllmEngine:
 
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return truncate_output(output, tokens, request.params, self._llm.tokenizer)
+
+    def aborted_output(self, request: PromptRequest) -> RequestOutput:
+        return aborted_output(request.prompt, request.params)
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
         completion = output.outputs[0]

@@ -146,12 +146,17 @@ class ShapingLLM(ControlledLLM):
         assert self.rollouts is not None
         # CUMULATIVE is what the token route of 0.26 requests without streaming: it reads the last output alone.
         streaming = request.params.output_kind is RequestOutputKind.DELTA
-        spec = GroupSpec.of_plan(plan, request, request.request_id, prompt_key, request.tail_seed, early=streaming)
+        spec = GroupSpec.of_plan(
+            plan, request, request.request_id, prompt_key, request.tail_seed, early=streaming, returns_aborted=True
+        )
         with ticket, raise_vllm_errors():
             async with self.gate.enter():
+                aborts = self.rollouts.aborts
                 allocation = await self.rollouts.allocator.allocate(plan, prompt_key)
                 allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
                 run = self.rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
+                if self.rollouts.aborts != aborts:  # everything was aborted while it waited for its cohort
+                    run.abort()
                 try:
                     if streaming:
                         async for output in self._stream(request, run.trajectories(), plan.size):

@@ -1,18 +1,22 @@
 """Build vLLM's request outputs: merge candidates into one response, truncate a candidate."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.logprobs import SampleLogprobs
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import truncate_sampling_mask
+
+ABORTED = "abort"
+"""vLLM's finish reason of requests that were aborted."""
 
 
 def merge_outputs(request_id: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
@@ -51,6 +55,27 @@ def truncate_output(
     copied = copy(output)
     copied.outputs = [truncated]
     return copied
+
+
+def aborted_output(prompt: Any, params: SamplingParams) -> RequestOutput:
+    """Make the output of a request that was aborted while it waited: no tokens, and vLLM's finish reason for it."""
+    inputs: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+    completion = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=[],
+        cumulative_logprob=None if params.logprobs is None else 0.0,
+        logprobs=None if params.logprobs is None else [],
+        finish_reason=ABORTED,
+    )
+    return RequestOutput(
+        request_id="aborted",  # `to_choice` and `merge_outputs` set the caller's
+        prompt=inputs.get("prompt"),
+        prompt_token_ids=inputs.get("prompt_token_ids") or [],
+        prompt_logprobs=None,
+        outputs=[completion],
+        finished=True,
+    )
 
 
 def strip_logprobs(output: RequestOutput) -> RequestOutput:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -40,7 +41,7 @@ def server(serve: Serve, folder: Path) -> Iterator[Server]:
         "--weight-transfer-config": json.dumps({"backend": backend.NAME}),
         "--weights-timeout": str(PATIENCE),
     }
-    arguments = [word for pair in flags.items() for word in pair]
+    arguments = ["--enable-scale-out", *(word for pair in flags.items() for word in pair)]
     with serve(DARTS, folder / "routes.log", *arguments, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
 
@@ -240,6 +241,84 @@ async def test_aborting_all_requests_fails_groups_as_wholes(server: Server, trai
     assert answer.status_code == 503
     assert "all requests were aborted" in answer.json()["error"]["message"]
     assert len(sample(server)) == 4
+
+
+ABORTED = ("/abort_requests", "/pause?mode=abort")
+SEEDS = [11, 12, 13, 14]
+LONG = {"max_tokens": 250, "ignore_eos": True, "logprobs": 0}
+TEXT = {"model": "tiny", "prompt": PROMPT, "return_token_ids": True, "return_tokens_as_token_ids": True, **LONG}
+ONE_OF_FOUR = {"darts_group_size": 4}
+
+
+def abortable(form: str, prompt_ids: list[int]) -> list[tuple[str, dict[str, Any]]]:
+    """Requests for a group of four whose seeds are `SEEDS`."""
+    match form:
+        case "one request":
+            return [("/v1/completions", TEXT | {"n": 4, "seed": SEEDS[0]})]
+        case "single requests":
+            return [("/v1/completions", TEXT | {"seed": seed, "vllm_xargs": ONE_OF_FOUR}) for seed in SEEDS]
+        case "an incomplete group":
+            more = {"darts_group_size": 5}
+            return [("/v1/completions", TEXT | {"seed": seed, "vllm_xargs": more}) for seed in SEEDS]
+    sampling = [LONG | {"seed": seed, "extra_args": ONE_OF_FOUR} for seed in SEEDS]
+    return [("/inference/v1/generate", {"token_ids": prompt_ids, "sampling_params": params}) for params in sampling]
+
+
+@pytest.mark.parametrize("route", ABORTED)
+@pytest.mark.parametrize("form", ["one request", "single requests", "an incomplete group", "tokens"])
+async def test_aborted_callers_get_what_was_generated_for_them(
+    server: Server, trainer: Trainer, form: str, route: str
+) -> None:
+    """And go on from there: a prompt with a partial answer runs at once."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        raw = await client.post("/v1/completions", json=TEXT | {"model": "tiny:raw", "n": 4, "seed": SEEDS[0]})
+        whole = [choice["token_ids"] for choice in raw.json()["choices"]]
+        prompt_ids = raw.json()["choices"][0]["prompt_token_ids"]
+        started = server.metric("darts_candidates_started_total")
+        posts = [asyncio.create_task(client.post(p, json=body)) for p, body in abortable(form, prompt_ids)]
+        while server.metric("vllm:num_requests_running") == 0:
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            answer = await asyncio.to_thread(trainer.post, route)
+            assert answer.status_code == 200, answer.text
+        answers = await asyncio.gather(*posts)
+        assert {answer.status_code for answer in answers} == {200}, answers[0].text
+        choices = [choice for answer in answers for choice in answer.json()["choices"]]
+        assert [choice["finish_reason"] for choice in choices] == ["abort"] * 4
+        for choice, tokens in zip(choices, whole, strict=True):
+            assert choice["token_ids"] == tokens[: len(choice["token_ids"])]
+            assert len(choice["token_ids"]) < len(tokens)
+            logprobs = choice["logprobs"]
+            assert len(logprobs.get("token_logprobs", logprobs.get("content")) or ()) == len(choice["token_ids"])
+        assert server.busy() == 0
+        assert server.metric("darts_candidates_started_total") - started <= 6
+        if route != ABORTED[0]:
+            trainer.resume()
+        partial = max((choice["token_ids"] for choice in choices), key=len)
+        body = TEXT | {"prompt": [*prompt_ids, *partial], "max_tokens": 5, "vllm_xargs": ONE_OF_FOUR}
+        resumed = await client.post("/v1/completions", json=body)
+        assert len(resumed.json()["choices"][0]["token_ids"]) == 5
+        assert "X-Darts-Group-Id" not in resumed.headers
+    assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
+
+
+async def test_aborts_at_random_moments_leave_nothing_running(server: Server, trainer: Trainer) -> None:
+    rng = Random(3)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        for _ in range(6):
+            bodies = [body for form in ("one request", "single requests") for _, body in abortable(form, [])]
+            posts = [
+                asyncio.create_task(client.post("/v1/completions", json=body | {"stream": rng.random() < 0.5}))
+                for body in bodies
+            ]
+            await asyncio.sleep(rng.random() * 0.3)
+            while not all(post.done() for post in posts):
+                answer = await asyncio.to_thread(trainer.post, "/abort_requests")
+                assert answer.status_code == 200, answer.text
+                await asyncio.wait(posts, timeout=0.1)
+            assert {post.result().status_code for post in posts} == {200}
+    assert server.busy() == 0
+    assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
 
 
 async def test_an_engine_that_sleeps_holds_requests_and_takes_no_weights(server: Server, trainer: Trainer) -> None:

@@ -109,6 +109,9 @@ class SigningEngine:
         assert output.tokens >= tokens
         return SignedOutput(output.request, output.index, tokens)
 
+    def aborted_output(self, request: str) -> SignedOutput:
+        return SignedOutput(request, 0, 0)
+
     def tokens_from(self, output: SignedOutput, start: int) -> TokenSlice:
         return TokenSlice(range(start, output.tokens), None)
 
@@ -226,13 +229,13 @@ class JoiningHarness:
         run = self.rollouts.runs[group_id]
         fates = {}
         for candidate in run._group.candidates:
-            script = self.script(*run._request_of(candidate.index))
+            script = self.script(*run.request_of(candidate.index))
             fates[candidate.index] = Fate(script.length, script.finish_reason == "stop", candidate.tail_draw)
         return fates
 
     def origin(self, group_id: str, index: int) -> tuple[str, int]:
         """Request of a candidate, and its number among that request's."""
-        return self.rollouts.runs[group_id]._request_of(index)
+        return self.rollouts.runs[group_id].request_of(index)
 
     def seats(self, group_id: str) -> Sequence[Any]:
         """The seats of a running group."""
