@@ -9,7 +9,7 @@ from functools import cache
 from itertools import combinations, permutations, product
 
 from darts_server.policy.selection.nearest_mean import grid_resolution
-from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
+from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
 from darts_server.policy.selection.rules import FirstFinish, InOrder, Shadow, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import SelectedAs
@@ -42,6 +42,7 @@ Rule = (
     | CutTail
     | Balanced
     | AllSurvivors
+    | SampledSurvivors
 )
 
 
@@ -56,6 +57,9 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
             return _nearest_share(fates, size, target)
         case AllSurvivors():
             return dict.fromkeys(fates, SelectedAs.SURVIVOR)
+        case SampledSurvivors(size):
+            drawn = [i for i, f in fates.items() if sum(o.tail_draw < f.tail_draw for o in fates.values()) < size]
+            return dict.fromkeys(drawn, SelectedAs.SURVIVOR)
         case Shortest(size):
             return _valid_first(fates, short=size, size=size)
         case FirstFinish(size):

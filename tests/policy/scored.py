@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.events import Decision, Event, Finished, Keep, Scored, Start, Started, Stop
 from darts_server.policy.group import Group
-from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced
+from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
 from darts_server.types import DiscardReason
 from tests.policy.cases import Case
 from tests.policy.oracle import Fate
@@ -19,6 +19,7 @@ QUALITIES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 SURVIVALS = st.sampled_from([0.0, 0.3, 0.7, 1.0])
 BALANCED = st.builds(Balanced, st.integers(1, 4), QUALITIES)
 SURVIVORS = st.builds(AllSurvivors, st.integers(1, 4))
+SAMPLED_SURVIVORS = st.builds(SampledSurvivors, st.integers(1, 4))
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from tests.policy.cases import (
     cases,
 )
 from tests.policy.oracle import Fate, chosen
-from tests.policy.scored import BALANCED, SURVIVORS, ScoredCase, ScoredWorld, scored
+from tests.policy.scored import BALANCED, SAMPLED_SURVIVORS, SURVIVORS, ScoredCase, ScoredWorld, scored
 from tests.policy.test_group_properties import assert_exact, assert_given_up, sights
 
 thoroughly = settings(max_examples=3 * settings().max_examples)
@@ -50,7 +50,14 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 @thoroughly
-@given(scored(cases(WITHOUT_FAILURES, of=WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | FIRST_FINISH | BALANCED)))
+@given(
+    scored(
+        cases(
+            WITHOUT_FAILURES,
+            of=WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | FIRST_FINISH | BALANCED | SAMPLED_SURVIVORS,
+        )
+    )
+)
 def test_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase) -> None:
     world = case.world().run()
     assert world.selection == chosen(case.case.rule, left(world))
@@ -81,12 +88,28 @@ def test_all_survivors_are_returned_and_one_is_always_left(case: ScoredCase) -> 
     event("as many as its size, or more" if len(world.selection or {}) >= case.case.rule.size else "fewer")
 
 
+@given(scored(cases(WITHOUT_FAILURES, of=SAMPLED_SURVIVORS)))
+def test_of_sampled_survivors_nothing_but_pruned_ones_is_stopped_and_weights_say_of_how_many(case: ScoredCase) -> None:
+    world = case.world().run()
+    assert world.stopped.keys() == world.pruned
+    assert not world.delivered
+    survivors = len(world.runs) - len(world.pruned)
+    assert world.group.sampled_from == survivors
+    for index, weight in world.group.weights().items():
+        assert weight == pytest.approx(survivors / case.case.rule.size / world.kept.get(index, 1.0), abs=1e-9)
+
+
 def left(world: ScoredWorld) -> dict[int, Fate]:
     return {i: fate for i, fate in world.fates().items() if i not in world.gone}
 
 
 @thoroughly
-@given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | BALANCED | CUT_TAILS, max_spare=6, cut=True), refill=True))
+@given(
+    scored(
+        cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | BALANCED | SAMPLED_SURVIVORS | CUT_TAILS, max_spare=6, cut=True),
+        refill=True,
+    )
+)
 def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(case: ScoredCase) -> None:
     world = case.world().run()
     assert not world.known
