@@ -1,6 +1,7 @@
 """Candidates on real vLLM are pruned by the score of their hidden states: all survivors are returned, or n of them."""
 
 import time
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -131,3 +132,25 @@ def commands(server: Server) -> str:
     """Return the command lines of the server's child processes."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     return "\n".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split())
+
+
+def test_roulette_returns_all_survivors_or_a_sample_of_them_with_weights(server: Server) -> None:
+    """Whatever was learned before: weights and checkpoints fit what was pruned."""
+    problems = [sample_problem(Random(7)) for _ in range(4)]
+    answer = batch(server, problems, policy={"name": "roulette", "roulette_loss": "sequence"}, partial=True)
+    assert answer["survivors"]
+    for group in answer["groups"]:
+        assert len(group["trajectories"]) + len(group["discarded"]) == group["candidates"] == group["counted"]
+        assert len(group["partial"]) == pruned([group])
+        for one in group["trajectories"]:
+            assert one["weight"] == pytest.approx(1 / prod(point["survival"] for point in one["checkpoints"]))
+        for one in group["partial"]:
+            assert len(one["token_ids"]) == one["checkpoints"][-1]["tokens"]
+    body = {"model": "tiny", "prompt": problems[0].prompt, "n": SIZE, "max_tokens": 200}
+    sampled = httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-Darts-Policy": "roulette"}, timeout=240)
+    assert len(sampled.json()["choices"]) == SIZE
+    record = httpx.get(f"{server.url}/darts/v1/groups/{sampled.headers['x-darts-group-id']}").json()["groups"][0]
+    survivors = sum(c["reason"] != "pruned" for c in record["candidates"])
+    assert record["sampled_from"] == survivors >= SIZE
+    for one in (c for c in record["candidates"] if c["weight"] is not None):
+        assert one["weight"] == pytest.approx(survivors / SIZE / one["survival"])

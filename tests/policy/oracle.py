@@ -58,8 +58,8 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
         case AllSurvivors():
             return dict.fromkeys(fates, SelectedAs.SURVIVOR)
         case SampledSurvivors(size):
-            drawn = [i for i, f in fates.items() if sum(o.tail_draw < f.tail_draw for o in fates.values()) < size]
-            return dict.fromkeys(drawn, SelectedAs.SURVIVOR)
+            lowest = [i for i, f in fates.items() if sum(o.tail_draw < f.tail_draw for o in fates.values()) < size]
+            return dict.fromkeys(lowest, SelectedAs.SURVIVOR)
         case Shortest(size):
             return _valid_first(fates, short=size, size=size)
         case FirstFinish(size):
