@@ -28,7 +28,8 @@ dapo-32b. Candidates beyond the samples are resampled; docs/scaling.md says how,
 
 A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25. Names: {", ".join(NAMES)}.
 Options: redundancy, max_redundancy, longest (places of the tail), tail (sampled or longest), adaptive (yes or no),
-quantile and bound (of the deadline), start (prompts that are started, over those that are returned).
+quantile and bound (of the deadline), start (prompts that are started, over those that are returned), order (given, or
+long: prompts with the longest earlier groups first).
 
 presets:
 {chr(10).join(f"  {name:<18} {preset.about}" for name, preset in PRESETS.items())}
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         size=options.group_size,
         prompts=options.prompts or preset.prompts,
         steps=options.steps,
-        knows_spread=not options.new_prompts,
+        knows_prompts=not options.new_prompts,
         seed=options.seed,
     )
     workload: Workload = preset.workload
@@ -105,8 +106,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompts", type=int, metavar="N", help="prompts of a step, a group each (default: the preset's)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories of a group (default: %(default)s)")
     add("--steps", type=int, default=3, metavar="N", help="steps under each policy (default: %(default)s)")
-    add("--policies", nargs="+", default=DEFAULT, metavar="POLICY", help="compared with off (default: eleven of them)")
-    add("--new-prompts", action="store_true", help="no prompt was seen before, so that none has a known spread")
+    add("--policies", nargs="+", default=DEFAULT, metavar="POLICY", help="compared with off (default: twelve of them)")
+    add("--new-prompts", action="store_true", help="no prompt was seen before, so that nothing is known of its lengths")
     add("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="file for the table's figures")
     add("--picture", type=Path, metavar="FILE", help="file for a picture of one step under each policy")

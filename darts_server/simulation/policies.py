@@ -13,7 +13,7 @@ from darts_server.policy.simulation.batch import Plan
 
 OFF = "off"
 NAMES = (OFF, "uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish")
-OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", "start")
+OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", "start", "order")
 DEFAULT = (
     "uniform",
     "uniform,tail=longest",
@@ -24,6 +24,7 @@ DEFAULT = (
     "darts_cut,adaptive=no",
     "darts_cut,adaptive=no,quantile=0.8",
     "cap",
+    "off,order=long",
     "off,start=1.25",
     "darts_cut,start=1.25",
 )
@@ -31,11 +32,15 @@ DEFAULT = (
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """``shaping``: ``None`` shapes nothing. ``start``: prompts that are started, over those that are returned."""
+    """``shaping``: ``None`` shapes nothing. ``start``: prompts that are started, over those that are returned.
+
+    ``long_first``: whether prompts are submitted by the mean lengths of their earlier groups, longest first.
+    """
 
     name: str
     shaping: Shaping | None = None
     start: float = 1.0
+    long_first: bool = False
 
     def plan(self, size: int, stds: Sequence[float | None], enough: int | None) -> Plan:
         """Plan a batch by its prompts' length stds, as `rollout.allocation` does with a fixed budget."""
@@ -69,10 +74,11 @@ def parse_policy(text: str, size: int) -> Policy:
             raise InvalidSetting(f"--policies: {text} has an unknown option {option!r}; known: {', '.join(OPTIONS)}")
     number = partial(_number, text, options)
     start = number("start", 1.0, 1.0, 4.0)
+    long_first = _choice(text, options, "order", ("given", "long")) == "long"
     if name == OFF:
-        if set(options) - {"start"}:
-            raise InvalidSetting(f"--policies: {text}: off has no option but start")
-        return Policy(text, None, start)
+        if set(options) - {"start", "order"}:
+            raise InvalidSetting(f"--policies: {text}: off has no option but start and order")
+        return Policy(text, None, start, long_first)
     redundancy = number("redundancy", 1.5, 1.0, 8.0)
     longest = number("longest", 1, 0, size - 1)
     base = Shaping(
@@ -85,7 +91,7 @@ def parse_policy(text: str, size: int) -> Policy:
     shaping = build_policies(base, deadline)[name]
     if "adaptive" in options:
         shaping = replace(shaping, adaptive=_choice(text, options, "adaptive", ("yes", "no")) == "yes")
-    return Policy(text, shaping, start)
+    return Policy(text, shaping, start, long_first)
 
 
 def _number(text: str, options: Mapping[str, str], name: str, default: float, least: float, most: float) -> float:

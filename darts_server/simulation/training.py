@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from darts_server.policy.lengths.estimate import Observation
-from darts_server.policy.lengths.stats import update_stats
+from darts_server.policy.lengths.stats import PromptStats, update_stats
 from darts_server.policy.simulation.batch import Batch, Ints
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.rollout import Returned, Rollout, simulate
@@ -21,14 +21,14 @@ WARM_UP = 2
 class Setting:
     """What is simulated: ``steps`` of ``prompts``, groups of ``size``.
 
-    ``knows_spread``: whether a group of each prompt was seen before, so that its length std is known.
+    ``knows_prompts``: whether a group of each prompt was seen before, so that mean and std of its lengths are known.
     """
 
     machine: Machine
     size: int
     prompts: int
     steps: int
-    knows_spread: bool = True
+    knows_prompts: bool = True
     seed: int = 0
 
 
@@ -69,7 +69,7 @@ class Candidates:
         self._workload = workload
         self._setting = setting
         self._drawn: dict[tuple[int, int], tuple[int, Ints, Floats]] = {}
-        self._stds: dict[int, float | None] = {}
+        self._earlier: dict[int, PromptStats] = {}
 
     def batch(self, prompts: Sequence[Prompt], count: int) -> Batch:
         """Build a batch with up to ``count`` candidates for each prompt."""
@@ -91,17 +91,31 @@ class Candidates:
         first = (WARM_UP + step) * self._setting.prompts
         return [Prompt(number) for number in range(first, first + self._setting.prompts)]
 
-    def std(self, number: int) -> float | None:
-        """Return the length std that is known of a prompt, in tokens: from an earlier group of it."""
-        if not self._setting.knows_spread:
+    def earlier(self, number: int) -> PromptStats | None:
+        """Return what is known of a prompt, from an earlier group of it; ``None`` for a new one."""
+        if not self._setting.knows_prompts:
             return None
-        if number not in self._stds:
+        if number not in self._earlier:
             rng = np.random.default_rng([self._setting.seed, number, 1])
             lengths = self._workload.lengths(number, self._setting.size, rng, attempt=1).tolist()
             most = self._workload.max_tokens
-            earlier = [Observation(min(tokens, most), censored=tokens >= most) for tokens in lengths]
-            self._stds[number] = update_stats(None, earlier, 0).std_ema
-        return self._stds[number]
+            observed = [Observation(min(tokens, most), censored=tokens >= most) for tokens in lengths]
+            self._earlier[number] = update_stats(None, observed, 0)
+        return self._earlier[number]
+
+    def std(self, number: int) -> float | None:
+        """Return the length std that is known of a prompt, in tokens."""
+        earlier = self.earlier(number)
+        return None if earlier is None else earlier.std_ema
+
+    def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Order prompts by the mean length that is known of them, longest first; new ones stay in their order."""
+
+        def mean(prompt: Prompt) -> float:
+            earlier = self.earlier(prompt.number)
+            return 0.0 if earlier is None else earlier.mean_ema
+
+        return sorted(prompts, key=mean, reverse=True)
 
     def _draw(self, prompt: Prompt) -> tuple[int, Ints, Floats]:
         key = prompt.number, prompt.attempt
@@ -119,12 +133,16 @@ def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list
     """
     if policy.start == 1:
         batches = [candidates.step_prompts(step) for step in range(setting.steps)]
+        if policy.long_first:
+            batches = [candidates.longest_first(batch) for batch in batches]
         return [run_step(policy, batch, None, candidates, setting) for batch in batches]
     steps, waiting, fresh = [], list[Prompt](), 0
     for _ in range(WARM_UP + setting.steps):
         more = round(policy.start * setting.prompts) - len(waiting)
         batch = [*waiting, *(Prompt(number) for number in range(fresh, fresh + more))]
         fresh += more
+        if policy.long_first:
+            batch = candidates.longest_first(batch)
         steps.append(run_step(policy, batch, setting.prompts, candidates, setting))
         left = np.flatnonzero(np.isinf(steps[-1].rollout.completed_at))
         waiting = [Prompt(batch[i].number, batch[i].attempt + 1) for i in left]
@@ -149,7 +167,7 @@ def run_partial(start: float, candidates: Candidates, setting: Setting) -> list[
 def run_step(
     policy: Policy, prompts: Sequence[Prompt], enough: int | None, candidates: Candidates, setting: Setting
 ) -> Step:
-    """Simulate one step."""
+    """Simulate one step, with its prompts in this order."""
     plan = policy.plan(setting.size, [candidates.std(prompt.number) for prompt in prompts], enough)
     batch = candidates.batch(prompts, max(plan.candidates))
     rollout = simulate(batch, plan, setting.machine)

@@ -41,8 +41,9 @@ def test_adaptive_policies_give_more_to_prompts_that_are_spread_and_spend_the_bu
         ("uniform,redundancy=no", "redundancy must be a number from 1 to 8"),
         ("uniform,longest=8", "longest must be a number from 0 to 7"),
         ("uniform,tail=short", "tail must be sampled or longest"),
+        ("off,order=short", "order must be given or long"),
         ("darts_cut,adaptive=maybe", "adaptive must be yes or no"),
-        ("off,redundancy=2", "off has no option but start"),
+        ("off,redundancy=2", "off has no option but start and order"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str) -> None:

@@ -91,7 +91,22 @@ def test_unshaped_groups_have_their_whole_sample_size() -> None:
     assert shortest.effective_sample_size is None
 
 
+def test_long_prompts_can_come_first() -> None:
+    drawn = candidates()
+    given, ordered = (run_policy(parse_policy(text, 4), drawn, SETTING) for text in ("off", "off,order=long"))
+    for one, other in zip(given, ordered, strict=True):
+        assert sorted(one.batch.lengths.tolist()) == sorted(other.batch.lengths.tolist())
+    numbers = [prompt.number for prompt in drawn.longest_first(drawn.step_prompts(0))]
+    means = [earlier.mean_ema for number in numbers if (earlier := drawn.earlier(number)) is not None]
+    assert means == sorted(means, reverse=True)
+    new = candidates(Setting(TINY, size=4, prompts=12, steps=1, knows_prompts=False))
+    ordered_numbers = [prompt.number for prompt in new.longest_first(new.step_prompts(0))]
+    assert ordered_numbers == [prompt.number for prompt in new.step_prompts(0)]
+    deferring = run_policy(parse_policy("off,start=1.5,order=long", 4), drawn, SETTING)
+    assert [np.isfinite(step.rollout.completed_at).sum() for step in deferring] == [12, 12]
+
+
 def test_new_prompts_have_no_known_spread() -> None:
-    setting = Setting(TINY, size=4, prompts=12, steps=1, knows_spread=False)
+    setting = Setting(TINY, size=4, prompts=12, steps=1, knows_prompts=False)
     assert candidates(setting).std(0) is None
     assert candidates().std(0) == candidates().std(0) != candidates().std(1)

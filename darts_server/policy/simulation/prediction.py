@@ -8,21 +8,19 @@ only the number of sequences that they hold on average counts: nothing is preemp
 """
 
 from bisect import insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.cohort_deadline import place_of_need
 from darts_server.policy.deadline import MIN_GROUPS, Deadline
-from darts_server.policy.selection.rules import InOrder, SelectionRule
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.replica import TOLERANCE
 from darts_server.policy.simulation.rollout import place_groups
+from darts_server.policy.simulation.side_by_side import Ends, Groups, Known
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -46,41 +44,6 @@ class Prediction:
     deadline: int | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Known:
-    """The deadline and the bound in tokens, and when they become known: by what a ``group`` reports at some seconds.
-
-    ``steps``: the steps that each group's candidates have run until then, shape (G, 1). In the same step, groups
-    before that one have been looked at already.
-    """
-
-    tokens: int
-    bound: int
-    seconds: float
-    group: int
-    steps: Floats
-
-    def comes_before(self, completed: Floats) -> Bools:
-        """Whether groups that would be complete in these steps hear of it before, shape (G,)."""
-        steps = self.steps[:, 0]
-        before: Bools = (completed > steps) | ((completed == steps) & (np.arange(steps.size) > self.group))
-        return before
-
-    def of(self, rows: NDArray[np.int64]) -> "_Known":
-        return replace(self, steps=self.steps[rows])
-
-
-@dataclass(slots=True, eq=False)
-class _Ends:
-    """How candidates end: side by side, so a length is also the step of its end. Each has the shape (G, C)."""
-
-    run: Floats
-    returned: Floats
-    truncated: Bools
-    completed: Floats
-    """Shape (G,): the step in which each group is complete."""
-
-
 def predict(batch: Batch, plan: Plan, machine: Machine) -> Prediction:
     """Predict one rollout, in which all prompts are submitted at once.
 
@@ -91,7 +54,7 @@ def predict(batch: Batch, plan: Plan, machine: Machine) -> Prediction:
     if batch.done is not None:
         raise ValueError("candidates of earlier rollouts cannot be predicted; simulate them")
     counts = np.asarray(plan.candidates)
-    parts = [_Groups.of(batch, plan, rows) for rows in _by_rule(plan)]
+    parts = [Groups.of(batch, plan, rows) for rows in _by_rule(plan)]
     ends = _merge(batch, [(part.rows, part.ends(None, None)) for part in parts])
     clocks = _Clocks.of(batch, plan, machine, ends.run)
     known = None
@@ -108,9 +71,9 @@ def predict(batch: Batch, plan: Plan, machine: Machine) -> Prediction:
     return _timed(batch, plan, ends, clocks, known)
 
 
-def _merge(batch: Batch, parts: list[tuple[NDArray[np.int64], "_Ends"]]) -> "_Ends":
+def _merge(batch: Batch, parts: list[tuple[NDArray[np.int64], Ends]]) -> Ends:
     shape = batch.lengths.shape
-    merged = _Ends(np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool), np.zeros(batch.groups))
+    merged = Ends(np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool), np.zeros(batch.groups))
     for rows, ends in parts:
         for name in ("run", "returned", "truncated", "completed"):
             getattr(merged, name)[rows] = getattr(ends, name)
@@ -123,144 +86,7 @@ def _by_rule(plan: Plan) -> list[NDArray[np.int64]]:
     return [rows for rows in (np.flatnonzero(~saturated), np.flatnonzero(saturated)) if rows.size]
 
 
-# --- groups, side by side -----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Groups:
-    """Groups under one rule. ``lengths``: at which candidates end, infinite if they are not started, shape (G, C)."""
-
-    rows: NDArray[np.int64]
-    rule: SelectionRule
-    lengths: Floats
-    valid: Bools
-    draws: Floats
-
-    @staticmethod
-    def of(batch: Batch, plan: Plan, rows: NDArray[np.int64]) -> "_Groups":
-        started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
-        lengths = np.where(started, batch.ends[rows], inf)
-        return _Groups(rows, plan.rule(int(rows[0])), lengths, batch.valid[rows] & started, batch.tail_draws[rows])
-
-    def needs(self, mean_candidates: float, counts: NDArray[np.int64]) -> Floats:
-        """Return how many tokens each group needs, see `place_of_need`; infinite if it has too few valid ones."""
-        ordered = np.sort(np.where(self.valid, self.lengths, inf), axis=1)
-        places = [place_of_need(self.rule.completion_place, int(count), mean_candidates) for count in counts]
-        return np.asarray(ordered[np.arange(len(places)), np.asarray(places) - 1])
-
-    def ends(self, known: _Known | None, late: Bools | None) -> _Ends:
-        """Return how candidates end with a deadline, or without one.
-
-        ``late``: the groups that hear of it before they are complete, shape (G,).
-        """
-        lengths, valid = self.lengths, self.valid
-        if known is not None and late is not None:
-            late = late[:, None]
-            lengths = np.where(late & np.isfinite(lengths), np.minimum(lengths, known.bound), lengths)
-            valid = valid & (lengths == self.lengths)
-        order = _Order.of(lengths, valid)
-        match self.rule:
-            case InOrder(size=size):
-                return order.whole(lengths, np.cumsum(np.isfinite(lengths), axis=1) <= size)
-            case CutTail(num_shortest=shortest, num_longest=longest):
-                return order.cut_tail(shortest, longest, self.rule.completion_place, self.draws, known, late)
-            case SampledTail(num_shortest=shortest, num_longest=longest):
-                return order.sampled_tail(shortest, longest, self.draws)
-            case DeadlineTail(num_shortest=shortest, num_longest=longest):
-                return order.longest_tail(shortest, longest, known, late)
-            case LongestTail(num_shortest=shortest, num_longest=longest):
-                return order.longest_tail(shortest, longest, None, None)
-        return order.shortest(self.rule.size)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Order:
-    """Candidates in the order of selection: valid ones first, shorter ones first, then by index."""
-
-    lengths: Floats
-    valid: Bools
-    rank: NDArray[np.int64]
-    """Place of each, from 0."""
-    ordered: Floats
-    """Lengths of the valid ones, shortest first, then infinity."""
-    count: NDArray[np.int64]
-    """Number of valid ones, shape (G, 1)."""
-
-    @staticmethod
-    def of(lengths: Floats, valid: Bools) -> "_Order":
-        # Those that are not started have an infinite length, and come last.
-        order = np.lexsort((lengths, ~valid), axis=1)
-        rank = np.empty_like(order)
-        np.put_along_axis(rank, order, np.arange(lengths.shape[1])[None], axis=1)
-        ordered = np.sort(np.where(valid, lengths, inf), axis=1)
-        return _Order(lengths, valid, rank, ordered, valid.sum(axis=1, keepdims=True))
-
-    def nth(self, place: int) -> Floats:
-        """Return the length of the ``place``-th shortest valid one, shape (G, 1); infinite if there are fewer."""
-        return self.ordered[:, place - 1 : place]
-
-    def whole(self, run: Floats, returned: Bools) -> _Ends:
-        """Build the outcome for trajectories that are returned as long as they are."""
-        run = np.where(np.isfinite(self.lengths), np.minimum(run, self.lengths), 0.0)
-        tokens = np.where(returned, run, 0.0)
-        return _Ends(run, tokens, returned & ~self.valid, run.max(axis=1))
-
-    def shortest(self, size: int) -> _Ends:
-        started = np.isfinite(self.lengths)
-        return self.whole(np.minimum(self.lengths, self.nth(size)), (self.rank < size) & started)
-
-    def sampled(self, shortest: int, longest: int, draws: Floats) -> tuple[Bools, Bools]:
-        """Return who is among the K shortest, and who wins a place of a sampled tail."""
-        short = self.valid & (self.rank < shortest)
-        rest = np.isfinite(self.lengths) & ~short
-        lowest = np.argsort(np.argsort(np.where(rest, draws, inf), axis=1, kind="stable"), axis=1)
-        return short, rest & (lowest < shortest + longest - short.sum(axis=1, keepdims=True))
-
-    def sampled_tail(self, shortest: int, longest: int, draws: Floats) -> _Ends:
-        short, winners = self.sampled(shortest, longest, draws)
-        others = np.minimum(self.lengths, self.nth(shortest))
-        return self.whole(np.where(winners, self.lengths, others), short | winners)
-
-    def longest_tail(self, shortest: int, longest: int, known: _Known | None, late: Bools | None) -> _Ends:
-        size = shortest + longest
-        full, run, count, in_time = self.nth(size), self.lengths, self.count, np.isfinite(self.lengths)
-        if known is not None and late is not None:
-            own = np.where(late & np.isfinite(full), np.maximum(known.tokens, full), inf)
-            run = np.minimum(run, np.minimum(np.maximum(own, known.steps), np.where(late, known.bound, inf)))
-            in_time &= self.lengths <= own
-            count = (self.valid & in_time).sum(axis=1, keepdims=True)
-        tail = (self.rank >= np.maximum(count - longest, shortest)) & (self.rank < count)
-        fill = (count < size) & (self.rank < size)
-        return self.whole(run, in_time & ((self.valid & (self.rank < shortest)) | tail | fill))
-
-    def cut_tail(
-        self, shortest: int, longest: int, place: int, draws: Floats, known: _Known | None, late: Bools | None
-    ) -> _Ends:
-        short, winners = self.sampled(shortest, longest, draws)
-        last_short, needed = self.nth(shortest), self.nth(place)
-        tail_end = np.where(winners, self.lengths, 0.0).max(axis=1, keepdims=True)
-        own, known_at, tokens = np.full_like(needed, inf), np.full_like(needed, inf), inf
-        if known is not None and late is not None:
-            known_at, tokens = known.steps, known.tokens
-            own = np.where(late, np.minimum(np.maximum(tokens, needed), known.bound), inf)
-        # Once the K shortest and the tail have ended, the group is complete, although longer ones still run, unless it
-        # may turn out that the tail is to be cut.
-        early = np.maximum(last_short, tail_end)
-        is_early = (early < needed) & ((early < known_at) | (tail_end <= tokens))
-        others = np.minimum(self.lengths, np.where(is_early, early, needed))
-        ends = _Ends(*_whole(self, np.where(winners, np.minimum(self.lengths, np.maximum(own, known_at)), others)))
-        cut = winners & (self.lengths > own) & ~is_early
-        ends.returned = np.where(short | winners, np.where(cut, np.broadcast_to(own, cut.shape), ends.run), 0.0)
-        ends.truncated = (short | winners) & (~self.valid | cut)
-        return ends
-
-
-def _whole(order: _Order, run: Floats) -> tuple[Floats, Floats, Bools, Floats]:
-    ends = order.whole(run, order.valid)
-    return ends.run, ends.returned, ends.truncated, ends.completed
-
-
-def _determine(rule: Deadline, needs: Floats, completed: Floats, clocks: "_Clocks") -> _Known | None:
+def _determine(rule: Deadline, needs: Floats, completed: Floats, clocks: "_Clocks") -> Known | None:
     """Return the deadline of groups that report what they need when they know it, unless they are complete before."""
     reported = needs <= completed
     times = clocks.seconds_at(np.where(reported, needs, completed))
@@ -313,14 +139,14 @@ class _Clocks:
             seconds[rows] = clock.at(clock.starts[:, 0] + steps[rows])
         return seconds
 
-    def known(self, tokens: int, bound: int, seconds: float, group: int) -> _Known:
+    def known(self, tokens: int, bound: int, seconds: float, group: int) -> Known:
         steps = np.empty((self.groups, 1))
         for rows, clock in self.clocks:
             steps[rows] = np.maximum(clock.steps_at(seconds) - clock.starts[:, :1], 0.0)
-        return _Known(tokens, bound, seconds, group, steps)
+        return Known(tokens, bound, seconds, group, steps)
 
 
-def _timed(batch: Batch, plan: Plan, ends: _Ends, clocks: _Clocks, known: _Known | None) -> Prediction:
+def _timed(batch: Batch, plan: Plan, ends: Ends, clocks: _Clocks, known: Known | None) -> Prediction:
     completed_at, generated = np.full(batch.groups, inf), ends.run.copy()
     for rows, clock in clocks.clocks:
         completed_at[rows] = clock.completion(ends.completed[rows], ends.run[rows])

@@ -1,0 +1,188 @@
+"""What becomes of candidates that run side by side, for all groups of a batch at once.
+
+Candidates of a group start together, and each gets a token in every step. So a length is also the step of its end, and
+which candidates are stopped, and when, follows from the order of their lengths.
+"""
+
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.policy.cohort_deadline import place_of_need
+from darts_server.policy.selection.rules import InOrder, SelectionRule
+from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.simulation.batch import Batch, Plan
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """The deadline and the bound in tokens, and when they become known: by what a ``group`` reports at some seconds.
+
+    ``steps``: the steps that each group's candidates have run until then, shape (G, 1). In the same step, groups
+    before that one have been looked at already.
+    """
+
+    tokens: int
+    bound: int
+    seconds: float
+    group: int
+    steps: Floats
+
+    def comes_before(self, completed: Floats) -> Bools:
+        """Whether groups that would be complete in these steps hear of it before, shape (G,)."""
+        steps = self.steps[:, 0]
+        before: Bools = (completed > steps) | ((completed == steps) & (np.arange(steps.size) > self.group))
+        return before
+
+    def of(self, rows: NDArray[np.int64]) -> "Known":
+        return replace(self, steps=self.steps[rows])
+
+
+@dataclass(slots=True, eq=False)
+class Ends:
+    """How candidates end: side by side, so a length is also the step of its end. Each has the shape (G, C)."""
+
+    run: Floats
+    returned: Floats
+    truncated: Bools
+    completed: Floats
+    """Shape (G,): the step in which each group is complete."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Groups under one rule. ``lengths``: at which candidates end, infinite if they are not started, shape (G, C)."""
+
+    rows: NDArray[np.int64]
+    rule: SelectionRule
+    lengths: Floats
+    valid: Bools
+    draws: Floats
+
+    @staticmethod
+    def of(batch: Batch, plan: Plan, rows: NDArray[np.int64]) -> "Groups":
+        started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
+        lengths = np.where(started, batch.ends[rows], inf)
+        return Groups(rows, plan.rule(int(rows[0])), lengths, batch.valid[rows] & started, batch.tail_draws[rows])
+
+    def needs(self, mean_candidates: float, counts: NDArray[np.int64]) -> Floats:
+        """Return how many tokens each group needs, see `place_of_need`; infinite if it has too few valid ones."""
+        ordered = np.sort(np.where(self.valid, self.lengths, inf), axis=1)
+        places = [place_of_need(self.rule.completion_place, int(count), mean_candidates) for count in counts]
+        return np.asarray(ordered[np.arange(len(places)), np.asarray(places) - 1])
+
+    def ends(self, known: Known | None, late: Bools | None) -> Ends:
+        """Return how candidates end with a deadline, or without one.
+
+        ``late``: the groups that hear of it before they are complete, shape (G,).
+        """
+        lengths, valid = self.lengths, self.valid
+        if known is not None and late is not None:
+            late = late[:, None]
+            lengths = np.where(late & np.isfinite(lengths), np.minimum(lengths, known.bound), lengths)
+            valid = valid & (lengths == self.lengths)
+        order = Order.of(lengths, valid)
+        match self.rule:
+            case InOrder(size=size):
+                return order.whole(lengths, np.cumsum(np.isfinite(lengths), axis=1) <= size)
+            case CutTail(num_shortest=shortest, num_longest=longest):
+                return order.cut_tail(shortest, longest, self.rule.completion_place, self.draws, known, late)
+            case SampledTail(num_shortest=shortest, num_longest=longest):
+                return order.sampled_tail(shortest, longest, self.draws)
+            case DeadlineTail(num_shortest=shortest, num_longest=longest):
+                return order.longest_tail(shortest, longest, known, late)
+            case LongestTail(num_shortest=shortest, num_longest=longest):
+                return order.longest_tail(shortest, longest, None, None)
+        return order.shortest(self.rule.size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """Candidates in the order of selection: valid ones first, shorter ones first, then by index."""
+
+    lengths: Floats
+    valid: Bools
+    rank: NDArray[np.int64]
+    """Place of each, from 0."""
+    ordered: Floats
+    """Lengths of the valid ones, shortest first, then infinity."""
+    count: NDArray[np.int64]
+    """Number of valid ones, shape (G, 1)."""
+
+    @staticmethod
+    def of(lengths: Floats, valid: Bools) -> "Order":
+        # Those that are not started have an infinite length, and come last.
+        order = np.lexsort((lengths, ~valid), axis=1)
+        rank = np.empty_like(order)
+        np.put_along_axis(rank, order, np.arange(lengths.shape[1])[None], axis=1)
+        ordered = np.sort(np.where(valid, lengths, inf), axis=1)
+        return Order(lengths, valid, rank, ordered, valid.sum(axis=1, keepdims=True))
+
+    def nth(self, place: int) -> Floats:
+        """Return the length of the ``place``-th shortest valid one, shape (G, 1); infinite if there are fewer."""
+        return self.ordered[:, place - 1 : place]
+
+    def whole(self, run: Floats, returned: Bools) -> Ends:
+        """Build the outcome for trajectories that are returned as long as they are."""
+        run = np.where(np.isfinite(self.lengths), np.minimum(run, self.lengths), 0.0)
+        tokens = np.where(returned, run, 0.0)
+        return Ends(run, tokens, returned & ~self.valid, run.max(axis=1))
+
+    def shortest(self, size: int) -> Ends:
+        started = np.isfinite(self.lengths)
+        return self.whole(np.minimum(self.lengths, self.nth(size)), (self.rank < size) & started)
+
+    def sampled(self, shortest: int, longest: int, draws: Floats) -> tuple[Bools, Bools]:
+        """Return who is among the K shortest, and who wins a place of a sampled tail."""
+        short = self.valid & (self.rank < shortest)
+        rest = np.isfinite(self.lengths) & ~short
+        lowest = np.argsort(np.argsort(np.where(rest, draws, inf), axis=1, kind="stable"), axis=1)
+        return short, rest & (lowest < shortest + longest - short.sum(axis=1, keepdims=True))
+
+    def sampled_tail(self, shortest: int, longest: int, draws: Floats) -> Ends:
+        short, winners = self.sampled(shortest, longest, draws)
+        others = np.minimum(self.lengths, self.nth(shortest))
+        return self.whole(np.where(winners, self.lengths, others), short | winners)
+
+    def longest_tail(self, shortest: int, longest: int, known: Known | None, late: Bools | None) -> Ends:
+        size = shortest + longest
+        full, run, count, in_time = self.nth(size), self.lengths, self.count, np.isfinite(self.lengths)
+        if known is not None and late is not None:
+            own = np.where(late & np.isfinite(full), np.maximum(known.tokens, full), inf)
+            run = np.minimum(run, np.minimum(np.maximum(own, known.steps), np.where(late, known.bound, inf)))
+            in_time &= self.lengths <= own
+            count = (self.valid & in_time).sum(axis=1, keepdims=True)
+        tail = (self.rank >= np.maximum(count - longest, shortest)) & (self.rank < count)
+        fill = (count < size) & (self.rank < size)
+        return self.whole(run, in_time & ((self.valid & (self.rank < shortest)) | tail | fill))
+
+    def cut_tail(
+        self, shortest: int, longest: int, place: int, draws: Floats, known: Known | None, late: Bools | None
+    ) -> Ends:
+        short, winners = self.sampled(shortest, longest, draws)
+        last_short, needed = self.nth(shortest), self.nth(place)
+        tail_end = np.where(winners, self.lengths, 0.0).max(axis=1, keepdims=True)
+        own, known_at, tokens = np.full_like(needed, inf), np.full_like(needed, inf), inf
+        if known is not None and late is not None:
+            known_at, tokens = known.steps, known.tokens
+            own = np.where(late, np.minimum(np.maximum(tokens, needed), known.bound), inf)
+        # Once the K shortest and the tail have ended, the group is complete, although longer ones still run, unless it
+        # may turn out that the tail is to be cut.
+        early = np.maximum(last_short, tail_end)
+        is_early = (early < needed) & ((early < known_at) | (tail_end <= tokens))
+        others = np.minimum(self.lengths, np.where(is_early, early, needed))
+        ends = Ends(*_whole(self, np.where(winners, np.minimum(self.lengths, np.maximum(own, known_at)), others)))
+        cut = winners & (self.lengths > own) & ~is_early
+        ends.returned = np.where(short | winners, np.where(cut, np.broadcast_to(own, cut.shape), ends.run), 0.0)
+        ends.truncated = (short | winners) & (~self.valid | cut)
+        return ends
+
+
+def _whole(order: Order, run: Floats) -> tuple[Floats, Floats, Bools, Floats]:
+    ends = order.whole(run, order.valid)
+    return ends.run, ends.returned, ends.truncated, ends.completed
