@@ -9,7 +9,7 @@ from pathlib import Path
 from darts_server.exceptions import InvalidSetting
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.hardware import with_engines
-from darts_server.simulation.policies import DEFAULT, NAMES, OFF, parse_policy
+from darts_server.simulation.policies import DEFAULT, NAMES, OFF, parse_policy, split_policies
 from darts_server.simulation.presets import PRESETS
 from darts_server.simulation.table import LEGEND, document, table
 from darts_server.simulation.traces import Format, read_traces
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         prompts, max_tokens = read_traces(options.trace, options.format, options.max_tokens)
         workload = TracedWorkload(prompts, max_tokens, options.seed)
         name = f"{', '.join(path.name for path in options.trace)} on the machine of {options.preset or DEFAULT_MACHINE}"
-    policies = [parse_policy(text, setting.size) for text in dict.fromkeys([OFF, *options.policies])]
+    policies = [parse_policy(text, setting.size) for text in dict.fromkeys([OFF, *split_policies(options.policies)])]
     most = max(2 * setting.size, *(policy.most_candidates(setting.size) for policy in policies))
     candidates = Candidates(workload, setting, most)
     steps: dict[str, list[Step]] = {}

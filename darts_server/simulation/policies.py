@@ -1,6 +1,6 @@
 """The policies that are compared: their names on the command line, and what they do with a batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -57,6 +57,18 @@ class Policy:
     def most_candidates(self, size: int) -> int:
         """Return how many candidates a prompt may get."""
         return size if self.shaping is None else max(self.shaping.bounds(size)[1], self.shaping.candidates(size))
+
+
+def split_policies(texts: Iterable[str]) -> list[str]:
+    """Return each policy with its options, from texts that may name several: a part without ``=`` begins another."""
+    policies: list[str] = []
+    for text in texts:
+        for number, part in enumerate(text.split(",")):
+            if number and "=" in part:
+                policies[-1] += f",{part}"
+            else:
+                policies.append(part)
+    return policies
 
 
 def parse_policy(text: str, size: int) -> Policy:

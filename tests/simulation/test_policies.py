@@ -4,7 +4,7 @@ import pytest
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.policy.shaping import Tail
-from darts_server.simulation.policies import DEFAULT, parse_policy
+from darts_server.simulation.policies import DEFAULT, parse_policy, split_policies
 
 
 @pytest.mark.parametrize("text", DEFAULT)
@@ -13,6 +13,19 @@ def test_the_default_policies_plan_a_batch(text: str) -> None:
     plan = policy.plan(8, [10.0, 20.0, None, 400.0], None)
     assert max(plan.candidates) <= policy.most_candidates(8)
     assert min(plan.candidates) >= 8
+
+
+def test_several_policies_may_be_named_at_once() -> None:
+    texts = ["off,uniform,darts_cut,quantile=0.8,start=1.25", "cap", "darts,uniform"]
+    assert split_policies(texts) == [
+        "off",
+        "uniform",
+        "darts_cut,quantile=0.8,start=1.25",
+        "cap",
+        "darts",
+        "uniform",
+    ]
+    assert split_policies(["=1"]) == ["=1"]
 
 
 def test_options_change_a_policy() -> None:
