@@ -1,13 +1,21 @@
 """Read the chat of vLLM's requests, and the messages of its answers."""
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
-from darts_server.rollout.turns.chat_history import ChatHistory
+from darts_server.rollout.turns.chat_history import ChatHistory, Message
+
+
+def is_response_request(request: Any) -> bool:
+    """Whether a request is one of the Responses API, whose chat is a list of items."""
+    return hasattr(request, "input") and hasattr(request, "previous_response_id")
 
 
 def read_history(request: Any) -> ChatHistory | None:
-    """Read the chat of a request in OpenAI's form; ``None`` without one."""
+    """Read the chat of a request; ``None`` without one."""
+    if is_response_request(request):
+        items = request.input
+        return ChatHistory([{"role": "user", "content": items}] if isinstance(items, str) else _to_messages(items))
     messages = getattr(request, "messages", None)
     if not isinstance(messages, list) or not all(isinstance(message, MutableMapping) for message in messages):
         return None
@@ -16,10 +24,27 @@ def read_history(request: Any) -> ChatHistory | None:
     return ChatHistory(messages)
 
 
-def answered_messages(answer: Any) -> Iterable[Mapping[str, object]]:
-    """The messages of a chat's answer that is not streamed."""
+def answered_messages(answer: Any) -> Iterable[Message]:
+    """The messages of a chat's answer that is not streamed. Of a response's items the first stands for all."""
+    if isinstance(items := getattr(answer, "output", None), list):
+        return list(_to_messages(items))[:1]
     messages = (getattr(choice, "message", None) for choice in getattr(answer, "choices", None) or ())
     return [message.model_dump() for message in messages if message is not None]
+
+
+def _to_messages(items: Iterable[Any]) -> Iterator[Message]:
+    """Convert items of the Responses API to messages. Callers may drop reasoning, so it is left out."""
+    for item in items:
+        fields = item.model_dump() if hasattr(item, "model_dump") else item
+        match fields:
+            case {"type": "function_call"}:
+                yield {"role": "assistant", "tool_calls": [{"function": fields}]}
+            case {"type": "function_call_output"}:
+                yield {"role": "tool", "content": fields.get("output")}
+            case {"role": _}:
+                if isinstance(fields, MutableMapping):
+                    _make_lists(fields)
+                yield fields
 
 
 def _make_lists(message: MutableMapping[str, object]) -> None:

@@ -19,6 +19,7 @@ from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.turns.chat_history import ChatHistory, Message
 from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
@@ -107,6 +108,21 @@ class ShapingLLM(ControlledLLM):
         ticket = self.admission.admit(self.rollouts.usual_candidates(plan))
         note_shaped(request.request_id)
         return self._generate_group(plan, request, prompt_key, ticket), ticket
+
+    def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
+        """Check the options of a request for one trajectory that is not rendered yet.
+
+        Raises:
+            InvalidRequest
+        """
+        shaping = self._merge_options(options, extra_args)
+        if self.rollouts is not None:
+            self.rollouts.plan(1, shaping)
+
+    def add_messages(self, history: ChatHistory, messages: Iterable[Message]) -> None:
+        """Remember the answers to a chat as their caller gets them."""
+        if self.rollouts is not None:
+            self.rollouts.turns.add_messages(history, messages)
 
     @property
     def admission(self) -> Admission:

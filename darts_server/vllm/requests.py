@@ -1,8 +1,9 @@
 """Pass a request's shaping options from vLLM's HTTP handlers to ``generate()``, in context variables."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Set
+from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
@@ -13,8 +14,9 @@ from darts_server.identifiers import check_name
 from darts_server.rollout.turns.chat_history import ChatHistory, Message
 from darts_server.serving.admission import Ticket
 from darts_server.types import RequestOptions
-from darts_server.vllm.chat import answered_messages, read_history
+from darts_server.vllm.chat import answered_messages, is_response_request, read_history
 from darts_server.vllm.compat import GENERATION_HANDLERS
+from darts_server.vllm.xargs import move_xargs, read_xargs
 
 RAW_SUFFIX = ":raw"
 """Suffix of the alias under which a served model is never shaped."""
@@ -34,6 +36,8 @@ _beam_search: ContextVar["BeamSearch | None"] = ContextVar("darts_beam_search", 
 
 Handler = Callable[..., Awaitable[Any]]
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
+CheckOptions = Callable[[RequestOptions, Mapping[str, Any]], None]
+"""Checks the options of header and model name with those in ``vllm_xargs``; raises ``InvalidRequest``."""
 AddMessages = Callable[[ChatHistory, Iterable[Message]], None]
 """Remembers the answers to a chat."""
 
@@ -98,51 +102,119 @@ def attach(
     state: State,
     read_options: ReadOptions,
     raw_names: Set[str],
+    check_options: CheckOptions = lambda options, xargs: None,
     add_messages: AddMessages = lambda history, messages: None,
 ) -> None:
     """Wrap every generation handler, so that it reads headers and model name before it calls ``generate()``.
 
-    ``add_messages``: called with the messages of every answer that is not streamed, before it is sent.
+    ``check_options``: raises for options that ``generate()`` would refuse. Streams of the Responses API call that after
+    their status was sent. ``add_messages``: called with the messages of every answer that is not streamed, before it
+    is sent.
     """
+    gate = _Gate(read_options, raw_names, check_options, add_messages)
     for attribute, method in GENERATION_HANDLERS:
         if (serving := getattr(state, attribute, None)) is not None:
-            setattr(serving, method, _with_options(getattr(serving, method), read_options, raw_names, add_messages))
+            setattr(serving, method, _behind(gate, getattr(serving, method)))
 
 
-def _with_options(
-    handler: Handler, read_options: ReadOptions, raw_names: Set[str], add_messages: AddMessages
-) -> Handler:
-    @wraps(handler)
-    async def handle(request: Any, raw_request: Any = None) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    """What every generation route does with a request before and after its handler. See `attach`."""
+
+    read_options: ReadOptions
+    raw_names: Set[str]
+    check_options: CheckOptions
+    add_messages: AddMessages
+
+    async def open(self, request: Any, raw_request: Any) -> "_Context":
+        """Read what a request says of its shaping.
+
+        Raises:
+            InvalidRequest
+        """
         headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
         _check_ids(request, headers)
-        options = read_options(headers)
-        if getattr(request, "model", None) in raw_names:
+        options = self.read_options(headers)
+        if getattr(request, "model", None) in self.raw_names:
             options = replace(options, policy="off")
-        groups: list[str] = []
-        search = BeamSearch(_count_beams(request)) if getattr(request, "use_beam_search", False) else None
-        tokens = _options.set(options), _shaped.set(groups), _named.set(set()), _beam_search.set(search)
-        history = read_history(request)
-        chat = _history.set(history), _session.set(_read_session(headers))
+        await move_xargs(request, raw_request)
+        if is_response_request(request):
+            self.check_options(options, read_xargs(request))
+        search = None
+        if getattr(request, "use_beam_search", False):
+            search = BeamSearch(_count_beams(request))
+            _check_unshaped(options, read_xargs(request))
+        return _Context(options, search, read_history(request), _read_session(headers))
+
+    def close(self, context: "_Context", answer: Any, raw_request: Any) -> None:
+        """Record the answer of a handler."""
+        if context.history is not None:
+            self.add_messages(context.history, answered_messages(answer))
+        metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
+        if context.groups and metadata is not None:
+            raw_request.state.darts_group_id = _answered_id(context.groups, metadata.request_id)
+
+
+@dataclass(slots=True)
+class _Context:
+    """What ``generate()`` reads of the current request. ``groups``: ids of those that it is served as."""
+
+    options: RequestOptions
+    search: BeamSearch | None
+    history: ChatHistory | None
+    session: str | None
+    groups: list[str] = field(default_factory=list)
+
+    def enter(self) -> Callable[[], None]:
+        """Set the context variables; returns a function that resets them."""
+        values: list[tuple[ContextVar[Any], Any]] = [
+            (_options, self.options),
+            (_shaped, self.groups),
+            (_named, set()),
+            (_beam_search, self.search),
+            (_history, self.history),
+            (_session, self.session),
+        ]
+        tokens = [(variable, variable.set(value)) for variable, value in values]
+
+        def leave() -> None:
+            for variable, token in tokens:
+                variable.reset(token)
+
+        return leave
+
+
+def _behind(gate: _Gate, handler: Handler) -> Handler:
+    @wraps(handler)
+    async def handle(request: Any, raw_request: Any = None) -> Any:
+        context = await gate.open(request, raw_request)
+        leave = context.enter()
         try:
             answer = await handler(request, raw_request)
         finally:
-            _options.reset(tokens[0])
-            _shaped.reset(tokens[1])
-            _named.reset(tokens[2])
-            _beam_search.reset(tokens[3])
-            _history.reset(chat[0])
-            _session.reset(chat[1])
-            if search is not None and search.ticket is not None:
-                search.ticket.release()
-        if history is not None:
-            add_messages(history, answered_messages(answer))
-        metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
-        if groups and metadata is not None:
-            raw_request.state.darts_group_id = _answered_id(groups, metadata.request_id)
-        return answer
+            leave()
+            if context.search is not None and context.search.ticket is not None:
+                context.search.ticket.release()
+        gate.close(context, answer, raw_request)
+        # The Responses API calls `generate` while its stream is read.
+        is_late = isinstance(answer, AsyncGenerator) and is_response_request(request)
+        return _stream_in(context, answer) if is_late else answer
 
     return handle
+
+
+async def _stream_in(context: _Context, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Read a stream with the context of its request, in the task that sends it and ends with it."""
+    context.enter()
+    async with aclosing(answer):
+        async for part in answer:
+            yield part
+
+
+def _check_unshaped(options: RequestOptions, xargs: Mapping[str, Any]) -> None:
+    policy = xargs.get("darts_policy", options.policy)
+    if policy not in (None, "off"):
+        raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; leave out one of them")
 
 
 def _read_session(headers: Mapping[str, str]) -> str | None:

@@ -107,7 +107,7 @@ async def make_app(llm: ShapingLLM, args: Namespace, read_options: ReadOptions) 
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
     raw_names = set(names[len(names) // 2 :])
-    attach(application.state, read_options, raw_names)
+    attach(application.state, read_options, raw_names, llm.check_options, llm.add_messages)
     control_routes.attach(application)
     announce_choices(application.state)
     if llm.loras is not None:

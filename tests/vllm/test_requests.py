@@ -1,3 +1,6 @@
+import asyncio
+import json
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +11,9 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.shaping.headers import read_options
 from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
+from darts_server.vllm.chat import answered_messages, read_history
 from darts_server.vllm.requests import attach, current_beam_search, current_options, with_raw_names
+from darts_server.vllm.xargs import move_xargs
 
 
 @pytest.fixture
@@ -91,3 +96,93 @@ async def test_an_id_that_cannot_be_shown_is_refused_before_the_handler_sees_it(
     await serving.create_completion(SimpleNamespace(model="tiny", request_id="日本/ä'\"<script>"))
     await serving.create_completion(SimpleNamespace(model="tiny", request_id=""))
     assert len(serving.seen) == 2
+
+
+class Body:
+    """A request as Starlette gives it to the handler."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.headers: dict[str, str] = {}
+        self._body = json.dumps(body).encode()
+
+    async def body(self) -> bytes:
+        return self._body
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("inside", [True, False])
+async def test_extra_arguments_of_the_token_route_are_moved_to_where_it_has_them(inside: bool) -> None:
+    xargs = {"darts_policy": "off", "other": [1]}
+    sent = {"sampling_params": {"vllm_xargs": xargs}} if inside else {"vllm_xargs": xargs}
+    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"other": [1]}))
+    await move_xargs(request, Body(sent))
+    assert request.sampling_params.extra_args == xargs
+    await move_xargs(request, Body({"token_ids": [1]}))
+    assert request.sampling_params.extra_args == xargs
+    with pytest.raises(InvalidRequest, match=r"vllm_xargs\.other: has another value in another place"):
+        await move_xargs(request, Body({"vllm_xargs": {"other": 2}}))
+    with pytest.raises(InvalidRequest, match=r"sampling_params\.vllm_xargs: must be an object"):
+        await move_xargs(request, Body({"sampling_params": {"vllm_xargs": []}}))
+
+
+class Responses:
+    """The Responses API's handler: its stream generates when it is read."""
+
+    async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+        async def stream() -> AsyncGenerator[str | None, None]:
+            yield current_options().policy
+            yield current_options().policy
+
+        return stream()
+
+
+@pytest.mark.anyio
+async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_request() -> None:
+    serving, checked = Responses(), []
+    attach(
+        State({"openai_serving_responses": serving}),
+        read_options,
+        frozenset({"tiny:raw"}),
+        check_options=lambda options, xargs: checked.append((options.policy, xargs)),
+    )
+    request = SimpleNamespace(model="tiny:raw", input="hi", previous_response_id=None, vllm_xargs={"a": 1})
+    stream = await serving.create_responses(request)
+    assert current_options().policy is None
+    read = await asyncio.create_task(collect(stream))
+    assert read == ["off", "off"]
+    assert checked == [("off", {"a": 1})]
+    assert current_options().policy is None
+
+
+async def collect(stream: AsyncGenerator[str | None, None]) -> list[str | None]:
+    return [part async for part in stream]
+
+
+@pytest.mark.anyio
+async def test_a_policy_for_a_beam_search_is_refused() -> None:
+    serving = Serving()
+    attach(State({"openai_serving_completion": serving}), read_options, frozenset())
+    with pytest.raises(InvalidRequest, match="'cap' cannot shape a beam search"):
+        await serving.create_completion(
+            SimpleNamespace(model="tiny", use_beam_search=True, prompt="a", n=2, vllm_xargs={"darts_policy": "cap"})
+        )
+    assert serving.seen == []
+
+
+ITEMS = [
+    {"type": "reasoning", "summary": []},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]},
+]
+CALL = {"type": "function_call", "name": "add", "arguments": "{}", "call_id": "c"}
+
+
+@pytest.mark.parametrize("items", [ITEMS, [CALL], [*ITEMS, CALL]])
+def test_a_response_is_found_again_in_the_items_of_a_later_request(items: list[dict[str, Any]]) -> None:
+    opening = SimpleNamespace(input="2 + 2?", previous_response_id=None)
+    history = read_history(opening)
+    assert history is not None
+    [message] = answered_messages(SimpleNamespace(output=items))
+    later = [{"role": "user", "content": "2 + 2?"}, *items, {"type": "function_call_output", "output": "4"}]
+    found = read_history(SimpleNamespace(input=later, previous_response_id=None))
+    assert found is not None
+    assert history.key_of(message) in found.answers

@@ -19,6 +19,10 @@ GENERATION_HANDLERS = (
     ("openai_serving_chat", "create_chat_completion"),
     ("openai_serving_chat_batch", "create_batch_chat_completion"),
     ("serving_tokens", "serve_tokens"),
+    ("openai_serving_responses", "create_responses"),
+    # Other forms of a chat: their routes convert requests and answers.
+    ("anthropic_serving_messages", "create_chat_completion"),
+    ("cohere_serving_chat_v2", "create_chat_completion"),
 )
 
 
