@@ -20,9 +20,7 @@ GENERATION_HANDLERS = (
     ("openai_serving_chat_batch", "create_batch_chat_completion"),
     ("serving_tokens", "serve_tokens"),
     ("openai_serving_responses", "create_responses"),
-    # Other forms of a chat: their routes convert requests and answers.
-    ("anthropic_serving_messages", "create_chat_completion"),
-    ("cohere_serving_chat_v2", "create_chat_completion"),
+    ("anthropic_serving_messages", "create_chat_completion"),  # of its base class: it converts requests and answers
 )
 
 

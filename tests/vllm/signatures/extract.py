@@ -59,9 +59,10 @@ LEANED_ON = {
         "served_model_name shutdown_timeout worker_extension_cls"
     },
     "vllm.entrypoints.chat_utils": {"load_chat_template": ""},
+    "vllm.entrypoints.anthropic.serving": {"AnthropicServingMessages": ""},
     "vllm.entrypoints.generate.api_router": {
-        "init_generate_state": "[state.openai_serving_chat] [state.openai_serving_chat_batch] "
-        "[state.openai_serving_completion]"
+        "init_generate_state": "[state.anthropic_serving_messages] [state.openai_serving_chat] "
+        "[state.openai_serving_chat_batch] [state.openai_serving_completion] [state.openai_serving_responses]"
     },
     "vllm.entrypoints.launcher": {"serve_http": ""},
     "vllm.entrypoints.launchers.api_server.app_state": {"init_app_state": ""},
@@ -75,6 +76,7 @@ LEANED_ON = {
     "vllm.entrypoints.openai.chat_completion.serving": {"OpenAIServingChat": "create_chat_completion"},
     "vllm.entrypoints.openai.cli_args": FLAGS,
     "vllm.entrypoints.openai.completion.serving": {"OpenAIServingCompletion": "create_completion"},
+    "vllm.entrypoints.openai.responses.serving": {"OpenAIServingResponses": "create_responses"},
     "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels": "is_base_model lora_id_counter lora_requests"},
     "vllm.entrypoints.scale_out.factories": {"init_scale_out_state": "[state.serving_tokens]"},
     "vllm.entrypoints.scale_out.token_in_token_out.serving": {
