@@ -184,8 +184,10 @@ class _Simulation:
         self._cohort = CohortDeadline(self._rule, batch.groups)
         self._of = {engine: [m for m in self._members if m.engine is engine] for engine in self._engines}
         self._wakes: dict[Replica, list[tuple[float, int]]] = {engine: [] for engine in self._engines}
+        self._steps: dict[Replica, float] = {}
+        """The step of each engine at which something may happen next."""
         self._times: dict[Replica, float] = {}
-        """Seconds at which something may happen in each engine next."""
+        """The seconds at which that step ends."""
         self._missing = batch.groups if plan.enough is None else plan.enough
         self._done = batch.done
         self._ended_at = np.full(batch.lengths.shape, inf)
@@ -224,9 +226,9 @@ class _Simulation:
 
     def _process(self, engine: Replica) -> None:
         """Go on to the engine's next step at which anything may happen, and let it happen."""
-        engine.advance(int(self._next_step(engine)))
+        engine.advance(int(self._steps[engine]))
         wakes = self._wakes[engine]
-        while wakes and wakes[0][0] <= engine.step:
+        while True:
             while self._missing and wakes and wakes[0][0] <= engine.step:
                 step, number = heappop(wakes)
                 member = self._members[number]
@@ -236,7 +238,8 @@ class _Simulation:
             if not self._missing:
                 return
             self._schedule(engine)
-        self._schedule(engine)
+            if not wakes or wakes[0][0] > engine.step:
+                return
 
     def _schedule(self, engine: Replica) -> None:
         """Let the engine admit and preempt sequences."""
@@ -251,7 +254,7 @@ class _Simulation:
         return min(wakes[0][0] if wakes else inf, engine.next_limit)
 
     def _set_time(self, engine: Replica) -> None:
-        step = self._next_step(engine)
+        step = self._steps[engine] = self._next_step(engine)
         self._times[engine] = inf if step == inf else engine.now + engine.seconds(int(step) - engine.step)
 
     def _set_wake(self, member: _Member, earliest: int | None = None) -> None:
