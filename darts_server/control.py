@@ -1,5 +1,6 @@
 """Shaping as the settings describe it, and its changes while the server runs."""
 
+import re
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -105,5 +106,10 @@ def make_planner(settings: Settings) -> Planner:
     return Planner(
         build_policies(uniform, deadline, pruning, settings.refill, roulette),
         settings.policy,
-        Limits(settings.max_group_size, settings.group_size, joins_later_turns=settings.later_turns == "join"),
+        Limits(
+            settings.max_group_size,
+            settings.group_size,
+            joins_later_turns=settings.later_turns == "join",
+            group_pattern=re.compile(settings.group_pattern) if settings.group_pattern else None,
+        ),
     )

@@ -46,6 +46,9 @@ class GroupObserver:
     def single_request_classified(self, kind: TurnKind) -> None:
         """Called for each request for one trajectory that may be joined to a group."""
 
+    def group_sealed(self, *, full: bool) -> None:
+        """Called when a group of single requests takes no more; not ``full``: it waited for more in vain."""
+
     def candidates_started(self, count: int) -> None:
         """Called when ``count`` candidates of one group were started."""
 
@@ -75,6 +78,9 @@ class GroupObservers(GroupObserver):
 
     def single_request_classified(self, kind: TurnKind) -> None:
         self._observers.notify(lambda observer: observer.single_request_classified(kind))
+
+    def group_sealed(self, *, full: bool) -> None:
+        self._observers.notify(lambda observer: observer.group_sealed(full=full))
 
     def candidates_started(self, count: int) -> None:
         self._observers.notify(lambda observer: observer.candidates_started(count))

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from darts_server.control import Control, make_planner
@@ -29,7 +31,10 @@ def test_the_planner_follows_the_settings() -> None:
     assert (uniform.redundancy, uniform.num_longest) == (2, 3)
     assert uniform.tail is Tail.LONGEST
     assert [shaping(planner, name).adaptive for name in ("uniform", "darts")] == [False, True]
-    assert (planner.default_policy, planner.limits) == ("off", Limits(1024, 16))
+    assert (planner.default_policy, planner.limits) == (
+        "off",
+        Limits(1024, 16, group_pattern=re.compile("(.+)_[0-9]+")),
+    )
 
 
 def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:

@@ -81,6 +81,9 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
     def single_request_classified(self, kind: TurnKind) -> None:
         self._single.labels(self._model, kind).inc()
 
+    def group_sealed(self, *, full: bool) -> None:
+        self._sealed.labels(self._model, str(full).lower()).inc()
+
     def candidates_started(self, count: int) -> None:
         self._started.labels(self._model).inc(count)
 
@@ -141,6 +144,12 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
     # --- collectors --------------------------------------------------------
 
     def _make_group_metrics(self) -> None:
+        self._sealed = self._counter(
+            "darts_joined_groups",
+            "Groups of single requests, by whether they had all their requests when they were sealed.",
+            "full",
+            BOOLEANS,
+        )
         self._single = self._counter(
             "darts_single_requests",
             "Requests for one trajectory that may be joined to a group: 'opening' ones, and why others run alone.",

@@ -13,13 +13,17 @@ caller, so that the order of callers says nothing about lengths.
 """
 
 import asyncio
+import logging
+import math
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol
 
 from darts_server.engine.port import OutputT, RequestT
+from darts_server.observers import GroupObserver
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
@@ -27,11 +31,49 @@ from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Ticket
 
+logger = logging.getLogger(__name__)
+
+NAMED_TIMEOUTS = 12
+"""A minute, by default."""
+WINDOW = 64
+"""Groups of which the log says how many were sealed short."""
+OFTEN, SELDOM = 0.25, 0.1
+"""Shares of these from which it is said, and below which it may be said once more."""
+
+
+class ShortGroups:
+    """Log once when groups are often sealed with fewer requests than planned."""
+
+    def __init__(self) -> None:
+        self._newest: deque[bool] = deque(maxlen=WINDOW)
+        self._is_logged = False
+
+    def add(self, *, full: bool, planned: int) -> None:
+        self._newest.append(not full)
+        count = sum(self._newest)
+        if len(self._newest) == WINDOW and count >= OFTEN * WINDOW and not self._is_logged:
+            self._is_logged = True
+            logger.warning(
+                "%d of the last %d groups of single requests were sealed with fewer than %d, after --group-wait: send "
+                "all requests of a prompt at once, name groups (X-Darts-Group: id=NAME, or sessions that match "
+                "--group-pattern), raise --group-wait, or lower --group-size",
+                count,
+                WINDOW,
+                planned,
+            )
+        elif count < SELDOM * WINDOW:
+            self._is_logged = False
+
 
 class Groups(Protocol[RequestT, OutputT]):
     """Where groups run."""
 
     allocator: Allocator
+
+    @property
+    def observers(self) -> GroupObserver:
+        """What is notified of groups."""
+        ...
 
     def collect(
         self, spec: GroupSpec[RequestT], on_end: Callable[[], None], ticket: Ticket
@@ -82,7 +124,9 @@ class _Seat(Generic[RequestT, OutputT]):
 class GroupJoiner(Generic[RequestT, OutputT]):
     """Find a group for each single request.
 
-    ``timeout``: seconds without a further request after which a group is closed short.
+    ``timeout``: seconds without a further request after which a group is closed short. One that has a name waits while
+    other single requests come, at most `NAMED_TIMEOUTS` times as long: in a pool of trajectories, a request of the
+    group may come only when another trajectory has ended.
     """
 
     def __init__(self, groups: Groups[RequestT, OutputT], timeout: float) -> None:
@@ -90,6 +134,12 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self._timeout = timeout
         self._groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
         self._draining = False
+        self._last_activity = -math.inf
+        self._short = ShortGroups()
+
+    def note_activity(self) -> None:
+        """Record that a single request came, joined or not."""
+        self._last_activity = asyncio.get_running_loop().time()
 
     async def join(self, request: JoinRequest[RequestT], on_join: Callable[[str], None]) -> OutputT:
         """Wait for the trajectory of one request; ``on_join`` is called with its group's id.
@@ -138,7 +188,14 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         for group in groups:
             if (vacant := group.take_vacant(request.request_id)) is not None:
                 return group, vacant
-        group = _JoinedGroup(self._runner, request, self._timeout, lambda: self._remove(request.join_key, group))
+        group = _JoinedGroup(
+            self._runner,
+            request,
+            self._timeout,
+            lambda: self._remove(request.join_key, group),
+            lambda: self._last_activity,
+            self._short,
+        )
         groups.append(group)
         seat = group.add(request)
         if self._draining:
@@ -160,7 +217,13 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         first: JoinRequest[RequestT],
         timeout: float,
         on_end: Callable[[], None],
+        last_activity: Callable[[], float],
+        short: "ShortGroups",
     ) -> None:
+        self._observer = groups.observers
+        self._is_named = first.name is not None
+        self._last_activity = last_activity
+        self._short = short
         self.group_id = f"group-{first.request_id}"
         self._allocator = groups.allocator
         self._plan = first.plan
@@ -201,8 +264,20 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         if len(self._seats) == self._plan.size:
             self._closed.set()
         else:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._closed.set)
+            self._wait_for_more(asyncio.get_running_loop().time())
         return seat
+
+    def _wait_for_more(self, since: float) -> None:
+        """Close the group when no request has come since that time for as long as it is waited for."""
+        loop = asyncio.get_running_loop()
+        end, now = since + self._timeout, loop.time()
+        if self._is_named:
+            end = min(self._last_activity() + self._timeout, since + NAMED_TIMEOUTS * self._timeout)
+            end = max(end, since + self._timeout)
+        if end <= now:
+            self._closed.set()
+        else:
+            self._timer = loop.call_at(end, self._wait_for_more, since)
 
     def close_short(self) -> None:
         """Wait for no further request, and start no extra candidates. Harmless if the group is closed already."""
@@ -269,6 +344,9 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         plan = self._plan if len(self._seats) == self._plan.size else self._plan.shrunk(len(self._seats))
         allocation, max_candidates = Allocation(plan.size), 0
         if self._start_extras:
+            full = plan.size == self._plan.size
+            self._observer.group_sealed(full=full)
+            self._short.add(full=full, planned=self._plan.size)
             allocation = await self._allocator.allocate(plan, self._prompt_key)
             if not self._run.has_ended:
                 allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))

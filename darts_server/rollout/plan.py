@@ -1,5 +1,6 @@
 """Plan how a request is served, before anything starts."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -41,12 +42,20 @@ class Limits:
 
     ``group_size``: the only size that shaped requests may have, and the size of groups joined from single requests;
     ``None``: any size, and single requests are joined only if they name a size. ``joins_later_turns``: whether requests
-    that continue a trajectory are joined, too.
+    that continue a trajectory are joined, too. ``group_pattern``: matches sessions that name their group, which is what
+    its first group matches.
     """
 
     max_group_size: int
     group_size: int | None = None
     joins_later_turns: bool = False
+    group_pattern: re.Pattern[str] | None = None
+
+    def group_name(self, session: str | None) -> str | None:
+        """The name of the group that a session's name has in it, if any."""
+        if self.group_pattern is None or session is None or (match := self.group_pattern.fullmatch(session)) is None:
+            return None
+        return match[1] or None
 
     def joins(self, kind: TurnKind) -> bool:
         """Whether a single request is joined to a group. One that is not sampled to be trained on never waits."""

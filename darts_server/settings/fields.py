@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from darts_server.settings.value_types import HOSTS, NAMES, DetectAt, LogFormat, LogLevel, Policy
+from darts_server.settings.value_types import HOSTS, NAMES, DetectAt, GroupPattern, LogFormat, LogLevel, Policy
 
 ENV_PREFIX = "DARTS_"
 RUNTIME = object()
@@ -105,7 +105,13 @@ class Settings(BaseSettings):
         5.0,
         ge=0,
         le=600,
-        description="Seconds without another request after which single requests form a group even if it is not full.",
+        description="Seconds without another request after which single requests form a group even if it is not full. "
+        "A group with a name waits up to twelve times as long, as long as others send single requests.",
+    )
+    group_pattern: GroupPattern = Field(
+        "(.+)_[0-9]+",
+        description="Regular expression for sessions whose name contains that of their group: what its parentheses "
+        "match. Default: SkyRL's. An empty one names no groups.",
     )
     max_group_size: Runtime[int] = Field(1024, ge=1, le=16384, description="Maximum n of a request.")
     cohort_window: float = Field(

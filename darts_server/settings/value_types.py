@@ -1,8 +1,9 @@
 """Types of the values of settings."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 from pydantic_settings import NoDecode
 
 HOSTS = r"^$|^[^\s,/@]+(,[^\s,/@]+)*$"
@@ -45,3 +46,16 @@ def _detection_points(value: object) -> object:
 
 
 DetectAt = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_detection_points)]
+
+
+def _group_pattern(text: str) -> str:
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        raise ValueError(f"must be a regular expression: {error}") from error
+    if text and groups != 1:
+        raise ValueError(f"must have one pair of parentheses, for the group's name, got {groups}")
+    return text
+
+
+GroupPattern = Annotated[str, AfterValidator(_group_pattern)]

@@ -27,7 +27,8 @@ def make_turn(
     return Turn(
         (prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None) or (),
         history,
-        None if name is None else f"{caller}/{name}",
+        name,
+        caller,
         opens_session=own_session is not None,
         greedy=params.temperature == 0,
         scoring=_is_scoring(params),

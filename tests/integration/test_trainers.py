@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from darts_server.demo.server import Server
-from tests.integration.trainer_requests import FORMS, Trajectory, completions, read_answer, text_chat
+from tests.integration.trainer_requests import FORMS, Trajectory, completions, read_answer, text_chat, tokens_route
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE = 4
@@ -91,3 +91,16 @@ async def test_a_history_with_an_answer_of_ours_runs_alone_and_one_with_examples
         posts = (client.post(f"/{path}", json=body | {"messages": later}, headers=GROUP) for _ in range(SIZE))
         assert {a.status_code for a in await asyncio.gather(*posts)} == {200}
         assert groups(server) == before + (0 if is_ours else 1)
+
+
+async def test_sessions_of_skyrl_name_their_groups_also_if_two_have_the_same_prompt(server: Server) -> None:
+    path, body, _ = tokens_route(Trajectory("u", 0, PROMPT, [7, 8, 9, 10, 13]))
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        sessions = [f"{uid}_{rep}" for rep in range(SIZE) for uid in ("scarlet", "navy")]
+        posts = (client.post(f"/{path}", json=body, headers=GROUP | {"X-Session-ID": name}) for name in sessions)
+        answers = await asyncio.gather(*posts)
+        for uid in ("scarlet", "navy"):
+            ids = {a.headers["X-Darts-Group-Id"] for a, name in zip(answers, sessions, strict=True) if uid in name}
+            assert len(ids) == 1
+            [group] = (await client.get(f"/darts/v1/groups/{uid}")).json()["groups"]
+            assert (group["group_id"], group["group_size"]) == (ids.pop(), SIZE)

@@ -84,6 +84,7 @@ def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_
     assert ("darts_groups_total", "failed") in before
     metrics.candidates_started(3)
     metrics.single_request_classified(TurnKind.OPENING)
+    metrics.group_sealed(full=True)
     metrics.group_ended(record())
     assert counted(registry) == before
     labels = {label for family in registry.collect() for sample in family.samples for label in sample.labels}
@@ -95,6 +96,7 @@ def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_
         "deadline",
         "explored",
         "matched",
+        "full",
         "turn",
         "zero_variance",
         "le",

@@ -26,14 +26,15 @@ KEPT_ANSWERS = 65_536
 class Turn:
     """One request, and what shows which trajectory it belongs to.
 
-    ``session``: its trajectory's name. ``opens_session``: whether the caller chose that name for us, so that the first
-    request of a session opens a trajectory whatever else it looks like. ``greedy``, ``scoring``: whether it samples
-    nothing, or generates nothing to be trained on.
+    ``session``: its trajectory's name, among those of ``caller``. ``opens_session``: whether the caller chose that name
+    for us, so that the first request of a session opens a trajectory whatever else it looks like. ``greedy``,
+    ``scoring``: whether it samples nothing, or generates nothing to be trained on.
     """
 
     token_ids: Sequence[int] = ()
     history: ChatHistory | None = None
     session: str | None = None
+    caller: str | None = None
     opens_session: bool = False
     greedy: bool = False
     scoring: bool = False
@@ -47,7 +48,7 @@ class Turns:
     def __init__(self, kept: int = KEPT_ANSWERS) -> None:
         self._kept = kept
         self._sequences = TokenIndex(kept)
-        self._sessions: OrderedDict[str, int] = OrderedDict()  # name -> key of the opening prompt
+        self._sessions: OrderedDict[tuple[str | None, str], int] = OrderedDict()  # -> hash of the opening prompt
         self._messages: OrderedDict[bytes, None] = OrderedDict()
 
     def classify(self, turn: Turn) -> TurnKind:
@@ -57,7 +58,7 @@ class Turns:
         if turn.greedy:
             return TurnKind.GREEDY
         if turn.session is not None:
-            opening = self._sessions.get(turn.session)
+            opening = self._sessions.get((turn.caller, turn.session))
             if opening is not None and opening != hash_of(self._hashes(turn)):
                 return TurnKind.SESSION
             if turn.opens_session:
@@ -73,7 +74,7 @@ class Turns:
         if turn.scoring:
             return
         if turn.session is not None:
-            self._add_session(turn.session, hash_of(self._hashes(turn)))
+            self._add_session((turn.caller, turn.session), hash_of(self._hashes(turn)))
         if token_ids:
             self._sequences.add(self._hashes(turn), token_ids)
         if turn.history is not None and text:
@@ -88,7 +89,7 @@ class Turns:
             turn.hashes = self._sequences.prefix_hashes(turn.token_ids)
         return turn.hashes
 
-    def _add_session(self, session: str, opening: int) -> None:
+    def _add_session(self, session: tuple[str | None, str], opening: int) -> None:
         self._sessions.setdefault(session, opening)
         self._sessions.move_to_end(session)
         if len(self._sessions) > self._kept:
