@@ -112,6 +112,7 @@ class GroupRoulette:
         self._lengths = forecast.lengths
         rate = forecast.pass_rate
         self._pass_rate = None if rate is None else min(max(rate, LEAST_RATE), 1 - LEAST_RATE)
+        self._end_rates: dict[int, float] = {}  # by tokens: few, as all candidates come to the same checkpoints
         self._start = self._end_rate(0)
         self._survival: dict[int, float] = {}
         self._value: dict[int, float] = {}
@@ -139,7 +140,11 @@ class GroupRoulette:
 
     def _end_rate(self, tokens: int) -> float:
         """Return G; 1 where lengths are unknown."""
-        return 1.0 if self._lengths is None else end_rate(self._lengths, tokens, self._loss)
+        if self._lengths is None:
+            return 1.0
+        if (rate := self._end_rates.get(tokens)) is None:
+            rate = self._end_rates[tokens] = end_rate(self._lengths, tokens, self._loss)
+        return rate
 
     def _choose_checkpoints(self) -> tuple[int, ...]:
         if self._lengths is None:

@@ -192,6 +192,20 @@ def test_candidates_have_their_own_survival() -> None:
     assert roulette.at_score(0, 20, 1.0, NoRecord()) == 1, "it is contained in what came before"
 
 
+def test_a_rate_is_computed_once_for_all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+
+    def counted(lengths: Floats, tokens: int, loss: Loss) -> float:
+        computed.append(tokens)
+        return end_rate(lengths, tokens, loss)
+
+    group = GroupRoulette(Roulette(loss=Loss.SEQUENCE), forecast(1000 * log_normal(1.4)))
+    monkeypatch.setattr("darts_server.policy.pruning.roulette.end_rate", counted)
+    survivals = {group.at_checkpoint(index, 5001) for index in range(1024)}
+    assert len(survivals) == 1
+    assert computed == [5001], "an event of a thousand candidates must not hold the event loop"
+
+
 @pytest.mark.parametrize("least", [0.0, -0.1, 1.1])
 def test_minimums_out_of_range_are_refused(least: float) -> None:
     with pytest.raises(ValueError, match="min_survival"):
