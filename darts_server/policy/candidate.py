@@ -117,13 +117,15 @@ class Candidate:
     def sample_survival(self, survival: float, tokens: int) -> bool:
         """Decide with probability ``survival`` whether to keep the candidate, given that it was kept so far.
 
-        ``tokens``: those that the probability was computed from.
+        ``tokens``: those that the probability was computed from. A score may be of fewer than an earlier checkpoint:
+        hidden states come late. The candidate has generated at least as many as there, so these are recorded.
 
         One random number serves all scores of a candidate: given that it is below the product so far, it is uniform
         below that, so it falls below the product with ``survival`` with exactly this probability.
         """
         if survival < 1:
-            self.checkpoints.append(Checkpoint(tokens, survival, self.quality))
+            generated = max([tokens, *(c.tokens for c in self.checkpoints[-1:])])
+            self.checkpoints.append(Checkpoint(generated, survival, self.quality))
         self.survival *= survival
         return self.survival_draw < self.survival
 

@@ -115,6 +115,13 @@ def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
     assert not c.sample_survival(0.7, 9)
 
 
+def test_checkpoints_are_in_order_although_a_score_of_fewer_tokens_comes_late() -> None:
+    c = candidate()
+    for tokens in (6, 4, 7):
+        assert c.sample_survival(0.5, tokens)
+    assert [point.tokens for point in c.checkpoints] == [6, 6, 7]
+
+
 @pytest.mark.parametrize("state", [State.REQUESTED, State.RUNNING])
 @pytest.mark.parametrize("event", [Failed(0, RuntimeError()), Lost(0)])
 def test_a_failed_candidate_is_discarded_as_failed(state: State, event: CandidateEvent) -> None:
