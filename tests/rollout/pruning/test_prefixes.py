@@ -1,12 +1,14 @@
 """Batches that return what pruned candidates had generated."""
 
+import asyncio
+
 import pytest
 
-from darts_server.engine.scripted import ScriptedEngine
+from darts_server.engine.scripted import ScriptedEngine, settle
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.resources.rollouts_models import GroupOut
-from darts_server.rollout.batches.submission import BatchRequest
-from darts_server.types import Checkpoint, PromptSpec
+from darts_server.rollout.batches.submission import BatchRequest, GroupResult
+from darts_server.types import Checkpoint, DiscardReason, PromptSpec
 from tests.rollout.batches.test_submission import play
 from tests.rollout.helpers import Harness
 from tests.rollout.pruning.fake_scorer import EarlyStateEngine, FakeScorer, create_script
@@ -39,6 +41,28 @@ async def test_a_pruned_candidate_is_returned_up_to_where_it_was_pruned(engine: 
     assert (partial.trajectory_id, len(partial.token_ids), partial.survival) == (f"{result.group_id}:0", 4, PRUNED)
     assert [point.model_dump() for point in partial.checkpoints] == [{"tokens": 4, "survival": PRUNED, "value": 0.75}]
     assert [t.checkpoints for t in out.trajectories] == [[]] * 3, "they were certain to be kept"
+
+
+async def test_candidates_pruned_before_a_restart_are_not_returned() -> None:
+    harness = house(FakeScorer(4))
+    submission = await submit_under(harness, "arrol", request(partial=True))
+
+    async def collect() -> list[GroupResult]:
+        return [result async for result in submission.results()]
+
+    waiting = asyncio.create_task(collect())
+    await settle()
+    for _ in range(6):
+        await harness.engine.step()
+    await harness.rollouts.suspend()
+    harness.rollouts.resume()
+    await settle()
+    await harness.engine.run()
+    [result] = await waiting
+    assert result.record is not None
+    assert result.record.candidates[0].reason is DiscardReason.PRUNED
+    assert result.record.restarted_from == 4
+    assert result.prefixes == {}, "no weights stand for those that were kept then"
 
 
 async def test_prefixes_have_log_probs_where_the_engine_computes_them() -> None:
