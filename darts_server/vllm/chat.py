@@ -11,17 +11,18 @@ def is_response_request(request: Any) -> bool:
     return hasattr(request, "input") and hasattr(request, "previous_response_id")
 
 
-def read_history(request: Any) -> ChatHistory | None:
-    """Read the chat of a request; ``None`` without one."""
+def read_history(request: Any, caller: str = "") -> ChatHistory | None:
+    """Read the chat of a request; ``None`` without one. ``caller``: the key's name."""
     if is_response_request(request):
         items = request.input
-        return ChatHistory([{"role": "user", "content": items}] if isinstance(items, str) else _to_messages(items))
+        opening = [{"role": "user", "content": items}] if isinstance(items, str) else _to_messages(items)
+        return ChatHistory(opening, caller)
     messages = getattr(request, "messages", None)
     if not isinstance(messages, list) or not all(isinstance(message, MutableMapping) for message in messages):
         return None
     for message in messages:
         _make_lists(message)
-    return ChatHistory(messages)
+    return ChatHistory(messages, caller)
 
 
 def answered_messages(answer: Any) -> Iterable[Message]:

@@ -84,7 +84,7 @@ class ShapingLLM(ControlledLLM):
         if self.rollouts is None or isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             ticket = self._admit_unshaped(sampling_params.n)
             return _releasing(self._generate_unshaped(prompt, sampling_params, request_id, options, ticket), ticket)
-        turn = make_turn(request, current_history(), shaping.session, current_session(), caller.get().name)
+        turn = make_turn(request, current_history(), shaping, current_session(), caller.get().name)
         plan = self.rollouts.plan(sampling_params.n, shaping, turn)
         if sampling_params.n == 1:
             self.rollouts.joiner.note_activity()

@@ -12,7 +12,7 @@ from starlette.datastructures import State
 from darts_server.exceptions import InvalidRequest
 from darts_server.identifiers import check_name
 from darts_server.rollout.turns.chat_history import ChatHistory, Message
-from darts_server.serving.admission import Ticket
+from darts_server.serving.admission import Ticket, caller
 from darts_server.types import RequestOptions
 from darts_server.vllm.chat import answered_messages, is_response_request, read_history
 from darts_server.vllm.compat import GENERATION_HANDLERS
@@ -144,7 +144,7 @@ class _Gate:
         if getattr(request, "use_beam_search", False):
             search = BeamSearch(_count_beams(request))
             _check_unshaped(options, read_xargs(request))
-        return _Context(options, search, read_history(request), _read_session(headers))
+        return _Context(options, search, read_history(request, caller.get().name or ""), _read_session(headers))
 
     def close(self, context: "_Context", answer: Any, raw_request: Any) -> None:
         """Record the answer of a handler."""

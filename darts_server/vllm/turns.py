@@ -7,8 +7,10 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from darts_server.rollout.plan import OFF
 from darts_server.rollout.turns.chat_history import ChatHistory
 from darts_server.rollout.turns.turns import Turn, Turns
+from darts_server.types import RequestOptions
 from darts_server.vllm.prompt_request import PromptRequest
 
 SCORING_FIELDS = ("prompt_logprobs", "prompt_logprob_token_ids")
@@ -17,21 +19,26 @@ SCORING_FIELDS = ("prompt_logprobs", "prompt_logprob_token_ids")
 def make_turn(
     request: PromptRequest,
     history: ChatHistory | None,
-    own_session: str | None,
+    shaping: RequestOptions,
     session: str | None,
     caller: str | None,
 ) -> Turn:
-    """``own_session``: by our own option. ``session``: by a header that trainers send. ``caller``: the key's name."""
+    """``session``: by a header that trainers send. ``caller``: the key's name.
+
+    Evaluation has no sessions: trainers name those by prompts' numbers too, and training's first prompts would look
+    like later turns of them.
+    """
     prompt, params = request.prompt, request.params
-    name = own_session or request.options.get("session_id") or session
+    name = shaping.session or request.options.get("session_id") or session
+    is_greedy = params.temperature == 0
     return Turn(
         (prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None) or (),
         history,
-        name,
-        caller,
-        opens_session=own_session is not None,
-        greedy=params.temperature == 0,
+        None if is_greedy or shaping.policy == OFF else name,
+        opens_session=shaping.session is not None,
+        greedy=is_greedy,
         scoring=_is_scoring(params),
+        caller=caller or "",
     )
 
 
@@ -44,12 +51,14 @@ async def remember_answers(
     async with aclosing(outputs):
         async for output in outputs:
             for completion in output.outputs:
+                if completion.finish_reason is None and not is_delta:
+                    continue
                 tokens, texts = earlier.pop(completion.index, ([], [])) if is_delta else ([], [])
                 tokens.extend(completion.token_ids)
                 texts.append(completion.text)
                 if completion.finish_reason is not None:
                     turns.add_answer(turn, tokens, "".join(texts))
-                elif is_delta:
+                else:
                     earlier[completion.index] = tokens, texts
             yield output
 

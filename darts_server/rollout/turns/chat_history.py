@@ -21,12 +21,12 @@ class ChatHistory:
     """The messages of one request.
 
     ``answers``: keys of the assistant's messages. A key stands for a message and all those before it, so that a short
-    answer such as "4" in the examples of a prompt is not mistaken for one of ours.
+    answer such as "4" in the examples of a prompt is not mistaken for one of ours. Keys of different callers differ.
     """
 
-    def __init__(self, messages: Iterable[Message]) -> None:
+    def __init__(self, messages: Iterable[Message], caller: str = "") -> None:
         self.answers: list[bytes] = []
-        self._digest = blake2b(digest_size=KEY_BYTES)
+        self._digest = blake2b(f"{caller}\0".encode(), digest_size=KEY_BYTES)
         for message in messages:
             role, text = str(message.get("role")), _text(message)
             if role == ASSISTANT:
@@ -70,6 +70,7 @@ def _call(call: object) -> str:
     if not isinstance(function, Mapping):
         return ""
     arguments = function.get("arguments")
-    with suppress(ValueError):  # the model wrote no JSON
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return f"{function.get('name')}{json.dumps(arguments, sort_keys=True, default=str)}"
+    with suppress(ValueError, RecursionError):  # the model wrote no JSON, or nested it thousands of times
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.dumps(parsed, sort_keys=True, default=str)
+    return f"{function.get('name')}{arguments}"

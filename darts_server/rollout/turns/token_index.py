@@ -38,13 +38,13 @@ class TokenIndex:
         """Return the hashes of all prefixes of a sequence, from its first token to all of it."""
         return self._terms(tokens, 0).cumsum(dtype=np.uint64)
 
-    def add(self, prompt: Hashes, answer: Sequence[int]) -> None:
+    def add(self, prompt: int, length: int, answer: Sequence[int]) -> None:
         """Add a prompt with its answer; the oldest sequence is dropped if there are too many.
 
-        ``prompt``: the hashes of its prefixes.
+        ``prompt``: its hash. ``length``: its tokens.
         """
-        terms = self._terms(answer, len(prompt))
-        key = (hash_of(prompt) + int(terms.sum(dtype=np.uint64))) & MASK
+        terms = self._terms(answer, length)
+        key = (prompt + int(terms.sum(dtype=np.uint64))) & MASK
         if key in self._known:
             self._known.move_to_end(key)
             return

@@ -7,12 +7,17 @@ request continues a trajectory if
 * its tokens begin with a prompt and an answer to it; or
 * its chat history has an answer to the messages before it.
 
-All answers count, shaped or not. The newest are kept.
+All answers to the same caller count, shaped or not. The newest are kept.
 """
 
+import logging
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
 
 from darts_server.rollout.turns.chat_history import ChatHistory, Message
 from darts_server.rollout.turns.token_index import Hashes, TokenIndex, hash_of
@@ -20,35 +25,55 @@ from darts_server.types import TurnKind
 
 KEPT_ANSWERS = 65_536
 """Eight steps of 1,024 groups of eight trajectories."""
+SESSION_IDLE_S = 600.0
+"""After this time without an answer a session is forgotten. Many trainers make names of numbers of prompts, which come
+again with other prompts: in another run, or another data set."""
+SUSPICIOUS_ANSWERS = 2000
+"""More than the turns of all trajectories of a group."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Turn:
     """One request, and what shows which trajectory it belongs to.
 
-    ``session``: its trajectory's name, among those of ``caller``. ``opens_session``: whether the caller chose that name
-    for us, so that the first request of a session opens a trajectory whatever else it looks like. ``greedy``,
+    ``caller``: whose answers count. ``session``: its trajectory's name. ``opens_session``: whether the caller chose
+    that name for us, so that the first request of a session opens a trajectory whatever else it looks like. ``greedy``,
     ``scoring``: whether it samples nothing, or generates nothing to be trained on.
     """
 
     token_ids: Sequence[int] = ()
     history: ChatHistory | None = None
     session: str | None = None
-    caller: str | None = None
     opens_session: bool = False
     greedy: bool = False
     scoring: bool = False
-    hashes: Hashes | None = field(default=None, repr=False)
-    """Of the prefixes of ``token_ids``, when they were needed once."""
+    caller: str = ""
+    prompt_hash: int | None = field(default=None, repr=False)
+    """Of ``token_ids``, when it was needed once."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """``opening``: hash of the prompt that had its first answer. ``used_at``: time of the newest one."""
+
+    opening: int
+    used_at: float
+    answers: int = 0
 
 
 class Turns:
-    """Remember the newest ``kept`` answers, and recognise requests that go on from them."""
+    """Remember the newest ``kept`` answers, and recognise requests that go on from them.
 
-    def __init__(self, kept: int = KEPT_ANSWERS) -> None:
+    ``clock``: monotonic seconds.
+    """
+
+    def __init__(self, kept: int = KEPT_ANSWERS, clock: Callable[[], float] = time.monotonic) -> None:
         self._kept = kept
+        self._clock = clock
         self._sequences = TokenIndex(kept)
-        self._sessions: OrderedDict[tuple[str | None, str], int] = OrderedDict()  # -> hash of the opening prompt
+        self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()  # by caller and name; oldest use first
         self._messages: OrderedDict[bytes, None] = OrderedDict()
 
     def classify(self, turn: Turn) -> TurnKind:
@@ -57,13 +82,15 @@ class Turns:
             return TurnKind.SCORING
         if turn.greedy:
             return TurnKind.GREEDY
+        hashes = self._prefix_hashes(turn)
         if turn.session is not None:
-            opening = self._sessions.get((turn.caller, turn.session))
-            if opening is not None and opening != hash_of(self._hashes(turn)):
+            self._drop_idle_sessions()
+            session = self._sessions.get((turn.caller, turn.session))
+            if session is not None and session.opening != hash_of(hashes):
                 return TurnKind.SESSION
             if turn.opens_session:
                 return TurnKind.OPENING
-        if self._sequences.holds_prefix(self._hashes(turn)):
+        if self._sequences.holds_prefix(hashes):
             return TurnKind.TOKENS
         if turn.history is not None and any(key in self._messages for key in turn.history.answers):
             return TurnKind.HISTORY
@@ -73,10 +100,11 @@ class Turns:
         """Remember an answer to a request."""
         if turn.scoring:
             return
+        prompt_hash = hash_of(self._prefix_hashes(turn)) if turn.prompt_hash is None else turn.prompt_hash
         if turn.session is not None:
-            self._add_session((turn.caller, turn.session), hash_of(self._hashes(turn)))
-        if token_ids:
-            self._sequences.add(self._hashes(turn), token_ids)
+            self._add_session(turn.caller, turn.session, prompt_hash)
+        if token_ids and turn.token_ids:  # a prompt of embeddings has none
+            self._sequences.add(prompt_hash, len(turn.token_ids), token_ids)
         if turn.history is not None and text:
             self._add_keys(turn.history.keys_of(text))
 
@@ -84,15 +112,32 @@ class Turns:
         """Remember answers to a chat as their caller gets them: reasoning and tool calls are parsed."""
         self._add_keys(map(history.key_of, messages))
 
-    def _hashes(self, turn: Turn) -> Hashes:
-        if turn.hashes is None:
-            turn.hashes = self._sequences.prefix_hashes(turn.token_ids)
-        return turn.hashes
+    def _prefix_hashes(self, turn: Turn) -> Hashes:
+        """Only the last one is kept with the turn: all of a long prompt's are hundreds of kilobytes."""
+        salt = int.from_bytes(blake2b(turn.caller.encode(), digest_size=8).digest())
+        hashes = self._sequences.prefix_hashes(turn.token_ids) + np.uint64(salt)
+        turn.prompt_hash = hash_of(hashes)
+        return hashes
 
-    def _add_session(self, session: tuple[str | None, str], opening: int) -> None:
-        self._sessions.setdefault(session, opening)
-        self._sessions.move_to_end(session)
+    def _add_session(self, caller: str, name: str, opening: int) -> None:
+        self._drop_idle_sessions()
+        session = self._sessions.setdefault((caller, name), _Session(opening, 0))
+        session.used_at = self._clock()
+        session.answers += 1
+        if session.answers == SUSPICIOUS_ANSWERS:
+            logger.warning(
+                "session %r had %d answers; its requests are not put into groups, but for those with its first prompt. "
+                "If the name stands for a worker or a run, do not send it",
+                name,
+                session.answers,
+            )
+        self._sessions.move_to_end((caller, name))
         if len(self._sessions) > self._kept:
+            self._sessions.popitem(last=False)
+
+    def _drop_idle_sessions(self) -> None:
+        limit = self._clock() - SESSION_IDLE_S
+        while self._sessions and next(iter(self._sessions.values())).used_at < limit:
             self._sessions.popitem(last=False)
 
     def _add_keys(self, keys: Iterable[bytes]) -> None:

@@ -53,10 +53,25 @@ def test_a_tool_call_is_found_again_in_whatever_form_its_arguments_are(arguments
     assert ChatHistory(OPENING).key_of(answered) in history_after(later).answers
 
 
-@pytest.mark.parametrize("calls", [[{"function": {"name": "add", "arguments": "{"}}], [{}], [None], "no list"])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [{"function": {"name": "add", "arguments": "{"}}],
+        [{"function": {"arguments": "[" * 200_000}}],
+        [{}],
+        [None],
+        "no list",
+    ],
+)
 def test_a_malformed_tool_call_is_no_error(calls: object) -> None:
     message = {"role": "assistant", "content": [None, 3], "tool_calls": calls}
     assert ChatHistory(OPENING).key_of(message) in history_after(message).answers
+
+
+def test_keys_of_different_callers_differ() -> None:
+    later = ChatHistory([*OPENING, {"role": "assistant", "content": "4"}], "a")
+    assert set(ChatHistory(OPENING, "a").keys_of("4")) & set(later.answers)
+    assert not set(ChatHistory(OPENING, "b").keys_of("4")) & set(later.answers)
 
 
 def test_images_count_by_their_type() -> None:

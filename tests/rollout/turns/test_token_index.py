@@ -1,14 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.rollout.turns.token_index import TokenIndex
+from darts_server.rollout.turns.token_index import TokenIndex, hash_of
 
 TOKENS = st.lists(st.integers(0, 3), max_size=6)
 KNOWN = st.lists(st.tuples(TOKENS, TOKENS.filter(bool)))
 
 
 def add(index: TokenIndex, prompt: list[int], answer: list[int]) -> None:
-    index.add(index.prefix_hashes(prompt), answer)
+    index.add(hash_of(index.prefix_hashes(prompt)), len(prompt), answer)
 
 
 def holds_prefix(index: TokenIndex, tokens: list[int]) -> bool:

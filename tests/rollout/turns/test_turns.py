@@ -83,6 +83,42 @@ def test_scoring_is_no_turn_and_greedy_answers_are() -> None:
     assert turns.classify(turn([*PROMPT, 8, 1])) is TurnKind.TOKENS
 
 
+def test_answers_to_other_callers_do_not_count() -> None:
+    turns = Turns()
+    turns.add_answer(turn(PROMPT, "s", caller="a"), ANSWER)
+    later = [*PROMPT, *ANSWER, 1]
+    assert turns.classify(turn(later, caller="b")) is TurnKind.OPENING
+    assert turns.classify(turn(later, "s", caller="b")) is TurnKind.OPENING
+    assert turns.classify(turn(later, caller="a")) is TurnKind.TOKENS
+    assert turns.classify(turn([1], "s", caller="a")) is TurnKind.SESSION
+
+
+def test_an_idle_session_is_forgotten_so_that_a_later_run_may_use_its_name() -> None:
+    now = 0.0
+    turns = Turns(clock=lambda: now)
+    turns.add_answer(turn(PROMPT, "0_0"), ANSWER)
+    now = 500.0
+    turns.add_answer(turn([1], "0_0"), ANSWER)
+    now = 1000.0
+    assert turns.classify(turn([2], "0_0")) is TurnKind.SESSION
+    now = 1101.0
+    assert turns.classify(turn([2], "0_0")) is TurnKind.OPENING
+
+
+def test_a_session_with_thousands_of_answers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    turns = Turns()
+    for i in range(5000):
+        turns.add_answer(turn([i], "worker"), ANSWER)
+    [record] = caplog.records
+    assert "'worker' had 2000 answers" in record.message
+
+
+def test_answers_to_embeddings_say_nothing_of_tokens() -> None:
+    turns = Turns()
+    turns.add_answer(turn([]), ANSWER)
+    assert turns.classify(turn([*ANSWER, 1])) is TurnKind.OPENING
+
+
 def test_memory_is_bounded() -> None:
     turns = Turns(kept=10)
     for i in range(100):
