@@ -1,4 +1,3 @@
-import re
 
 import pytest
 
@@ -31,10 +30,8 @@ def test_the_planner_follows_the_settings() -> None:
     assert (uniform.redundancy, uniform.num_longest) == (2, 3)
     assert uniform.tail is Tail.LONGEST
     assert [shaping(planner, name).adaptive for name in ("uniform", "darts")] == [False, True]
-    assert (planner.default_policy, planner.limits) == (
-        "off",
-        Limits(1024, 16, group_pattern=re.compile("(.+)_[0-9]+")),
-    )
+    assert (planner.default_policy, planner.limits) == ("off", Limits(1024, 16))
+    assert make_planner(load({"group_pattern": "(.+)_[0-9]+"}, None)).limits.group_name("17_3") == "17"
 
 
 def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:

@@ -109,9 +109,9 @@ class Settings(BaseSettings):
         "A group with a name waits up to twelve times as long, as long as others send single requests.",
     )
     group_pattern: GroupPattern = Field(
-        "(.+)_[0-9]+",
+        "",
         description="Regular expression for sessions whose name contains that of their group: what its parentheses "
-        "match. Default: SkyRL's. An empty one names no groups.",
+        "match, so (.+)_[0-9]+ for SkyRL's. Default: sessions name no groups.",
     )
     max_group_size: Runtime[int] = Field(1024, ge=1, le=16384, description="Maximum n of a request.")
     cohort_window: float = Field(

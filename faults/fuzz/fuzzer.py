@@ -22,6 +22,8 @@ from faults.fuzz.watch import HealthWatch, megabytes
 
 EXAMPLES = 100
 """Of a round. A round's seed repeats it."""
+ROUND_REQUESTS = 500
+"""More than a round usually sends."""
 CHECK_EVERY = 25
 """Examples between two checks that wait until the server is idle."""
 SHRINK_SECONDS = 45.0
@@ -78,7 +80,7 @@ class Failure:
         where = f" of {self.violation.route}" if self.violation.route else ""
         again = "" if self.is_reproduced else " (once, not when it was sent again)"
         lines = [f"{self.violation.kind}{where}{again}: {self.violation.detail}"]
-        lines.append(f"  the whole round: python -m faults.fuzz --seed {self.seed} --requests 1")
+        lines.append(f"  the whole round: python -m faults.fuzz --seed {self.seed} --requests {ROUND_REQUESTS}")
         return "\n".join([*lines, *(f"  {command}" for command in self.commands)])
 
 

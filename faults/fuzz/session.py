@@ -180,8 +180,7 @@ class Session:
         routes = {request.route for request in example if request.method != "GET"}
         violations: list[Violation] = []
         if routes & {"/pause", "/sleep", "/resume", "/wake_up"}:
-            for path in ("/wake_up", "/resume"):
-                await self._client.post(path, timeout=ANSWER_SECONDS)
+            await self._resume()
         if "/start_weight_update" in routes:
             await self._client.post("/finish_weight_update", json={}, timeout=ANSWER_SECONDS)
             await self._client.post("/resume", timeout=ANSWER_SECONDS)
@@ -190,14 +189,16 @@ class Session:
         for task in (late := [task for task in tasks if not task.done()]):
             task.cancel()
         if late:
-            violations.append(
-                Violation("no answer", "", f"{len(late)} requests have none after {ANSWER_SECONDS:.0f} s")
-            )
+            paused = (await self._client.get("/is_paused", timeout=ANSWER_SECONDS)).text
+            detail = f"{len(late)} requests have none after {ANSWER_SECONDS:.0f} s; /is_paused: {paused[:MAX_DETAIL]}"
+            violations.append(Violation("no answer", "", detail))
             await asyncio.wait(late)
         for task in set(tasks) - set(late):
             task.result()  # raises what is wrong here, not in the server
         if routes & set(WEIGHT_UPDATES):
             violations += await self._restore_weights()
+        if any(answer.error == LEFT and answer.request.route in ("/pause", "/sleep") for answer in self.answers):
+            await self._resume()  # one whose caller left may have waited for an update, and come after the first
         if POLICY in routes:
             await self._expect("PATCH", POLICY, json=self._policy)
         if STATES in routes:
@@ -205,6 +206,10 @@ class Session:
                 violations.append(Violation("not served", f"PUT {STATES}", "a group after the state was restored"))
             await self._expect("PUT", STATES, content=self.state)
         return violations
+
+    async def _resume(self) -> None:
+        for path in ("/wake_up", "/resume"):
+            await self._client.post(path, timeout=ANSWER_SECONDS)
 
     async def _restore_weights(self) -> list[Violation]:
         began = time.monotonic()
