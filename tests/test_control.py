@@ -1,4 +1,3 @@
-
 import pytest
 
 from darts_server.control import Control, make_planner
