@@ -228,7 +228,8 @@ class _Simulation:
         """Go on to the engine's next step at which anything may happen, and let it happen."""
         engine.advance(int(self._steps[engine]))
         wakes = self._wakes[engine]
-        while True:
+        is_due = True
+        while is_due:
             while self._missing and wakes and wakes[0][0] <= engine.step:
                 step, number = heappop(wakes)
                 member = self._members[number]
@@ -238,8 +239,7 @@ class _Simulation:
             if not self._missing:
                 return
             self._schedule(engine)
-            if not wakes or wakes[0][0] > engine.step:
-                return
+            is_due = bool(wakes) and wakes[0][0] <= engine.step
 
     def _schedule(self, engine: Replica) -> None:
         """Let the engine admit and preempt sequences."""
