@@ -20,8 +20,9 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture(scope="session")
 def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """darts-server with its defaults, and the token route."""
-    with serve(DARTS, tmp_path_factory.mktemp("darts") / "log", "--enable-scale-out") as running:
+    """darts-server with its defaults, the token route, and names of groups in sessions like SkyRL's."""
+    flags = ("--enable-scale-out", "--group-pattern", "(.+)_[0-9]+")
+    with serve(DARTS, tmp_path_factory.mktemp("darts") / "log", *flags) as running:
         yield running
 
 
