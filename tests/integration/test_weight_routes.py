@@ -305,6 +305,7 @@ async def test_aborted_callers_get_what_was_generated_for_them(
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
 
 
+@pytest.mark.nightly
 async def test_aborts_at_random_moments_leave_nothing_running(server: Server, trainer: Trainer) -> None:
     rng = Random(3)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
