@@ -155,6 +155,7 @@ async def test_an_update_waits_for_groups_and_is_recorded(server: Server, traine
     assert trainer.post("/reset_prefix_cache").json() == {"success": True}
 
 
+@pytest.mark.nightly
 async def test_groups_across_a_pause_with_keep_record_both_versions(server: Server, trainer: Trainer) -> None:
     version = status(server)["version"]
 
@@ -183,6 +184,7 @@ async def test_a_pause_with_wait_waits_for_groups(server: Server, trainer: Train
     assert max_difference(server, perturbed(4)) < 1e-5
 
 
+@pytest.mark.nightly
 async def test_a_pause_with_abort_fails_groups(server: Server, trainer: Trainer) -> None:
     """Unshaped requests end as in vLLM. A group that is sent again runs with the new weights."""
     version = status(server)["version"]
