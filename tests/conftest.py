@@ -4,8 +4,11 @@ Property tests of a push try the same examples on every run. ``HYPOTHESIS_PROFIL
 the default with ``--all``, draws three times as many new ones on every run, ``search`` sixty times as many.
 """
 
+import functools
 import logging
 import os
+import ssl
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,6 +40,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if item not in nightly]
     items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_ssl_context() -> Iterator[None]:
+    """Read root certificates once, not in each call of httpx, where it takes longer than the request: 30 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -74,7 +74,7 @@ class Server:
 
 
 Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
-"""Starts ``python -m`` with these arguments, this file for its output and this environment, in its own session."""
+"""Starts ``python -m`` with arguments, a file for output and this environment, in its own process group."""
 
 
 def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
@@ -84,7 +84,9 @@ def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Proce
             stdout=output,
             stderr=subprocess.STDOUT,
             env=env,
-            start_new_session=True,  # the terminal's Ctrl-C does not reach it; `_stop` ends it in order
+            # The terminal's Ctrl-C does not reach it; `_stop` ends it in order. Not a session of its own: Linux shares
+            # cores among sessions, and was seen to leave this one waiting for up to five seconds at a time.
+            process_group=0,
         )
 
 

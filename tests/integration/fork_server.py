@@ -39,7 +39,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
                 env=ENVIRONMENT | os.environ,
-                start_new_session=True,
+                process_group=0,
             )
 
     def launch(self, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
@@ -169,7 +169,7 @@ def report_exit_code(status: int) -> None:
 
 
 def become_server(output: int, env: Mapping[str, str]) -> None:
-    os.setsid()
+    os.setpgid(0, 0)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     os.close(output)

@@ -17,7 +17,17 @@ from darts_client import BadRequest, Client
 from darts_server.demo.server import DARTS, Server
 from tests.integration import waiting
 from tests.integration.fork_server import Serve
-from tests.integration.weights import ORIGINAL, PROMPT, Weights, max_difference, perturbed, put, sample, status
+from tests.integration.weights import (
+    ORIGINAL,
+    PROMPT,
+    Weights,
+    max_difference,
+    perturbed,
+    put,
+    sample,
+    status,
+    wait_announced,
+)
 
 pytestmark = pytest.mark.engine
 LAYERS = sorted(name.removesuffix(".weight") for name in ORIGINAL if name.endswith("_proj.weight"))
@@ -260,8 +270,7 @@ def test_running_groups_complete_and_one_that_waits_for_a_removed_adapter_fails(
     started = server.metric("darts_candidates_started_total")
 
     def until_announced() -> httpx.Response:
-        while not removal.done() and status(server)["state"] != "announced":
-            pass
+        wait_announced(server, removal)
         return group(1)
 
     with ThreadPoolExecutor(8) as callers:

@@ -31,6 +31,7 @@ from tests.integration.weights import (
     put,
     sample,
     status,
+    wait_announced,
 )
 
 pytestmark = pytest.mark.engine
@@ -278,8 +279,7 @@ def test_single_requests_of_a_running_group_are_admitted_while_an_update_waits(s
             first = asyncio.create_task(complete(client))
             await asyncio.to_thread(waiting.wait_started, server, int(before) + 1)
             update = asyncio.create_task(client.put(f"{server.url}/darts/v1/weights", content=save(ORIGINAL)))
-            while status(server)["state"] != "announced":
-                await asyncio.sleep(0.02)
+            await asyncio.to_thread(wait_announced, server, update)
             answers = await asyncio.gather(first, *(complete(client) for _ in range(3)))
             assert (await update).status_code == 200
             return answers
@@ -332,9 +332,7 @@ async def test_a_file_truncated_before_it_is_loaded_changes_nothing(server: Serv
         group = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=body))
         await asyncio.to_thread(waiting.wait_started, server, started + 1)
         update = asyncio.create_task(client.post(f"{server.url}/darts/v1/weights", json={"path": path.name}))
-        while status(server)["state"] != "announced":
-            assert not group.done(), "the update was to wait for it"
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_announced, server, update)
         os.truncate(path, path.stat().st_size - 100)
         answer = await update
         assert (await group).status_code == 200
@@ -371,14 +369,13 @@ async def test_after_lost_weights_health_says_so(server: Server, root: Path) -> 
         save_file(perturbed(seed), path)
     assert post(server, old.name).status_code == 200
     old.unlink()
-    body = {"prompts": [{"text": PROMPT}], "group_size": 4, "sampling": {"max_tokens": 300, "ignore_eos": True}}
+    body = {"prompts": [{"text": PROMPT}] * 20, "group_size": 4, "sampling": {"max_tokens": 300, "ignore_eos": True}}
     before = server.metric("darts_candidates_started_total")
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         group = asyncio.create_task(client.post("/darts/v1/rollouts", json=body))
         await asyncio.to_thread(waiting.wait_started, server, before + 1)
         update = asyncio.create_task(client.post("/darts/v1/weights", json={"path": new.name}))
-        while status(server)["state"] != "announced":
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_announced, server, update)
         save_file(perturbed(3), new)
         assert (await group).status_code == 200
         lost = await update

@@ -17,13 +17,15 @@ def wait_idle(server: Server, seconds: float = 60.0) -> float:
 
 
 def wait_started(server: Server, candidates: float, seconds: float = 60.0) -> None:
-    """Wait until the server has started this many candidates in all.
+    """Wait until the server has started this many candidates in all."""
+    wait_counted(server, "darts_candidates_started_total", candidates, seconds)
 
-    A counter is polled because a gauge may rise and fall between two polls.
-    """
+
+def wait_counted(server: Server, counter: str, count: float, seconds: float = 60.0) -> None:
+    """Wait until a counter is this high. A gauge may rise and fall between two polls, or be of an earlier step."""
     began = time.monotonic()
-    while (started := server.metric("darts_candidates_started_total")) < candidates:
-        assert time.monotonic() - began < seconds, f"only {started} of {candidates} candidates after {seconds} s"
+    while (now := server.metric(counter)) < count:
+        assert time.monotonic() - began < seconds, f"{counter} is only {now} and not {count} after {seconds} s"
         time.sleep(0.02)
 
 

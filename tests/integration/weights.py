@@ -1,6 +1,7 @@
 """Push weights to a running server and compare its log-probs with those of transformers."""
 
-from typing import Any
+import time
+from typing import Any, Protocol
 
 import httpx
 import torch
@@ -33,6 +34,19 @@ def post(server: Server, path: str, **more: Any) -> httpx.Response:
 def status(server: Server) -> dict[str, Any]:
     answer: dict[str, Any] = httpx.get(f"{server.url}/darts/v1/weights").json()
     return answer
+
+
+class Running(Protocol):
+    """A task or a future."""
+
+    def done(self) -> bool: ...
+
+
+def wait_announced(server: Server, update: Running) -> None:
+    """Wait until an update that has been sent waits for running groups."""
+    while status(server)["state"] != "announced":
+        assert not update.done(), "the update was to wait for a group"
+        time.sleep(0.01)
 
 
 def sample(server: Server, model: str = "tiny:raw") -> list[tuple[list[int], list[int], list[float]]]:
