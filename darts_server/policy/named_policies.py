@@ -7,17 +7,6 @@ from darts_server.policy.pruning.roulette import Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 
-SHAPED_POLICIES = (
-    "uniform",
-    "darts",
-    "darts_deadline",
-    "darts_cut",
-    "cap",
-    "first_finish",
-    "arrol",
-    "darts+arrol",
-    "roulette",
-)
 SHADOW_PREFIX = "shadow:"
 """Before the name of a policy: nothing is shaped, and what the policy would have done is recorded."""
 

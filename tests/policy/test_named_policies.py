@@ -1,27 +1,29 @@
 """Which rules and numbers the names stand for."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named_policies import SHADOW_PREFIX, SHAPED_POLICIES, build_policies
+from darts_server.policy.named_policies import SHADOW_PREFIX, build_policies
 from darts_server.policy.pruning.roulette import Loss, Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
 from darts_server.policy.selection.rules import FirstFinish, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
+from darts_server.settings.value_types import Policy
 
 BASE = Shaping(redundancy=1.5, max_redundancy=2.0)
 POLICIES = build_policies(BASE, Deadline(), Pruning())
 SEVERE = Pruning(keep_ratio=0.25, target_positive_ratio=0.4)
 
 
-def test_each_name_has_a_shaping_and_those_that_do_not_prune_a_shadow() -> None:
+def test_each_policy_of_the_settings_has_a_shaping_and_those_that_do_not_prune_a_shadow() -> None:
     shaped = {name for name in POLICIES if not name.startswith(SHADOW_PREFIX)}
-    assert shaped == set(SHAPED_POLICIES)
+    assert {*POLICIES, "off"} == set(get_args(Policy))
     shadows = {name.removeprefix(SHADOW_PREFIX) for name in POLICIES if name.startswith(SHADOW_PREFIX)}
     assert shadows == {name for name in shaped if not POLICIES[name].prunes}
     assert {name for name in shaped if POLICIES[name].prunes} == {"arrol", "darts+arrol", "roulette"}
