@@ -227,11 +227,16 @@ class Submission(Generic[RequestT, OutputT]):
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     def _longest_first(self) -> list[_PreparedGroup[RequestT]]:
-        prompts = self._rollouts.statistics.prompts
-        means = {group.number: prompts.mean(group.prompt_key) for group in self._groups}
+        """Sort by expected length, ties as the caller has them.
+
+        New prompts are expected to be as long as the data set's mean; in the first step, before there is one, as the
+        mean of those of this batch that are known.
+        """
+        statistics = self._rollouts.statistics
+        means = {group.number: statistics.prompts.mean(group.prompt_key) for group in self._groups}
         known = [mean for mean in means.values() if mean is not None]
-        typical = sum(known) / len(known) if known else 0.0
-        return sorted(self._groups, key=lambda group: -(means[group.number] or typical))
+        usual = statistics.dataset.stats.mean or (sum(known) / len(known) if known else 0.0)
+        return sorted(self._groups, key=lambda group: -(means[group.number] or usual))
 
     async def _run(self, group: _PreparedGroup[RequestT], observer: BatchObserver | None) -> GroupResult:
         await self._rollouts.starts.group(group.allocation.candidates)

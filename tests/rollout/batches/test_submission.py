@@ -99,7 +99,20 @@ async def test_prompts_that_take_longest_start_first() -> None:
     harness.engine.started.clear()
     await play(harness, await submit(harness, batch_request("10", "30", "20", "11")))
     order = list(dict.fromkeys(candidate.request for candidate in harness.engine.started))
-    assert order.index("30") < order.index("20") < order.index("10"), "11 is new and counts as typical"
+    assert order.index("30") < order.index("20") < order.index("10"), "11 is new and counts as usual"
+
+
+async def test_new_prompts_start_as_if_they_had_the_length_of_the_data_set_and_ties_keep_their_order() -> None:
+    harness = Harness(script)
+    await play(harness, await submit(harness, batch_request("10", "30", "80", "90")))
+    harness.engine.weight_version += 1  # ends the data set's first step
+    await play(harness, await submit(harness, batch_request("10")))
+    harness.rollouts.statistics.flush()
+    assert 30 < (harness.rollouts.statistics.dataset.stats.mean or 0) < 80
+    harness.engine.started.clear()
+    await play(harness, await submit(harness, batch_request("10", "11", "30", "12")))
+    order = list(dict.fromkeys(candidate.request for candidate in harness.engine.started))
+    assert order == ["11", "12", "30", "10"], "new ones first: longer than both that are known"
 
 
 async def test_a_budget_is_spent_exactly_under_any_policy() -> None:
