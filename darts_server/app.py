@@ -38,6 +38,7 @@ from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.report import TrainerReport
+from darts_server.rollout.batches.carried import CarryLimits
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.learned.prompts import KIND
 from darts_server.rollout.learned.statistics import Statistics
@@ -187,8 +188,14 @@ def make_rooms(
     retention = BatchRetention(
         settings.resume_seconds, settings.kept_seconds, settings.kept_batches, settings.kept_bytes
     )
+    carry_limits = CarryLimits(settings.carried_prompts)
     batches: VllmBatches = BatchRegistry(
-        rollouts, engine.renderer, control.new_planner, retention, settings.poll_interval
+        rollouts,
+        engine.renderer,
+        control.new_planner,
+        retention,
+        settings.poll_interval,
+        carry_limits=carry_limits,
     )
     answer_search = AnswerSearch()
     closing.callback(answer_search.close)

@@ -60,6 +60,11 @@ class AsyncRollouts(Generic[ItemT]):
         return self._batch.unfinished
 
     @property
+    def carried(self) -> int | None:
+        """Number of prompts that the server keeps for later batches of this API key; None before the end."""
+        return self._batch.carried
+
+    @property
     def failed(self) -> Sequence[Group]:
         """Groups that failed, each with its `error` and no trajectories."""
         return tuple(self._batch.failed)

@@ -156,11 +156,15 @@ class Usage(WireModel):
 
 
 class Unfinished(WireModel):
-    """A prompt whose group was not among the first `num_groups`; submit it again with the next step."""
+    """A prompt whose group was not among the first `num_groups`.
+
+    `carry`: "drop": submit it again with the next step; otherwise the server keeps it, see `carried` of `rollouts`.
+    """
 
     number: int
     prompt_key: str | None
     metadata: dict[str, Any] | None
+    carry: str = "drop"
 
 
 class Delta(WireModel):

@@ -12,6 +12,8 @@ from ._errors import ProtocolError, error_from_object
 from ._models import Checkpoint, Discarded, FinishReason, Group, PartialTrajectory, Trajectory, WireModel
 from ._prompts import RolloutPrompts, drop_none, list_rollout_prompts
 
+Carry = Literal["drop", "restart"]
+"""What happens to prompts that are not decided when `num_groups` others are."""
 Tokens = tuple[tuple[int, ...], tuple[float, ...] | None]
 """Token ids and their log-probs."""
 
@@ -21,7 +23,7 @@ class RolloutsRequest:
     """A request, and what its events are checked against.
 
     `token_ids`: of each prompt, None where the prompt came in another form. `num_groups`: how many groups complete the
-    batch. `idempotency_key`: makes the batch durable.
+    batch. `carried`: prompts that the server has kept may be added. `idempotency_key`: makes the batch durable.
     """
 
     token_ids: tuple[tuple[int, ...] | None, ...]
@@ -31,6 +33,7 @@ class RolloutsRequest:
     stream: Literal["groups", "tokens"]
     content: bytes
     idempotency_key: str | None
+    carried: bool = False
 
 
 class TrajectoryPayload(WireModel):
@@ -86,6 +89,8 @@ def rollouts_request(
     num_groups: int | None,
     survivors: bool | None,
     partial: bool,
+    carry: Carry | None,
+    carried: bool,
     chunk_tokens: int | None,
     durable: bool,
     idempotency_key: str | None,
@@ -95,7 +100,7 @@ def rollouts_request(
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if idempotency_key is not None and not durable:
         raise ValueError("idempotency_key makes a batch durable; leave durable=False out")
-    prompt_list = list_rollout_prompts(prompts)
+    prompt_list = [] if carried and isinstance(prompts, list | tuple) and not prompts else list_rollout_prompts(prompts)
     stream: Literal["groups", "tokens"] = "groups" if chunk_tokens is None else "tokens"
     own_sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
     options = {
@@ -104,6 +109,8 @@ def rollouts_request(
         "num_groups": num_groups,
         "survivors": survivors,
         "partial": partial or None,
+        "carry": carry,
+        "carried": carried or None,
         "chunk_tokens": chunk_tokens,
     }
     body = {
@@ -121,6 +128,7 @@ def rollouts_request(
         stream=stream,
         content=json.dumps(body, allow_nan=False, separators=(",", ":")).encode(),
         idempotency_key=(idempotency_key or uuid4().hex) if durable else None,
+        carried=carried,
     )
 
 
@@ -147,7 +155,7 @@ def build_group(
         raise ProtocolError(f"group {payload.number} has {found} trajectories, not {expected}")
     return Group(
         group_id=payload.group_id,
-        prompt_token_ids=request.token_ids[payload.number],
+        prompt_token_ids=request.token_ids[payload.number] if payload.number < len(request.token_ids) else None,
         trajectories=tuple(
             _trajectory(index, trajectory, tokens(trajectory), request.logprobs)
             for index, trajectory in enumerate(payload.trajectories)

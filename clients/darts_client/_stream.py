@@ -55,6 +55,7 @@ class _BatchDone(WireModel):
     id: str
     usage: Usage
     unfinished: tuple[Unfinished, ...]
+    carried: int = 0
 
 
 class _BatchError(WireModel):
@@ -147,6 +148,7 @@ class BatchReader:
         self.sampling: Mapping[str, Any] | None = None
         self.usage: Usage | None = None
         self.unfinished: tuple[Unfinished, ...] = ()
+        self.carried: int | None = None
         self.failed: list[Group] = []
         self.is_over = False
         self._prompts = len(request.token_ids)
@@ -242,6 +244,8 @@ class BatchReader:
         return None  # an event of a later version of the server
 
     def _start(self, started: _BatchStarted) -> None:
+        if self._request.carried:
+            self._prompts = max(self._prompts, started.groups)
         if started.groups != self._prompts:
             raise ProtocolError(f"{self._prompts} prompt(s) were sent, but the batch has {started.groups} groups")
         self.id, self.policy, self.sampling = started.id, started.policy, started.sampling
@@ -266,7 +270,7 @@ class BatchReader:
         if numbers != list(range(self._prompts)):
             raise ProtocolError(f"the batch has {self._prompts} groups, but reported {numbers}")
         self.is_over = True
-        self.usage, self.unfinished = done.usage, done.unfinished
+        self.usage, self.unfinished, self.carried = done.usage, done.unfinished, done.carried
         if self.failed and len(self.failed) == len(self._finished):
             [first, *_] = self.failed
             assert first.error is not None

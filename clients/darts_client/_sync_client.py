@@ -13,7 +13,7 @@ from ._progress import progress_bar
 from ._prompts import Chat, Prompts, RolloutPrompts
 from ._requests import API, HEALTH_TIMEOUT, STARTING_ERRORS, HealthDeadline, TimeLimit, TransportOptions, batch_path
 from ._rewards import RewardCounts, Rewarded, Values, as_rewards, rewards_body, split_rewards
-from ._rollouts import RolloutsRequest, rollouts_request
+from ._rollouts import Carry, RolloutsRequest, rollouts_request
 from ._stream import BatchReader, completed_group, every_event
 from ._sync_resources import GroupsApi, PolicyApi, PromptsApi, StateApi, WeightsApi
 from ._sync_rollouts import Rollouts
@@ -147,6 +147,8 @@ class Client:
         num_groups: int | None = None,
         survivors: bool | None = None,
         partial: bool = False,
+        carry: Carry | None = None,
+        carried: bool = False,
         logprobs: bool = True,
         durable: bool = True,
         idempotency_key: str | None = None,
@@ -166,6 +168,10 @@ class Client:
         With `num_groups` the batch ends with the first that many groups. With `survivors`, the default of `arrol` and
         `roulette`, a group has all trajectories that were not pruned, more or fewer than `group_size`; with `partial`
         also what the pruned ones had generated. Any other of vLLM's sampling parameters is passed on.
+
+        With `carry="restart"` the server keeps the prompts that `num_groups` left undecided. They start first in a
+        later batch with `carry` that has them, or that asks for all with `carried=True`; then `prompts` may be empty,
+        and the numbers of these groups follow after those of `prompts`.
 
         A group that fails is not yielded but listed in `failed`; if all fail, the first error is raised.
 
@@ -188,6 +194,8 @@ class Client:
             num_groups=num_groups,
             survivors=survivors,
             partial=partial,
+            carry=carry,
+            carried=carried,
             chunk_tokens=None,
             durable=durable,
             idempotency_key=idempotency_key,
@@ -207,6 +215,8 @@ class Client:
         num_groups: int | None = None,
         survivors: bool | None = None,
         partial: bool = False,
+        carry: Carry | None = None,
+        carried: bool = False,
         logprobs: bool = True,
         durable: bool = True,
         idempotency_key: str | None = None,
@@ -234,6 +244,8 @@ class Client:
             num_groups=num_groups,
             survivors=survivors,
             partial=partial,
+            carry=carry,
+            carried=carried,
             chunk_tokens=chunk_tokens,
             durable=durable,
             idempotency_key=idempotency_key,

@@ -148,6 +148,12 @@ class Settings(BaseSettings):
         description="Maximum memory for batches with an Idempotency-Key, running ones counted by the size of their "
         "requests. The oldest ended ones are dropped first. One API key has half of it.",
     )
+    carried_prompts: int = Field(
+        4096,
+        ge=0,
+        le=1_000_000,
+        description="Maximum prompts carried over from batch to batch, for each API key; the oldest are dropped first.",
+    )
 
     weights_root: Path | None = Field(
         None, description="Folder from which new weights may be loaded. Default: weights can only be pushed."

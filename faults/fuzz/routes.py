@@ -36,6 +36,8 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
             "chunk_tokens": 2,
         },
         {"prompts": [{"text": PROMPT}], "group_size": 2, "sampling": SHORT, "stream": "groups", "survivors": False},
+        {"prompts": [{"text": PROMPT}] * 2, "group_size": 2, "sampling": SHORT, "num_groups": 1, "carry": "restart"},
+        {"prompts": [], "carried": True, "group_size": 2, "sampling": SHORT, "carry": "restart"},
     ],
     ("POST", "/darts/v1/vote"): [
         {"prompt": PROMPT, "n": 2, "sampling": SHORT, "pattern": "#([0-9])", "key": "a"},

@@ -25,6 +25,8 @@ def build_request(prompts: Any = ("a", "b"), **changes: Any) -> RolloutsRequest:
         "num_groups": None,
         "survivors": None,
         "partial": False,
+        "carry": None,
+        "carried": False,
         "chunk_tokens": None,
         "durable": True,
         "idempotency_key": None,

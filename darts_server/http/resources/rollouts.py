@@ -110,6 +110,7 @@ def _encode(batch: BatchRun, done: BatchDone) -> bytes:
         survivors=batch.survivors,
         sampling=dict(batch.sampling),
         unfinished=[UnfinishedOut.of(prompt) for prompt in done.unfinished],
+        carried=done.carried,
         usage=usage_of(done.results, done.seconds),
     )
     groups = (GroupOut.of(group).model_dump_json() for group in sorted(done.results, key=lambda g: g.number))
@@ -126,6 +127,8 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
         num_groups=body.num_groups,
         survivors=body.survivors,
         partial=body.partial,
+        carry=body.carry,
+        carried=body.carried,
     )
 
 

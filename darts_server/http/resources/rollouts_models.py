@@ -34,6 +34,7 @@ from darts_server.http.resources.trajectories import (
     sample_fields,
 )
 from darts_server.identifiers import Name
+from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.submission import GroupResult, Unfinished
 from darts_server.types import CandidateRecord
 
@@ -72,7 +73,7 @@ class PromptIn(Body):
 class RolloutsIn(Body):
     """A batch of prompts."""
 
-    prompts: list[PromptIn] = Field(min_length=1, max_length=MAX_PROMPTS)
+    prompts: list[PromptIn] = Field(max_length=MAX_PROMPTS, description='At least one, unless "carried" has some.')
     group_size: int = Field(ge=1, description="Trajectories returned per prompt.")
     sampling: dict[str, Any] = Field({}, description="vLLM's sampling parameters, by their names.")
     policy: dict[str, Any] = Field(
@@ -94,6 +95,12 @@ class RolloutsIn(Body):
         description="With survivors: also return what pruned candidates had generated, and where each candidate could "
         "have been pruned.",
     )
+    carry: Carry = Field(
+        Carry.DROP,
+        description="With `num_groups`, what happens to prompts that are not decided. `restart`: they are kept, and "
+        "start first in a later batch that has them, or that asks for `carried` ones.",
+    )
+    carried: bool = Field(False, description="Add all other prompts that were carried over from your earlier batches.")
     stream: Literal[False, "groups", "tokens"] = Field(
         False, description='Stream server-sent events: "groups" as they are decided, or "tokens" as they are generated.'
     )
@@ -147,7 +154,7 @@ class TrajectoryOut(SampleOut):
 class GroupOut(BaseModel):
     """The group of one prompt, or its error."""
 
-    number: int = Field(description="Index of its prompt in the request.")
+    number: int = Field(description="Index of its prompt in the request; prompts of `carried` follow after these.")
     group_id: str
     prompt_key: str
     metadata: dict[str, Any] | None
@@ -206,11 +213,14 @@ class UnfinishedOut(BaseModel):
     number: int
     prompt_key: str
     metadata: dict[str, Any] | None
+    carry: Carry = Field(description="How it is kept for later batches.")
 
     @classmethod
     def of(cls, unfinished: Unfinished) -> Self:
         metadata = None if unfinished.metadata is None else json.loads(unfinished.metadata)
-        return cls(number=unfinished.number, prompt_key=unfinished.prompt_key, metadata=metadata)
+        return cls(
+            number=unfinished.number, prompt_key=unfinished.prompt_key, metadata=metadata, carry=unfinished.carry
+        )
 
 
 class RolloutsOut(BaseModel):
@@ -222,6 +232,7 @@ class RolloutsOut(BaseModel):
     survivors: bool = Field(description="Whether groups have all trajectories not pruned, in place of `group_size`.")
     sampling: Sampling
     unfinished: list[UnfinishedOut]
+    carried: int = Field(description="Number of prompts of yours that are kept for later batches.")
     usage: UsageOut
 
 

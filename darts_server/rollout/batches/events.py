@@ -67,12 +67,17 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class BatchDone:
-    """The batch is complete. ``results``: in the order in which groups ended. ``seconds``: since it started."""
+    """The batch is complete.
+
+    ``results``: in the order in which groups ended. ``seconds``: since it started. ``carried``: number of prompts that
+    are kept for later batches of its caller.
+    """
 
     batch_id: str
     results: Sequence[GroupResult]
     unfinished: Sequence[Unfinished]
     seconds: float
+    carried: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
+from darts_server.rollout.batches.carried import CarriedPrompts, CarryLimits
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest, GroupResult, NewPlanner, Submission
@@ -95,6 +96,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         retention: how long durable batches are kept.
         interval: seconds between two polls of what candidates have generated.
         clock: monotonic seconds.
+        carry_limits: of what is carried over from batch to batch.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         retention: BatchRetention | None = None,
         interval: float = 0.02,
         clock: Callable[[], float] = time.monotonic,
+        carry_limits: CarryLimits | None = None,
     ) -> None:
         self._rollouts = rollouts
         self._renderer = renderer
@@ -112,6 +115,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._retention = retention or BatchRetention()
         self._interval = interval
         self._clock = clock
+        self._carried = CarriedPrompts(carry_limits)
         self._running: dict[str, BatchRun] = {}
         self._durable: dict[str, _DurableBatch] = {}
         self._ended: dict[str, None] = {}  # ids of durable batches that have ended, the oldest first
@@ -182,7 +186,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                 batch.fail(error)
 
     async def _open(self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None) -> BatchRun:
-        submission = await Submission.prepare(request, self._rollouts, self._renderer, self._new_planner)
+        submission = await Submission.prepare(request, self._rollouts, self._renderer, self._new_planner, self._carried)
         batch = BatchRun(
             submission,
             answer_format,

@@ -129,8 +129,13 @@ class BatchRun:
             logger.exception("batch %s failed", self.batch_id)
             self._finish(BatchFailed(error))
         else:
-            seconds = self._clock() - self._started_at
-            self._finish(BatchDone(self.batch_id, results, submission.unfinished, seconds))
+            if self.end is None:
+                carried = submission.keep_undecided()
+                seconds = self._clock() - self._started_at
+                self._finish(BatchDone(self.batch_id, results, submission.unfinished, seconds, carried))
+        finally:
+            if isinstance(self.end, BatchFailed):  # its caller has no more than the groups that it was streamed
+                submission.give_back(delivered=self.answer_format.stream is not StreamMode.OFF)
 
     def _finish(self, end: BatchEnd) -> None:
         if self.end is None:

@@ -11,11 +11,12 @@ from typing import Any, Generic, Protocol
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT, TokenSlice
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, Carry, Identity, match
 from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
-from darts_server.serving.admission import Ticket
+from darts_server.serving.admission import Ticket, caller
 from darts_server.types import GroupRecord, PromptSpec, RequestOptions, Sample
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class BatchRequest:
     """A batch as its caller submits it: a group of ``group_size`` for each prompt.
 
     Args:
-        prompts: at least one.
+        prompts: at least one, or ``carried``.
         group_size: M, trajectories per group.
         sampling: the engine's sampling parameters by name.
         policy: overrides of the server's policy settings by name, and under ``name`` which policy.
@@ -41,6 +42,9 @@ class BatchRequest:
         survivors: return all trajectories that are not pruned, more or fewer than ``group_size``; ``None`` leaves it to
             the policy.
         partial: with survivors, return the prefixes of pruned candidates too.
+        carry: what happens to prompts that are not decided. Unless they are dropped, prompts of this batch that were
+            carried over from earlier ones start first.
+        carried: all other prompts of the caller that were carried over are part of this batch, after ``prompts``.
     """
 
     prompts: Sequence[PromptSpec]
@@ -51,6 +55,13 @@ class BatchRequest:
     num_groups: int | None = None
     survivors: bool | None = None
     partial: bool = False
+    carry: Carry = Carry.DROP
+    carried: bool = False
+
+    @property
+    def takes_carried(self) -> bool:
+        """Whether it takes prompts that were carried over."""
+        return self.carried or self.carry is not Carry.DROP
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +84,12 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A prompt whose group was stopped because enough others were decided."""
+    """A prompt whose group was stopped because enough others were decided. ``carry``: how it is kept."""
 
     number: int
     prompt_key: str
     metadata: bytes | None
+    carry: Carry = Carry.DROP
 
 
 class BatchObserver(Protocol):
@@ -94,17 +106,26 @@ class BatchObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _PreparedGroup(Generic[RequestT]):
-    """A checked prompt with its allocation."""
+    """A checked prompt with its allocation. ``carried``: what was kept of it since an earlier batch."""
 
     number: int
+    prompt: PromptSpec
     request: RequestT
-    prompt_key: str
-    metadata: bytes | None
+    identity: Identity
+    carried: CarriedPrompt | None
     allocation: Allocation
+
+    @property
+    def prompt_key(self) -> str:
+        return self.identity[0]
 
 
 class Submission(Generic[RequestT, OutputT]):
-    """A batch that was checked and allocated, and of which nothing has started. `results` runs it."""
+    """A batch that was checked and allocated, and of which nothing has started. `results` runs it.
+
+    Prompts that were carried over are taken from ``kept`` by `prepare`. After `results`, exactly one of
+    `keep_undecided` and `give_back` is to be called.
+    """
 
     def __init__(
         self,
@@ -112,24 +133,27 @@ class Submission(Generic[RequestT, OutputT]):
         plan: Plan,
         sampling: Mapping[str, object],
         groups: Sequence[_PreparedGroup[RequestT]],
-        num_groups: int | None,
+        batch: BatchRequest,
         rollouts: Rollouts[RequestT, OutputT],
         renderer: PromptRenderer[RequestT, OutputT],
         ticket: Ticket,
-        partial: bool = False,
+        kept: CarriedPrompts,
     ) -> None:
         self.batch_id = batch_id
         self.plan = plan
         self.sampling = sampling
         """The sampling parameters in force."""
         self._groups = groups
-        self._wanted = len(groups) if num_groups is None else num_groups
+        self._wanted = len(groups) if batch.num_groups is None else batch.num_groups
         self._started: set[int] = set()
         self._decided: set[int] = set()
         self._rollouts = rollouts
         self._renderer = renderer
         self._ticket = ticket
-        self._partial = partial
+        self._partial = batch.partial
+        self._carry = batch.carry
+        self._kept = kept
+        self._owner = caller.get().name
 
     @classmethod
     async def prepare(
@@ -138,37 +162,47 @@ class Submission(Generic[RequestT, OutputT]):
         rollouts: Rollouts[RequestT, OutputT],
         renderer: PromptRenderer[RequestT, OutputT],
         new_planner: NewPlanner,
+        kept: CarriedPrompts | None = None,
     ) -> "Submission[RequestT, OutputT]":
-        """Check and allocate a batch.
+        """Check and allocate a batch. ``kept``: where prompts are carried over; ``None`` for nothing before and after.
 
         Raises:
             InvalidRequest: names the field; for a prompt, its number too.
             Overloaded, QuotaReached
         """
         batch_id = f"batch-{uuid.uuid4().hex}"
+        kept = kept or CarriedPrompts()
         plan = _plan(batch, new_planner(batch.policy))
         rollouts.check_scorable(plan)
         sampling = renderer.effective_sampling(batch.sampling)
-        ticket = rollouts.admission.admit(batch.budget or len(batch.prompts) * rollouts.usual_candidates(plan), FIELD)
+        usual = len(batch.prompts) * rollouts.usual_candidates(plan)
+        ticket = rollouts.admission.admit(batch.budget or usual, FIELD)
+        taken: list[CarriedPrompt] = []
         try:
+            prompts = list(batch.prompts)
             requests = [
-                await _request(renderer, batch, number, prompt, f"{batch_id}-{number}")
-                for number, prompt in enumerate(batch.prompts)
+                await _request(renderer, batch, f"prompts[{number}]", prompt, f"{batch_id}-{number}")
+                for number, prompt in enumerate(prompts)
             ]
-            keys = [
-                prompt.key or renderer.prompt_key(request)
-                for prompt, request in zip(batch.prompts, requests, strict=True)
-            ]
-            allocations = _allocate(rollouts, ticket, plan, keys, batch.budget)
+            identities = [_identity(renderer, *parts) for parts in zip(prompts, requests, strict=True)]
+            if batch.takes_carried:
+                taken = kept.take(caller.get().name, identities, others=batch.carried)
+            carried = list(match(identities, taken))
+            for other in _without(taken, carried):
+                name = f"{batch_id}-{len(requests)}"
+                requests.append(await _request(renderer, batch, f"carried[{len(requests)}]", other.prompt, name))
+                prompts.append(other.prompt)
+                identities.append(other.identity)
+                carried.append(other)
+            _check_numbers(batch, plan, len(prompts))
+            allocations = _allocate(rollouts, ticket, plan, [key for key, _ in identities], batch.budget)
         except BaseException:
             ticket.release()
+            kept.put(caller.get().name, taken)
             raise
-        metadata = [prompt.metadata for prompt in batch.prompts]
-        groups = [
-            _PreparedGroup(number, *parts)
-            for number, parts in enumerate(zip(requests, keys, metadata, allocations, strict=True))
-        ]
-        return cls(batch_id, plan, sampling, groups, batch.num_groups, rollouts, renderer, ticket, batch.partial)
+        parts = zip(prompts, requests, identities, carried, allocations, strict=True)
+        groups = [_PreparedGroup(number, *each) for number, each in enumerate(parts)]
+        return cls(batch_id, plan, sampling, groups, batch, rollouts, renderer, ticket, kept)
 
     @property
     def size(self) -> int:
@@ -179,23 +213,37 @@ class Submission(Generic[RequestT, OutputT]):
     def unfinished(self) -> list[Unfinished]:
         """The prompts whose groups were not decided."""
         return [
-            Unfinished(group.number, group.prompt_key, group.metadata)
-            for group in self._groups
-            if group.number not in self._decided
+            Unfinished(group.number, group.prompt_key, group.prompt.metadata, self._carry)
+            for group in self._undecided()
         ]
+
+    def keep_undecided(self) -> int:
+        """Keep the prompts whose groups were not decided, as their caller wants it; the number that it has now."""
+        if self._carry is not Carry.DROP:
+            self._kept.put(self._owner, [CarriedPrompt(group.prompt, group.identity) for group in self._undecided()])
+        return self._kept.count(self._owner)
+
+    def give_back(self, *, delivered: bool) -> None:
+        """Keep the prompts that it took, as they were. ``delivered``: except those of decided groups."""
+        groups = self._undecided() if delivered else self._groups
+        self._kept.put(self._owner, [group.carried for group in groups if group.carried is not None])
+
+    def _undecided(self) -> list[_PreparedGroup[RequestT]]:
+        return [group for group in self._groups if group.number not in self._decided]
 
     async def results(self, observer: BatchObserver | None = None) -> AsyncGenerator[GroupResult, None]:
         """Yield each group as it is decided, until enough are complete. Leaving early stops the other groups.
 
         With an observer, each trajectory is reported as soon as it is known to belong to its group.
 
-        Groups that are expected to take longest start first, so that no long one starts when the others are done.
+        Groups that were carried over start first, and then those that are expected to take longest, so that no long one
+        starts when the others are done.
         """
         tasks: dict[int, asyncio.Task[GroupResult]] = {}
         missing = self._wanted
         try:
             async with self._rollouts.gate.enter():
-                for group in self._longest_first():
+                for group in self._in_order():
                     tasks[group.number] = asyncio.create_task(self._run(group, observer))
                 for next_result in asyncio.as_completed(tasks.values()):
                     result = await next_result
@@ -226,8 +274,8 @@ class Submission(Generic[RequestT, OutputT]):
                 task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    def _longest_first(self) -> list[_PreparedGroup[RequestT]]:
-        """Sort by expected length, ties as the caller has them.
+    def _in_order(self) -> list[_PreparedGroup[RequestT]]:
+        """Sort: carried over, then by expected length, then as the caller has them.
 
         New prompts are expected to be as long as the data set's mean; in the first step, before there is one, as the
         mean of those of this batch that are known.
@@ -236,13 +284,13 @@ class Submission(Generic[RequestT, OutputT]):
         means = {group.number: statistics.prompts.mean(group.prompt_key) for group in self._groups}
         known = [mean for mean in means.values() if mean is not None]
         usual = statistics.dataset.stats.mean or (sum(known) / len(known) if known else 0.0)
-        return sorted(self._groups, key=lambda group: -(means[group.number] or usual))
+        return sorted(self._groups, key=lambda group: (group.carried is None, -(means[group.number] or usual)))
 
     async def _run(self, group: _PreparedGroup[RequestT], observer: BatchObserver | None) -> GroupResult:
         await self._rollouts.starts.group(group.allocation.candidates)
         self._started.add(group.number)
         group_id = f"{self.batch_id}-{group.number}"
-        result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.metadata)
+        result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.prompt.metadata)
         samples: dict[int, Sample] = {}
         try:
             tail_seed = self._renderer.tail_seed(group.request)
@@ -274,7 +322,7 @@ class Submission(Generic[RequestT, OutputT]):
 
 
 def _plan(batch: BatchRequest, planner: Planner) -> Plan:
-    if not batch.prompts:
+    if not batch.prompts and not batch.carried:
         raise InvalidRequest("prompts", "must have at least one prompt, got none")
     plan = planner.plan(batch.group_size, RequestOptions()) or Plan(OFF, UNSHAPED, batch.group_size)
     if batch.survivors or (batch.survivors is None and plan.shaping.may_return_survivors):
@@ -285,18 +333,26 @@ def _plan(batch: BatchRequest, planner: Planner) -> Plan:
             f"policy {plan.policy!r} does not return all survivors here; leave it out, or use a policy that prunes, "
             "such as 'roulette', and not \"survivors\": false",
         )
-    low, high = (len(batch.prompts) * bound for bound in plan.shaping.bounds(plan.size))
+    return plan
+
+
+def _check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
+    """Check what depends on the number of prompts, those that were carried over included.
+
+    Raises:
+        InvalidRequest
+    """
+    if not prompts:
+        raise InvalidRequest("prompts", "must have at least one prompt, got none, and none was carried over")
+    low, high = (prompts * bound for bound in plan.shaping.bounds(plan.size))
     if batch.budget is not None and not low <= batch.budget <= high:
         raise InvalidRequest(
             "budget",
-            f"must be {low} to {high} for {len(batch.prompts)} groups of {plan.size} under policy {plan.policy!r}, "
+            f"must be {low} to {high} for {prompts} groups of {plan.size} under policy {plan.policy!r}, "
             f"got {batch.budget}; change it, or leave it out",
         )
-    if batch.num_groups is not None and not 1 <= batch.num_groups <= len(batch.prompts):
-        raise InvalidRequest(
-            "num_groups", f"must be 1 to {len(batch.prompts)}, the number of prompts, got {batch.num_groups}"
-        )
-    return plan
+    if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
+        raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
 
 
 def _allocate(
@@ -321,14 +377,25 @@ def _allocate(
 
 
 async def _request(
-    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, number: int, prompt: PromptSpec, request_id: str
+    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, field: str, prompt: PromptSpec, request_id: str
 ) -> RequestT:
+    """``field``: names the prompt in errors."""
     try:
         return await renderer.make_request(prompt, batch.sampling, batch.group_size, request_id)
     except InvalidRequest as error:
         if error.field.startswith("sampling"):
             raise
-        raise InvalidRequest(f"prompts[{number}].{error.field}", error.message) from error
+        raise InvalidRequest(f"{field}.{error.field}", error.message) from error
+
+
+def _identity(renderer: PromptRenderer[RequestT, OutputT], prompt: PromptSpec, request: RequestT) -> Identity:
+    content = renderer.prompt_key(request)
+    return prompt.key or content, content
+
+
+def _without(prompts: Sequence[CarriedPrompt], others: Sequence[CarriedPrompt | None]) -> list[CarriedPrompt]:
+    known = {id(other) for other in others}
+    return [prompt for prompt in prompts if id(prompt) not in known]
 
 
 def _with_survivors(plan: Plan) -> Plan:

@@ -1,0 +1,204 @@
+"""Prompts that are carried over from batch to batch, on the scripted engine."""
+
+import asyncio
+from collections import Counter
+from random import Random
+
+import pytest
+
+from darts_server.engine.scripted import Script, settle
+from darts_server.exceptions import InvalidRequest
+from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, Carry, CarryLimits
+from darts_server.rollout.batches.events import BatchDone
+from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
+from darts_server.rollout.batches.run import AnswerFormat, StreamMode
+from darts_server.rollout.batches.submission import BatchRequest
+from darts_server.serving.admission import Caller, caller
+from darts_server.types import PromptSpec
+from tests.rollout.batches.streams import POLICIES, idempotency_key, new_registry, random_script, run_on_stepped_clock
+from tests.rollout.helpers import Harness
+
+SIZE = 4
+WHOLE, STREAM = AnswerFormat(), AnswerFormat(StreamMode.GROUPS)
+
+
+def kept(name: str) -> CarriedPrompt:
+    return CarriedPrompt(PromptSpec(text=name), (name, name))
+
+
+def names(prompts: list[CarriedPrompt]) -> list[str | None]:
+    return [each.prompt.text for each in prompts]
+
+
+def test_named_prompts_are_taken_as_often_as_they_are_named() -> None:
+    prompts = CarriedPrompts()
+    prompts.put(None, map(kept, "aaab"))
+    assert names(prompts.take(None, [("a", "a"), ("a", "a"), ("c", "c")], others=False)) == ["a", "a"]
+    assert names(prompts.take(None, [("b", "b")], others=True)) == ["a", "b"]
+    assert prompts.count(None) == 0
+
+
+def test_each_caller_has_its_own_prompts_and_the_oldest_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = CarriedPrompts(CarryLimits(prompts=3))
+    prompts.put("one", map(kept, "abc"))
+    prompts.put("other", map(kept, "x"))
+    prompts.put("one", map(kept, "de"))
+    assert "2 prompts" in caplog.text
+    assert names(prompts.take("one", (), others=True)) == ["c", "d", "e"]
+    assert names(prompts.take("other", (), others=True)) == ["x"]
+
+
+def request(*texts: str, num_groups: int | None = None, carry: Carry = Carry.RESTART, **more: object) -> BatchRequest:
+    specs = [PromptSpec(text=text, metadata=b'{"of":"%s"}' % text.encode()) for text in texts]
+    return BatchRequest(specs, SIZE, num_groups=num_groups, carry=carry, **more)  # type: ignore[arg-type]
+
+
+async def run_batch(
+    harness: Harness, registry: BatchRegistry[str, list[int]], asked: BatchRequest, answer: AnswerFormat = WHOLE
+) -> BatchDone:
+    batch = await registry.open(asked, answer)
+    with batch.listen():
+        await settle()
+        for _ in range(1000):
+            if batch.end is not None:
+                break
+            await harness.engine.step()
+        return await batch.wait()
+
+
+def by_text(text: str, index: int) -> Script:
+    """The prompt ``"20"`` has lengths of 20."""
+    return Script(int(text))
+
+
+def decided(done: BatchDone) -> list[str]:
+    return [result.prompt_key.removeprefix("key of ") for result in done.results]
+
+
+def started(harness: Harness) -> list[str]:
+    return list(dict.fromkeys(candidate.request for candidate in harness.engine.started))
+
+
+def test_undecided_prompts_start_first_in_the_next_batch_that_has_them() -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        done = await run_batch(harness, registry, request("30", "10", "20", "31", num_groups=2))
+        assert decided(done) == ["10", "20"]
+        assert [(u.number, u.carry) for u in done.unfinished] == [(0, Carry.RESTART), (3, Carry.RESTART)]
+        assert done.carried == 2
+        harness.engine.started.clear()
+        done = await run_batch(harness, registry, request("50", "31", "11"))
+        assert started(harness)[0] == "31"
+        assert sorted(decided(done)) == ["11", "31", "50"]
+        assert done.carried == 1, "30 was not in this batch"
+
+    run_on_stepped_clock(scenario())
+
+
+def test_carried_prompts_follow_those_of_the_request_and_keep_key_and_metadata() -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
+        harness.engine.started.clear()
+        done = await run_batch(harness, registry, request("12", carried=True))
+        assert started(harness)[:2] == ["30", "40"]
+        results = {result.number: result for result in done.results}
+        assert [results[n].prompt_key for n in range(3)] == ["key of 12", "key of 30", "key of 40"]
+        assert results[2].metadata == b'{"of":"40"}'
+        assert done.carried == 0
+        with pytest.raises(InvalidRequest) as refused:
+            await registry.open(request(carried=True), WHOLE)
+        assert refused.value.field == "prompts"
+
+    run_on_stepped_clock(scenario())
+
+
+def test_only_batches_that_carry_over_take_what_was_carried_over() -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        await run_batch(harness, registry, request("30", "10", num_groups=1))
+        done = await run_batch(harness, registry, request("30", "10", num_groups=1, carry=Carry.DROP))
+        assert (done.carried, [u.carry for u in done.unfinished]) == (1, [Carry.DROP])
+        token = caller.set(Caller("another"))
+        done = await run_batch(harness, registry, request("11"))
+        caller.reset(token)
+        assert done.carried == 0, "of another caller"
+        done = await run_batch(harness, registry, request(carry=Carry.DROP, carried=True))
+        assert (decided(done), done.carried) == (["30"], 0)
+
+    run_on_stepped_clock(scenario())
+
+
+@pytest.mark.parametrize(
+    "wrong", [request("10", "x", carried=True), request("10", num_groups=4, carried=True), request("10", budget=1)]
+)
+def test_a_refused_batch_takes_nothing(wrong: BatchRequest) -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
+        with pytest.raises(InvalidRequest):
+            await registry.open(wrong, WHOLE)
+        done = await run_batch(harness, registry, request(carried=True))
+        assert sorted(decided(done)) == ["30", "40"]
+
+    run_on_stepped_clock(scenario())
+
+
+@pytest.mark.parametrize("answer", [WHOLE, STREAM])
+def test_a_cancelled_batch_gives_back_what_its_caller_has_not_got(answer: AnswerFormat) -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
+        batch = await registry.open(request("5", carried=True), answer)
+        with batch.listen():
+            for _ in range(34):
+                await harness.engine.step()
+            assert registry.cancel(batch.batch_id)
+        await settle()
+        done = await run_batch(harness, registry, request(carried=True))
+        assert sorted(decided(done)) == (["30", "40"] if answer is WHOLE else ["40"])
+
+    run_on_stepped_clock(scenario())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_batches(seed: int) -> None:
+    """Random batches, of which some are cancelled: then their caller sends its own prompts again."""
+    rng = Random(seed)
+
+    async def scenario() -> None:
+        harness = Harness(random_script(seed, faults=0.05))
+        registry = new_registry(harness, rng.choice(POLICIES), BatchRetention(kept_batches=0))
+        waiting, answered, carried = [str(i) for i in range(20)], Counter[str](), 0
+        for step in range(500):
+            if not waiting and not carried:
+                break
+            count = rng.randint(0 if carried else 1, 6)
+            mine, waiting = waiting[:count], waiting[count:]
+            takes = not mine or rng.random() < 0.4
+            asked = request(*mine, num_groups=rng.randint(1, max(1, len(mine))), carried=takes)
+            key = idempotency_key(f"key-{step}") if rng.random() < 0.3 else None
+            batch = await registry.open(asked, WHOLE, key)
+            with batch.listen():
+                for _ in range(rng.choice([1000, 3, 12])):
+                    if batch.end is not None:
+                        break
+                    await harness.engine.step()
+                if batch.end is None:
+                    registry.cancel(batch.batch_id)
+            await asyncio.wait([batch._task])
+            if isinstance(batch.end, BatchDone):
+                answered.update(decided(batch.end))
+                carried = batch.end.carried
+                assert carried == registry._carried.count(None)
+            else:
+                waiting += mine
+        assert answered == Counter(str(i) for i in range(20))
+        assert harness.rollouts.running == 0
+
+    run_on_stepped_clock(scenario())
