@@ -8,7 +8,9 @@ import httpx
 import pytest
 
 from darts_server.demo.server import Server
-from darts_server.store.archive import pack
+from darts_server.rollout.learned import latency
+from darts_server.store.archive import LIMIT_BYTES, pack, unpack
+from darts_server.store.document import Row
 
 pytestmark = pytest.mark.engine
 BODY = {"model": "tiny", "prompt": "2a+3b-1c>", "n": 2, "max_tokens": 100}
@@ -36,6 +38,11 @@ def groups(api: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     return found
 
 
+def learned_rows(state: bytes) -> list[Row]:
+    """Return the rows of a state but the engine's latency: a step of stopped candidates may be observed afterwards."""
+    return [row for row in unpack(state, LIMIT_BYTES) if row[0] != latency.KIND]
+
+
 def test_a_restored_state_equals_the_saved_one(api: httpx.Client) -> None:
     [group] = groups(api, n=8)
     url = f"/darts/v1/prompts/{group['prompt_key']}"
@@ -53,7 +60,7 @@ def test_a_restored_state_equals_the_saved_one(api: httpx.Client) -> None:
     assert restored.status_code == 200
     assert restored.json()["prompts"] >= 1
     assert api.get(url).json() == learned
-    assert api.get("/darts/v1/state").content == saved
+    assert learned_rows(api.get("/darts/v1/state").content) == learned_rows(saved)
 
 
 @pytest.mark.parametrize("field", ["std_ema", "mean_ema", "groups"])
