@@ -18,7 +18,7 @@ from ._prompts import Prompts, list_prompts
 _RESERVED = frozenset({"prompt", "n", "stream", "return_token_ids"})
 
 # Without these vLLM's route takes what the model's `generation_config` says, such as `top_k=20`.
-_NEUTRAL: dict[str, object] = {
+NEUTRAL: dict[str, object] = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -96,7 +96,7 @@ def completion_request(
         "max_tokens": max_tokens,
         "temperature": temperature,
         "return_token_ids": True,
-        **_NEUTRAL,
+        **NEUTRAL,
         **sampling,
     }
     if seed is not None:

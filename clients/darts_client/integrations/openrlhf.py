@@ -1,0 +1,99 @@
+"""OpenRLHF: its agent executors sample from the server, in place of the vLLM engine in their Ray actor.
+
+```python
+# agent.py; start OpenRLHF with --train.agent_func_path agent.py
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+from darts_client.integrations.openrlhf import served
+
+class Agent(SingleTurnAgentExecutor):
+    def __init__(self):
+        super().__init__("reward.py")  # as --reward.remote_url
+
+AgentExecutor = served(Agent, "http://127.0.0.1:8000")
+```
+
+Read from OpenRLHF 0.11.0, whose package is not needed to import this module.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+from ._sampling import SAMPLING, Sampler
+
+T = TypeVar("T", bound=type)
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of one token."""
+
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What executors read of vLLM's `CompletionOutput`. `logprobs`: for each token, by its id."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[dict[int, Logprob]] | None
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """What executors read of vLLM's `RequestOutput`."""
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+
+class HttpEngine:
+    """Stands for the `llm_engine` of executors: `generate` has its arguments and its result."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        model: str | None = None,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._sampler = Sampler(url, api_key, model, transport)
+
+    async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Output:
+        """Sample one turn of a trajectory. `sampling_params`: vLLM's.
+
+        Raises:
+            ValueError: an argument is not served, such as images.
+            DartsError
+        """
+        if multi_modal_data:
+            raise ValueError("multi_modal_data: only prompts of token ids are served")
+        if (getattr(sampling_params, "n", None) or 1) != 1:
+            raise ValueError(f"sampling_params.n must be 1, got {sampling_params.n}")
+        with_logprobs = getattr(sampling_params, "logprobs", None) is not None
+        sampling = {name: getattr(sampling_params, name, None) for name in SAMPLING}
+        answer = await self._sampler.sample(
+            prompt_token_ids, {name: value for name, value in sampling.items() if value != []}, logprobs=with_logprobs
+        )
+        pairs = zip(answer.token_ids, answer.token_logprobs, strict=with_logprobs)
+        logprobs = [{token: Logprob(value)} for token, value in pairs] if with_logprobs else None
+        completion = Completion(list(answer.token_ids), answer.text, answer.finish_reason, logprobs)
+        return Output(list(prompt_token_ids), [completion])
+
+
+def served(executor: T, url: str, api_key: str | None = None, model: str | None = None) -> T:
+    """Return a subclass of an OpenRLHF `AgentExecutor` that samples from the server."""
+    engine = HttpEngine(url, api_key, model)
+
+    class Served(executor):  # type: ignore[misc, valid-type]
+        async def execute(self, *args: Any, **more: Any) -> Any:
+            if "llm_engine" not in more:
+                raise TypeError("execute() needs llm_engine as a keyword, as OpenRLHF's actor passes it")
+            return await super().execute(*args, **(more | {"llm_engine": engine}))
+
+    return Served  # type: ignore[return-value]

@@ -1,0 +1,121 @@
+"""veRL: its agent loops sample from the server, in place of veRL's own `LLMServerClient`.
+
+```python
+# rollout.py; start veRL with actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollout.Manager
+from verl.experimental.agent_loop import AgentLoopManager
+from darts_client.integrations.verl import served
+
+Manager = served(AgentLoopManager, "http://127.0.0.1:8000")
+```
+
+Read from veRL 0.10.0.dev (August 2026), whose package is not needed to import this module.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+
+from ._sampling import Sampler
+
+T = TypeVar("T", bound=type)
+STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
+
+
+@dataclass
+class TokenOutput:
+    """veRL's type of this name, where veRL is not installed."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any = None
+    stop_reason: str | None = None
+    num_preempted: int | None = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+class LLMServerClient:
+    """Stands for veRL's class of this name: `generate` has its arguments and its result.
+
+    Args:
+        config: veRL's; without one, every request needs `max_tokens`.
+        resumes: whether an answer that was aborted is continued, as by veRL's `FullyAsyncLLMServerClient`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        url: str,
+        api_key: str | None = None,
+        model: str | None = None,
+        *,
+        resumes: bool = False,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.config = config
+        self._sampler = Sampler(url, api_key, model, transport)
+        self._resumes = resumes
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        priority: int = 0,
+        **other: Any,
+    ) -> Any:
+        """Sample one turn of the trajectory `request_id`. veRL's `priority` is not used.
+
+        Raises:
+            ValueError: an argument is not served, such as images.
+            DartsError
+        """
+        if unserved := sorted(name for name, value in other.items() if value):
+            raise ValueError(f"{', '.join(unserved)}: only prompts of token ids are served")
+        sampling = dict(sampling_params)
+        with_logprobs = bool(sampling.pop("logprobs", False))
+        limits = [sampling.pop(name, None) for name in ("max_tokens", "max_new_tokens")]  # veRL takes either
+        left = limits[0] or limits[1] or self._max_tokens(len(prompt_ids))
+        tokens, logprobs = list[int](), list[float]()
+        while True:
+            turn, params = [*prompt_ids, *tokens], sampling | {"max_tokens": left - len(tokens)}
+            answer = await self._sampler.sample(turn, params, logprobs=with_logprobs, session=str(request_id))
+            tokens += answer.token_ids
+            logprobs += answer.token_logprobs
+            if answer.finish_reason != "abort" or not self._resumes or len(tokens) >= left:
+                break
+        reason = "length" if self._resumes and len(tokens) >= left else answer.finish_reason
+        return _output_class()(
+            token_ids=tokens,
+            log_probs=logprobs if with_logprobs else None,
+            stop_reason=STOP_REASONS.get(reason, reason),
+            extra_fields=dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps")),
+        )
+
+    def _max_tokens(self, prompt_tokens: int) -> int:
+        """As veRL's server: a whole response, or what a longer prompt than expected leaves of it."""
+        rollout = self.config.actor_rollout_ref.rollout
+        response, prompt = int(rollout.response_length), int(rollout.prompt_length)
+        return max(1, min(response, prompt + response - prompt_tokens))
+
+
+def served(manager: T, url: str, api_key: str | None = None, model: str | None = None) -> T:
+    """Return a subclass of veRL's `AgentLoopManager` (or `AgentLoopManagerTQ`) whose agent loops use the server."""
+
+    class Served(manager):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any, llm_client: Any, *args: Any, **more: Any) -> None:
+            resumes = type(llm_client).__name__.startswith("FullyAsync")
+            client = LLMServerClient(config, url, api_key, model, resumes=resumes)
+            super().__init__(config, client, *args, **more)
+
+    return Served  # type: ignore[return-value]
+
+
+def _output_class() -> Any:
+    try:
+        from verl.workers.rollout.replica import TokenOutput as Output
+    except ImportError:
+        return TokenOutput
+    return Output

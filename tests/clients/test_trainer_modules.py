@@ -1,0 +1,365 @@
+"""The modules of trainers that send token ids: their interfaces, by calls as the trainers' source has them."""
+
+import asyncio
+import json
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from darts_client import BadRequest, ProtocolError
+from darts_client.integrations import openrlhf, slime, verl
+from darts_client.integrations._sampling import Sampler
+
+pytestmark = pytest.mark.anyio
+URL = "http://darts"
+Choice = dict[str, Any]
+
+
+def choice(*tokens: int, reason: str = "stop") -> Choice:
+    logprobs = {"token_logprobs": [-token / 10 for token in tokens]}
+    text = " ".join(map(str, tokens))
+    return {"index": 0, "text": text, "token_ids": tokens, "finish_reason": reason, "logprobs": logprobs}
+
+
+class Served:
+    """A server whose completions are these, one after the other; it keeps all requests."""
+
+    def __init__(self, *choices: Choice) -> None:
+        self.choices = list(choices)
+        self.requests: list[tuple[str, Any, dict[str, str]]] = []
+        self.transport = httpx.MockTransport(self.answer)
+        self.failing: dict[str, httpx.Response] = {}
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content or b"null")
+        self.requests.append((request.url.raw_path.decode(), body, dict(request.headers)))
+        if (response := self.failing.get(request.url.path)) is not None:
+            return response
+        match request.url.path:
+            case "/v1/models":
+                return httpx.Response(200, json={"data": [{"id": "tiny"}, {"id": "tiny:raw"}]})
+            case "/v1/completions":
+                return httpx.Response(200, json={"id": "cmpl-1", "choices": [self.choices.pop(0)]})
+        return httpx.Response(200, json={"version": 7})
+
+    @property
+    def completions(self) -> list[tuple[Any, dict[str, str]]]:
+        return [(body, headers) for path, body, headers in self.requests if path == "/v1/completions"]
+
+
+VERL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+"""As veRL's agent loops make it."""
+
+
+def verl_config(response_length: int = 6, prompt_length: int = 4) -> Any:
+    rollout = SimpleNamespace(response_length=response_length, prompt_length=prompt_length)
+    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+
+
+async def verl_turn(client: verl.LLMServerClient, *prompt: int, **more: Any) -> Any:
+    """A call as of veRL's `SingleTurnAgentLoop`."""
+    absent: dict[str, Any] = dict.fromkeys(("image_data", "video_data", "audio_data"))
+    arguments = absent | {"sampling_params": VERL_SAMPLING, "mm_processor_kwargs": {}, "priority": 3} | more
+    return await client.generate(request_id="abc", prompt_ids=list(prompt), **arguments)
+
+
+async def test_verl_gets_tokens_and_logprobs_of_its_session() -> None:
+    served = Served(choice(5, 6))
+    output = await verl_turn(verl.LLMServerClient(verl_config(), URL, "key", transport=served.transport), 1, 2)
+    assert (output.token_ids, output.log_probs, output.stop_reason) == ([5, 6], [-0.5, -0.6], "completed")
+    assert output.extra_fields == {"global_steps": None, "min_global_steps": None, "max_global_steps": None}
+    [(body, headers)] = served.completions
+    assert (body["prompt"], body["n"], body["max_tokens"], body["logprobs"]) == ([1, 2], 1, 6, 0)
+    assert (body["model"], body["top_k"], body["return_token_ids"]) == ("tiny", -1, True)
+    assert (headers["x-session-id"], headers["authorization"]) == ("abc", "Bearer key")
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt", "limit"),
+    [({}, 2, 6), ({}, 7, 3), ({}, 40, 1), ({"max_tokens": 9}, 2, 9), ({"max_new_tokens": 8}, 2, 8)],
+)
+async def test_verls_limits_of_tokens_are_those_of_its_own_server(given: Any, prompt: int, limit: int) -> None:
+    served = Served(choice(5))
+    client = verl.LLMServerClient(verl_config(), URL, transport=served.transport)
+    await verl_turn(client, *range(prompt), sampling_params=VERL_SAMPLING | given)
+    assert served.completions[0][0]["max_tokens"] == limit
+    assert "max_new_tokens" not in served.completions[0][0]
+
+
+async def test_verls_aborted_answers_are_returned_or_continued_with_what_is_left() -> None:
+    served = Served(choice(5, reason="abort"))
+    output = await verl_turn(verl.LLMServerClient(verl_config(), URL, transport=served.transport), 1)
+    assert (output.token_ids, output.stop_reason) == ([5], "aborted")
+
+    served = Served(choice(5, reason="abort"), choice(reason="abort"), choice(6, 7, reason="length"))
+    client = verl.LLMServerClient(verl_config(3), URL, resumes=True, transport=served.transport)
+    output = await verl_turn(client, 1)
+    assert (output.token_ids, output.log_probs, output.stop_reason) == ([5, 6, 7], [-0.5, -0.6, -0.7], "completed")
+    assert [(body["prompt"], body["max_tokens"]) for body, _ in served.completions] == [
+        ([1], 3),
+        ([1, 5], 2),
+        ([1, 5], 2),
+    ]
+
+    served = Served(choice(5, 6, 7, reason="abort"))
+    client = verl.LLMServerClient(verl_config(3), URL, resumes=True, transport=served.transport)
+    assert (await verl_turn(client, 1)).stop_reason == "completed"
+
+
+async def test_what_verl_cannot_have_is_named() -> None:
+    client = verl.LLMServerClient(verl_config(), URL, transport=Served().transport)
+    with pytest.raises(ValueError, match="image_data: only prompts"):
+        await verl_turn(client, 1, image_data=["x"])
+    with pytest.raises(ValueError, match="sampling has prompt_logprobs"):
+        await verl_turn(client, 1, sampling_params={"prompt_logprobs": 1})
+
+
+def test_verls_manager_gets_our_client_which_can_be_sent_to_its_workers() -> None:
+    class AgentLoopManager:
+        def __init__(self, config: Any, llm_client: Any, teacher_client: Any = None) -> None:
+            self.arguments = config, llm_client, teacher_client
+
+    class FullyAsyncLLMServerClient: ...
+
+    manager = verl.served(AgentLoopManager, URL, "key")
+    config = verl_config().actor_rollout_ref.rollout
+    for given, resumes in ((object(), False), (FullyAsyncLLMServerClient(), True)):
+        built = manager(config="config", llm_client=given, teacher_client="teacher")
+        assert isinstance(built, AgentLoopManager)
+        assert (built.arguments[0], built.arguments[2]) == ("config", "teacher")
+        client = pickle.loads(pickle.dumps(built.arguments[1]))
+        assert (client._resumes, client._sampler.url, client._sampler.api_key) == (resumes, URL, "key")
+        client.tokenizer = config  # veRL sets it
+
+
+def sampling_params(**more: Any) -> Any:
+    """vLLM's `SamplingParams` as OpenRLHF makes them."""
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_tokens": 1, "skip_special_tokens": False, "n": 1}
+    empty: dict[str, Any] = {
+        "stop": [],
+        "stop_token_ids": [],
+        "seed": None,
+        "bad_words": None,
+        "logprobs": 1,
+        "max_tokens": 6,
+    }
+    return SimpleNamespace(**defaults | empty | more)
+
+
+async def test_openrlhf_gets_what_its_executors_read_of_vllms_output() -> None:
+    served = Served(choice(5, 6, reason="length"))
+    engine = openrlhf.HttpEngine(URL, transport=served.transport)
+    output = await engine.generate([1, 2], sampling_params(), multi_modal_data=None)
+    [completion] = output.outputs
+    assert [1, 2, *completion.token_ids] == [1, 2, 5, 6]
+    assert completion.finish_reason == "length"
+    assert completion.logprobs is not None
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    assert [entry[token].logprob for token, entry in pairs] == [-0.5, -0.6]
+    [(body, _)] = served.completions
+    assert (body["prompt"], body["min_tokens"], body["skip_special_tokens"]) == ([1, 2], 1, False)
+    assert not {"stop", "seed"} & body.keys()
+
+
+async def test_openrlhf_without_correction_has_no_logprobs() -> None:
+    served = Served({**choice(5), "logprobs": None})
+    output = await openrlhf.HttpEngine(URL, transport=served.transport).generate([1], sampling_params(logprobs=None))
+    assert output.outputs[0].logprobs is None
+    assert "logprobs" not in served.completions[0][0]
+
+
+async def test_what_openrlhf_cannot_have_is_named() -> None:
+    engine = openrlhf.HttpEngine(URL, transport=Served().transport)
+    for params, data, match in (
+        (sampling_params(), {"image": ["x"]}, "multi_modal_data"),
+        (sampling_params(n=2), None, "n must be 1"),
+        (sampling_params(max_tokens=None), None, "needs max_tokens"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            await engine.generate([1], params, multi_modal_data=data)
+
+
+async def test_openrlhfs_executor_gets_our_engine() -> None:
+    class Executor:
+        async def execute(self, prompt: str, llm_engine: Any, images: Any = None) -> Any:
+            return prompt, llm_engine
+
+    executor = openrlhf.served(Executor, URL)()
+    assert isinstance(executor, Executor)
+    prompt, engine = await executor.execute(prompt="p", llm_engine="the actor", images=None)
+    assert prompt == "p"
+    assert isinstance(engine, openrlhf.HttpEngine)
+    with pytest.raises(TypeError, match="llm_engine as a keyword"):
+        await executor.execute("p", "the actor")
+
+
+SLIME = {
+    "sampling_params": {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": 6,
+        "stop": None,
+        "stop_token_ids": None,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+        "sampling_seed": 3,
+    },
+    "return_logprob": True,
+    "input_ids": [1, 2],
+}
+"""slime's request for one sample."""
+
+
+async def call(served: Served, path: str, body: Any = None, method: str = "POST", **headers: str) -> httpx.Response:
+    transport = httpx.ASGITransport(slime.Facade(URL, "key", served.transport))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:30000") as client:
+        return await client.request(method, path, json=body, headers=headers)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+async def test_slime_and_miles_get_what_they_append_to_a_sample(reason: str) -> None:
+    served = Served(choice(5, 6, reason=reason))
+    answer = (await call(served, "/generate", SLIME, **{"X-SMG-Routing-Key": "s-1"})).json()
+    meta = answer["meta_info"]
+    assert ([item[1] for item in meta["output_token_logprobs"]], answer["text"]) == ([5, 6], "5 6")
+    assert [item[0] for item in meta["output_token_logprobs"]] == [-0.5, -0.6]
+    assert (meta["finish_reason"]["type"], meta["prompt_tokens"], meta["completion_tokens"]) == (reason, 2, 2)
+    [(body, headers)] = served.completions
+    assert (body["prompt"], body["max_tokens"], body["seed"], body["include_stop_str_in_output"]) == (
+        [1, 2],
+        6,
+        3,
+        True,
+    )
+    assert headers["x-session-id"] == "s-1"
+    assert not {"max_new_tokens", "stop"} & body.keys()
+
+
+async def test_an_aborted_sample_without_tokens_is_one_too() -> None:
+    answer = await call(Served(choice(reason="abort")), "/generate", SLIME)
+    assert answer.json()["meta_info"]["output_token_logprobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "sent", "answer"),
+    [
+        ("POST", "/abort_request", {"abort_all": True}, ("/abort_requests", {}), {"version": 7}),
+        ("POST", "/abort_request", {"rid": "a"}, ("/abort_requests", {"request_ids": ["cmpl-a-0"]}), {"version": 7}),
+        ("POST", "/pause_generation", {}, ("/pause?mode=abort", {}), {"version": 7}),
+        ("POST", "/pause_generation", {"mode": "retract"}, ("/pause?mode=keep", {}), {"version": 7}),
+        ("POST", "/continue_generation", {}, ("/resume", {}), {"version": 7}),
+        (
+            *("POST", "/update_weights_from_disk", {"model_path": "/w/1", "weight_version": "3"}),
+            ("/darts/v1/weights", {"path": "/w/1", "rule": "keep", "version": 3}),
+            {"version": 7, "success": True},
+        ),
+        ("GET", "/get_weight_version", None, ("/darts/v1/weights", None), {"weight_version": "7"}),
+        ("GET", "/v1/loads?include=core", None, None, {"loads": [{"num_reqs": 0}]}),
+        ("GET", "/flush_cache", None, None, {"loads": [{"num_reqs": 0}]}),
+    ],
+)
+async def test_slimes_other_calls_reach_the_servers_routes(
+    method: str, path: str, body: Any, sent: tuple[str, Any] | None, answer: Any
+) -> None:
+    served = Served()
+    response = await call(served, path, body, method)
+    assert (response.status_code, response.json()) == (200, answer)
+    assert [(path, body) for path, body, _ in served.requests] == ([] if sent is None else [sent])
+    assert all(headers["authorization"] == "Bearer key" for *_, headers in served.requests)
+
+
+async def test_slime_finds_one_worker_at_the_facade() -> None:
+    answer = (await call(Served(), "/workers", method="GET")).json()
+    assert [worker["url"] for worker in answer["workers"]] == answer["urls"] == ["http://127.0.0.1:30000"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "named"),
+    [
+        ("/generate", SLIME | {"stream": True}, 400, "stream"),
+        ("/generate", SLIME | {"return_routed_experts": True}, 400, "return_routed_experts"),
+        ("/generate", {"input_ids": [1]}, 400, "sampling_params"),
+        ("/generate", {"sampling_params": {"max_new_tokens": 1}}, 400, "text"),
+        ("/generate", {"input_ids": [1], "sampling_params": {"custom_params": {"a": 1}}}, 400, "custom_params"),
+        ("/generate", [1], 400, "AttributeError"),
+        ("/abort_request", {}, 400, "rid"),
+        ("/pause_generation", {"mode": "x"}, 400, "x"),
+        ("/update_weights_from_tensor", {}, 404, "/update_weights_from_disk"),
+    ],
+)
+async def test_what_slime_cannot_have_is_named_and_nothing_is_sent(
+    path: str, body: Any, status: int, named: str
+) -> None:
+    served = Served()
+    response = await call(served, path, body)
+    assert response.status_code == status
+    assert named in response.json()["error"]
+    assert served.requests == []
+
+
+async def test_the_servers_errors_are_slimes_too() -> None:
+    served = Served()
+    served.failing["/darts/v1/weights"] = httpx.Response(409, json={"error": {"message": "another update"}})
+    response = await call(served, "/update_weights_from_disk", {"model_path": "x"})
+    assert (response.status_code, "another update" in response.json()["error"]) == (409, True)
+
+
+@pytest.mark.parametrize("header", [{"Origin": "http://page"}, {"Sec-Fetch-Site": "cross-site"}])
+async def test_web_pages_cannot_use_the_facades_key(header: dict[str, str]) -> None:
+    served = Served()
+    assert (await call(served, "/continue_generation", {}, **header)).status_code == 403
+    assert served.requests == []
+
+
+async def test_running_requests_are_the_facades_load() -> None:
+    served, release = Served(choice(5)), asyncio.Event()
+    answer: Callable[[httpx.Request], Any] = served.answer
+
+    async def late(request: httpx.Request) -> httpx.Response:
+        await release.wait()
+        response: httpx.Response = await answer(request)
+        return response
+
+    facade = slime.Facade(URL, None, httpx.MockTransport(late))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(facade), base_url="http://facade") as client:
+        running = asyncio.create_task(client.post("/generate", json=SLIME))
+        while (load := (await client.get("/v1/loads")).json()) == {"loads": [{"num_reqs": 0}]}:
+            await asyncio.sleep(0)
+        assert load == {"loads": [{"num_reqs": 1}]}
+        release.set()
+        assert (await running).status_code == 200
+        assert (await client.get("/v1/loads")).json() == {"loads": [{"num_reqs": 0}]}
+
+
+def test_the_facade_is_made_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DARTS_URL", URL)
+    monkeypatch.setenv("DARTS_API_KEY", "key")
+    sampler = slime.facade()._sampler
+    assert (sampler.url, sampler.api_key) == (URL, "key")
+
+
+async def test_answers_that_would_spoil_training_are_refused() -> None:
+    for wrong in (choice(5, 6) | {"token_ids": [5]}, choice(5) | {"logprobs": None}, {"text": "5"}):
+        with pytest.raises(ProtocolError):
+            await Sampler(URL, transport=Served(wrong).transport).sample([1], {"max_tokens": 2})
+
+
+def test_connections_belong_to_the_loop_that_uses_them() -> None:
+    served = Served(choice(5), choice(6))
+    sampler = Sampler(URL, transport=served.transport)
+    for token in (5, 6):
+        assert asyncio.run(sampler.sample([1], {"max_tokens": 2})).token_ids == (token,)
+    assert len(served.requests) == 3
+
+
+async def test_the_servers_refusal_reaches_the_trainer() -> None:
+    served = Served()
+    served.failing["/v1/completions"] = httpx.Response(400, json={"error": {"message": "too long"}})
+    with pytest.raises(BadRequest, match="too long"):
+        await Sampler(URL, transport=served.transport).sample([1], {"max_tokens": 2})
