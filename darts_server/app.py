@@ -14,8 +14,9 @@ from darts_server.doctor.findings import Finding
 from darts_server.doctor.serving import check_address, check_local, check_vllm
 from darts_server.event_log import EventLog
 from darts_server.exceptions import InvalidSetting
-from darts_server.http import errors, page
+from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
+from darts_server.http.dialects.controls import Controls
 from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys, check_listening
@@ -128,6 +129,7 @@ class Rooms:
     votes: VllmVoteRunner
     updates: Updates
     control: Control
+    dialect_controls: Controls
 
 
 async def _serve(settings: Settings, args: Namespace, access: Access, store: Store, staging: Staging) -> int:
@@ -138,7 +140,7 @@ async def _serve(settings: Settings, args: Namespace, access: Access, store: Sto
             handle_sighup(access.reload_keys if settings.api_key_file or settings.admin_api_key_file else None)
             rooms = make_rooms(settings, engine, store, staging, server.traces(args), closing)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
-            application = await server.make_app(engine.llm, args, read_options)
+            application = await server.make_app(engine.llm, args, read_options, dialects.extensions(settings.dialect))
             extend(application, rooms, settings, access, store, supervision.lifecycle, engine.model_name)
             closing.enter_context(LoopLag(ServingMetrics(engine.model_name).loop_lagged))
             await server.serve(engine.llm, application, args, sock, rooms.batches, supervision)
@@ -205,7 +207,13 @@ def make_rooms(
     update_observers = (WeightMetrics(engine.model_name), event_log)
     hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts, hosts)
-    return Rooms(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control)
+    dialect_controls = Controls(
+        updates,
+        pause=lambda: engine.llm.pause_generation(mode="abort"),
+        resume=lambda: engine.llm.resume_generation(),
+        turns=rollouts.turns,
+    )
+    return Rooms(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls)
 
 
 def extend(
@@ -245,6 +253,7 @@ def extend(
         )
     )
     application.include_router(page.routes())
+    dialects.add_routes(application, settings.dialect, rooms.dialect_controls)
     limits, refusals = BodyLimits(settings.max_body_bytes, flag="--max-body-bytes"), AccessMetrics(model_name)
     # Added last, so that it is the outermost.
     application.add_middleware(

@@ -6,7 +6,16 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from darts_server.settings.value_types import HOSTS, NAMES, DetectAt, GroupPattern, LogFormat, LogLevel, Policy
+from darts_server.settings.value_types import (
+    HOSTS,
+    NAMES,
+    DetectAt,
+    Dialects,
+    GroupPattern,
+    LogFormat,
+    LogLevel,
+    Policy,
+)
 
 ENV_PREFIX = "DARTS_"
 RUNTIME = object()
@@ -181,6 +190,11 @@ class Settings(BaseSettings):
         300.0, ge=0.001, le=86400, description="Timeout in seconds of each other step of an update."
     )
 
+    dialect: Dialects = Field(
+        (),
+        description="Trainers whose own routes are served too, as aliases of ours: areal, nemo-rl, prime-rl, skyrl, "
+        "separated by commas, such as areal,skyrl. Default: none.",
+    )
     api_key_file: Path | None = Field(
         None,
         description="File with API keys, one per line, in addition to vLLM's --api-key; lines that begin with # are "

@@ -9,6 +9,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.settings.value_types import Dialect
 
 Fields = Mapping[str, FieldInfo]
 
@@ -70,6 +71,6 @@ def metavar_of(name: str, field: FieldInfo) -> str:
         return "FILE" if name.endswith("_file") else "FOLDER"
     if field.annotation == SecretStr | None:
         return "KEY"
-    if field.annotation is str:
+    if field.annotation in (str, tuple[Dialect, ...]):
         return "NAME"
     return "X" if field.annotation in (float, float | None) else "N"

@@ -1,7 +1,7 @@
 """Types of the values of settings."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_settings import NoDecode
@@ -32,6 +32,21 @@ Policy = Literal[
     "shadow:cap",
     "shadow:first_finish",
 ]
+
+Dialect = Literal["areal", "nemo-rl", "prime-rl", "skyrl"]
+"""Trainers with routes or fields of their own."""
+
+
+def _names(value: object) -> object:
+    """Parse ``areal,skyrl``, or a list."""
+    names = value.split(",") if isinstance(value, str) else value
+    stripped = [str(name).strip() for name in names] if isinstance(names, list | tuple) else [str(names)]
+    if unknown := [name for name in stripped if name and name not in get_args(Dialect)]:
+        raise ValueError(f"{unknown[0]!r} is unknown; known ones are {', '.join(get_args(Dialect))}")
+    return tuple(dict.fromkeys(filter(None, stripped)))
+
+
+Dialects = Annotated[tuple[Dialect, ...], NoDecode, BeforeValidator(_names)]
 
 
 def _detection_points(value: object) -> object:

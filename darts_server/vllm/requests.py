@@ -5,7 +5,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.datastructures import State
 
@@ -40,6 +40,16 @@ CheckOptions = Callable[[RequestOptions, Mapping[str, Any]], None]
 """Checks the options of header and model name with those in ``vllm_xargs``; raises ``InvalidRequest``."""
 AddMessages = Callable[[ChatHistory, Iterable[Message]], None]
 """Remembers the answers to a chat."""
+
+
+class Extension(Protocol):
+    """Reads further fields of a parsed request, and adds some to its answer."""
+
+    def before(self, request: Any) -> None:
+        """Raises ``InvalidRequest``."""
+        ...
+
+    def after(self, request: Any, answer: Any) -> None: ...
 
 
 @dataclass(slots=True)
@@ -104,14 +114,15 @@ def attach(
     raw_names: Set[str],
     check_options: CheckOptions = lambda options, xargs: None,
     add_messages: AddMessages = lambda history, messages: None,
+    extensions: Iterable[Extension] = (),
 ) -> None:
     """Wrap every generation handler, so that it reads headers and model name before it calls ``generate()``.
 
     ``check_options``: raises for options that ``generate()`` would refuse. Streams of the Responses API call that after
     their status was sent. ``add_messages``: called with the messages of every answer that is not streamed, before it
-    is sent.
+    is sent. ``extensions``: further fields of requests and answers.
     """
-    gate = _Gate(read_options, raw_names, check_options, add_messages)
+    gate = _Gate(read_options, raw_names, check_options, add_messages, tuple(extensions))
     for attribute, method in GENERATION_HANDLERS:
         if (serving := getattr(state, attribute, None)) is not None:
             setattr(serving, method, _behind(gate, getattr(serving, method)))
@@ -125,6 +136,7 @@ class _Gate:
     raw_names: Set[str]
     check_options: CheckOptions
     add_messages: AddMessages
+    extensions: tuple[Extension, ...]
 
     async def open(self, request: Any, raw_request: Any) -> "_Context":
         """Read what a request says of its shaping.
@@ -134,6 +146,8 @@ class _Gate:
         """
         headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
         _check_ids(request, headers)
+        for extension in self.extensions:
+            extension.before(request)
         options = self.read_options(headers)
         if getattr(request, "model", None) in self.raw_names:
             options = replace(options, policy="off")
@@ -146,8 +160,10 @@ class _Gate:
             _check_unshaped(options, read_xargs(request))
         return _Context(options, search, read_history(request, caller.get().name or ""), _read_session(headers))
 
-    def close(self, context: "_Context", answer: Any, raw_request: Any) -> None:
-        """Record the answer of a handler."""
+    def close(self, context: "_Context", request: Any, answer: Any, raw_request: Any) -> None:
+        """Record the answer of a handler, and extend it."""
+        for extension in self.extensions:
+            extension.after(request, answer)
         if context.history is not None:
             self.add_messages(context.history, answered_messages(answer))
         metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
@@ -195,7 +211,7 @@ def _behind(gate: _Gate, handler: Handler) -> Handler:
             leave()
             if context.search is not None and context.search.ticket is not None:
                 context.search.ticket.release()
-        gate.close(context, answer, raw_request)
+        gate.close(context, request, answer, raw_request)
         # The Responses API calls `generate` while its stream is read.
         is_late = isinstance(answer, AsyncGenerator) and is_response_request(request)
         return _stream_in(context, answer) if is_late else answer

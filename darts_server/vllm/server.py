@@ -3,7 +3,7 @@
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import getLogger
 from typing import Any
@@ -30,7 +30,7 @@ from darts_server.vllm.compat.entrypoints import (
 from darts_server.vllm.engine import VllmBatches
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare
-from darts_server.vllm.requests import ReadOptions, attach, with_raw_names
+from darts_server.vllm.requests import Extension, ReadOptions, attach, with_raw_names
 from darts_server.vllm.sampling import PROCESSED_LOGPROBS
 from darts_server.vllm.shutdown import CONNECTION_SECONDS, Supervision, handle_signals, supervise
 from darts_server.vllm.token_stream import announce_choices
@@ -100,14 +100,16 @@ def bound_socket(args: Namespace) -> Iterator[socket.socket]:
         sock.close()
 
 
-async def make_app(llm: ShapingLLM, args: Namespace, read_options: ReadOptions) -> FastAPI:
+async def make_app(
+    llm: ShapingLLM, args: Namespace, read_options: ReadOptions, extensions: Iterable[Extension] = ()
+) -> FastAPI:
     """Build vLLM's app on this engine; its generation routes read our options from headers and model names."""
     tasks = await llm.get_supported_tasks()
     application = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
     raw_names = set(names[len(names) // 2 :])
-    attach(application.state, read_options, raw_names, llm.check_options, llm.add_messages)
+    attach(application.state, read_options, raw_names, llm.check_options, llm.add_messages, extensions)
     control_routes.attach(application)
     announce_choices(application.state)
     if llm.loras is not None:

@@ -48,7 +48,7 @@ def full_app() -> Iterator[FastAPI]:
         built = build_app(args, tuple(tasks(SupportedTask)))
         port, llm = ScriptedEngine(lambda *_: Script(1)), SimpleNamespace(gate=Gate())
         engine: Any = SimpleNamespace(llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="routes")
-        defaults = settings.load({}, None)
+        defaults = settings.load({"dialect": "areal,nemo-rl,prime-rl,skyrl"}, None)
         rooms = app.make_rooms(defaults, engine, store, staging, [], closing)
         built.middleware_stack = None
         app.extend(built, rooms, defaults, Access(), store, Lifecycle(), "routes")
@@ -76,7 +76,12 @@ def routes(application: FastAPI) -> set[tuple[str, str]]:
 
 def test_every_route_of_the_app_is_in_the_table(full_app: FastAPI) -> None:
     found = routes(full_app)
-    assert {("POST", "/collective_rpc"), ("POST", "/v1/completions"), ("GET", "/darts/v1/policy")} <= found
+    assert {
+        ("POST", "/collective_rpc"),
+        ("POST", "/v1/completions"),
+        ("GET", "/darts/v1/policy"),
+        ("POST", "/areal_update_weights"),
+    } <= found
     unclassified = [each for each in sorted(found) if access_of_route(*each) is None]
     assert not unclassified, REMEDY
 

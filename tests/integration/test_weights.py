@@ -55,13 +55,9 @@ def trainers_port() -> int:
 def server(serve: Serve, root: Path, trainers_port: int) -> Iterator[Server]:
     """A server of its own: the shared one keeps its weights."""
     flags = (
-        "--weights-root",
-        str(root),
-        "--weights-hosts",
-        f"127.0.0.1:{trainers_port}",
-        "--worker-extension-cls",
-        "tests.integration.extension.UserExtension",
-        "--allow-dangerous-routes",
+        *("--weights-root", str(root), "--weights-hosts", f"127.0.0.1:{trainers_port}"),
+        *("--worker-extension-cls", "tests.integration.extension.UserExtension", "--allow-dangerous-routes"),
+        *("--dialect", "areal,prime-rl"),
     )
     with serve(DARTS, root.parent / "weights.log", *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
@@ -90,6 +86,18 @@ def test_weights_are_loaded_from_files_and_folders(server: Server, root: Path) -
     for part in (0, 1):
         save_file({n: perturbed(3)[n] for n in names[part::2]}, root / "folder" / f"{part}.safetensors")
     check_served(server, post(server, "folder"), perturbed(3))
+
+
+def test_trainers_bring_weights_by_their_own_routes(server: Server, root: Path) -> None:
+    prime_rl = {"pause?mode=keep&clear_cache=false": "", "update_weights": "weight_dir", "resume": ""}
+    areal = {"areal_pause_generation": "", "areal_update_weights": "model_path", "areal_continue_generation": ""}
+    for seed, calls in ((40, prime_rl), (41, areal)):
+        save_file(perturbed(seed), root / f"{seed}.safetensors")
+        for route, field in calls.items():
+            body = {field: str(root / f"{seed}.safetensors")} if field else {}
+            answer = httpx.post(f"{server.url}/{route}", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+        assert max_difference(server, perturbed(seed)) < 1e-5
 
 
 def test_tensors_missing_from_a_partial_set_stay(server: Server, root: Path) -> None:

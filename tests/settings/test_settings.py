@@ -212,3 +212,13 @@ def test_pruning_settings_are_checked_together() -> None:
     with pytest.raises(InvalidRequest, match="detect_at: cannot change while the server runs"):
         apply_patch(load({}, None), {"detect_at": [64]})
     assert apply_patch(load({"detect_at": "64"}, None), {"refill": True, "survival": "aimed"}).detect_at == (64,)
+
+
+def test_dialects_are_known_names_once_each(config: Path) -> None:
+    assert load({}, None).dialect == ()
+    assert load({"dialect": "areal, prime-rl,areal,"}, None).dialect == ("areal", "prime-rl")
+    config.write_text('dialect = ["skyrl"]\n')
+    assert load({}, str(config)).dialect == ("skyrl",)
+    for wrong, name in (("areal,verl", "verl"), ("prime_rl", "prime_rl")):
+        with pytest.raises(InvalidSetting, match=f"--dialect = .*'{name}' is unknown; known ones are areal, nemo-rl"):
+            load({"dialect": wrong}, None)

@@ -82,6 +82,8 @@ USE = {
     "/weight_info": "GET",
     "/is_scaling_elastic_ep": "POST",
     "/fault_tolerance/status": "GET",
+    # Of --dialect.
+    "/finish_session": "POST",  # the caller's own
 }
 ADMIN = {
     "/darts/v1/state": "PUT",
@@ -111,6 +113,18 @@ ADMIN = {
     "/v1/unload_lora_adapter": "POST",
     "/adapters": "POST",
     "/adapters/{adapter_name}": "DELETE",
+    # Of --dialect.
+    "/load_lora_adapter": "POST",
+    "/skyrl/v1/load_lora_adapter": "POST",
+    "/areal_pause_generation": "POST",
+    "/areal_continue_generation": "POST",
+    "/areal_update_weights": "POST",
+    "/areal_update_weights_lora": "POST",
+    "/areal_init_weights_update_group": "POST",
+    "/areal_set_update_weight_meta": "POST",
+    "/areal_update_weights_xccl": "POST",
+    "/areal_set_update_weight_meta_lora": "POST",
+    "/areal_update_weights_lora_xccl": "POST",
 }
 DANGEROUS = {
     "/collective_rpc": "POST",  # calls any method of the workers with any arguments

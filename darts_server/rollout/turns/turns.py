@@ -108,6 +108,10 @@ class Turns:
         if turn.history is not None and text:
             self._add_keys(turn.history.keys_of(text))
 
+    def forget_session(self, caller: str, name: str) -> bool:
+        """Forget a session that has ended; returns whether it was known. Its answers stay known by their tokens."""
+        return self._sessions.pop((caller, name), None) is not None
+
     def add_messages(self, history: ChatHistory, messages: Iterable[Message]) -> None:
         """Remember answers to a chat as their caller gets them: reasoning and tool calls are parsed."""
         self._add_keys(map(history.key_of, messages))

@@ -1,0 +1,77 @@
+"""What the dialects' routes act on, and what they have in common."""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from fastapi import Request
+from pydantic import Field
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.http.body import Body, parse_body, read_body
+from darts_server.http.resources.weights import MAX_REQUEST_BYTES
+from darts_server.identifiers import LORA_NAME
+from darts_server.rollout.turns.turns import Turns
+from darts_server.weights.rules import Rule
+from darts_server.weights.updates import UpdateOptions, Updates
+
+KEEP = Rule.KEEP
+"""These trainers pause the engine before an update, so that groups cannot be waited for; and where they do not, they
+let requests run through the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What the routes act on.
+
+    ``pause``: as vLLM's ``/pause?mode=abort``. ``resume``: as its ``/resume``. ``turns``: the trajectories' sessions.
+    """
+
+    updates: Updates
+    pause: Callable[[], Awaitable[None]]
+    resume: Callable[[], Awaitable[None]]
+    turns: Turns
+
+    async def load(self, field: str, path: str) -> None:
+        """Replace the weights by those in a file or folder. ``field``: of the request, to be named in errors.
+
+        Raises:
+            Forbidden, InvalidRequest, UpdateError, WeightsLost
+        """
+        with renamed_fields(path=field):
+            await self.updates.load(path, UpdateOptions(KEEP))
+
+    async def load_lora(self, name: str, field: str, path: str) -> None:
+        """Serve the LoRA adapter in a folder. ``field``: of the path in the request.
+
+        Raises:
+            Forbidden, InvalidRequest, UpdateError, WeightsLost
+        """
+        with renamed_fields(path=field, name="lora_name"):
+            await self.updates.loras.load(name, path, KEEP)
+
+
+class LoraIn(Body):
+    """A LoRA adapter, as vLLM's own route takes it."""
+
+    lora_name: str = Field(pattern=LORA_NAME, description="Model name in requests.")
+    lora_path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
+
+
+async def read_lora(request: Request) -> LoraIn:
+    """
+    Raises:
+        InvalidRequest
+    """
+    return await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
+
+
+@contextmanager
+def renamed_fields(**names: str) -> Iterator[None]:
+    """Name the fields of a request in errors as its sender knows them: ``renamed_fields(path="weight_dir")``."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field not in names:
+            raise
+        raise type(error)(names[error.field], error.message) from error

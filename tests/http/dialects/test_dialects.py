@@ -1,0 +1,256 @@
+"""Routes of trainers, as their clients call them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+from unittest.mock import Mock
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+
+from darts_server.exceptions import Conflict, InvalidRequest
+from darts_server.http import dialects, errors
+from darts_server.http.body import BodyLimits
+from darts_server.http.dialects.controls import Controls
+from darts_server.http.dialects.nemo_rl import CompletionTokenIds
+from darts_server.http.security.access import Access, Keys
+from darts_server.http.security.middleware import SecurityMiddleware
+from darts_server.http.security.route_table import access_of_route
+from darts_server.rollout.turns.turns import Turn, Turns
+from darts_server.serving.gate import Gate
+from darts_server.settings.value_types import Dialect
+from darts_server.types import TurnKind
+from darts_server.weights.staging import Staging
+from darts_server.weights.updates import Updates
+from tests.http.serving import HERE, LARGEST, URL
+from tests.weights.lora_sets import save_to
+from tests.weights.model import SHAPES, FakeModel, write
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
+NAMES = get_args(Dialect)
+OLD = dict.fromkeys(SHAPES, 0)
+
+
+class Trainer:
+    """A caller, and what its requests act on. ``paused``: by its own routes. ``updated``: what vLLM's route got."""
+
+    def __init__(self, folder: Path, *, vllm_has_route: bool = False) -> None:
+        self.model, self.turns = FakeModel(folder), Turns()
+        self.paused: list[str] = []
+        self.updated: list[Any] = []
+        self.vllm_has_route = vllm_has_route
+
+    async def pause(self) -> None:
+        self.paused.append("abort")
+        self.updates.coordinator.paused_by_trainer = True
+
+    async def resume(self) -> None:
+        self.paused.append("resume")
+        self.updates.coordinator.paused_by_trainer = False
+
+    @contextmanager
+    def calling(self, folder: Path, *names: str, host: str = HERE, keys: tuple[str, ...] = ()) -> Iterator[TestClient]:
+        with Staging(folder) as staging:
+            self.updates = Updates(self.model, Gate(), staging, folder)
+            app = FastAPI()
+            errors.install(app)
+            if self.vllm_has_route:
+
+                @app.post("/update_weights")
+                async def update_weights(raw_request: Request) -> dict[str, str]:
+                    self.updated.append(await raw_request.json())
+                    return {"message": "Weights updated"}
+
+            dialects.add_routes(app, names, Controls(self.updates, self.pause, self.resume, self.turns))
+            access, limits = Access(Keys(keys)), BodyLimits(LARGEST)
+            app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock())
+            yield TestClient(app, URL, client=(host, 1))
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path)
+
+
+def test_every_dialect_of_the_settings_is_there_and_none_is_on_by_itself(trainer: Trainer, tmp_path: Path) -> None:
+    assert dialects.ROUTES.keys() | dialects.EXTENSIONS.keys() == set(NAMES)
+    assert [type(each) for each in dialects.extensions(NAMES)] == [CompletionTokenIds]
+    assert dialects.extensions(()) == []
+    with trainer.calling(tmp_path) as caller:
+        for path in ("/update_weights", "/areal_pause_generation", "/finish_session", "/load_lora_adapter"):
+            assert caller.post(path, json={}).status_code == 404
+
+
+def test_every_route_of_a_dialect_has_its_access(trainer: Trainer, tmp_path: Path) -> None:
+    with trainer.calling(tmp_path, *NAMES) as caller:
+        routes = [route for route in caller.app.routes if "POST" in getattr(route, "methods", ())]  # type: ignore[attr-defined]
+    assert len(routes) == 13
+    assert not [route.path for route in routes if access_of_route("POST", route.path) is None]
+    with trainer.calling(tmp_path, *NAMES, host="10.0.0.1") as stranger:
+        for route in routes:
+            expected = 422 if route.path == "/finish_session" else 403
+            assert stranger.post(route.path, json={}).status_code == expected
+    assert (trainer.paused, trainer.model.calls) == ([], [])
+
+
+def test_prime_rl_brings_weights_from_a_folder(trainer: Trainer, tmp_path: Path) -> None:
+    folder = write(tmp_path / "broadcasts" / "step_1" / "model.safetensors", 5).parent
+    (folder / "NCCL_READY").touch()
+    with trainer.calling(tmp_path, "prime-rl") as caller:
+        trainer.updates.coordinator.paused_by_trainer = True  # by /pause?mode=keep
+        answer = caller.post("/update_weights", json={"weight_dir": folder.as_posix()})
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+        assert trainer.model.values == dict.fromkeys(SHAPES, 5)
+        assert trainer.updates.version == 1
+        assert trainer.model.calls.count("resume") == 0
+
+
+@pytest.mark.parametrize("loads", ["/load_lora_adapter", "/skyrl/v1/load_lora_adapter"])
+def test_an_adapter_is_loaded_again_under_its_name(trainer: Trainer, tmp_path: Path, loads: str) -> None:
+    with trainer.calling(tmp_path, "prime-rl", "skyrl") as caller:
+        for value in (5, 6):
+            save_to(tmp_path / f"step-{value}", value)
+            body = {"lora_name": "policy", "lora_path": str(tmp_path / f"step-{value}")}
+            assert caller.post(loads, json=body).status_code == 200
+            assert trainer.model.loras is not None
+            assert trainer.model.loras.served == {"policy": value}
+        assert trainer.updates.version == 2
+
+
+def test_areal_pauses_updates_and_continues(trainer: Trainer, tmp_path: Path) -> None:
+    write(tmp_path / "v1" / "model.safetensors", 5)
+    save_to(tmp_path / "lora", 6)
+    with trainer.calling(tmp_path, "areal") as caller:
+        assert caller.post("/areal_pause_generation", json={}).json()["success"] is True
+        assert caller.post("/areal_update_weights", json={"model_path": str(tmp_path / "v1")}).json()["success"] is True
+        body = {"lora_model_path": "lora", "lora_name": "a", "lora_int_id": 1, "base_model_name": "tiny"}
+        assert caller.post("/areal_update_weights_lora", json=body).json()["success"] is True
+        assert trainer.paused == ["abort"]
+        assert caller.post("/areal_continue_generation", json={}).json()["success"] is True
+    assert trainer.paused == ["abort", "resume"]
+    assert trainer.model.values == dict.fromkeys(SHAPES, 5)
+    assert trainer.updates.version == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field"),
+    [
+        ("/update_weights", {}, 400, "weight_dir"),
+        ("/update_weights", {"weight_dir": None}, 400, "weight_dir"),
+        ("/update_weights", {"weight_dir": 1}, 400, "weight_dir"),
+        ("/update_weights", {"weight_dir": "../x"}, 400, "weight_dir"),
+        ("/update_weights", {"weight_dir": "/etc"}, 400, "weight_dir"),
+        ("/update_weights", {"weight_dir": "nowhere"}, 400, "weight_dir"),
+        ("/update_weights", {"weight_dir": "x", "rule": "keep"}, 400, "rule"),
+        ("/load_lora_adapter", {"lora_name": "a"}, 400, "lora_path"),
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc"}, 400, "lora_path"),
+        ("/load_lora_adapter", {"lora_name": "a:raw", "lora_path": "x"}, 400, "lora_name"),
+        ("/skyrl/v1/load_lora_adapter", {"lora_name": "model", "lora_path": "x"}, 400, "lora_name"),
+        ("/areal_update_weights", {"model_path": "../x"}, 400, "model_path"),
+        ("/areal_update_weights", {"path": "x"}, 400, "model_path"),
+        ("/areal_update_weights_lora", {"lora_name": "a", "lora_model_path": "/etc"}, 400, "lora_model_path"),
+        ("/areal_update_weights_xccl", {}, 501, None),
+        ("/areal_init_weights_update_group", {}, 501, None),
+    ],
+)
+def test_bad_input_is_named_as_the_trainer_knows_it_and_changes_nothing(
+    trainer: Trainer, tmp_path: Path, path: str, body: dict[str, object], status: int, field: str | None
+) -> None:
+    with trainer.calling(tmp_path, *NAMES) as caller:
+        answer = caller.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, field), answer.text
+        assert (trainer.model.values, trainer.updates.version, trainer.paused) == (OLD, 0, [])
+        assert "pause" not in trainer.model.calls
+
+
+def test_vllms_own_updates_still_reach_its_route(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, vllm_has_route=True)
+    write(tmp_path / "step" / "model.safetensors", 5)
+    with trainer.calling(tmp_path, "prime-rl") as caller:
+        body = {"update_info": {"names": ["a"]}}
+        assert caller.post("/update_weights", json=body).json() == {"message": "Weights updated"}
+        assert caller.post("/update_weights", json={"weight_dir": "step"}).json() == {"status": "ok"}
+    assert trainer.updated == [body]
+
+
+def test_a_finished_session_may_come_again(trainer: Trainer, tmp_path: Path) -> None:
+    for caller_name in ("", "another"):
+        trainer.turns.add_answer(Turn([1, 2], session="u_1", caller=caller_name), [3])
+    again = Turn([7, 8], session="u_1")
+    assert trainer.turns.classify(again) is TurnKind.SESSION
+    with trainer.calling(tmp_path, "skyrl") as caller:
+        assert caller.post("/finish_session?session_id=u_1").json() == {"known": True}
+        assert caller.post("/finish_session?session_id=u_1").json() == {"known": False}
+        assert caller.post("/finish_session").status_code == 422
+    assert trainer.turns.classify(again) is TurnKind.OPENING
+    assert trainer.turns.classify(Turn([7, 8], session="u_1", caller="another")) is TurnKind.SESSION
+
+
+def test_a_session_is_finished_by_its_own_caller_alone(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.turns.add_answer(Turn([1, 2], session="u_1", caller="another"), [3])
+    with trainer.calling(tmp_path, "skyrl", keys=("key",), host="10.0.0.1") as caller:
+        assert caller.post("/finish_session?session_id=u_1").status_code == 401
+        headers = {"Authorization": "Bearer key"}
+        assert caller.post("/finish_session?session_id=u_1", headers=headers).json() == {"known": False}
+
+
+def test_errors_about_other_fields_stay_as_they_are() -> None:
+    from darts_server.http.dialects.controls import renamed_fields
+
+    with pytest.raises(Conflict, match="engine: is asleep"), renamed_fields(path="x"):
+        raise Conflict("engine", "is asleep")
+    with pytest.raises(Conflict, match="x: is taken"), renamed_fields(path="x"):
+        raise Conflict("path", "is taken")
+
+
+NVEXT = {"extra_fields": ["completion_token_ids"]}
+
+
+def completion(**fields: Any) -> SimpleNamespace:
+    defaults = {"prompt": [1, 2], "n": 1, "stream": False, "return_token_ids": None, "nvext": NVEXT}
+    return SimpleNamespace(**defaults | fields)
+
+
+def test_nemo_rl_gets_the_token_ids_that_it_requests() -> None:
+    extension, request = CompletionTokenIds(), completion()
+    extension.before(request)
+    assert request.return_token_ids is True
+    answer = SimpleNamespace(choices=[SimpleNamespace(token_ids=[3, 4])])
+    extension.after(request, answer)
+    assert answer.nvext == {"completion_token_ids": [3, 4]}
+
+
+def test_requests_without_nvext_and_errors_stay_as_they_are() -> None:
+    extension, request = CompletionTokenIds(), completion(nvext=None)
+    extension.before(request)
+    extension.before(SimpleNamespace())
+    answer, error = SimpleNamespace(choices=[SimpleNamespace(token_ids=None)]), SimpleNamespace(error="x")
+    extension.after(request, answer)
+    extension.after(completion(), error)
+    assert request.return_token_ids is None
+    assert not hasattr(answer, "nvext")
+    assert not hasattr(error, "nvext")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"nvext": {"extra_fields": ["engine_data"]}},
+        {"nvext": {"extra_fields": ["completion_token_ids"], "token_data": [1]}},
+        {"nvext": "completion_token_ids"},
+        {"nvext": {}},
+        {"prompt": "text"},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt": None},
+        {"n": 8},
+        {"stream": True},
+    ],
+)
+def test_what_of_nvext_is_not_served_is_named(fields: dict[str, Any]) -> None:
+    request = completion(**fields)
+    with pytest.raises(InvalidRequest, match="nvext"):
+        CompletionTokenIds().before(request)
+    assert request.return_token_ids is None
