@@ -1,7 +1,7 @@
 """vLLM's control routes, through which trainers pause the engine and write its weights."""
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from vllm.v1.engine import EngineCoreRequest
@@ -9,6 +9,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.serving.gate import Gate
 from darts_server.vllm.control_routes import abort_route, note_own_errors
+from darts_server.vllm.engine_pause import EnginePause
 from darts_server.vllm.lora import VllmLoras
 from darts_server.weights.coordinator import KV_CACHE
 from darts_server.weights.updates import Updates
@@ -25,6 +26,11 @@ class ControlledLLM(AsyncLLM):
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0
+
+    @cached_property
+    def engine_pause(self) -> EnginePause:
+        """Pauses and resumes the engine, whoever asks for it."""
+        return EnginePause(self)
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
         """As vLLM's, with the LoRA adapter that is served now under the request's name.
@@ -63,7 +69,7 @@ class ControlledLLM(AsyncLLM):
             UpdateRunning, UpdateFailed
         """
         mode = "wait" if wait_for_inflight_requests else mode
-        pause = partial(super().pause_generation, mode=mode, clear_cache=clear_cache)
+        pause = partial(self.engine_pause.pause, mode, clear_cache)
         with note_own_errors():
             await (pause() if self.updates is None else self.updates.coordinator.pause_by_trainer(mode, pause))
 
@@ -73,7 +79,7 @@ class ControlledLLM(AsyncLLM):
         Raises:
             Conflict: the engine is asleep.
         """
-        resume = super().resume_generation
+        resume = self.engine_pause.resume
         with note_own_errors():
             await (resume() if self.updates is None else self.updates.coordinator.resume_by_trainer(resume))
 

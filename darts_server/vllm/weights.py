@@ -2,8 +2,6 @@
 
 import logging
 
-from vllm.v1.engine.async_llm import AsyncLLM
-
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.vllm.checkpoint import HEAD, Checkpoint
 from darts_server.vllm.compat.engine import set_weight_version
@@ -46,18 +44,18 @@ class VllmModel:
             )
         return await self._checkpoint.tensors()
 
-    # Pausing and resuming are AsyncLLM's own here: ControlledLLM's would count as the trainer's.
+    # Not ControlledLLM's pause_generation and resume_generation, which count as the trainer's.
 
     async def pause(self) -> None:
         # "keep" leaves running requests in the scheduler's queue. With clear_cache vLLM drops their KV blocks too, and
         # computes them again with the new weights when they continue.
-        await AsyncLLM.pause_generation(self._llm, mode="keep", clear_cache=True)
+        await self._llm.engine_pause.pause("keep")
 
     async def resume(self) -> None:
-        await AsyncLLM.resume_generation(self._llm)
+        await self._llm.engine_pause.resume()
 
     async def abort_requests(self) -> None:
-        await AsyncLLM.pause_generation(self._llm, mode="abort", clear_cache=True)
+        await self._llm.engine_pause.pause("abort")
 
     async def load(self, files: FilePlan) -> None:
         plan = [(str(file.path), list(file.stamp), list(names)) for file, names in files]

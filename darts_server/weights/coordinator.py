@@ -165,12 +165,18 @@ class Coordinator:
         Raises:
             UpdateRunning, UpdateFailed
         """
+        await self._pause_for_trainer(mode, pause)
+        if not self.paused_by_trainer:  # the engine runs again, or resumes when an update has ended
+            raise UpdateFailed("the engine was resumed while it was being paused")
+
+    async def _pause_for_trainer(self, mode: str, pause: Callable[[], Awaitable[None]]) -> None:
+        """Pause as `pause_by_trainer`, and leave it to the caller what a resume meanwhile means."""
         if self.state in (State.ANNOUNCED, State.RESTORING) or (self._paused_by_update and mode == "wait"):
             raise self._update_running()
-        resumes = self._trainer_resumes
+        was_paused, resumes = self.paused_by_trainer, self._trainer_resumes
         self._gate.close(TRAINER)
         try:
-            if mode == "wait" and not self.paused_by_trainer:
+            if mode == "wait" and not was_paused:
                 await Update(TRAINER, None).run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
             elif mode == "abort" and self._groups is not None:
                 self._groups.abort_all(
@@ -178,8 +184,15 @@ class Coordinator:
                 )
             if resumes != self._trainer_resumes:  # /resume was called while this one waited: do not pause after it
                 raise UpdateFailed("the engine was resumed while groups were waited for")
-            await pause()
+            # Before it is paused: an update that ends meanwhile must not resume it.
             self.paused_by_trainer = True
+            try:
+                await pause()
+            except BaseException:
+                self.paused_by_trainer = was_paused
+                if not was_paused and not self._paused_by_update:
+                    await self._model.resume()  # it may have failed half-way
+                raise
         finally:
             if not self.paused_by_trainer:
                 self._gate.open(TRAINER)
@@ -223,7 +236,9 @@ class Coordinator:
             UpdateRunning, UpdateFailed, WeightsLost
         """
         self._check_no_update()
-        await self.pause_by_trainer(mode, sleep)
+        await self._pause_for_trainer(mode, sleep)
+        self.paused_by_trainer = True
+        self._gate.close(TRAINER)
         if frees_memory:
             self._asleep = set(MEMORY)
 

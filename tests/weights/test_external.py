@@ -107,6 +107,37 @@ async def test_a_resume_cancels_a_pause_that_waits(harness: Harness) -> None:
     await enter(harness.gate)
 
 
+async def test_a_resume_cancels_a_pause_that_the_engine_is_carrying_out(harness: Harness) -> None:
+    """In the case of ``keep`` too: the call that came last counts."""
+
+    async def pause() -> None:
+        await harness.model.step("pause")
+        await harness.trainer.resume()
+
+    with pytest.raises(UpdateFailed, match="while it was being paused"):
+        await harness.updates.coordinator.pause_by_trainer("keep", pause)
+    assert not harness.updates.coordinator.paused_by_trainer
+    await enter(harness.gate)
+
+
+async def test_an_update_that_ends_while_the_trainer_pauses_leaves_the_pause_in_place(harness: Harness) -> None:
+    async def pause() -> None:
+        await harness.push(5, options=UpdateOptions(Rule.KEEP))
+
+    await harness.updates.coordinator.pause_by_trainer("keep", pause)
+    assert "resume" not in harness.model.calls
+    assert harness.gate.closed
+    await harness.trainer.resume()
+    await enter(harness.gate)
+
+
+async def test_a_pause_that_fails_half_way_is_resumed(harness: Harness) -> None:
+    harness.model.fail["trainer's pause keep"] = [RuntimeError("no")]
+    with pytest.raises(RuntimeError):
+        await harness.trainer.pause("keep")
+    assert harness.model.calls[-1] == "resume"
+
+
 async def test_a_resume_during_an_update_takes_effect_at_its_end(harness: Harness) -> None:
     await harness.trainer.pause("keep")
     await harness.trainer.start()
