@@ -207,12 +207,7 @@ def make_rooms(
     update_observers = (WeightMetrics(engine.model_name), event_log)
     hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts, hosts)
-    dialect_controls = Controls(
-        updates,
-        pause=lambda: engine.llm.pause_generation(mode="abort"),
-        resume=lambda: engine.llm.resume_generation(),
-        turns=rollouts.turns,
-    )
+    dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
     return Rooms(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls)
 
 
@@ -257,7 +252,12 @@ def extend(
     limits, refusals = BodyLimits(settings.max_body_bytes, flag="--max-body-bytes"), AccessMetrics(model_name)
     # Added last, so that it is the outermost.
     application.add_middleware(
-        SecurityMiddleware, access=access, limits=limits, on_refusal=refusals.refused, lifecycle=lifecycle
+        SecurityMiddleware,
+        access=access,
+        limits=limits,
+        on_refusal=refusals.refused,
+        lifecycle=lifecycle,
+        opened=dialects.opened_routes(settings.dialect),
     )
 
 

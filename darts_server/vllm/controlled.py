@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from functools import cached_property, partial
 from typing import Any
 
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -153,6 +154,10 @@ class ControlledLLM(AsyncLLM):
         """As vLLM's; a failure ends the update."""
         write = partial(super().update_weights, request)
         await (write() if self.updates is None else self.updates.external.write(write, _tensor_names(request)))
+
+    async def write_weights(self, update_info: dict[str, Any]) -> None:
+        """Call `update_weights` with what vLLM's route takes as ``update_info``."""
+        await self.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
     async def finish_weight_update(self, *args: Any, **more: Any) -> None:
         """As vLLM's; then groups continue."""

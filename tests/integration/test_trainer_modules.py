@@ -1,18 +1,23 @@
 """The modules of veRL, OpenRLHF and slime, and NeMo-RL's field, on real vLLM."""
 
 import asyncio
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
 import httpx
 import pytest
+from safetensors.torch import save_file
 
 from darts_client.integrations.openrlhf import HttpEngine
 from darts_client.integrations.slime import Facade
 from darts_client.integrations.verl import LLMServerClient
 from darts_server.demo.server import DARTS, Server
+from tests.integration import backend
 from tests.integration.fork_server import Serve
+from tests.integration.weights import ORIGINAL, max_difference, perturbed, status
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE, TOKENS = 4, 40
@@ -84,11 +89,17 @@ async def test_the_first_turns_make_a_group_and_later_ones_run_alone(server: Ser
     assert server.metric("darts_groups_total") == before + 1
 
 
+def backend_flags() -> tuple[str, ...]:
+    """Of vLLM's transfer of weights, without NCCL."""
+    config = json.dumps({"backend": backend.NAME})
+    return ("--worker-extension-cls", "tests.integration.backend.Extension", "--weight-transfer-config", config)
+
+
 @pytest.fixture(scope="module")
 def own(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("dialects")
-    flags = ("--dialect", "nemo-rl,skyrl", "--group-size", str(SIZE))
-    with serve(DARTS, folder / "log", *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
+    flags = ("--dialect", "nemo-rl,skyrl", "--group-size", str(SIZE), *backend_flags())
+    log = tmp_path_factory.mktemp("dialects") / "log"
+    with serve(DARTS, log, *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
 
 
@@ -131,3 +142,24 @@ async def test_nemo_rl_gets_its_tokens_and_skyrl_ends_its_sessions(own: Server) 
         assert (refused.status_code, "nvext" in refused.json()["error"]["message"]) == (400, True)
         assert "nvext" not in (await client.post("/v1/completions", json=body | {"temperature": 0})).json()
         assert (await client.post("/finish_session?session_id=none")).json() == {"known": False}
+
+
+@pytest.mark.nightly
+def test_skyrls_full_weights_are_served(own: Server, tmp_path: Path) -> None:
+    save_file(perturbed(50), tmp_path / "weights.safetensors")
+    info = {"path": str(tmp_path / "weights.safetensors"), "names": sorted(ORIGINAL)}
+    version = status(own)["version"]
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/pause?mode=keep&clear_cache=false", {}),
+        ("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}),
+        ("/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"update_info": info}}),
+        ("/collective_rpc", {"method": "skyrl_finish_weight_update"}),
+        ("/resume", {}),
+    ]
+    for path, body in calls:
+        answer = httpx.post(f"{own.url}{path}", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+    assert max_difference(own, perturbed(50)) < 1e-5
+    assert status(own)["version"] == version + 1
+    refused = httpx.post(f"{own.url}/collective_rpc", json={"method": "get_model"})
+    assert refused.status_code == 403

@@ -56,13 +56,13 @@ def routes(controls: Controls) -> APIRouter:
     @api.post("/areal_pause_generation")
     async def pause() -> Answer:
         """Abort what runs, each caller with its tokens so far, and let new requests wait."""
-        await controls.pause()
+        await controls.engine.pause_generation(mode="abort")
         return Answer(message="Generation is paused, and all requests were aborted")
 
     @api.post("/areal_continue_generation")
     async def resume() -> Answer:
         """End the pause."""
-        await controls.resume()
+        await controls.engine.resume_generation()
         return Answer(message="Generation continues")
 
     @api.post("/areal_update_weights", openapi_extra=json_body(WeightsIn))

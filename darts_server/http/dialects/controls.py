@@ -3,8 +3,10 @@
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from fastapi import Request
+from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from pydantic import Field
 
 from darts_server.exceptions import InvalidRequest
@@ -20,17 +22,27 @@ KEEP = Rule.KEEP
 let requests run through the update."""
 
 
+class Engine(Protocol):
+    """What vLLM's own control routes call, coordinated with groups and updates."""
+
+    async def pause_generation(self, *, mode: str) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def write_weights(self, update_info: dict[str, Any]) -> None: ...
+    async def finish_weight_update(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Controls:
     """What the routes act on.
 
-    ``pause``: as vLLM's ``/pause?mode=abort``. ``resume``: as its ``/resume``. ``turns``: the trajectories' sessions.
+    ``turns``: the trajectories' sessions. ``dangerous``: whether admins may call any method of the workers.
     """
 
     updates: Updates
-    pause: Callable[[], Awaitable[None]]
-    resume: Callable[[], Awaitable[None]]
+    engine: Engine
     turns: Turns
+    dangerous: bool = False
 
     async def load(self, field: str, path: str) -> None:
         """Replace the weights by those in a file or folder. ``field``: of the request, to be named in errors.
@@ -75,3 +87,9 @@ def renamed_fields(**names: str) -> Iterator[None]:
         if error.field not in names:
             raise
         raise type(error)(names[error.field], error.message) from error
+
+
+def vllms_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:
+    """Return vLLM's handler of a path that a dialect's route has too; ``None`` if this server has no such route."""
+    found = [route for route in application.routes if isinstance(route, APIRoute) and route.path == path]
+    return found[1].dependant.call if len(found) > 1 else None  # ours comes first

@@ -3,16 +3,14 @@
 It sends ``/pause?mode=keep``, ``/update_weights`` with a folder and ``/resume``; for LoRA ``/load_lora_adapter`` alone.
 """
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Request
 from pydantic import Field
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import Body, parse_body
-from darts_server.http.dialects.controls import Controls, LoraIn, read_lora
+from darts_server.http.dialects.controls import Controls, LoraIn, read_lora, vllms_handler
 from darts_server.http.openapi import json_body
 
 UPDATE = "/update_weights"
@@ -36,7 +34,7 @@ def routes(controls: Controls) -> APIRouter:
         Without `weight_dir` this is vLLM's route of the same path, where the server has that.
         """
         text = await request.body()
-        if f'"{FIELD}"'.encode() not in text and (handler := _other_handler(request.app)) is not None:
+        if f'"{FIELD}"'.encode() not in text and (handler := vllms_handler(request.app, UPDATE)) is not None:
             return await handler(raw_request=request)
         body = await parse_body(WeightsIn, text)
         if body.weight_dir is None:
@@ -54,9 +52,3 @@ def routes(controls: Controls) -> APIRouter:
         return DONE
 
     return api
-
-
-def _other_handler(application: FastAPI) -> Callable[..., Awaitable[Any]] | None:
-    """vLLM's handler, which has its place after ours."""
-    found = [route for route in application.routes if isinstance(route, APIRoute) and route.path == UPDATE]
-    return found[1].dependant.call if len(found) > 1 else None

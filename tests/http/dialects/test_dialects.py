@@ -43,16 +43,27 @@ class Trainer:
         self.updated: list[Any] = []
         self.vllm_has_route = vllm_has_route
 
-    async def pause(self) -> None:
-        self.paused.append("abort")
+    async def pause_generation(self, *, mode: str) -> None:
+        self.paused.append(mode)
         self.updates.coordinator.paused_by_trainer = True
 
-    async def resume(self) -> None:
+    async def resume_generation(self) -> None:
         self.paused.append("resume")
         self.updates.coordinator.paused_by_trainer = False
 
+    async def start_weight_update(self) -> None:
+        self.updated.append("start")
+
+    async def write_weights(self, update_info: dict[str, Any]) -> None:
+        self.updated.append(update_info)
+
+    async def finish_weight_update(self) -> None:
+        self.updated.append("finish")
+
     @contextmanager
-    def calling(self, folder: Path, *names: str, host: str = HERE, keys: tuple[str, ...] = ()) -> Iterator[TestClient]:
+    def calling(
+        self, folder: Path, *names: str, host: str = HERE, keys: tuple[str, ...] = (), dangerous: bool = False
+    ) -> Iterator[TestClient]:
         with Staging(folder) as staging:
             self.updates = Updates(self.model, Gate(), staging, folder)
             app = FastAPI()
@@ -60,13 +71,15 @@ class Trainer:
             if self.vllm_has_route:
 
                 @app.post("/update_weights")
+                @app.post("/collective_rpc")
                 async def update_weights(raw_request: Request) -> dict[str, str]:
                     self.updated.append(await raw_request.json())
                     return {"message": "Weights updated"}
 
-            dialects.add_routes(app, names, Controls(self.updates, self.pause, self.resume, self.turns))
-            access, limits = Access(Keys(keys)), BodyLimits(LARGEST)
-            app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock())
+            dialects.add_routes(app, names, Controls(self.updates, self, self.turns, dangerous))
+            access, limits = Access(Keys(keys), dangerous=dangerous), BodyLimits(LARGEST)
+            opened = dialects.opened_routes(names)
+            app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock(), opened=opened)
             yield TestClient(app, URL, client=(host, 1))
 
 
@@ -87,7 +100,7 @@ def test_every_dialect_of_the_settings_is_there_and_none_is_on_by_itself(trainer
 def test_every_route_of_a_dialect_has_its_access(trainer: Trainer, tmp_path: Path) -> None:
     with trainer.calling(tmp_path, *NAMES) as caller:
         routes = [route for route in caller.app.routes if "POST" in getattr(route, "methods", ())]  # type: ignore[attr-defined]
-    assert len(routes) == 13
+    assert len(routes) == 14
     assert not [route.path for route in routes if access_of_route("POST", route.path) is None]
     with trainer.calling(tmp_path, *NAMES, host="10.0.0.1") as stranger:
         for route in routes:
@@ -152,6 +165,15 @@ def test_areal_pauses_updates_and_continues(trainer: Trainer, tmp_path: Path) ->
         ("/areal_update_weights", {"model_path": "../x"}, 400, "model_path"),
         ("/areal_update_weights", {"path": "x"}, 400, "model_path"),
         ("/areal_update_weights_lora", {"lora_name": "a", "lora_model_path": "/etc"}, 400, "lora_model_path"),
+        (
+            "/collective_rpc",
+            {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": False}},
+            400,
+            "kwargs.is_checkpoint_format",
+        ),
+        ("/collective_rpc", {"method": "update_weights_nccl"}, 400, "kwargs.update_info"),
+        ("/collective_rpc", {"kwargs": {}}, 400, "method"),
+        ("/collective_rpc", {"method": "update_weights_ipc", "kwargs": {"update_info": {}}}, 403, None),
         ("/areal_update_weights_xccl", {}, 501, None),
         ("/areal_init_weights_update_group", {}, 501, None),
     ],
@@ -174,6 +196,35 @@ def test_vllms_own_updates_still_reach_its_route(tmp_path: Path) -> None:
         assert caller.post("/update_weights", json=body).json() == {"message": "Weights updated"}
         assert caller.post("/update_weights", json={"weight_dir": "step"}).json() == {"status": "ok"}
     assert trainer.updated == [body]
+
+
+SKYRL = (
+    {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}},
+    {"method": "update_weights_nccl", "kwargs": {"update_info": {"names": ["a"]}}},
+    {"method": "skyrl_finish_weight_update"},
+)
+
+
+def test_skyrl_brings_full_weights_as_by_vllms_own_routes(trainer: Trainer, tmp_path: Path) -> None:
+    with trainer.calling(tmp_path, "skyrl") as caller:
+        for body in SKYRL:
+            answer = caller.post("/collective_rpc", json=body)
+            assert (answer.status_code, answer.json()) == (200, {"results": [None]})
+    assert trainer.updated == ["start", {"names": ["a"]}, "finish"]
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/collective_rpc/", "/%63ollective_rpc"])
+@pytest.mark.parametrize("dangerous", [True, False])
+def test_other_methods_of_workers_stay_as_closed_as_they_were(tmp_path: Path, path: str, dangerous: bool) -> None:
+    trainer, other = Trainer(tmp_path, vllm_has_route=True), {"method": "load_model", "args": []}
+    with trainer.calling(tmp_path, "skyrl", dangerous=dangerous) as caller:
+        assert caller.post(path, json=other).status_code == (200 if dangerous else 403)
+    assert trainer.updated == ([other] if dangerous else [])
+    for names, host in (((), HERE), (("areal", "prime-rl"), HERE), (NAMES, "10.0.0.1")):
+        with trainer.calling(tmp_path, *names, host=host) as caller:
+            for body in (other, *SKYRL):
+                assert caller.post(path, json=body).status_code == 403
+    assert trainer.updated == ([other] if dangerous else [])
 
 
 def test_a_finished_session_may_come_again(trainer: Trainer, tmp_path: Path) -> None:
