@@ -38,6 +38,8 @@ class DiscardReason(StrEnum):
     """Its group was restarted under new weights."""
     DECIDED = "decided"
     """Its vote was decided without it."""
+    CARRIED = "carried"
+    """Its group goes on in a later batch, with what it has generated."""
 
 
 UNCOUNTED = frozenset({DiscardReason.FAILED, DiscardReason.SHADOW})
@@ -119,6 +121,22 @@ class PruningStatus(StrEnum):
     """The engine no longer sends hidden states."""
 
 
+VersionSpans = tuple[tuple[int, int], ...]
+"""Weight versions in the order in which they sampled a candidate's tokens, and how many tokens each of them did."""
+
+
+def extend_spans(spans: VersionSpans, version: int, tokens: int) -> VersionSpans:
+    """Make spans of ``tokens`` tokens in all: those beyond ``spans`` are of ``version``. Fewer shorten ``spans``."""
+    extended: list[tuple[int, int]] = []
+    for each, count in (*spans, (version, tokens)):
+        if (count := min(count, tokens)) > 0:
+            tokens -= count
+            if extended and extended[-1][0] == each:
+                count += extended.pop()[1]
+            extended.append((each, count))
+    return tuple(extended)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Where a candidate could have been pruned.
@@ -143,7 +161,7 @@ class CandidateRecord:
     the probability that pruning kept it, over all its scores; 1 if the group needed it in any case. ``weight``: 1 /
     (its probability to be returned, given all candidates of its group), ``None`` if it was not returned or if some
     candidates can never be. ``checkpoints``: where it could have been pruned, in order; at the last one it was, if it
-    was.
+    was. ``version_spans``: of its ``tokens``.
     """
 
     index: int
@@ -160,6 +178,7 @@ class CandidateRecord:
     survival: float = 1.0
     weight: float | None = None
     checkpoints: tuple[Checkpoint, ...] = ()
+    version_spans: VersionSpans = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +249,8 @@ class GroupRecord:
 
     @property
     def generated_tokens(self) -> int:
-        return sum(c.tokens for c in self.candidates)
+        """Without those that were carried over, which count in the group that goes on with them."""
+        return sum(c.tokens for c in self.candidates if c.reason is not DiscardReason.CARRIED)
 
     @property
     def returned_tokens(self) -> int:

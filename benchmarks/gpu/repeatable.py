@@ -6,6 +6,7 @@ from dataclasses import replace
 from vllm.outputs import RequestOutput
 
 from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
@@ -20,6 +21,12 @@ class RepeatableRollouts(Rollouts[PromptRequest, RequestOutput]):
     tail_seed: Callable[[str], Sequence[int]]
 
     def start(
-        self, spec: GroupSpec[PromptRequest], plan: Plan, allocation: Allocation, ticket: Ticket | None = None
+        self,
+        spec: GroupSpec[PromptRequest],
+        plan: Plan,
+        allocation: Allocation,
+        ticket: Ticket | None = None,
+        carried: Sequence[CarriedCandidate[RequestOutput]] = (),
     ) -> GroupRun[PromptRequest, RequestOutput]:
-        return super().start(replace(spec, tail_seed=self.tail_seed(spec.group_id)), plan, allocation, ticket)
+        spec = replace(spec, tail_seed=self.tail_seed(spec.group_id))
+        return super().start(spec, plan, allocation, ticket, carried)

@@ -11,6 +11,7 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
 from darts_server.engine.port import CandidateResult, Probe, RunningCandidate, TokenSlice
+from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import VllmPort
 from darts_server.vllm.prompt_request import PromptRequest
@@ -82,6 +83,12 @@ class TracedEngine:
         length, reason = self._lengths(request.request_id, index)
         sized = _Sized(request.prompt, request.params, request.request_id, request.options, length)
         return TracedCandidate(await self._port.start(sized, index, probe), reason)
+
+    def check_resumable(self, request: PromptRequest) -> None:
+        raise InvalidRequest("carry", "'resume' does not work with the lengths of a trace")
+
+    async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice) -> TracedCandidate:
+        raise NotImplementedError
 
     def aborted_output(self, request: PromptRequest) -> RequestOutput:
         return self._port.aborted_output(request)

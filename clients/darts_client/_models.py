@@ -61,7 +61,8 @@ class Trajectory:
     group's `deadline`. `quality` is the probability of a correct answer that was predicted while it ran; None if it was
     not scored. `weight` is 1 / (its probability to be returned, given all candidates of its group); None where some
     candidates can never be returned. The versions are those of the model's weights at its start and at its end.
-    `checkpoints`: where it could have been pruned, if `partial` was requested.
+    `version_spans`: those that sampled its tokens, in their order, each with its number of tokens. `checkpoints`: where
+    it could have been pruned, if `partial` was requested.
     """
 
     index: int
@@ -78,6 +79,7 @@ class Trajectory:
     weight_version_start: int | None = None
     weight_version_end: int | None = None
     checkpoints: tuple[Checkpoint, ...] = ()
+    version_spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def length(self) -> int:

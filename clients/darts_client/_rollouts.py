@@ -12,7 +12,7 @@ from ._errors import ProtocolError, error_from_object
 from ._models import Checkpoint, Discarded, FinishReason, Group, PartialTrajectory, Trajectory, WireModel
 from ._prompts import RolloutPrompts, drop_none, list_rollout_prompts
 
-Carry = Literal["drop", "restart"]
+Carry = Literal["drop", "restart", "resume"]
 """What happens to prompts that are not decided when `num_groups` others are."""
 Tokens = tuple[tuple[int, ...], tuple[float, ...] | None]
 """Token ids and their log-probs."""
@@ -52,6 +52,7 @@ class TrajectoryPayload(WireModel):
     weight: FiniteFloat | None = None
     weight_version_start: int | None = None
     weight_version_end: int | None = None
+    version_spans: tuple[tuple[int, int], ...] = ()
     checkpoints: tuple[Checkpoint, ...] | None = None
 
 
@@ -198,5 +199,6 @@ def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_log
         weight=payload.weight,
         weight_version_start=payload.weight_version_start,
         weight_version_end=payload.weight_version_end,
+        version_spans=payload.version_spans,
         checkpoints=payload.checkpoints or (),
     )

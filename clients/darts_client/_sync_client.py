@@ -171,7 +171,8 @@ class Client:
 
         With `carry="restart"` the server keeps the prompts that `num_groups` left undecided. They start first in a
         later batch with `carry` that has them, or that asks for all with `carried=True`; then `prompts` may be empty,
-        and the numbers of these groups follow after those of `prompts`.
+        and the numbers of these groups follow after those of `prompts`. With "resume" their trajectories go on from
+        what was generated; `version_spans` says with which weights.
 
         A group that fails is not yielded but listed in `failed`; if all fail, the first error is raised.
 

@@ -134,6 +134,26 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """
         ...
 
+    def check_resumable(self, request: RequestT_contra) -> None:
+        """Check that `resume` continues candidates of this request as if they had not been stopped.
+
+        Raises:
+            InvalidRequest: names the sampling parameter that depends on more than the tokens so far.
+        """
+        ...
+
+    async def resume(self, request: RequestT_contra, index: int, prefix: TokenSlice) -> RunningCandidate[OutputT]:
+        """Start candidate ``index`` of a request with what it had generated when it was stopped.
+
+        ``prefix``: at least one token, with log-probs if the request asks for them. Counts, tokens and outputs include
+        it. With a seed, the other tokens are sampled with a seed of their own, from the candidate's and the number of
+        tokens.
+
+        Raises:
+            CandidateFailed, EngineRefused, EngineDead
+        """
+        ...
+
     def truncate(self, request: RequestT_contra, output: OutputT, tokens: int) -> OutputT:
         """Truncate an output to its first ``tokens`` tokens, as if the request's ``max_tokens`` had been ``tokens``."""
         ...

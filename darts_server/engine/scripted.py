@@ -137,6 +137,14 @@ class ScriptedEngine:
         self.started.append(candidate)
         return candidate
 
+    def check_resumable(self, request: str) -> None:
+        """Accept everything."""
+
+    async def resume(self, request: str, index: int, prefix: TokenSlice) -> ScriptedCandidate:
+        candidate = await self.start(request, index)
+        candidate.generated = len(prefix.token_ids)
+        return candidate
+
     def truncate(self, request: str, output: list[int], tokens: int) -> list[int]:
         return output[:tokens]
 

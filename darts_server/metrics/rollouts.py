@@ -123,7 +123,8 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
     def _count_candidates(self, record: GroupRecord) -> None:
         for candidate in record.candidates:
             self._ended.labels(self._model, candidate.reason or "selected").inc()
-            self._length.labels(self._model, "generated").observe(candidate.tokens)
+            if candidate.reason is not DiscardReason.CARRIED:
+                self._length.labels(self._model, "generated").observe(candidate.tokens)
             if candidate.selected_as is not None:
                 self._length.labels(self._model, "returned").observe(candidate.tokens)
             if candidate.cut and candidate.selected_as is not None:

@@ -220,6 +220,16 @@ class Group:
         """Stop everything: the caller has disconnected."""
         return list(self._close(Outcome.CANCELLED)) if self.outcome is None else []
 
+    def carry(self) -> list[Decision]:
+        """Stop everything: another group goes on with what the candidates have generated."""
+        if self.outcome is not None:
+            return []
+        decisions = list(self._close(Outcome.CANCELLED, DiscardReason.CARRIED))
+        for candidate in self.candidates[self.restarted_from :]:
+            if candidate.reason not in (None, DiscardReason.FAILED):
+                candidate.reason = DiscardReason.CARRIED
+        return decisions
+
     def end_decided(self) -> list[Decision]:
         """Stop the rest: the caller's vote is decided by what was delivered."""
         return list(self._close(Outcome.DECIDED, DiscardReason.DECIDED)) if self.outcome is None else []

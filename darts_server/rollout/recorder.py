@@ -9,7 +9,15 @@ from darts_server.policy.replay import replay
 from darts_server.policy.selection.rules import Shadow
 from darts_server.rollout.allocation.cohort import Cohort
 from darts_server.serving.admission import caller
-from darts_server.types import CandidateRecord, GroupRecord, Outcome, ShadowRecord, TrajectoryRecord
+from darts_server.types import (
+    CandidateRecord,
+    GroupRecord,
+    Outcome,
+    ShadowRecord,
+    TrajectoryRecord,
+    VersionSpans,
+    extend_spans,
+)
 
 
 @dataclass(slots=True)
@@ -19,6 +27,7 @@ class _Entry:
     tokens: int = 0
     version_start: int | None = None
     version_end: int | None = None
+    version_spans: VersionSpans = ()
 
 
 class GroupRecorder:
@@ -41,9 +50,16 @@ class GroupRecorder:
     def candidates_requested(self, count: int) -> None:
         self._entries += [_Entry() for _ in range(count)]
 
-    def candidate_started(self, index: int, weight_version: int) -> None:
+    def candidate_started(self, index: int, weight_version: int, carried: VersionSpans = ()) -> None:
+        """``carried``: of tokens that it had before."""
         self._entries[index].started_at = self._clock()
-        self._entries[index].version_start = weight_version
+        self._entries[index].version_start = carried[0][0] if carried else weight_version
+        self._entries[index].version_spans = carried
+
+    def weights_change(self, index: int, weight_version: int, tokens: int) -> None:
+        """Record that a candidate has so many tokens of this version or earlier ones, and continues with another."""
+        entry = self._entries[index]
+        entry.version_spans = extend_spans(entry.version_spans, weight_version, tokens)
 
     def candidate_ended(self, index: int, weight_version: int, *, finished: bool) -> None:
         """Record a candidate's end; one that comes after the group's own end changes nothing.
@@ -60,6 +76,12 @@ class GroupRecorder:
         """Record that a candidate was stopped after ``tokens`` generated tokens."""
         self._entries[index].ended_at = self._clock()
         self._entries[index].tokens = tokens
+
+    def version_spans(self, index: int, tokens: int) -> VersionSpans:
+        """Return which weights sampled the first ``tokens`` tokens of a candidate; none before it has started."""
+        entry = self._entries[index]
+        version = entry.version_start if entry.version_end is None else entry.version_end
+        return () if version is None else extend_spans(entry.version_spans, version, tokens)
 
     def restart(self) -> None:
         """Discard the finish times recorded so far."""
@@ -124,9 +146,10 @@ class GroupRecorder:
     def record(self, candidate: Candidate, tokens: int | None = None) -> CandidateRecord:
         """The present state of a candidate. ``tokens``: a newer count than the recorded one."""
         entry = self._entries[candidate.index]
+        tokens = self.tokens(candidate) if tokens is None else tokens
         return CandidateRecord(
             index=candidate.index,
-            tokens=self.tokens(candidate) if tokens is None else tokens,
+            tokens=tokens,
             finish_reason=candidate.finish_reason,
             selected_as=candidate.selected_as,
             reason=candidate.reason,
@@ -138,6 +161,7 @@ class GroupRecorder:
             quality=candidate.quality,
             survival=candidate.survival,
             checkpoints=tuple(candidate.checkpoints),
+            version_spans=self.version_spans(candidate.index, tokens),
         )
 
 

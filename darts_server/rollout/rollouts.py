@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -12,6 +12,7 @@ from darts_server.observers import GroupObserver, GroupObservers
 from darts_server.policy.allocation.brownout import Brownout, reduce_candidates
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.joining import GroupJoiner
 from darts_server.rollout.learned.forecasts import Forecasts
 from darts_server.rollout.learned.statistics import Statistics
@@ -139,6 +140,18 @@ class Rollouts(Generic[RequestT, OutputT]):
                 f"start the server with --quality logprob",
             )
 
+    def check_resumable(self, request: RequestT) -> None:
+        """
+        Raises:
+            InvalidRequest: candidates of this request cannot go on from what they had generated when they were stopped.
+        """
+        self._engine.check_resumable(request)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the next token will be generated with."""
+        return self._engine.weight_version
+
     @property
     def can_score(self) -> bool:
         """Whether anything can score candidates."""
@@ -155,13 +168,19 @@ class Rollouts(Generic[RequestT, OutputT]):
     # --- running groups -----------------------------------------------------
 
     def start(
-        self, spec: GroupSpec[RequestT], plan: Plan, allocation: Allocation, ticket: Ticket | None = None
+        self,
+        spec: GroupSpec[RequestT],
+        plan: Plan,
+        allocation: Allocation,
+        ticket: Ticket | None = None,
+        carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
         """Start a group. Its caller must take its trajectories, or call `GroupRun.leave`.
 
         ``ticket``: holds the allocation, and is released when the group has ended, which may be after its caller left.
+        ``carried``: what its candidates have generated already, by index.
         """
-        run = self.collect(spec, ticket=ticket)
+        run = self.collect(spec, ticket=ticket, carried=carried)
         run.open(
             plan.shaping.selection_rule(plan.size, allocation.saturated),
             allocation,
@@ -170,11 +189,15 @@ class Rollouts(Generic[RequestT, OutputT]):
         return run
 
     def collect(
-        self, spec: GroupSpec[RequestT], on_end: Callable[[], None] = lambda: None, ticket: Ticket | None = None
+        self,
+        spec: GroupSpec[RequestT],
+        on_end: Callable[[], None] = lambda: None,
+        ticket: Ticket | None = None,
+        carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
         """Create a group to which candidates are added one by one before it is opened.
 
-        ``on_end`` is called when it has ended, with any outcome. ``ticket``: holds its candidates, see `start`.
+        ``on_end`` is called when it has ended, with any outcome. ``ticket``, ``carried``: see `start`.
         """
         held = ticket or Ticket(self.admission, None, None)
 
@@ -192,7 +215,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         survival = None
         if spec.pruning is not None:
             survival = spec.pruning.for_prompt(lambda: self._forecasts.of_prompt(spec.prompt_key))
-        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), survival)
+        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), survival, carried)
         self._runs[spec.group_id] = run
         self._poller.add(run)
         if self._suspended:
@@ -244,6 +267,11 @@ class Rollouts(Generic[RequestT, OutputT]):
         while any(not run.has_ended for run in unfinished):
             self._group_ended.clear()
             await self._group_ended.wait()
+
+    def weights_change(self) -> None:
+        """Record what running candidates have generated so far, before the paused model gets other weights."""
+        for run in list(self._runs.values()):
+            run.weights_change()
 
     def resume(self) -> None:
         """Restart suspended groups with new candidates. Harmless if there are none."""

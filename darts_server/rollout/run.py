@@ -32,6 +32,7 @@ from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidate_requests import CandidateRequests
+from darts_server.rollout.carried import CarriedCandidate, compact
 from darts_server.rollout.pruning.checkpoints import Checkpoints
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.recorder import GroupRecorder
@@ -58,7 +59,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     ``on_end`` is called once when the group has ended, with any outcome, ``on_start`` for each candidate that has
     reached the engine or could not be started. ``survival``: with which probability candidates are kept; ``None`` to
-    prune and to score none.
+    prune and to score none. ``carried``: what its first candidates have generated already, by index.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         on_end: Callable[["GroupRun[RequestT, OutputT]"], None],
         on_start: Callable[[], None] = lambda: None,
         survival: SurvivalRule | None = None,
+        carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> None:
         self.spec = spec
         self._engine = context.engine
@@ -92,6 +94,8 @@ class GroupRun(Generic[RequestT, OutputT]):
             )
         self._checkpoints = None if survival is None else Checkpoints(survival, self._running)
         self._outputs: dict[int, asyncio.Future[OutputT]] = {}
+        self._carried = dict(enumerate(carried))
+        self._results: dict[int, CandidateResult[OutputT]] = {}  # of all that ended, if they can be carried over
         self._cuts: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._deliveries: asyncio.Queue[int | BaseException] = asyncio.Queue()
@@ -209,6 +213,24 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._act(self._group.cancel())
         self._close()
 
+    async def carry(self) -> list[CarriedCandidate[OutputT]]:
+        """End the group, and return what its candidates have generated, for another run that goes on with it.
+
+        Without those that failed, and those from before a restart.
+        """
+        self._act(self._group.carry())
+        self._close()
+        if self._tasks:
+            await asyncio.wait(self._tasks)  # for the engine's outputs, which have the tokens up to the abort
+        candidates = self._group.candidates[self._group.restarted_from :]
+        return [self._carry_candidate(c.index) for c in candidates if c.reason is not DiscardReason.FAILED]
+
+    def weights_change(self) -> None:
+        """Record which tokens the present weights have sampled, before the paused engine gets others."""
+        for index, running in self._running.items():
+            if (tokens := running.tokens()) is not None:
+                self.recorder.weights_change(index, self._engine.weight_version, tokens)
+
     def abort(self, reason: str = "the request was aborted while its group was running") -> None:
         """End the group from outside.
 
@@ -302,6 +324,10 @@ class GroupRun(Generic[RequestT, OutputT]):
     # --- one candidate ------------------------------------------------------
 
     async def _run_candidate(self, index: int) -> None:
+        carried: CarriedCandidate[OutputT] = self._carried.get(index, CarriedCandidate())
+        if carried.result is not None:
+            self._finish_carried(index, carried, carried.result)
+            return
         try:
             await self._starts.candidate()
             if not self._is_running(index):  # it was stopped while it waited
@@ -310,14 +336,20 @@ class GroupRun(Generic[RequestT, OutputT]):
                 return
             probe = None if self._group_scorer is None else self._group_scorer.probe_for(index)
             try:
-                running = await self._engine.start(*self.request_of(index), probe)
+                running = await (
+                    self._engine.resume(*self.request_of(index), carried.prefix)
+                    if carried.tokens
+                    else self._engine.start(*self.request_of(index), probe)
+                )
             finally:
                 self._on_start()
             self._running[index] = running
-            self.recorder.candidate_started(index, self._engine.weight_version)
+            self.recorder.candidate_started(index, self._engine.weight_version, carried.version_spans)
             if self._is_running(index):
                 self._feed(
-                    Started(index), *([] if self._group_scorer is None else self._group_scorer.mark_started(index))
+                    Started(index),
+                    *([Progress(index, carried.tokens)] if carried.tokens else []),
+                    *([] if self._group_scorer is None else self._group_scorer.mark_started(index)),
                 )
             else:  # it was stopped while the engine was starting it
                 running.stop()
@@ -329,9 +361,22 @@ class GroupRun(Generic[RequestT, OutputT]):
         finally:
             self._running.pop(index, None)
 
-    def _handle_result(self, index: int, result: CandidateResult[OutputT]) -> None:
+    def _finish_carried(self, index: int, carried: CarriedCandidate[OutputT], result: CandidateResult[OutputT]) -> None:
+        """Handle the result of a candidate that had finished before its group was carried over."""
+        self._on_start()
+        version = self._engine.weight_version if carried.last_version is None else carried.last_version
+        self.recorder.candidate_started(index, version, carried.version_spans)
+        if self._is_running(index):
+            self._feed(Started(index))
+        self._handle_result(index, result, version)
+
+    def _handle_result(self, index: int, result: CandidateResult[OutputT], weight_version: int | None = None) -> None:
+        """``weight_version``: of its last token; ``None`` for that of the engine."""
         finished = result.finish_reason is not None and self._is_running(index)
-        self.recorder.candidate_ended(index, self._engine.weight_version, finished=finished)
+        version = self._engine.weight_version if weight_version is None else weight_version
+        self.recorder.candidate_ended(index, version, finished=finished)
+        if self.spec.can_carry:
+            self._results[index] = result
         if index in self._cuts:
             request, _ = self.request_of(index)
             self._outputs[index].set_result(self._engine.truncate(request, result.output, self._cuts[index]))
@@ -351,6 +396,16 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._set_aborted(index)
         elif self._is_running(index):
             self._feed(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
+
+    def _carry_candidate(self, index: int) -> CarriedCandidate[OutputT]:
+        result = self._results.get(index)
+        if result is None:  # it has not reached the engine
+            return self._carried.get(index, CarriedCandidate())
+        return CarriedCandidate(
+            compact(self._engine.tokens_from(result.output, 0)),
+            self.recorder.version_spans(index, result.tokens),
+            None if result.finish_reason is None else result,
+        )
 
     def _set_aborted(self, index: int) -> None:
         """Return an aborted candidate that has generated nothing."""

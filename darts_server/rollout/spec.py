@@ -34,6 +34,7 @@ class GroupSpec(Generic[RequestT]):
         keep_prefixes: keep what pruned candidates have generated, up to where they were pruned.
         returns_aborted: if it is aborted, return what its candidates have generated so far; otherwise its caller gets
             :class:`~darts_server.exceptions.GroupAborted`.
+        can_carry: keep what all candidates have generated, for `GroupRun.carry`.
     """
 
     request: RequestT
@@ -45,6 +46,7 @@ class GroupSpec(Generic[RequestT]):
     pruning: Pruning | Roulette | None = None
     keep_prefixes: bool = False
     returns_aborted: bool = False
+    can_carry: bool = False
 
     @classmethod
     def of_plan(
@@ -58,6 +60,7 @@ class GroupSpec(Generic[RequestT]):
         early: bool = False,
         keep_prefixes: bool = False,
         returns_aborted: bool = False,
+        can_carry: bool = False,
     ) -> "GroupSpec[RequestT]":
         """Describe a group as its plan wants it. A shadow's caller leaves before its last candidates have ended."""
         pruning = plan.shaping.pruning if plan.shaping.prunes else None
@@ -71,6 +74,7 @@ class GroupSpec(Generic[RequestT]):
             pruning=pruning,
             keep_prefixes=keep_prefixes,
             returns_aborted=returns_aborted,
+            can_carry=can_carry,
         )
 
     def new_group(self) -> Group:

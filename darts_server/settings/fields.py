@@ -163,6 +163,19 @@ class Settings(BaseSettings):
         le=1_000_000,
         description="Maximum prompts carried over from batch to batch, for each API key; the oldest are dropped first.",
     )
+    carried_tokens: int = Field(
+        1 << 22,
+        ge=0,
+        description="Maximum tokens that are carried over with them, for each API key. Beyond it the oldest prompts "
+        "start again.",
+    )
+    max_staleness: int = Field(
+        1,
+        ge=0,
+        le=1_000_000,
+        description="Weight versions after which tokens that were carried over are dropped, and their prompt starts "
+        "again. 0: only under the weights that generated them.",
+    )
 
     weights_root: Path | None = Field(
         None, description="Folder from which new weights may be loaded. Default: weights can only be pushed."

@@ -33,6 +33,7 @@ from darts_server.vllm.outputs import aborted_output, strip_logprobs, token_logp
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import Ranks
+from darts_server.vllm.resume import Resumption, Resumptions, check_resumable
 
 RANK = "data_parallel_rank"
 # vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
@@ -123,6 +124,7 @@ class VllmEngine:
         self._llm = llm
         self._probes = ProbeReceiver() if probes is None else probes
         self._aborts = Aborts(llm)
+        self._resumptions = Resumptions(llm.output_processor)
         self._ranks = Ranks(llm.vllm_config.parallel_config.data_parallel_size)
 
     @property
@@ -149,26 +151,49 @@ class VllmEngine:
 
     async def start(self, request: PromptRequest, index: int, probe: Probe | None = None) -> VllmCandidate:
         self._llm.gate.check()  # raises for groups that were admitted before the engine died
-        # The same id that vLLM gives to the children of a request with n > 1.
-        child_id = f"{index}_{request.request_id}"
-        rank = self._ranks.enter(request.request_id)
-        with ExitStack() as cleanup:  # runs when the candidate has finished, or here if it cannot be started
-            cleanup.callback(self._ranks.leave, request.request_id)
+        with ExitStack() as cleanup:
             params = request.params_of(index) if probe is None else self._probed_params(request, index, probe, cleanup)
-            try:
-                collector = await self._llm.add_request(
-                    child_id, request.prompt, params, **self._options(request, rank)
-                )
-            except Exception as error:
-                raise translate(error) from error
-            on_end = cleanup.pop_all().close
-        requested = probe is None or not request.adds_logprobs(probe)
+            requested = probe is None or not request.adds_logprobs(probe)
+            return await self._add(request, index, request.prompt, params, cleanup, logprobs_requested=requested)
+
+    def check_resumable(self, request: PromptRequest) -> None:
+        check_resumable(request.params)
+
+    async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice) -> VllmCandidate:
+        self._llm.gate.check()
+        prompt, params = request.resumed(index, prefix.token_ids)
+        whole = Resumption(request.prompt["prompt_token_ids"], request.params_of(index), prefix)
+        child_id = _child_id(request, index)
+        with ExitStack() as cleanup:
+            self._resumptions.add(child_id, whole)
+            cleanup.callback(self._resumptions.discard, child_id)
+            return await self._add(request, index, prompt, params, cleanup)
+
+    async def _add(
+        self,
+        request: PromptRequest,
+        index: int,
+        prompt: Any,
+        params: SamplingParams,
+        cleanup: ExitStack,
+        *,
+        logprobs_requested: bool = True,
+    ) -> VllmCandidate:
+        """Add a candidate to the engine. ``cleanup``: taken over, and run when the candidate has finished."""
+        rank = self._ranks.enter(request.request_id)
+        cleanup.callback(self._ranks.leave, request.request_id)
+        try:
+            collector = await self._llm.add_request(
+                _child_id(request, index), prompt, params, **self._options(request, rank)
+            )
+        except Exception as error:
+            raise translate(error) from error
         return VllmCandidate(
             self._llm,
             collector,
             self._aborts,
-            on_end,
-            logprobs_requested=requested,
+            cleanup.pop_all().close,
+            logprobs_requested=logprobs_requested,
             constrained=params.structured_outputs is not None,
         )
 
@@ -199,6 +224,11 @@ class VllmEngine:
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
         return output.prompt_token_ids or (), output.outputs[0].token_ids
+
+
+def _child_id(request: PromptRequest, index: int) -> str:
+    """Return the same id that vLLM gives to the children of a request with n > 1."""
+    return f"{index}_{request.request_id}"
 
 
 class Aborts:

@@ -96,15 +96,12 @@ def _total(token_ids: Sequence[int], logprobs: SampleLogprobs | None) -> float |
     return sum(token_logprobs(logprobs, token_ids))
 
 
-def _text_of(
-    token_ids: list[int], prompt_token_ids: list[int], params: SamplingParams, tokenizer: TokenizerLike | None
-) -> str:
-    """Detokenize incrementally, as vLLM does while it generates.
-
-    Decoding all tokens at once can give another text, for example around special tokens and incomplete characters.
-    """
+def new_detokenizer(
+    prompt_token_ids: Sequence[int], params: SamplingParams, tokenizer: TokenizerLike | None
+) -> IncrementalDetokenizer:
+    """Create what vLLM detokenizes a request with, before the first token."""
     request = EngineCoreRequest(
-        request_id="truncated",
+        request_id="detokenized",
         prompt_token_ids=list(prompt_token_ids),
         mm_features=None,
         sampling_params=params,
@@ -114,6 +111,16 @@ def _text_of(
         cache_salt=None,
         data_parallel_rank=None,
     )
-    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer if params.detokenize else None, request)
+    return IncrementalDetokenizer.from_new_request(tokenizer if params.detokenize else None, request)
+
+
+def _text_of(
+    token_ids: list[int], prompt_token_ids: list[int], params: SamplingParams, tokenizer: TokenizerLike | None
+) -> str:
+    """Detokenize incrementally, as vLLM does while it generates.
+
+    Decoding all tokens at once can give another text, for example around special tokens and incomplete characters.
+    """
+    detokenizer = new_detokenizer(prompt_token_ids, params, tokenizer)
     detokenizer.update(token_ids, False)
     return detokenizer.get_next_output_text(finished=True, delta=False)

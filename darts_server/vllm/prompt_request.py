@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 from msgspec import structs
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -77,6 +78,17 @@ class PromptRequest:
         """Whether log-probs are computed for the probe alone, as the request did not ask for any."""
         return probe.logprobs and self.params.logprobs is None
 
+    def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
+        """Return prompt and sampling parameters of candidate ``index`` that has generated ``prefix`` already.
+
+        The random numbers of its first tokens must not come again, so the others have a seed of their own.
+        """
+        child, tokens = self._child(index), len(prefix)
+        child.max_tokens = None if child.max_tokens is None else child.max_tokens - tokens
+        child.min_tokens = max(0, child.min_tokens - tokens)
+        child.seed = None if child.seed is None else resumed_seed(child.seed, tokens)
+        return {**self.prompt, "prompt_token_ids": [*self.prompt["prompt_token_ids"], *prefix]}, child
+
     @cached_property
     def _unseeded(self) -> SamplingParams:
         return self._child(0)
@@ -88,6 +100,12 @@ class PromptRequest:
         child.output_kind = RequestOutputKind.FINAL_ONLY
         child.skip_clone = True  # vLLM would clone it once more for each candidate, and nothing else holds this one
         return child
+
+
+def resumed_seed(seed: int, tokens: int) -> int:
+    """Return the seed of a candidate with this seed from its token number ``tokens``, from 0, on."""
+    state = np.random.SeedSequence((seed & SEED_MASK, tokens)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(2))  # positive, and far from vLLM's largest
 
 
 def _is_own(name: str) -> bool:

@@ -120,6 +120,8 @@ class Coordinator:
     def mark_updating(self) -> None:
         """Record that the model is being written: its weights are undefined until the update ends."""
         self._machine.apply(Transition.UPDATE)
+        if self._groups is not None:
+            self._groups.weights_change()
 
     def mark_restoring(self) -> None:
         """Record that writing failed, and that the old weights are being restored."""

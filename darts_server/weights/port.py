@@ -119,6 +119,10 @@ class Groups(Protocol):
         """Stop every group that can be restarted, and return when the others have ended."""
         ...
 
+    def weights_change(self) -> None:
+        """Record which tokens the present weights have sampled. Called while the model is paused."""
+        ...
+
     def resume(self) -> None:
         """Restart the groups that `suspend` stopped. Harmless if there are none."""
         ...

@@ -8,13 +8,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from math import ceil
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import TokenizersBackend
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from darts_server.demo.problems import sample_problem
+from darts_server.engine.port import TokenSlice
+from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import GroupRecord, Outcome
@@ -345,3 +351,133 @@ async def test_darts_gives_prompts_with_more_spread_more_candidates_within_the_b
         policy = "shortest" if len(outcomes) == high else "sampled"
         wanted = expected(policy, outcomes, SIZE, tail_draws(engine, text, seed, len(outcomes)))
         assert {c.index for c in record.selected} == wanted
+
+
+def multi_byte_tokenizer() -> TokenizersBackend:
+    """Make a tokenizer of as many tokens, where characters of three bytes have tokens of two and of one byte each."""
+    pieces: list[bytes] = []
+    for number in range(32):
+        encoded = chr(0x65E5 + 77 * number).encode()
+        pieces += [encoded[:2], encoded[2:] + chr(ord("A") + number).encode()]
+    letters = dict(zip(range(256), map(_byte_letter, range(256)), strict=True))
+    vocabulary = {"".join(letters[byte] for byte in piece): number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(WordLevel(vocabulary))
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenizersBackend(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+
+
+def _byte_letter(byte: int) -> str:
+    """Return the letter that stands for a byte in the tokens of byte-level tokenizers."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [each for each in range(256) if each not in printable]
+    return chr(byte) if byte in printable else chr(256 + others.index(byte))
+
+
+@pytest.mark.parametrize("multi_byte", [False, True], ids=["one byte", "multi-byte"])
+async def test_a_trajectory_that_was_cut_anywhere_goes_on_as_if_it_had_not_been(
+    engine: TinyEngine, nightly: bool, multi_byte: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, with the same weights: the same tokens, text, end and log-probs, also with stop strings at the cut."""
+    if multi_byte:
+        monkeypatch.setattr(engine.llm.output_processor, "tokenizer", multi_byte_tokenizer())
+    adapter = VllmEngine(engine.llm)
+    reasons: set[str | None] = set()
+    across = 0
+
+    async def one(number: int) -> None:
+        nonlocal across
+        rng = Random(number)
+        prompt = engine.prompt(sample_problem(rng).prompt)
+        params: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": rng.randint(20, 120),
+            "ignore_eos": rng.random() < 0.7,
+            "logprobs": rng.choice([0, 0, 2]),
+            "min_tokens": rng.choice([0, 0, 9]),
+            "include_stop_str_in_output": rng.random() < 0.5,
+            "seed": rng.choice([None, number]),
+        }
+        length = rng.randint(1, 5)
+        if number % 3:
+            text = (await run(PromptRequest(prompt, final_only(**params), f"unstopped-{number}"))).outputs[0].text
+            start = rng.randrange(len(text))
+            params["stop"] = [text[start : start + length]]
+        request = PromptRequest(prompt, final_only(**params), f"uncut-{number}")
+        whole = await run(request)
+        uncut = whole.outputs[0]
+        tokens = list(uncut.token_ids)
+        if len(tokens) < 2:
+            return
+        # Just before a stop string has ended is where most can go wrong.
+        last = len(tokens) - 1
+        cut = rng.randint(max(1, last - 2), last) if number % 2 else rng.randint(1, last)
+        before = adapter.tokens_from(whole, 0)
+        assert before.logprobs is not None
+        prefix = TokenSlice(tokens[:cut], before.logprobs[:cut])
+        running = await adapter.resume(PromptRequest(prompt, request.params, f"resumed-{number}"), 0, prefix)
+        if (seen := running.tokens_from(0)) is not None:
+            assert list(seen.token_ids)[:cut] == tokens[:cut]
+        result = await running.result()
+        resumed = result.output.outputs[0]
+        assert list(resumed.token_ids) == tokens, (cut, params)
+        assert (resumed.text, resumed.finish_reason) == (uncut.text, uncut.finish_reason), (cut, params)
+        assert resumed.stop_reason == uncut.stop_reason
+        assert result.tokens == len(tokens)
+        assert result.output.prompt_token_ids == prompt["prompt_token_ids"]
+        assert adapter.tokens_from(result.output, 0).logprobs == pytest.approx(before.logprobs, abs=1e-4)
+        assert resumed.cumulative_logprob == pytest.approx(uncut.cumulative_logprob, abs=1e-3)
+        reasons.add(str(uncut.stop_reason and "string") if uncut.finish_reason == "stop" else uncut.finish_reason)
+        across += isinstance(uncut.stop_reason, str) and len(tokens) - cut < length
+
+    async def run(request: PromptRequest) -> RequestOutput:
+        return (await (await adapter.start(request, 0)).result()).output
+
+    for start in range(0, 100 if nightly else 24, 12):
+        await asyncio.gather(*map(one, range(start, start + 12)))
+    assert {"string", "length"} <= reasons
+    assert across > 2, "stop strings on both sides of a cut"
+    assert not engine.llm.output_processor.request_states
+
+
+async def test_a_candidate_that_was_stopped_while_it_ran_goes_on_where_it_was(engine: TinyEngine) -> None:
+    adapter = VllmEngine(engine.llm)
+    sampling = final_only(temperature=0.0, max_tokens=280, ignore_eos=True, logprobs=0)
+    request = PromptRequest(engine.prompt(PROMPTS[1]), sampling, "interrupted")
+    whole = await (await adapter.start(PromptRequest(request.prompt, sampling, "whole"), 0)).result()
+    running = await adapter.start(request, 0)
+    for tokens in (30, 90, 200):
+        while (running.tokens() or 0) < tokens:
+            await asyncio.sleep(0.001)
+        running.stop()
+        stopped = await running.result()
+        assert stopped.finish_reason is None
+        assert stopped.tokens >= tokens
+        running = await adapter.resume(request, 0, adapter.tokens_from(stopped.output, 0))
+    result = await running.result()
+    assert list(result.output.outputs[0].token_ids) == list(whole.output.outputs[0].token_ids)
+    assert adapter.tokens_from(result.output, 0).logprobs == pytest.approx(
+        adapter.tokens_from(whole.output, 0).logprobs, abs=1e-4
+    )
+
+
+async def test_the_rest_of_a_sampled_candidate_has_random_numbers_of_its_own(engine: TinyEngine) -> None:
+    adapter = VllmEngine(engine.llm)
+    sampling = final_only(max_tokens=100, ignore_eos=True, seed=5, temperature=2.0)
+    request = PromptRequest(engine.prompt(PROMPTS[1]), sampling, "sampled")
+    whole = (await (await adapter.start(request, 0)).result()).output.outputs[0].token_ids
+    prefix = TokenSlice(whole[:50], None)
+    rests = [(await (await adapter.resume(request, 0, prefix)).result()).output.outputs[0].token_ids for _ in range(2)]
+    assert list(rests[0]) == list(rests[1]), "a seed repeats it"
+    assert list(rests[0][:50]) == list(whole[:50])
+    assert list(rests[0][50:]) != list(whole[50:])
+    same = sum(a == b for a, b in zip(rests[0][50:], whole[:50], strict=True))
+    assert same < 25, "not the random numbers of the first tokens again"
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "bad_words", "prompt_logprobs"])
+def test_what_depends_on_where_the_prompt_ends_is_not_resumed(engine: TinyEngine, name: str) -> None:
+    value: object = ["a"] if name == "bad_words" else 1
+    with pytest.raises(InvalidRequest) as refused:
+        VllmEngine(engine.llm).check_resumable(PromptRequest(engine.prompt("1>"), final_only(**{name: value}), "no"))
+    assert refused.value.field == f"sampling.{name}"
+    VllmEngine(engine.llm).check_resumable(PromptRequest(engine.prompt("1>"), final_only(top_k=3, logprobs=2), "yes"))

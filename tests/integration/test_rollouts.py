@@ -173,3 +173,46 @@ def test_nothing_runs_on_after_a_client_gives_up_waiting(server: Server) -> None
     wait_idle(server)
     assert server.metric("darts_groups_total", outcome="cancelled") == cancelled + 16
     assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
+
+
+def test_prompts_that_were_carried_over_go_on_with_what_was_generated(server: Server) -> None:
+    texts = [f"{i}a+2b*3c-4d+5e*6f-7g+8h*9i-1a+3b*2c>" for i in range(1, 5)]
+    asked = [{"text": text, "key": f"carried/{text}"} for text in ["1a+2>", *texts]]
+    sampling = {"max_tokens": 250, "temperature": 0.0, "logprobs": True}
+    body = {"prompts": asked, "group_size": 1, "sampling": sampling, "policy": {"name": "off"}}
+    answer = post(server, body)
+    assert answer.status_code == 200, answer.text
+    wanted = {group["prompt_key"]: group for group in answer.json()["groups"]}
+    generated = server.metric("darts_tokens_total", kind="generated")
+    first = post(server, body | {"num_groups": 1, "carry": "resume"}).json()
+    assert [prompt["carry"] for prompt in first["unfinished"]] == ["resume"] * 4
+    assert first["carried"] >= 4
+    records = httpx.get(f"{server.url}/darts/v1/groups/{first['id']}").json()["groups"]
+    assert sum(c["length"] for record in records for c in record["candidates"] if c["reason"] == "carried") > 0
+    again = [asked[prompt["number"]] for prompt in first["unfinished"]]
+    last = post(server, body | {"prompts": again, "carry": "resume"}).json()
+    assert last["carried"] == first["carried"] - 4
+    for group in last["groups"]:
+        for one, other in zip(group["trajectories"], wanted[group["prompt_key"]]["trajectories"], strict=True):
+            assert (one["token_ids"], one["text"]) == (other["token_ids"], other["text"])
+            assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+            assert one["version_spans"] == [[one["weight_version_end"], one["length"]]]
+    wait_idle(server)
+    tokens = sum(t["length"] for group in (*first["groups"], *last["groups"]) for t in group["trajectories"])
+    assert server.metric("darts_tokens_total", kind="generated") - generated == tokens, "each token counts once"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"carry": "keep"}, "carry"),
+        ({"prompts": [], "carry": "resume"}, "prompts"),
+        ({"carry": "resume", "policy": {"name": "roulette"}}, "carry"),
+        ({"carry": "resume", "sampling": {"presence_penalty": 0.5}}, "sampling.presence_penalty"),
+        ({"carry": "resume", "sampling": {"structured_outputs": {"choice": ["1"]}}}, "sampling.structured_outputs"),
+    ],
+)
+def test_carrying_over_is_refused_where_it_cannot_work(server: Server, change: dict[str, Any], param: str) -> None:
+    answer = post(server, {"prompts": [{"text": "1a+2>"}], "group_size": 2} | change)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param

@@ -246,8 +246,14 @@ async def test_no_group_is_lost_while_weights_change(server: Server, rule: str) 
         versions = {t[f"weight_version_{end}"] for t in group["trajectories"] for end in ("start", "end")}
         assert group["mixed_versions"] == (len(versions) > 1)
         assert rule == "keep" or len(versions) == 1
+        for trajectory in group["trajectories"]:
+            spans = trajectory["version_spans"]
+            assert sum(tokens for _, tokens in spans) == trajectory["length"]
+            assert [version for version, _ in spans] == sorted({version for version, _ in spans})
+            assert trajectory["weight_version_start"] <= spans[0][0] <= spans[-1][0] <= trajectory["weight_version_end"]
     if rule == "keep":
         assert any(group["mixed_versions"] for group in groups)
+        assert any(len(t["version_spans"]) > 1 for group in groups for t in group["trajectories"])
 
 
 def test_vllms_own_routes_work_and_exclude_ours(server: Server) -> None:

@@ -221,6 +221,19 @@ def test_a_decided_group_is_what_was_delivered() -> None:
     assert group.end_decided() == []
 
 
+def test_a_group_that_is_carried_over_stops_and_gives_that_reason_for_all_but_failed_candidates() -> None:
+    group = opened(Shortest(1), 4, spare=4)
+    group.handle(Failed(0, RuntimeError(), retryable=True), Progress(1, 9))
+    group.restart()
+    group.resume()
+    group.handle(Started(4), Started(5), Lost(5))
+    assert {stopped.index for stopped in group.carry() if isinstance(stopped, Stop)} == {4, 6, 7}
+    assert group.outcome is Outcome.CANCELLED
+    carried, failed, restarted = DiscardReason.CARRIED, DiscardReason.FAILED, DiscardReason.RESTARTED
+    assert reasons(group) == [failed, restarted, restarted, restarted, carried, failed, carried, carried]
+    assert group.carry() == []
+
+
 # --- refusing ---------------------------------------------------------------
 
 

@@ -133,6 +133,10 @@ class FakeGroups:
     def __init__(self) -> None:
         self.aborted: list[str] = []
         self.halted = False
+        self.changes = 0
+
+    def weights_change(self) -> None:
+        self.changes += 1
 
     async def suspend(self) -> None:
         self.halted = True

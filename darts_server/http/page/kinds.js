@@ -16,6 +16,7 @@ const KINDS = {
   truncated: "at limit, not needed",
   decided: "stopped, vote certain",
   restarted: "restarted",
+  carried: "carried over",
   shadow: "observed only",
   failed: "failed",
   cancelled: "cancelled",

@@ -98,7 +98,8 @@ class RolloutsIn(Body):
     carry: Carry = Field(
         Carry.DROP,
         description="With `num_groups`, what happens to prompts that are not decided. `restart`: they are kept, and "
-        "start first in a later batch that has them, or that asks for `carried` ones.",
+        "start first in a later batch that has them, or that asks for `carried` ones. `resume`: so is what their "
+        "candidates have generated, and these go on from there.",
     )
     carried: bool = Field(False, description="Add all other prompts that were carried over from your earlier batches.")
     stream: Literal[False, "groups", "tokens"] = Field(

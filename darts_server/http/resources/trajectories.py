@@ -54,6 +54,9 @@ class SampleOut(BaseModel):
     length: int
     weight_version_start: int | None
     weight_version_end: int | None
+    version_spans: list[tuple[int, int]] = Field(
+        description="The weight versions that sampled its tokens, in their order, each with its number of tokens."
+    )
 
 
 class DiscardedOut(BaseModel):
@@ -90,4 +93,5 @@ def sample_fields(
         "length": len(sample.token_ids),
         "weight_version_start": None if candidate is None else candidate.weight_version_start,
         "weight_version_end": None if candidate is None else candidate.weight_version_end,
+        "version_spans": [] if candidate is None else list(candidate.version_spans),
     }

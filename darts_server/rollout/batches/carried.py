@@ -2,10 +2,13 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any, Generic
 
+from darts_server.engine.port import OutputT
+from darts_server.rollout.carried import CarriedCandidate
 from darts_server.types import PromptSpec
 
 logger = logging.getLogger(__name__)
@@ -20,21 +23,53 @@ class Carry(StrEnum):
     DROP = "drop"
     RESTART = "restart"
     """They are kept, and start first in a later batch."""
+    RESUME = "resume"
+    """So is what their candidates have generated, and these go on from there."""
 
 
 @dataclass(frozen=True, slots=True)
 class CarryLimits:
-    """``prompts``: kept for each caller; beyond it the oldest are dropped."""
+    """Of each caller.
+
+    ``prompts``: beyond it the oldest are dropped. ``tokens``: that are generated; beyond it the oldest prompts start
+    again. ``staleness``: weight versions since the first of these tokens; beyond it their prompt starts again.
+    """
 
     prompts: int = 4096
+    tokens: int = 1 << 22
+    staleness: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedGroup(Generic[OutputT]):
+    """What the candidates of an undecided group have generated.
+
+    ``terms``: of its batch; only one with the same can go on with it. ``saturated``: see `Allocation`. ``tail_seed``:
+    with the same numbers the same candidates are selected as if the group had not been stopped.
+    """
+
+    terms: object
+    saturated: bool
+    tail_seed: Sequence[int]
+    candidates: Sequence[CarriedCandidate[OutputT]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(candidate.tokens for candidate in self.candidates)
+
+    def staleness(self, version: int) -> int:
+        """Return how far its versions are from this one."""
+        versions = (each for candidate in self.candidates for each, _ in candidate.version_spans)
+        return max((abs(version - each) for each in versions), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedPrompt:
-    """A prompt whose group was not decided."""
+    """A prompt whose group was not decided. ``group``: ``None`` to start again."""
 
     prompt: PromptSpec
     identity: Identity
+    group: CarriedGroup[Any] | None = None
 
 
 class CarriedPrompts:
@@ -62,7 +97,7 @@ class CarriedPrompts:
         return taken
 
     def put(self, owner: str | None, prompts: Iterable[CarriedPrompt]) -> None:
-        """Keep prompts of a caller, and drop its oldest ones if there are too many."""
+        """Keep prompts of a caller, and drop its oldest ones, or what was generated for them, if it is too much."""
         kept = [*self._kept.pop(owner, ()), *prompts]
         excess = max(0, len(kept) - self.limits.prompts)
         if excess:
@@ -71,8 +106,18 @@ class CarriedPrompts:
                 excess,
                 self.limits.prompts,
             )
-        if kept[excess:]:
-            self._kept[owner] = kept[excess:]
+        if kept := self._within_tokens(kept[excess:]):
+            self._kept[owner] = kept
+
+    def _within_tokens(self, prompts: list[CarriedPrompt]) -> list[CarriedPrompt]:
+        tokens = sum(each.group.tokens for each in prompts if each.group is not None)
+        for place, each in enumerate(prompts):
+            if tokens <= self.limits.tokens:
+                break
+            if each.group is not None:
+                tokens -= each.group.tokens
+                prompts[place] = replace(each, group=None)
+        return prompts
 
 
 def match(identities: Iterable[Identity], taken: Iterable[CarriedPrompt]) -> Iterator[CarriedPrompt | None]:

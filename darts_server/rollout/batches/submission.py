@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -11,7 +12,15 @@ from typing import Any, Generic, Protocol
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT, TokenSlice
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, Carry, Identity, match
+from darts_server.rollout.batches.carried import (
+    CarriedGroup,
+    CarriedPrompt,
+    CarriedPrompts,
+    Carry,
+    CarryLimits,
+    Identity,
+    match,
+)
 from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
@@ -106,7 +115,10 @@ class BatchObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _PreparedGroup(Generic[RequestT]):
-    """A checked prompt with its allocation. ``carried``: what was kept of it since an earlier batch."""
+    """A checked prompt with its allocation.
+
+    ``carried``: what was kept of it since an earlier batch. ``resumed``: what its candidates go on from.
+    """
 
     number: int
     prompt: PromptSpec
@@ -114,6 +126,7 @@ class _PreparedGroup(Generic[RequestT]):
     identity: Identity
     carried: CarriedPrompt | None
     allocation: Allocation
+    resumed: CarriedGroup[Any] | None
 
     @property
     def prompt_key(self) -> str:
@@ -146,6 +159,8 @@ class Submission(Generic[RequestT, OutputT]):
         self._groups = groups
         self._wanted = len(groups) if batch.num_groups is None else batch.num_groups
         self._started: set[int] = set()
+        self._runs: dict[int, GroupRun[RequestT, OutputT]] = {}
+        self._stopped: dict[int, CarriedGroup[OutputT] | None] = {}
         self._decided: set[int] = set()
         self._rollouts = rollouts
         self._renderer = renderer
@@ -195,12 +210,16 @@ class Submission(Generic[RequestT, OutputT]):
                 identities.append(other.identity)
                 carried.append(other)
             _check_numbers(batch, plan, len(prompts))
-            allocations = _allocate(rollouts, ticket, plan, [key for key, _ in identities], batch.budget)
+            if batch.carry is Carry.RESUME:
+                _check_resumable(rollouts, plan, requests)
+            terms, keys = _terms(plan, sampling), [key for key, _ in identities]
+            resumed = [_resumed(batch, terms, each, kept.limits, rollouts.weight_version) for each in carried]
+            allocations = _allocate(rollouts, ticket, plan, keys, batch.budget, resumed)
         except BaseException:
             ticket.release()
             kept.put(caller.get().name, taken)
             raise
-        parts = zip(prompts, requests, identities, carried, allocations, strict=True)
+        parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
         groups = [_PreparedGroup(number, *each) for number, each in enumerate(parts)]
         return cls(batch_id, plan, sampling, groups, batch, rollouts, renderer, ticket, kept)
 
@@ -220,7 +239,8 @@ class Submission(Generic[RequestT, OutputT]):
     def keep_undecided(self) -> int:
         """Keep the prompts whose groups were not decided, as their caller wants it; the number that it has now."""
         if self._carry is not Carry.DROP:
-            self._kept.put(self._owner, [CarriedPrompt(group.prompt, group.identity) for group in self._undecided()])
+            undecided = [(group, self._stopped.get(group.number, group.resumed)) for group in self._undecided()]
+            self._kept.put(self._owner, [CarriedPrompt(one.prompt, one.identity, what) for one, what in undecided])
         return self._kept.count(self._owner)
 
     def give_back(self, *, delivered: bool) -> None:
@@ -251,6 +271,8 @@ class Submission(Generic[RequestT, OutputT]):
                     yield result
                     missing -= result.error is None
                     if not missing:
+                        if self._carry is Carry.RESUME:
+                            await self._stop_undecided()
                         return
         finally:
             self._ticket.release()
@@ -258,6 +280,24 @@ class Submission(Generic[RequestT, OutputT]):
             for group in self._groups:
                 if group.number not in self._started:
                     group.allocation.drop()
+
+    async def _stop_undecided(self) -> None:
+        """Stop all groups that are not decided, and keep what their candidates have generated."""
+        stopping = []
+        for group in self._undecided():
+            if (run := self._runs.get(group.number)) is not None:
+                stopping.append(asyncio.create_task(self._stop(group, run)))
+                await asyncio.sleep(0)  # each stops its candidates, so they take turns
+        await asyncio.gather(*stopping)
+
+    async def _stop(self, group: _PreparedGroup[RequestT], run: GroupRun[RequestT, OutputT]) -> None:
+        candidates = await run.carry()
+        if len(candidates) < self.plan.size:  # it was paused for new weights, or its candidates failed
+            self._stopped[group.number] = None
+            return
+        assert run.spec.tail_seed is not None
+        terms, saturated = _terms(self.plan, self.sampling), group.allocation.saturated
+        self._stopped[group.number] = CarriedGroup(terms, saturated, run.spec.tail_seed, candidates)
 
     async def _cancel(self, tasks: Mapping[int, asyncio.Task[GroupResult]]) -> None:
         """Cancel the tasks of all groups, and wait for their ends. Each stops its candidates, so they take turns."""
@@ -293,7 +333,12 @@ class Submission(Generic[RequestT, OutputT]):
         result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.prompt.metadata)
         samples: dict[int, Sample] = {}
         try:
+            can_carry = self._carry is Carry.RESUME
             tail_seed = self._renderer.tail_seed(group.request)
+            if group.resumed is not None:
+                tail_seed = group.resumed.tail_seed
+            elif can_carry and tail_seed is None:
+                tail_seed = (secrets.randbits(64),)
             spec = GroupSpec.of_plan(
                 self.plan,
                 group.request,
@@ -302,9 +347,11 @@ class Submission(Generic[RequestT, OutputT]):
                 tail_seed,
                 early=observer is not None,
                 keep_prefixes=self._partial,
+                can_carry=can_carry,
             )
             held = self._ticket.split(group.allocation.candidates)
-            run = self._rollouts.start(spec, self.plan, group.allocation, held)
+            candidates = () if group.resumed is None else group.resumed.candidates
+            run = self._runs[group.number] = self._rollouts.start(spec, self.plan, group.allocation, held, candidates)
             if observer is not None:
                 observer.group_started(group.number, run)
             async with aclosing(run.trajectories()) as trajectories:
@@ -356,16 +403,24 @@ def _check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
 
 
 def _allocate(
-    rollouts: Rollouts[RequestT, OutputT], ticket: Ticket, plan: Plan, keys: Sequence[str], budget: int | None
+    rollouts: Rollouts[RequestT, OutputT],
+    ticket: Ticket,
+    plan: Plan,
+    keys: Sequence[str],
+    budget: int | None,
+    resumed: Sequence[CarriedGroup[OutputT] | None],
 ) -> list[Allocation]:
-    """Allocate candidates to all groups of a batch, and hold them.
+    """Allocate candidates to all groups of a batch, and hold them. Those that go on keep theirs.
 
     Raises:
         Overloaded, QuotaReached, InvalidRequest: there are more than usual, and these are not admitted.
     """
     usual = ticket.candidates
     ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
-    allocations = rollouts.allocator.allocate_cohort(plan, keys, budget)
+    allocations = [
+        fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
+        for fresh, group in zip(rollouts.allocator.allocate_cohort(plan, keys, budget), resumed, strict=True)
+    ]
     ticket.resize(usual)  # in the same turn of the loop, so there is still room
     try:
         ticket.resize(sum(allocation.candidates for allocation in allocations), FIELD)
@@ -374,6 +429,35 @@ def _allocate(
             allocation.drop()
         raise
     return allocations
+
+
+def _check_resumable(rollouts: Rollouts[RequestT, OutputT], plan: Plan, requests: Sequence[RequestT]) -> None:
+    """
+    Raises:
+        InvalidRequest: candidates cannot go on as if they had not been stopped.
+    """
+    if plan.shaping.prunes or plan.shaping.shadow:
+        raise InvalidRequest(
+            "carry",
+            f"'resume' does not work under policy {plan.policy!r}, whose decisions depend on more than lengths; use "
+            "'restart'",
+        )
+    for request in requests:
+        rollouts.check_resumable(request)
+
+
+def _terms(plan: Plan, sampling: Mapping[str, object]) -> object:
+    """What must be the same for a group to go on in another batch."""
+    return plan.policy, plan.shaping, plan.size, dict(sampling)
+
+
+def _resumed(
+    batch: BatchRequest, terms: object, carried: CarriedPrompt | None, limits: CarryLimits, version: int
+) -> CarriedGroup[Any] | None:
+    """Return what a prompt's candidates go on from; ``None`` if it starts again."""
+    group = None if carried is None or batch.carry is not Carry.RESUME else carried.group
+    usable = group is not None and group.terms == terms and group.staleness(version) <= limits.staleness
+    return group if usable else None
 
 
 async def _request(

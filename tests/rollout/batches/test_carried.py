@@ -2,19 +2,24 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import InvalidRequest
-from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, Carry, CarryLimits
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.batches.run import AnswerFormat, StreamMode
-from darts_server.rollout.batches.submission import BatchRequest
+from darts_server.rollout.batches.submission import BatchRequest, GroupResult
+from darts_server.rollout.carried import CarriedCandidate
+from darts_server.rollout.plan import Limits, Planner
 from darts_server.serving.admission import Caller, caller
-from darts_server.types import PromptSpec
+from darts_server.types import DiscardReason, PromptSpec
 from tests.rollout.batches.streams import POLICIES, idempotency_key, new_registry, random_script, run_on_stepped_clock
 from tests.rollout.helpers import Harness
 
@@ -200,5 +205,122 @@ def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_batches(s
                 waiting += mine
         assert answered == Counter(str(i) for i in range(20))
         assert harness.rollouts.running == 0
+
+    run_on_stepped_clock(scenario())
+
+
+def resumed(*texts: str, **more: object) -> BatchRequest:
+    return request(*texts, carry=Carry.RESUME, **more)  # type: ignore[arg-type]
+
+
+def spans(done: BatchDone) -> dict[str, list[tuple[tuple[int, int], ...]]]:
+    return {
+        result.prompt_key.removeprefix("key of "): [c.version_spans for c in result.record.selected]
+        for result in done.results
+        if result.record is not None
+    }
+
+
+def test_candidates_go_on_from_what_they_had_generated_and_say_with_which_weights() -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        done = await run_batch(harness, registry, resumed("30", "10", "50", num_groups=1))
+        assert decided(done) == ["10"]
+        assert spans(done)["10"] == [((0, 10),)] * 4
+        reasons = {c.reason for r in harness.recorder.records[1:] for c in r.candidates}
+        assert reasons == {DiscardReason.CARRIED}
+        harness.engine.weight_version = 1
+        harness.engine.started.clear()
+        begun = harness.engine.now
+        done = await run_batch(harness, registry, resumed("12", carried=True))
+        generated = {text: [s[0][1] for s in found] for text, found in spans(done).items()}
+        assert generated["12"] == [12] * 4
+        [seen] = set(generated["30"])
+        assert 10 <= seen < 30
+        assert spans(done)["30"] == [((0, seen), (1, 30 - seen))] * 4
+        assert harness.engine.now - begun <= 50 - seen + 2
+        [thirty] = [result for result in done.results if result.prompt_key == "key of 30"]
+        assert [list(sample.token_ids) for sample in thirty.samples.values()] == [list(range(30))] * 4
+        assert thirty.record is not None
+        assert thirty.record.mixed_versions
+
+    run_on_stepped_clock(scenario())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"carry": Carry.RESTART},
+        {"group_size": 5},
+        {"policy": {"name": "shortest", "redundancy": 2.0}},
+        {"version": 2},
+    ],
+)
+def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(change: dict[str, object]) -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+        harness.engine.weight_version = int(str(change.pop("version", 0)))
+        if "policy" in change:
+            planner = Planner({"shortest": Shaping(redundancy=2.0, num_longest=0)}, "shortest", Limits(64))
+            registry._new_planner = lambda _: planner
+        harness.engine.started.clear()
+        done = await run_batch(harness, registry, replace(resumed("30"), **change))  # type: ignore[arg-type]
+        assert set(spans(done)["30"]) == {((harness.engine.weight_version, 30),)}
+
+    run_on_stepped_clock(scenario())
+
+
+def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
+    def generated(name: str, tokens: int) -> CarriedPrompt:
+        candidate: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(tokens), None), ((0, tokens),))
+        return replace(kept(name), group=CarriedGroup((), False, (1,), [candidate]))
+
+    prompts = CarriedPrompts(CarryLimits(tokens=10))
+    prompts.put(None, [generated("a", 4), kept("b"), generated("c", 4), generated("d", 5)])
+    assert [each.group is None for each in prompts.take(None, (), others=True)] == [True, True, False, False]
+
+
+def test_a_policy_that_prunes_or_a_shadow_does_not_resume() -> None:
+    async def scenario() -> None:
+        registry = new_registry(Harness(by_text), "shadow")
+        with pytest.raises(InvalidRequest) as refused:
+            await registry.open(resumed("10"), WHOLE)
+        assert refused.value.field == "carry"
+
+    run_on_stepped_clock(scenario())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_groups_that_were_carried_over_are_those_that_would_have_come_without(seed: int) -> None:
+    """Whatever the policy: the same trajectories, each with all of its tokens, generated once."""
+    policy = ["shortest", "sampled", "longest", "darts", "off"][seed % 5]
+
+    async def scenario() -> None:
+        texts = [str(i) for i in range(8)]
+        uncut = Harness(random_script(seed, faults=0.0))
+        whole = await run_batch(uncut, new_registry(uncut, policy), resumed(*texts))
+        harness = Harness(random_script(seed, faults=0.0))
+        registry = new_registry(harness, policy)
+        answered: dict[str, GroupResult] = {}
+        done = await run_batch(harness, registry, resumed(*texts, num_groups=1))
+        while True:
+            for result in done.results:
+                assert result.prompt_key not in answered
+                answered[result.prompt_key] = result
+            if not done.carried:
+                break
+            done = await run_batch(harness, registry, resumed(num_groups=1, carried=True))
+        for result in whole.results:
+            other = answered[result.prompt_key]
+            assert {i: list(s.token_ids) for i, s in other.samples.items()} == {
+                i: list(s.token_ids) for i, s in result.samples.items()
+            }
+            assert result.record is not None
+            assert other.record is not None
+            assert [c.weight for c in other.record.selected] == [c.weight for c in result.record.selected]
+            assert [c.version_spans for c in other.record.selected] == [((0, c.tokens),) for c in other.record.selected]
 
     run_on_stepped_clock(scenario())

@@ -8,6 +8,7 @@ from typing import Any
 from darts_server.engine.port import CandidateResult, Probe, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
@@ -105,6 +106,12 @@ class SigningEngine:
     async def start(self, request: str, index: int, probe: Probe | None = None) -> SigningCandidate:
         return SigningCandidate(await self._engine.start(request, index, probe), self.aborted)
 
+    def check_resumable(self, request: str) -> None:
+        raise NotImplementedError
+
+    async def resume(self, request: str, index: int, prefix: TokenSlice) -> SigningCandidate:
+        raise NotImplementedError
+
     def truncate(self, request: str, output: SignedOutput, tokens: int) -> SignedOutput:
         assert output.tokens >= tokens
         return SignedOutput(output.request, output.index, tokens)
@@ -128,9 +135,13 @@ class RecordedRollouts(Rollouts[str, SignedOutput]):
         self._tail_seed = tail_seed
 
     def collect(
-        self, spec: GroupSpec[str], on_end: Callable[[], None] = lambda: None, ticket: Ticket | None = None
+        self,
+        spec: GroupSpec[str],
+        on_end: Callable[[], None] = lambda: None,
+        ticket: Ticket | None = None,
+        carried: Sequence[CarriedCandidate[SignedOutput]] = (),
     ) -> GroupRun[str, SignedOutput]:
-        run = super().collect(replace(spec, tail_seed=(self._tail_seed, len(self.runs))), on_end, ticket)
+        run = super().collect(replace(spec, tail_seed=(self._tail_seed, len(self.runs))), on_end, ticket, carried)
         self.runs[spec.group_id] = run
         return run
 

@@ -1,0 +1,101 @@
+"""Continue candidates of vLLM from what they had generated when they were stopped.
+
+The engine gets the prompt with these tokens, most of which its prefix cache may have, and generates the others. vLLM's
+state of the request in this process, which detokenizes, looks for stop strings and collects log-probs, begins with
+these tokens too: the output is that of a request that was never stopped, also where a stop string or a character has
+tokens on both sides.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.logprobs import Logprob
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+from darts_server.engine.port import TokenSlice
+from darts_server.exceptions import InvalidRequest
+from darts_server.vllm.outputs import new_detokenizer
+
+RESUMABLE = frozenset(
+    {
+        *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids"),
+        *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
+        *("logprobs", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("output_kind", "extra_args", "skip_clone", "skip_reading_prefix_cache"),
+    }
+)
+"""Sampling parameters under which the next token depends on the tokens so far, whichever of them were in the prompt.
+All others, also those of later versions of vLLM, are taken to depend on where the prompt ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A candidate's prompt and sampling parameters as if it had not been stopped, and its first tokens."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    prefix: TokenSlice
+
+
+class Resumptions:
+    """Let the states of requests begin with the tokens that were generated before, by their external ids."""
+
+    def __init__(self, processor: OutputProcessor) -> None:
+        self._pending: dict[str, Resumption] = {}
+        self._processor = processor
+        self._is_installed = False
+
+    def add(self, request_id: str, resumption: Resumption) -> None:
+        """Announce a request that is added next."""
+        if not self._is_installed:  # vLLM as it is for servers that resume nothing
+            self._install()
+        self._pending[request_id] = resumption
+
+    def discard(self, request_id: str) -> None:
+        """Forget a request that was not added."""
+        self._pending.pop(request_id, None)
+
+    def _install(self) -> None:
+        add_request = self._processor.add_request
+
+        def add_resumed_request(request: EngineCoreRequest, *args: Any, **more: Any) -> None:
+            add_request(request, *args, **more)
+            if (resumption := self._pending.pop(request.external_req_id or "", None)) is not None:
+                begin_with(self._processor, self._processor.request_states[request.request_id], resumption)
+
+        # In the call that creates the state, because the engine's first output may come before `AsyncLLM.add_request`
+        # returns.
+        self._processor.add_request = add_resumed_request  # type: ignore[method-assign]
+        self._is_installed = True
+
+
+def begin_with(processor: OutputProcessor, state: RequestState, resumption: Resumption) -> None:
+    """Let a new request's state begin with the tokens that were generated before."""
+    params, prefix = resumption.params, resumption.prefix
+    state.prompt_token_ids = resumption.prompt_token_ids
+    state.detokenizer = new_detokenizer(resumption.prompt_token_ids, params, processor.tokenizer)
+    state.detokenizer.update(list(prefix.token_ids), False)
+    logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
+    if state.logprobs_processor is not None and logprobs is not None and prefix.logprobs is not None:
+        for token, logprob in zip(prefix.token_ids, prefix.logprobs, strict=True):
+            logprobs.append({token: Logprob(logprob)})
+        state.logprobs_processor.cumulative_logprob = sum(prefix.logprobs)
+
+
+def check_resumable(params: SamplingParams) -> None:
+    """
+    Raises:
+        InvalidRequest: names the first parameter that depends on where the prompt ends.
+    """
+    neutral = SamplingParams()
+    for name in params.__struct_fields__:
+        if name.startswith("_") or name in RESUMABLE:
+            continue
+        if getattr(params, name) not in (getattr(neutral, name), None, [], 0):
+            raise InvalidRequest(
+                f"sampling.{name}",
+                'does not work with "carry": "resume", since it depends on which tokens were generated after the '
+                'prompt; leave it out, or use "restart"',
+            )
