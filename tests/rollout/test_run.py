@@ -191,12 +191,14 @@ async def test_a_group_with_mixed_weight_versions_is_marked() -> None:
     await settle()
     for _ in range(4):
         await harness.engine.step()
+    harness.rollouts.weights_change()
     harness.engine.weight_version = 1
     await harness.engine.run()
     await waiting
     [record] = harness.recorder.records
     assert record.mixed_versions
     assert {(c.weight_version_start, c.weight_version_end) for c in record.selected} == {(0, 0), (0, 1)}
+    assert {c.version_spans for c in record.selected} == {((0, 2),), ((0, 4), (1, 4))}
 
 
 async def test_the_same_tail_seed_gives_the_same_group() -> None:

@@ -226,11 +226,13 @@ async def test_restart_halts_groups_at_once_and_waits_for_unshaped_requests(harn
     await until(harness, State.ANNOUNCED)
     await settle()
     assert harness.groups.halted
+    assert not harness.groups.changes
     assert harness.model.calls == ["announced 1"]
     single.set()
     await waiting
     await update
     assert not harness.groups.halted
+    assert harness.groups.changes == 1, "the tokens of the old weights are counted before the model is written"
     harness.gate.leave()
     harness.check_serves(1, all=5)
     assert harness.observer.records[0].rule == "restart"

@@ -268,6 +268,7 @@ class Submission(Generic[RequestT, OutputT]):
                 for next_result in asyncio.as_completed(tasks.values()):
                     result = await next_result
                     self._decided.add(result.number)
+                    self._runs.pop(result.number, None)
                     yield result
                     missing -= result.error is None
                     if not missing:
@@ -351,7 +352,9 @@ class Submission(Generic[RequestT, OutputT]):
             )
             held = self._ticket.split(group.allocation.candidates)
             candidates = () if group.resumed is None else group.resumed.candidates
-            run = self._runs[group.number] = self._rollouts.start(spec, self.plan, group.allocation, held, candidates)
+            run = self._rollouts.start(spec, self.plan, group.allocation, held, candidates)
+            if can_carry:
+                self._runs[group.number] = run
             if observer is not None:
                 observer.group_started(group.number, run)
             async with aclosing(run.trajectories()) as trajectories:
@@ -442,8 +445,7 @@ def _check_resumable(rollouts: Rollouts[RequestT, OutputT], plan: Plan, requests
             f"'resume' does not work under policy {plan.policy!r}, whose decisions depend on more than lengths; use "
             "'restart'",
         )
-    for request in requests:
-        rollouts.check_resumable(request)
+    rollouts.check_resumable(requests[0])  # all have the same sampling parameters
 
 
 def _terms(plan: Plan, sampling: Mapping[str, object]) -> object:

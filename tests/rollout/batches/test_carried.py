@@ -12,7 +12,7 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
-from darts_server.rollout.batches.events import BatchDone
+from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.batches.run import AnswerFormat, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest, GroupResult
@@ -20,7 +20,17 @@ from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import DiscardReason, PromptSpec
-from tests.rollout.batches.streams import POLICIES, idempotency_key, new_registry, random_script, run_on_stepped_clock
+from tests.rollout.batches.streams import (
+    POLICIES,
+    by_candidate,
+    idempotency_key,
+    new_registry,
+    play,
+    random_script,
+    read_events,
+    run_on_stepped_clock,
+    token_stream,
+)
 from tests.rollout.helpers import Harness
 
 SIZE = 4
@@ -171,7 +181,7 @@ def test_a_cancelled_batch_gives_back_what_its_caller_has_not_got(answer: Answer
     run_on_stepped_clock(scenario())
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_batches(seed: int) -> None:
     """Random batches, of which some are cancelled: then their caller sends its own prompts again."""
     rng = Random(seed)
@@ -293,7 +303,30 @@ def test_a_policy_that_prunes_or_a_shadow_does_not_resume() -> None:
     run_on_stepped_clock(scenario())
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
+def test_events_of_candidates_that_go_on_have_all_of_their_tokens(seed: int) -> None:
+    async def scenario() -> None:
+        harness = Harness(random_script(seed, faults=0.0))
+        registry = new_registry(harness, ["shortest", "sampled", "longest"][seed % 3])
+        asked = resumed(*map(str, range(6)), num_groups=2)
+        for _ in range(3):
+            batch = await registry.open(asked, token_stream(3))
+            events = await play(harness, asyncio.create_task(read_events(batch)))
+            candidates = by_candidate(events)
+            assert isinstance(batch.end, BatchDone)
+            for result in batch.end.results:
+                for index, sample in result.samples.items():
+                    seen = candidates[f"{result.group_id}:{index}"]
+                    assert seen.token_ids == list(sample.token_ids) == list(range(len(sample.token_ids)))
+            assert {event.reason for _, event in events if isinstance(event, CandidateDiscarded)} <= set(DiscardReason)
+            asked = resumed(carried=True, num_groups=2)
+        assert isinstance(batch.end, BatchDone)
+        assert batch.end.carried == 0
+
+    run_on_stepped_clock(scenario())
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_groups_that_were_carried_over_are_those_that_would_have_come_without(seed: int) -> None:
     """Whatever the policy: the same trajectories, each with all of its tokens, generated once."""
     policy = ["shortest", "sampled", "longest", "darts", "off"][seed % 5]
