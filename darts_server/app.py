@@ -158,7 +158,7 @@ def make_rooms(
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
     control, event_log = Control(settings), EventLog()
     port, gate = engine.port, engine.llm.gate
-    statistics = Statistics(store, port.capacity)
+    statistics = Statistics(store, port.capacity, port.kv_tokens)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
     closing.callback(pruner.close)
     max_waiting = settings.max_queued_candidates or default_max_waiting(port.capacity)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.roulette import Loss, Roulette
@@ -111,5 +112,16 @@ def make_planner(settings: Settings) -> Planner:
             settings.group_size,
             joins_later_turns=settings.later_turns == "join",
             group_pattern=re.compile(settings.group_pattern) if settings.group_pattern else None,
+        ),
+        build_auto(
+            uniform,
+            deadline,
+            AutoLimits(
+                allow=tuple(filter(None, settings.auto_allow.split(","))),
+                most_lost=settings.most_lost,
+                most_bias=settings.most_bias,
+                tokens_price=settings.tokens_price,
+                exploration=settings.exploration,
+            ),
         ),
     )

@@ -42,6 +42,8 @@ class EventLog(GroupObserver):
             "seconds": round(record.measured_seconds, 3),
             "deadline": record.deadline,
             "explored": record.explored,
+            "chosen": None if record.chosen is None else record.chosen.option,
+            "reason": None if record.chosen is None else record.chosen.reason,
         }
         logger.info("cohort %s", _join(fields), extra=fields)
 

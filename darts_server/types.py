@@ -214,6 +214,8 @@ class GroupRecord:
     """Length at which enough of its candidates had finished, as reported to its cohort; ``None`` if not reported."""
     request_ids: tuple[str, ...] = ()
     """Ids of the requests that it answered, and the response ids that it can be looked up by."""
+    chosen: "ChosenOption | None" = None
+    """What `auto` did with its cohort, and why; ``None`` under other policies."""
     shadow: "ShadowRecord | None" = None
     restarted_from: int = 0
     """Index of the first candidate since its last restart: earlier ones were generated with older weights."""
@@ -279,12 +281,31 @@ class ShadowRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenOption:
+    """What `auto` does with a cohort: the name of an ``option``, and the ``reason`` in words."""
+
+    option: str
+    reason: str
+
+    @property
+    def rule(self) -> str:
+        """The option's rule, without its numbers."""
+        return self.option.partition(" ")[0]
+
+
+@dataclass(frozen=True, slots=True)
 class CohortRecord:
     """How groups that were allocated together ended; reported to observers when the last of them has ended.
 
     ``mean_candidates``: M', the mean number of candidates per group. ``deadline``: in tokens; ``None`` if it was never
     set. Seconds are measured from the allocation to the end of the last group; ``predicted_seconds`` is ``None``
     without a prediction. Tokens are summed over all candidates, and over the returned ones.
+
+    ``chosen``: what `auto` did with it, and why; ``None`` under other policies. ``candidates``: that were started.
+    ``completed``: groups. ``interrupted``: whether a group was restarted, or ran under several weight versions.
+    ``returned``, ``cut``: returned trajectories, and those of them that were cut at the deadline. ``max_tokens``: of
+    the candidates that were truncated at their token limit, the most tokens; ``None`` if none was. ``longest``: tokens
+    of the longest candidate.
     """
 
     policy: str
@@ -296,6 +317,14 @@ class CohortRecord:
     measured_seconds: float
     generated_tokens: int = 0
     returned_tokens: int = 0
+    chosen: "ChosenOption | None" = None
+    candidates: int = 0
+    completed: int = 0
+    interrupted: bool = False
+    returned: int = 0
+    cut: int = 0
+    max_tokens: int | None = None
+    longest: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@ import pytest
 
 from darts_server.control import Control, make_planner
 from darts_server.exceptions import InvalidRequest
+from darts_server.policy.auto.options import AutoLimits
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.settings import load
+from darts_server.types import RequestOptions
 
 
 class Room:
@@ -31,6 +33,17 @@ def test_the_planner_follows_the_settings() -> None:
     assert [shaping(planner, name).adaptive for name in ("uniform", "darts")] == [False, True]
     assert (planner.default_policy, planner.limits) == ("off", Limits(1024, 16))
     assert make_planner(load({"group_pattern": "(.+)_[0-9]+"}, None)).limits.group_name("17_3") == "17"
+
+
+def test_auto_has_the_limits_of_the_settings() -> None:
+    flags = {"auto_allow": "cut,cap", "most_lost": "0.1", "most_bias": "0.3", "tokens_price": "2", "exploration": "0.2"}
+    plan = make_planner(load({"policy": "auto", "max_redundancy": "1.5", **flags}, None)).plan(8, RequestOptions())
+    assert plan is not None
+    assert plan.auto is not None
+    assert plan.auto.limits == AutoLimits(("cut", "cap"), 0.1, 0.3, 2.0, 0.2)
+    assert plan.auto.max_candidates(8) == 12
+    with pytest.raises(InvalidRequest, match="auto_allow"):
+        Control(load({}, None)).change({"auto_allow": "cut,fast"})
 
 
 def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:

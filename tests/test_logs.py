@@ -12,7 +12,7 @@ from darts_server import logs
 from darts_server.event_log import EventLog
 from darts_server.exceptions import InvalidSetting
 from darts_server.serving.admission import Caller, caller
-from darts_server.types import CohortRecord, UpdateOutcome, UpdateRecord
+from darts_server.types import ChosenOption, CohortRecord, UpdateOutcome, UpdateRecord
 from tests.metrics.test_rollouts import record
 
 NAMES = (logs.OURS, "vllm", "uvicorn", "uvicorn.access")
@@ -61,6 +61,8 @@ def test_groups_are_logged_at_debug_and_cohorts_and_updates_at_info() -> None:
     event_log.group_ended(record())
     event_log.candidates_started(3)
     event_log.cohort_ended(CohortRecord("darts_cut", 64, 12.5, 60, False, 2.0, 2.5, 1000, 600))
+    chosen = ChosenOption("cap at 0.9", "2 s a step, off 3 s")
+    event_log.cohort_ended(CohortRecord("auto", 8, 8.0, 60, False, 2.0, 2.5, 1000, 1000, chosen))
     event_log.update_announced(7)
     for outcome in UpdateOutcome:
         event_log.update_ended(UpdateRecord(7, outcome, "push", "finish", False, {"load": 1.0}))
@@ -68,6 +70,8 @@ def test_groups_are_logged_at_debug_and_cohorts_and_updates_at_info() -> None:
     assert lines == [
         "cohort policy=darts_cut prompts=64 candidates=800 generated_tokens=1000 returned_tokens=600 seconds=2.5 "
         "deadline=60 explored=False",
+        "cohort policy=auto prompts=8 candidates=64 generated_tokens=1000 returned_tokens=1000 seconds=2.5 deadline=60 "
+        "explored=False chosen=cap at 0.9 reason=2 s a step, off 3 s",
         "weight update announced version=7",
         "weight update version=7 outcome=completed source=push seconds=1.0",
     ]

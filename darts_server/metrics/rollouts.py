@@ -28,6 +28,8 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
 BOOLEANS = ("true", "false")
+RULES = ("off", "uniform", "darts", "cut", "cap")
+"""What `auto` chooses from."""
 END_REASONS = ("selected", *DiscardReason)
 
 Values = dict[tuple[str, ...], Callable[[], float | None]]
@@ -102,6 +104,8 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
 
     def cohort_ended(self, record: CohortRecord) -> None:
         self._cohorts.labels(self._model, str(record.explored).lower()).inc()
+        if record.chosen is not None:
+            self._auto.labels(self._model, record.chosen.rule).inc()
         self._mean_candidates.labels(self._model).set(record.mean_candidates)
         if record.deadline is not None:
             self._deadline.labels(self._model).set(record.deadline)
@@ -199,6 +203,9 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             "Ended cohorts, by whether they ran past the deadline to explore it.",
             "explored",
             BOOLEANS,
+        )
+        self._auto = self._counter(
+            "darts_auto_cohorts", "Ended cohorts under the policy auto, by what it did with them.", "rule", RULES
         )
         self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last cohort.")
         self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last cohort that had one.")

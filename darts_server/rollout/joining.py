@@ -351,7 +351,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             if not self._run.has_ended:
                 allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
             max_candidates = plan.shaping.max_candidates(plan.size)
-        self._run.open(plan.shaping.selection_rule(plan.size, allocation.saturated), allocation, max_candidates)
+        self._run.open(allocation.rule(plan), allocation, max_candidates)
 
     def _end(self) -> None:
         """Accept no further caller. Synchronous: the task may be cancelled before it has run at all."""

@@ -5,11 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.policy.auto.options import Auto
 from darts_server.policy.shaping import Shaping
 from darts_server.types import RequestOptions, TurnKind
 
 OFF = "off"
 """The policy that shapes nothing: the engine serves the request as vLLM would."""
+
+AUTO = "auto"
+"""The policy that chooses for each cohort what is done with it."""
 
 UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
 """Starts and returns exactly the requested trajectories."""
@@ -17,12 +21,21 @@ UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The policy of a group of ``size``. ``single``: the group joins requests for one trajectory each."""
+    """The policy of a group of ``size``. ``single``: the group joins requests for one trajectory each.
+
+    ``auto``: what is chosen from when the group is allocated; its shaping then takes the place of ``shaping``.
+    """
 
     policy: str
     shaping: Shaping
     size: int
     single: bool = False
+    auto: Auto | None = None
+
+    @property
+    def uses_cohort(self) -> bool:
+        """Whether groups that come together are allocated together."""
+        return self.auto is not None or self.shaping.uses_cohort
 
     def shrunk(self, size: int) -> "Plan":
         """Adapt the plan to a group that got fewer requests than planned.
@@ -33,7 +46,9 @@ class Plan:
             self.shaping.selection_rule(size)
         except InvalidRequest:
             return replace(self, shaping=UNSHAPED, size=size)
-        return replace(self, shaping=self.shaping if size > 1 else UNSHAPED, size=size)
+        if size > 1:
+            return replace(self, size=size)
+        return replace(self, shaping=UNSHAPED, size=size, auto=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +82,14 @@ class Limits:
 class Planner:
     """Choose the policy of each request."""
 
-    def __init__(self, policies: Mapping[str, Shaping], default_policy: str, limits: Limits) -> None:
+    def __init__(
+        self, policies: Mapping[str, Shaping], default_policy: str, limits: Limits, auto: Auto | None = None
+    ) -> None:
+        """``auto``: what `AUTO` chooses from; ``None`` where there is no such policy."""
         self.default_policy = default_policy
         self.limits = limits
-        self._policies = policies
+        self._policies = policies if auto is None else {**policies, AUTO: UNSHAPED}
+        self._auto = auto
 
     def plan(self, n: int, options: RequestOptions) -> Plan | None:
         """Plan a request for ``n`` trajectories of one prompt; ``None``: unshaped, by the engine alone.
@@ -93,7 +112,7 @@ class Planner:
             )
         shaping = self._policies[name]
         shaping.selection_rule(size)  # raises for sizes that the policy does not support
-        return Plan(name, shaping, size, single=n == 1)
+        return Plan(name, shaping, size, single=n == 1, auto=self._auto if name == AUTO else None)
 
     def shaping(self, policy: str) -> Shaping | None:
         """The shaping of a policy; ``None`` for ``off`` and for unknown names."""

@@ -132,6 +132,7 @@ class GroupRecorder:
             explored=would_be is not None,
             tokens_needed=tokens_needed,
             request_ids=self.request_ids,
+            chosen=None if cohort is None else cohort.terms.chosen,
             shadow=shadow_of(group, self.policy),
             restarted_from=group.restarted_from,
             trace=self._trace,

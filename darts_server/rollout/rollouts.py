@@ -181,11 +181,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         ``carried``: what its candidates have generated already, by index.
         """
         run = self.collect(spec, ticket=ticket, carried=carried)
-        run.open(
-            plan.shaping.selection_rule(plan.size, allocation.saturated),
-            allocation,
-            plan.shaping.max_candidates(plan.size),
-        )
+        run.open(allocation.rule(plan), allocation, plan.shaping.max_candidates(plan.size))
         return run
 
     def collect(
@@ -234,9 +230,7 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     def group_rewarded(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
         """Learn what deadlines cost from the rewards of a group, by candidate index."""
-        shaping = self.planner.shaping(record.policy)
-        if shaping is not None and shaping.deadline is not None:
-            self.allocator.deadlines.learn_rewards(record, correct)
+        self.allocator.deadlines.learn_rewards(record, correct)
 
     # --- ending groups ------------------------------------------------------
 

@@ -9,6 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from darts_server.settings.value_types import (
     HOSTS,
     NAMES,
+    RULES,
     DetectAt,
     Dialects,
     GroupPattern,
@@ -37,7 +38,8 @@ class Settings(BaseSettings):
         "deadline. cap: no more candidates than are returned, all of them cut at the deadline. first_finish: the rule "
         "of the DARTS paper's public code, as a baseline. arrol: candidates are scored while they run, and some are "
         "pruned at random by their probability of being correct. darts+arrol: both. roulette: candidates go on at "
-        "random, by what they may teach and cost; weights make up for it. off: unshaped. "
+        "random, by what they may teach and cost; weights make up for it. auto: whichever of --auto-allow is "
+        "expected to make a step the fastest, off at first. off: unshaped. "
         "shadow:NAME: unshaped, but the result that NAME would have had is recorded.",
     )
     redundancy: Runtime[float] = Field(
@@ -97,6 +99,31 @@ class Settings(BaseSettings):
         le=1,
         description="Maximum share of correct answers that the deadline may discard, by the rewards reported for "
         "cohorts that ran past it. Above it, the deadline is moved later.",
+    )
+    auto_allow: Runtime[str] = Field(
+        "uniform,darts",
+        pattern=RULES,
+        description="auto: what it may do besides off, separated by commas: uniform, darts, cut (darts_cut with the "
+        "same number of candidates for every prompt), cap. The last two return truncated trajectories.",
+    )
+    most_lost: Runtime[float] = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="auto: maximum share of the returned trajectories that may be cut although they would have ended.",
+    )
+    most_bias: Runtime[float] = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="auto: maximum share by which returned trajectories may be shorter than all, on average.",
+    )
+    tokens_price: Runtime[float] = Field(
+        0.0,
+        ge=0,
+        le=1000,
+        description="auto: per cent of a step's time that one per cent of tokens is worth, of those that are generated "
+        "and not returned.",
     )
     group_size: Runtime[int | None] = Field(
         None,

@@ -12,6 +12,9 @@ HOSTS = r"^$|^[^\s,/@]+(,[^\s,/@]+)*$"
 NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
 """A comma-separated list of host names without port, or patterns of them: ``*.example.com``, ``*``."""
 
+RULES = r"^R(,R)*$".replace("R", "(uniform|darts|cut|cap)")
+"""What the policy auto may choose, separated by commas."""
+
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 Policy = Literal[
@@ -24,6 +27,7 @@ Policy = Literal[
     "arrol",
     "darts+arrol",
     "roulette",
+    "auto",
     "off",
     "shadow:uniform",
     "shadow:darts",

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.simulation.auto import run_auto
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.hardware import with_engines
 from darts_server.simulation.policies import DEFAULT, NAMES, OFF, parse_policy, split_policies
@@ -29,7 +30,9 @@ dapo-32b. Candidates beyond the samples are resampled; docs/scaling.md says how,
 A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25. Names: {", ".join(NAMES)}.
 Options: redundancy, max_redundancy, longest (places of the tail), tail (sampled or longest), adaptive (yes or no),
 quantile and bound (of the deadline), start (prompts that are started, over those that are returned), order (given, or
-long: prompts with the longest earlier groups first).
+long: prompts with the longest earlier groups first). Of auto: allow (some of uniform, darts, cut and cap, joined by
++), lost, bias, price and exploration, which are --most-lost, --most-bias, --tokens-price and --exploration of the
+server, max_redundancy and longest. It learns for 20 batches before those that are measured.
 
 presets:
 {chr(10).join(f"  {name:<18} {preset.about}" for name, preset in PRESETS.items())}
@@ -67,11 +70,15 @@ def main(argv: Sequence[str]) -> int:
     most = max(2 * setting.size, *(policy.most_candidates(setting.size) for policy in policies))
     candidates = Candidates(workload, setting, most)
     steps: dict[str, list[Step]] = {}
+    notes: dict[str, str] = {}
     try:
         for policy in policies:
-            steps[policy.name] = run_policy(policy, candidates, setting)
+            if policy.auto is None:
+                steps[policy.name] = run_policy(policy, candidates, setting)
+            else:
+                steps[policy.name], notes[policy.name] = run_auto(policy.auto, candidates, setting)
             print(f"{policy.name}: {steps[policy.name][0].rollout.seconds:.1f} s for the first rollout", flush=True)
-        found = [summarise(policy, each, setting.size) for policy, each in steps.items()]
+        found = [summarise(policy, each, setting.size, notes.get(policy, "")) for policy, each in steps.items()]
         found += baselines(steps[OFF], candidates, setting)
     except ValueError as error:  # a sequence that does not fit into the engines' KV cache
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error

@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.allocation.optimum import allocate_by_std
+from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.policy.simulation.batch import Plan
 
 OFF = "off"
-NAMES = (OFF, "uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish")
+AUTO = "auto"
+NAMES = (OFF, "uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish", AUTO)
+AUTO_OPTIONS = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
 OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", "start", "order")
 DEFAULT = (
     "uniform",
@@ -27,6 +29,7 @@ DEFAULT = (
     "off,order=long",
     "off,start=1.25",
     "darts_cut,start=1.25",
+    "auto,allow=uniform+darts+cut+cap",
 )
 
 
@@ -34,28 +37,24 @@ DEFAULT = (
 class Policy:
     """``shaping``: ``None`` shapes nothing. ``start``: prompts that are started, over those that are returned.
 
-    ``long_first``: whether prompts are submitted by the mean lengths of their earlier groups, longest first.
+    ``long_first``: whether prompts are submitted by the mean lengths of their earlier groups, longest first. ``auto``:
+    what is chosen from for each batch, in place of one ``shaping``.
     """
 
     name: str
     shaping: Shaping | None = None
     start: float = 1.0
     long_first: bool = False
+    auto: Auto | None = None
 
     def plan(self, size: int, stds: Sequence[float | None], enough: int | None) -> Plan:
         """Plan a batch by its prompts' length stds, as `rollout.allocation` does with a fixed budget."""
-        if self.shaping is None:
-            return Plan(size, [size] * len(stds), enough=enough)
-        low, high = self.shaping.bounds(size)
-        counts = [self.shaping.candidates(size)] * len(stds)
-        if self.shaping.adaptive:
-            budget = round(min(self.shaping.redundancy * size, high) * len(stds))
-            counts = allocate_by_std(stds, budget=budget, low=low, high=high)
-        saturated = [self.shaping.is_saturated(size, count) for count in counts]
-        return Plan(size, counts, self.shaping, saturated, enough)
+        return Plan.of(self.shaping, size, stds, enough)
 
     def most_candidates(self, size: int) -> int:
         """Return how many candidates a prompt may get."""
+        if self.auto is not None:
+            return self.auto.max_candidates(size)
         return size if self.shaping is None else max(self.shaping.bounds(size)[1], self.shaping.candidates(size))
 
 
@@ -81,10 +80,13 @@ def parse_policy(text: str, size: int) -> Policy:
     if name not in NAMES:
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
     options = dict(pair.partition("=")[::2] for pair in pairs)
+    known = AUTO_OPTIONS if name == AUTO else OPTIONS
     for option in options:
-        if option not in OPTIONS:
-            raise InvalidSetting(f"--policies: {text} has an unknown option {option!r}; known: {', '.join(OPTIONS)}")
+        if option not in known:
+            raise InvalidSetting(f"--policies: {text} has an unknown option {option!r}; known: {', '.join(known)}")
     number = partial(_number, text, options)
+    if name == AUTO:
+        return Policy(text, auto=_parse_auto(text, options, size))
     start = number("start", 1.0, 1.0, 4.0)
     long_first = _choice(text, options, "order", ("given", "long")) == "long"
     if name == OFF:
@@ -104,6 +106,25 @@ def parse_policy(text: str, size: int) -> Policy:
     if "adaptive" in options:
         shaping = replace(shaping, adaptive=_choice(text, options, "adaptive", ("yes", "no")) == "yes")
     return Policy(text, shaping, start, long_first)
+
+
+def _parse_auto(text: str, options: Mapping[str, str], size: int) -> Auto:
+    number = partial(_number, text, options)
+    allow = tuple(options["allow"].split("+")) if "allow" in options else AutoLimits().allow
+    for rule in allow:
+        if rule not in RULES:
+            raise InvalidSetting(f"--policies: {text}: allow must be some of {', '.join(RULES)}, joined by +")
+    limits = AutoLimits(
+        allow=allow,
+        most_lost=number("lost", AutoLimits().most_lost, 0.0, 1.0),
+        most_bias=number("bias", AutoLimits().most_bias, 0.0, 1.0),
+        tokens_price=number("price", 0.0, 0.0, 1000.0),
+        exploration=number("exploration", AutoLimits().exploration, 0.0, 1.0),
+    )
+    base = Shaping(
+        max_redundancy=number("max_redundancy", 2.0, 1.0, 8.0), num_longest=int(number("longest", 1, 0, size - 1))
+    )
+    return build_auto(base, Deadline(exploration=0.0), limits)
 
 
 def _number(text: str, options: Mapping[str, str], name: str, default: float, least: float, most: float) -> float:

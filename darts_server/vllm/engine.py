@@ -137,6 +137,12 @@ class VllmEngine:
         return config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
 
     @property
+    def kv_tokens(self) -> int | None:
+        """Tokens for which all KV caches have room; ``None`` if vLLM does not say."""
+        config = self._llm.vllm_config.cache_config
+        return config.num_gpu_blocks * config.block_size if config.num_gpu_blocks else None
+
+    @property
     def unfinished(self) -> int:
         return len(self._llm.output_processor.request_states)
 

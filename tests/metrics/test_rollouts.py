@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry
 from darts_server.metrics import AccessMetrics, RolloutMetrics, RolloutSources, WeightMetrics
 from darts_server.types import (
     CandidateRecord,
+    ChosenOption,
     CohortRecord,
     DiscardReason,
     FinishReason,
@@ -97,6 +98,7 @@ def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_
         "explored",
         "matched",
         "full",
+        "rule",
         "turn",
         "zero_variance",
         "le",
@@ -152,12 +154,15 @@ def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured
     metrics = RolloutMetrics("tiny", registry=registry)
     cohort = CohortRecord("darts_cut", 64, 12.5, 60, False, predicted_seconds=2.0, measured_seconds=2.5)
     metrics.cohort_ended(cohort)
-    metrics.cohort_ended(replace(cohort, deadline=None, explored=True, predicted_seconds=None))
+    chosen = ChosenOption("cut 1.5 at 0.9", "2 s a step, off 3 s")
+    metrics.cohort_ended(replace(cohort, deadline=None, explored=True, predicted_seconds=None, chosen=chosen))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, {"model_name": "tiny", **labels})
 
     assert value("darts_cohorts_total", explored="false") == value("darts_cohorts_total", explored="true") == 1
+    assert value("darts_auto_cohorts_total", rule="cut") == 1
+    assert value("darts_auto_cohorts_total", rule="off") == 0
     assert value("darts_budget_mean_candidates") == 12.5
     assert value("darts_deadline_tokens") == 60
     assert value("darts_rollout_seconds_sum", kind="predicted") == 2

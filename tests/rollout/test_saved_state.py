@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.exceptions import StateDamaged
+from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import LAST_BIN, Deadline
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.plan import Limits, Plan, Planner
+from darts_server.rollout.plan import AUTO, Limits, Plan, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.saved_state import PARSERS, check_document
 from darts_server.rollout.spec import GroupSpec
@@ -30,6 +31,7 @@ POLICIES = {
     kind.value: Shaping(redundancy=1.5, adaptive=True, budget=kind, deadline=Deadline(exploration=0.5))
     for kind in BudgetKind
 }
+AUTO_OPTIONS = build_auto(Shaping(), Deadline(exploration=0.5), AutoLimits(("cap",), most_lost=1.0, exploration=0.5))
 EXTREMES: list[Any] = [
     *(10**400, -(10**400), 2**63, 2**53, 10**9, -1, 0, 5e-324, -5e-324, 1e-300, 1e308, -1e308),
     *(float("nan"), float("inf"), float("-inf"), True, None, "", "1", "x" * 1000, [], {}, [[]], {"": 0}),
@@ -41,7 +43,10 @@ async def run(documents: Documents, *policies: str) -> Recorder:
     """Run a single group and ten at once under each policy; their rewards are learned too."""
     engine, recorder = ScriptedEngine(lambda _, index: Script(5 + index)), Recorder()
     rollouts: Rollouts[str, list[int]] = Rollouts(
-        engine, Planner(POLICIES, "fixed", Limits(64)), Statistics(documents, 64), Intervals(poll=0, allocation=0)
+        engine,
+        Planner(POLICIES, "fixed", Limits(64), AUTO_OPTIONS),
+        Statistics(documents, 64),
+        Intervals(poll=0, allocation=0),
     )
     rollouts.observe(recorder)
     for policy in policies:
@@ -69,10 +74,13 @@ async def run(documents: Documents, *policies: str) -> Recorder:
 def learned() -> dict[tuple[str, str], dict[str, Any]]:
     """What a run learns, with the JSON inside of documents parsed."""
     documents = Documents()
-    asyncio.run(run(documents, *POLICIES))
+    asyncio.run(run(documents, *POLICIES, AUTO))
     # These are written after 256 groups, and after the reward of a group that explored.
     documents.put("dataset", "all", {"value": '{"recent_stds": [2.5, 3.5], "mean": 9.5, "steps": 2}'})
     documents.put("losses", "all", {"value": json.dumps({"right": 80.0, "weights": [1.5] * (LAST_BIN + 1)})})
+    option = {"tries": 3, "error": 0.1, "length_error": 0.1, "more_cut": 0.1, "against_off": -0.1, "withdrawals": 1}
+    state = {"batches": 9, "explored": 1, "options": {"off": option, "cap at 0.9": option}, "training": [[64.0, 2.0]]}
+    documents.put("auto", "8", {"value": json.dumps({**state, "means": [5.0, 9.0], "max_tokens": 50})})
     return {
         name: {"value": json.loads(str(document["value"]))} if "value" in document else dict(document)
         for name, document in documents.kept.items()
@@ -125,7 +133,9 @@ def test_what_is_learned_has_every_kind_and_can_be_used() -> None:
 
 
 @given(
-    place=st.sampled_from(PLACES), value=st.sampled_from(EXTREMES) | json_values, policy=st.sampled_from(list(POLICIES))
+    place=st.sampled_from(PLACES),
+    value=st.sampled_from(EXTREMES) | json_values,
+    policy=st.sampled_from([*POLICIES, AUTO]),
 )
 @example(place=(("prompt", "p"), ("std_ema",)), value=10**400, policy="fixed")
 def test_no_document_reaches_a_group_whatever_it_holds(

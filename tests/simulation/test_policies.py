@@ -3,7 +3,9 @@
 import pytest
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.shaping import Tail
+from darts_server.policy.auto.options import AutoLimits, build_auto
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.shaping import Shaping, Tail
 from darts_server.simulation.policies import DEFAULT, parse_policy, split_policies
 
 
@@ -39,6 +41,17 @@ def test_options_change_a_policy() -> None:
     assert tail.tail is Tail.LONGEST
 
 
+def test_auto_has_the_limits_of_the_server() -> None:
+    auto = parse_policy(
+        "auto,allow=cut+cap,lost=0.1,bias=0.3,price=2,exploration=0,max_redundancy=1.5,longest=2", 8
+    ).auto
+    assert auto is not None
+    assert auto.limits == AutoLimits(("cut", "cap"), 0.1, 0.3, 2.0, 0.0)
+    assert auto.max_candidates(8) == 12
+    assert {option.shaping.num_longest for option in auto.options if option.shaping is not None} == {2}
+    assert parse_policy("auto", 8).auto == build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits())
+
+
 def test_adaptive_policies_give_more_to_prompts_that_are_spread_and_spend_the_budget() -> None:
     plan = parse_policy("darts", 8).plan(8, [1.0, 30.0, 500.0, 2_000.0], None)
     assert sum(plan.candidates) == 48
@@ -56,6 +69,9 @@ def test_adaptive_policies_give_more_to_prompts_that_are_spread_and_spend_the_bu
         ("uniform,tail=short", "tail must be sampled or longest"),
         ("off,order=short", "order must be given or long"),
         ("darts_cut,adaptive=maybe", "adaptive must be yes or no"),
+        ("auto,redundancy=2", "unknown option 'redundancy'; known: allow"),
+        ("auto,allow=cut+first_finish", "allow must be some of uniform, darts, cut, cap, joined by"),
+        ("auto,lost=2", "lost must be a number from 0 to 1"),
         ("off,redundancy=2", "off has no option but start and order"),
     ],
 )

@@ -54,6 +54,13 @@ class ShadowAnswer(BaseModel):
     steps: int = Field(description="Decode steps until the group would have been complete.")
 
 
+class ChosenAnswer(BaseModel):
+    """What the policy auto did with the group's cohort."""
+
+    option: str = Field(description="A rule, with its redundancy and the quantile of its deadline.")
+    reason: str = Field(description="Expected seconds of a step, and those of what else could be done.")
+
+
 class GroupAnswer(BaseModel):
     """Provenance of one group."""
 
@@ -84,6 +91,7 @@ class GroupAnswer(BaseModel):
     members: list[str] = Field(
         description="For a group of single requests: their ids, and the caller's name of the group."
     )
+    chosen: ChosenAnswer | None = Field(description="Under auto: what it did with the group's cohort, and why.")
     shadow: ShadowAnswer | None = Field(description="Under a shadow policy: the result that shaping would have had.")
     zero_variance: bool | None = Field(
         description="Whether all its rewards are equal; null until all returned trajectories have one."
@@ -114,6 +122,7 @@ class GroupAnswer(BaseModel):
             all_truncated=record.all_truncated,
             explored=record.explored,
             members=list(record.request_ids),
+            chosen=None if record.chosen is None else ChosenAnswer(**asdict(record.chosen)),
             shadow=None if record.shadow is None else ShadowAnswer(**asdict(record.shadow)),
             zero_variance=rewards.zero_variance,
             candidates=[_candidate(record, c, ranks.get(c.index), rewards) for c in record.candidates],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.selection.rules import InOrder, SelectionRule
 from darts_server.policy.shaping import Shaping
@@ -88,6 +89,18 @@ class Plan:
             raise ValueError("saturated must have one entry for each prompt")
         if self.enough is not None and not 1 <= self.enough <= len(self.candidates):
             raise ValueError(f"enough must be in [1, {len(self.candidates)}], got {self.enough}")
+
+    @classmethod
+    def of(cls, shaping: Shaping | None, size: int, stds: Sequence[float | None], enough: int | None = None) -> "Plan":
+        """Plan a batch by its prompts' length stds, as `rollout.allocation` does with a fixed budget."""
+        if shaping is None:
+            return cls(size, [size] * len(stds), enough=enough)
+        low, high = shaping.bounds(size)
+        counts = [shaping.candidates(size)] * len(stds)
+        if shaping.adaptive:
+            budget = round(min(shaping.redundancy * size, high) * len(stds))
+            counts = allocate_by_std(stds, budget=budget, low=low, high=high)
+        return cls(size, counts, shaping, [shaping.is_saturated(size, count) for count in counts], enough)
 
     @property
     def deadline(self) -> Deadline | None:

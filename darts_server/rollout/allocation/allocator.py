@@ -11,14 +11,17 @@ from darts_server.observers import GroupObserver
 from darts_server.policy.allocation.brownout import reduce_candidates
 from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
+from darts_server.policy.auto.chooser import Choice
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.batch import Plan as SimulatedPlan
+from darts_server.rollout.allocation.auto import AutoCohorts
 from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.rollout.learned.documents import Parse, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.plan import Plan
-from darts_server.types import CohortRecord, GroupRecord
+from darts_server.rollout.plan import UNSHAPED, Plan
+from darts_server.types import ChosenOption, CohortRecord, GroupRecord
 
 Kind = tuple[str, int]
 """Policy and group size: groups that are allocated together must be comparable."""
@@ -28,16 +31,36 @@ PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPriceState(**value)
 """How values are parsed, by kind."""
 
 
+@dataclass(frozen=True, slots=True)
+class CohortChoice:
+    """What `auto` does with a cohort. ``enough``: groups with which it is complete; ``None`` for all."""
+
+    choice: Choice
+    enough: int | None = None
+
+    @property
+    def shaping(self) -> Shaping:
+        return self.choice.option.shaping or UNSHAPED
+
+
 @dataclass(slots=True)
 class _Pending:
     """Groups of one kind that wait for their allocation."""
 
-    shaping: Shaping
+    plan: Plan
     groups: list[tuple[str, asyncio.Future[Allocation]]] = field(default_factory=list)
 
     @property
     def keys(self) -> list[str]:
         return [key for key, _ in self.groups]
+
+    def leave_out_cancelled(self) -> None:
+        self.groups = [(key, allocation) for key, allocation in self.groups if not allocation.cancelled()]
+
+    def fail(self, error: Exception) -> None:
+        self.leave_out_cancelled()
+        for _, waiting in self.groups:
+            waiting.set_exception(error)
 
 
 class Allocator(GroupObserver):
@@ -67,6 +90,8 @@ class Allocator(GroupObserver):
         self._budgets = Budgets(statistics.prompts, statistics.dataset, statistics.latency, clock)
         self._prices = StoredValues(statistics.documents, PRICE_KIND, PARSERS[PRICE_KIND])
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
+        self.auto = AutoCohorts(statistics, clock)
+        self._choosing: set[asyncio.Task[None]] = set()
         self._with_deadlines: set[Kind] = set()
         self._window = window
         self._on_cohort_end = on_cohort_end
@@ -77,12 +102,12 @@ class Allocator(GroupObserver):
 
     async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
         """Allocate candidates to one group, at least its size. Most policies wait ``window`` seconds for others."""
-        if not plan.shaping.uses_cohort:
+        if not plan.uses_cohort:
             return Allocation(reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self._scale()))
         loop = asyncio.get_running_loop()
         kind = (plan.policy, plan.size)
         if kind not in self._pending:
-            self._pending[kind] = _Pending(plan.shaping)
+            self._pending[kind] = _Pending(plan)
             loop.call_later(self._window, self._allocate_pending, kind)
         allocation: asyncio.Future[Allocation] = loop.create_future()
         self._pending[kind].groups.append((prompt_key, allocation))
@@ -93,9 +118,24 @@ class Allocator(GroupObserver):
                 allocation.result().drop()
             raise
 
-    def allocate_cohort(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> list[Allocation]:
-        """Allocate candidates to groups that make a cohort of their own; ``budget``: candidates in all."""
-        return self._allocate((plan.policy, plan.size), plan.shaping, prompt_keys, budget)
+    async def choose(self, plan: Plan, prompt_keys: Sequence[str], enough: int | None = None) -> CohortChoice | None:
+        """Choose what is done with a cohort under `auto`; ``None`` under other policies."""
+        if plan.auto is None:
+            return None
+        auto = plan.auto.with_deadlines(self.deadlines.current_rule)
+        return CohortChoice(await self.auto.choose(auto, plan.size, prompt_keys, enough), enough)
+
+    def allocate_cohort(
+        self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None, chosen: CohortChoice | None = None
+    ) -> list[Allocation]:
+        """Allocate candidates to groups that make a cohort of their own.
+
+        ``budget``: candidates in all. ``chosen``: by `choose`.
+        """
+        kind = (plan.policy, plan.size)
+        if chosen is not None:
+            return self._allocate_chosen(kind, chosen, prompt_keys)
+        return self._allocate(kind, plan.shaping, prompt_keys, budget)
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, if its policy has deadlines."""
@@ -104,14 +144,31 @@ class Allocator(GroupObserver):
 
     def _allocate_pending(self, kind: Kind) -> None:
         pending = self._pending.pop(kind)
-        pending.groups = [(key, allocation) for key, allocation in pending.groups if not allocation.cancelled()]
+        if pending.plan.auto is None:
+            self._settle(pending, None)
+            return
+        task = asyncio.get_running_loop().create_task(self._choose_pending(pending))
+        self._choosing.add(task)
+        task.add_done_callback(self._choosing.discard)
+
+    async def _choose_pending(self, pending: _Pending) -> None:
+        pending.leave_out_cancelled()
+        try:
+            chosen = await self.choose(pending.plan, pending.keys)
+        except Exception as error:  # raised in every caller that waits
+            pending.fail(error)
+            return
+        self._settle(pending, chosen)
+
+    def _settle(self, pending: _Pending, chosen: CohortChoice | None) -> None:
+        """Allocate candidates to all groups that still wait."""
+        pending.leave_out_cancelled()
         if not pending.groups:
             return
         try:
-            allocations = self._allocate(kind, pending.shaping, pending.keys)
+            allocations = self.allocate_cohort(pending.plan, pending.keys, chosen=chosen)
         except Exception as error:  # raised in every caller that waits
-            for _, waiting in pending.groups:
-                waiting.set_exception(error)
+            pending.fail(error)
             return
         for (_, waiting), allocation in zip(pending.groups, allocations, strict=True):
             waiting.set_result(allocation)
@@ -148,6 +205,38 @@ class Allocator(GroupObserver):
         return [
             Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count))
             for count in counts
+        ]
+
+    def _allocate_chosen(self, kind: Kind, chosen: CohortChoice, keys: Sequence[str]) -> list[Allocation]:
+        """Allocate candidates as `auto` has chosen."""
+        size, shaping, choice = kind[1], chosen.shaping, chosen.choice
+        scale = self._scale()
+        plan = SimulatedPlan.of(choice.option.shaping, size, [self._prompts.std(key) for key in keys])
+        rule = self.deadlines.current_rule(shaping)
+        terms = CohortTerms(
+            policy=kind[0],
+            groups=len(keys),
+            mean_candidates=size + (plan.mean_candidates - size) * scale,
+            predicted_seconds=choice.seconds,
+            deadline=rule,
+            few=len(keys) < MIN_COHORT,
+            explored=rule is not None and not choice.explores and self.deadlines.should_explore(rule),
+            chosen=ChosenOption(choice.option.name, choice.reason),
+        )
+        # With fewer candidates, or past its deadline, it says nothing about what was forecast.
+        counts = scale == 1 and not terms.explored and not terms.few
+
+        def end(record: CohortRecord) -> None:
+            # Where too few are admitted, groups get fewer candidates than they were allocated.
+            is_full = chosen.enough is not None or record.candidates >= sum(plan.candidates)
+            self.auto.end(size, keys, choice, record, chosen.enough, counts=counts and is_full)
+            self._on_cohort_end(record)
+
+        cohort = Cohort(terms, end, self._clock)
+        self.auto.start(size, choice, explores=terms.explored, counts=not terms.few)
+        return [
+            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count), shaping)
+            for count in plan.candidates
         ]
 
     def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:

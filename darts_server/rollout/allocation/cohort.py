@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
 from darts_server.policy.deadline import Deadline
-from darts_server.types import CohortRecord, GroupRecord
+from darts_server.policy.selection.rules import SelectionRule
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.plan import Plan
+from darts_server.types import ChosenOption, CohortRecord, FinishReason, GroupRecord, Outcome
 
 
 class CohortMember(Protocol):
@@ -32,6 +35,7 @@ class CohortTerms:
         tokens: the deadline where it is known from the start.
         few: whether these groups are too few to determine a deadline: then it is ``tokens``, or there is none.
         explored: whether its groups run past the deadline, to measure what the deadline costs.
+        chosen: what `auto` does with it, and why; ``None`` under other policies.
     """
 
     policy: str
@@ -42,10 +46,39 @@ class CohortTerms:
     tokens: int | None = None
     few: bool = False
     explored: bool = False
+    chosen: ChosenOption | None = None
 
     def place(self, completion_place: int, candidates: int) -> int:
         """Which of a group's finished candidates, by length, says how many tokens the group needs."""
         return place_of_need(completion_place, candidates, self.mean_candidates)
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What the groups that have ended come to; see `CohortRecord`."""
+
+    generated_tokens: int = 0
+    returned_tokens: int = 0
+    candidates: int = 0
+    completed: int = 0
+    interrupted: bool = False
+    returned: int = 0
+    cut: int = 0
+    max_tokens: int | None = None
+    longest: int = 0
+
+    def add(self, record: GroupRecord) -> None:
+        self.generated_tokens += record.generated_tokens
+        self.returned_tokens += record.returned_tokens
+        self.candidates += len(record.candidates)
+        self.completed += record.outcome is Outcome.COMPLETED
+        self.interrupted |= record.restarted_from > 0 or record.mixed_versions
+        self.returned += len(record.selected)
+        self.cut += sum(c.cut for c in record.selected)
+        truncated = [c.tokens for c in record.candidates if c.finish_reason is FinishReason.LENGTH and not c.cut]
+        if truncated:
+            self.max_tokens = max(self.max_tokens or 0, *truncated)
+        self.longest = max([self.longest, *(c.tokens for c in record.candidates)])
 
 
 class Cohort:
@@ -59,7 +92,7 @@ class Cohort:
         self._started_at = clock()
         self._unfinished = terms.groups
         self._members: set[CohortMember] = set()
-        self._generated, self._returned = 0, 0
+        self._sum = _Sum()
 
     @property
     def tokens(self) -> int | None:
@@ -96,8 +129,7 @@ class Cohort:
     def end_group(self, member: CohortMember, record: GroupRecord | None = None) -> None:
         """Remove a group that has ended, with any outcome."""
         if record is not None:
-            self._generated += record.generated_tokens
-            self._returned += record.returned_tokens
+            self._sum.add(record)
         self._members.discard(member)
         self._remove(member)
 
@@ -136,8 +168,8 @@ class Cohort:
             explored=self.terms.explored,
             predicted_seconds=self.terms.predicted_seconds,
             measured_seconds=self._clock() - self._started_at,
-            generated_tokens=self._generated,
-            returned_tokens=self._returned,
+            chosen=self.terms.chosen,
+            **asdict(self._sum),
         )
 
 
@@ -146,11 +178,17 @@ class Allocation:
     """How many candidates one group gets, and its cohort, if its policy allocates groups together.
 
     ``saturated``: whether its prompt was allocated the maximum, also if it gets fewer candidates because of the load.
+    ``shaping``: chosen for its cohort, in place of its plan's; ``None`` for the plan's.
     """
 
     candidates: int
     cohort: Cohort | None = None
     saturated: bool = False
+    shaping: Shaping | None = None
+
+    def rule(self, plan: Plan) -> SelectionRule:
+        """Build the selection rule of the group."""
+        return (self.shaping or plan.shaping).selection_rule(plan.size, self.saturated)
 
     def drop(self) -> None:
         """Give it back unused, so that its cohort does not wait for the group."""

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT, TokenSlice
 from darts_server.exceptions import DartsError, InvalidRequest
+from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.carried import (
     CarriedGroup,
@@ -214,7 +215,8 @@ class Submission(Generic[RequestT, OutputT]):
                 _check_resumable(rollouts, plan, requests)
             terms, keys = _terms(plan, sampling), [key for key, _ in identities]
             resumed = [_resumed(batch, terms, each, kept.limits, rollouts.weight_version) for each in carried]
-            allocations = _allocate(rollouts, ticket, plan, keys, batch.budget, resumed)
+            chosen = await rollouts.allocator.choose(plan, keys, batch.num_groups)
+            allocations = _allocate(rollouts, ticket, plan, keys, batch.budget, resumed, chosen)
         except BaseException:
             ticket.release()
             kept.put(caller.get().name, taken)
@@ -383,6 +385,8 @@ def _plan(batch: BatchRequest, planner: Planner) -> Plan:
             f"policy {plan.policy!r} does not return all survivors here; leave it out, or use a policy that prunes, "
             "such as 'roulette', and not \"survivors\": false",
         )
+    if batch.budget is not None and plan.auto is not None:
+        raise InvalidRequest("budget", f"policy {plan.policy!r} chooses the number of candidates itself; leave it out")
     return plan
 
 
@@ -412,6 +416,7 @@ def _allocate(
     keys: Sequence[str],
     budget: int | None,
     resumed: Sequence[CarriedGroup[OutputT] | None],
+    chosen: CohortChoice | None,
 ) -> list[Allocation]:
     """Allocate candidates to all groups of a batch, and hold them. Those that go on keep theirs.
 
@@ -420,9 +425,10 @@ def _allocate(
     """
     usual = ticket.candidates
     ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
+    cohort = rollouts.allocator.allocate_cohort(plan, keys, budget, chosen)
     allocations = [
         fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
-        for fresh, group in zip(rollouts.allocator.allocate_cohort(plan, keys, budget), resumed, strict=True)
+        for fresh, group in zip(cohort, resumed, strict=True)
     ]
     ticket.resize(usual)  # in the same turn of the loop, so there is still room
     try:
@@ -439,6 +445,11 @@ def _check_resumable(rollouts: Rollouts[RequestT, OutputT], plan: Plan, requests
     Raises:
         InvalidRequest: candidates cannot go on as if they had not been stopped.
     """
+    if plan.auto is not None:
+        raise InvalidRequest(
+            "carry",
+            f"'resume' does not work under policy {plan.policy!r}, which may do something else next; use 'restart'",
+        )
     if plan.shaping.prunes or plan.shaping.shadow:
         raise InvalidRequest(
             "carry",

@@ -18,11 +18,13 @@ PARSERS: dict[str, Parse] = {KIND: lambda value: LatencyState(**value)}
 class Latency:
     """Learn the engine's latency curve and keep it in ``documents``.
 
-    ``capacity``: most sequences that the engine runs at once, ``None`` if unknown.
+    ``capacity``: most sequences that the engine runs at once; ``kv_tokens``: most tokens in its KV cache; ``None`` if
+    unknown.
     """
 
-    def __init__(self, documents: DocumentStore, capacity: int | None = None) -> None:
+    def __init__(self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None) -> None:
         self.capacity = capacity
+        self.kv_tokens = kv_tokens
         self._states = StoredValues(documents, KIND, PARSERS[KIND])
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
         self._model = LatencyModel(self._states.load(KEY))

@@ -12,14 +12,15 @@ from darts_server.types import GroupRecord
 class Statistics(GroupObserver):
     """Keep statistics of lengths, step times and rewards in ``documents``.
 
-    ``capacity``: most sequences that the engine runs at once, ``None`` if unknown.
+    ``capacity``: most sequences that the engine runs at once; ``kv_tokens``: most tokens in its KV cache; ``None`` if
+    unknown.
     """
 
-    def __init__(self, documents: DocumentStore, capacity: int | None = None) -> None:
+    def __init__(self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None) -> None:
         self.documents = documents
         self.prompts = Prompts(documents)
         self.dataset = Dataset(documents)
-        self.latency = Latency(documents, capacity)
+        self.latency = Latency(documents, capacity, kv_tokens)
         self.rewards = Rewards(documents)
 
     def group_ended(self, record: GroupRecord) -> None:

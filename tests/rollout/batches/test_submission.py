@@ -8,6 +8,7 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle, slice_from
 from darts_server.exceptions import CandidateFailed, InvalidRequest
+from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.submission import BatchRequest, GroupResult, Submission
@@ -52,9 +53,12 @@ def script(prompt: str, index: int) -> Script:
     return Script(int(prompt) + index, error=CandidateFailed("broken") if prompt == "7" else None)
 
 
+AUTO_OPTIONS = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(("uniform", "cap"), most_lost=1.0))
+
+
 async def submit(harness: Harness, batch: BatchRequest, default: str = "shortest") -> Submission[str, list[int]]:
     def new_planner(overrides: Mapping[str, object]) -> Planner:
-        return Planner(POLICIES, str(overrides.get("name", default)), Limits(64))
+        return Planner(POLICIES, str(overrides.get("name", default)), Limits(64), AUTO_OPTIONS)
 
     return await Submission.prepare(batch, harness.rollouts, Texts(), new_planner)
 
@@ -131,6 +135,26 @@ async def test_all_groups_of_a_batch_share_one_deadline() -> None:
     assert batch.deadline is not None
 
 
+async def test_auto_does_the_same_with_all_groups_of_a_batch_and_learns_from_it() -> None:
+    harness = Harness(script)
+    for batch in (1, 8, 64):
+        for _ in range(50):
+            harness.rollouts.statistics.latency.observe(batch, 1.0)
+    chosen = []
+    for _ in range(6):
+        texts = [*map(str, range(10, 20)), "200"]
+        results = await play(harness, await submit(harness, batch_request(*texts, num_groups=10), "auto"))
+        assert [len(result.samples) for result in results] == [SIZE] * 10
+        records = [result.record for result in results if result.record is not None]
+        assert len({(record.policy, record.chosen, len(record.candidates)) for record in records}) == 1
+        assert records[0].chosen is not None
+        chosen.append(records[0].chosen.option)
+    assert chosen[0] == "off"
+    state = harness.rollouts.allocator.auto.state(SIZE)
+    assert state.batches == 6
+    assert sum(option.tries for option in state.options.values()) == 5, "ten groups were enough"
+
+
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
@@ -140,6 +164,7 @@ async def test_all_groups_of_a_batch_share_one_deadline() -> None:
         (batch_request("10", policy={"name": "none"}), "policy"),
         (batch_request("10", budget=3), "budget"),
         (batch_request("10", budget=9), "budget"),
+        (batch_request("10", policy={"name": "auto"}, budget=6), "budget"),
         (batch_request("10", num_groups=2), "num_groups"),
         (batch_request("10", num_groups=0), "num_groups"),
         (BatchRequest([PromptSpec(text="10")], 65), "n"),

@@ -1,0 +1,204 @@
+"""`auto`: choose for each batch what is expected to be the fastest, and correct the expectation by what is measured.
+
+It begins as ``off``. Once some batches were measured, every option is forecast by the model of a rollout, and the
+fastest within the user's limits is chosen, if it is faster than ``off`` by more than `MARGIN`. What a batch measures
+corrects the forecasts of its option, and those of others of its rule until they were measured themselves. An option
+that was slower than ``off`` is expected to be is withdrawn, each time for longer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+
+import numpy as np
+
+from darts_server.policy.auto.forecast import Expectation, Forecast, forecast
+from darts_server.policy.auto.options import OFF, UNSHAPED, Auto, AutoLimits, Option
+from darts_server.policy.auto.state import MEANS, MOST, TRAINED, AutoState, OptionState
+from darts_server.policy.checks import LARGEST
+from darts_server.policy.deadline import MIN_GROUPS
+from darts_server.policy.simulation.machine import Machine
+
+MIN_OFF = 2
+"""Batches of ``off`` that are measured before anything else is chosen: lengths, step times and their spread."""
+MARGIN = 0.03
+"""An option must be expected to be faster than ``off`` by this: forecasts are off by a few per cent."""
+NEAR = 1.1
+"""Only options that are expected to take at most so many times as long as the best are worth a batch to measure."""
+WEIGHT = 0.3
+"""Of the newest measurement, from the third on."""
+LOSS, FIRST_LOSS = 0.02, 0.2
+"""By how much longer than ``off`` an option may take, in logarithms; and how much so in its first batch."""
+REST = 16
+"""Batches for which an option is withdrawn the first time; twice as long every further time."""
+MAX_DOUBLINGS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is done with a batch, and why.
+
+    ``forecast``: of the model; ``None`` where nothing was forecast. ``seconds``: expected of the rollout, corrected;
+    ``None`` likewise. ``off_seconds``: expected of a step under ``off``. ``explores``: whether another option was
+    expected to be faster.
+    """
+
+    option: Option
+    reason: str
+    forecast: Forecast | None = None
+    seconds: float | None = None
+    off_seconds: float | None = None
+    explores: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What came of a batch.
+
+    ``seconds``: of the rollout. ``returned``: tokens. ``mean_length``: of a returned trajectory. ``cut``: share of
+    these that the rule cut. ``max_tokens``: at which trajectories were truncated; ``None`` if none was. ``longest``:
+    tokens of the longest candidate. ``means``: mean lengths of its prompts, as they are known now.
+    """
+
+    seconds: float
+    returned: float
+    mean_length: float
+    cut: float
+    max_tokens: int | None
+    longest: int
+    means: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """An option with its forecast, and the seconds of its rollout and of its step as expected."""
+
+    option: Option
+    forecast: Forecast
+    seconds: float
+    step: float
+    cost: float
+
+
+def choose(
+    auto: Auto,
+    state: AutoState,
+    size: int,
+    expectation: Expectation | None,
+    machine: Machine | None,
+    enough: int,
+    rng: np.random.Generator,
+) -> Choice:
+    """Choose what is done with a batch of groups of ``size``.
+
+    ``expectation``, ``machine``: ``None`` while nothing is known. ``enough``: complete groups with which it ends.
+    """
+    if expectation is None or machine is None:
+        return Choice(UNSHAPED, "lengths and step times are not known yet")
+    if expectation.groups < MIN_GROUPS:
+        return Choice(UNSHAPED, f"fewer than {MIN_GROUPS} groups say too little about a step")
+    options = auto.of_size(size)
+    batches = expectation.sample(auto.max_candidates(size), rng)
+    off = _look(UNSHAPED, forecast(UNSHAPED, size, expectation.stds, batches, machine, enough), state, auto.limits)
+    if state.of(UNSHAPED.name).tries < MIN_OFF:
+        return _chosen(off, off, f"is measured {MIN_OFF} times before anything else")
+    outlooks = [off]
+    for option in options[1:]:
+        found = forecast(option, size, expectation.stds, batches, machine, enough)
+        if state.of(option.name).until <= state.batches and _is_within(auto.limits, state, option, found, off):
+            outlooks.append(_look(option, found, state, auto.limits, off.forecast))
+    best = min(outlooks[1:], key=lambda one: one.cost, default=off)
+    if best.cost > (1 - MARGIN) * off.cost:
+        reason = f"{_seconds(off)} a step, {_named(best)}" if best is not off else "nothing else is within the limits"
+        best = off
+    else:
+        reason = f"{_seconds(best)} a step, {_named(off)}"
+    if state.explored + 1 <= auto.limits.exploration * (state.batches + 1):
+        others = [one for one in outlooks if one.option is not best.option and one.cost <= NEAR * best.cost]
+        least = min(others, key=lambda one: (state.of(one.option.name).tries, one.cost), default=None)
+        if least is not None:
+            reason = f"explored: {_seconds(least)} a step, {_named(best)}, {_named(off)}"
+            return replace(_chosen(least, off, reason), explores=True)
+    return _chosen(best, off, reason)
+
+
+def begin(state: AutoState, choice: Choice) -> AutoState:
+    """Count a batch that begins."""
+    batches, explored = min(state.batches + 1, LARGEST), min(state.explored + choice.explores, LARGEST)
+    return replace(state, batches=batches, explored=explored)
+
+
+def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
+    """Learn from a batch that has ended."""
+    limit = state.max_tokens if measured.max_tokens is None else measured.max_tokens
+    if limit is not None and measured.longest > limit:
+        limit = None
+    state = replace(state, max_tokens=limit, means=(*state.means, *measured.means)[-MEANS:])
+    if choice.forecast is None or measured.seconds <= 0 or measured.mean_length <= 0:
+        return state
+    name, before = choice.option.name, state.of(choice.option.name)
+    weight = max(1 / (before.tries + 1), WEIGHT)
+    after = replace(
+        before,
+        tries=min(before.tries + 1, LARGEST),
+        error=_mix(before.error, log(measured.seconds / choice.forecast.seconds), weight),
+        length_error=_mix(before.length_error, log(measured.mean_length / choice.forecast.mean_length), weight),
+        more_cut=_mix(before.more_cut, measured.cut - choice.forecast.cut, weight),
+    )
+    if choice.option.shaping is not None and choice.off_seconds is not None:
+        step = measured.seconds + state.training_seconds(measured.returned)
+        after = _judge(after, log(step / choice.off_seconds), state.batches)
+    return replace(state, options={**state.options, name: after})
+
+
+def learn_training(state: AutoState, returned: float, seconds: float) -> AutoState:
+    """Learn how long it took from the end of a batch with so many returned tokens to the next batch."""
+    pair = (min(max(returned, 0.0), LARGEST), min(max(seconds, 0.0), LARGEST))
+    return replace(state, training=(*state.training, pair)[-TRAINED:])
+
+
+def _judge(option: OptionState, against_off: float, batches: int) -> OptionState:
+    """Withdraw an option that takes longer than ``off``, once for all batches that are in flight."""
+    if option.until > batches:
+        return option
+    first = option.tries == 1
+    against_off = _mix(option.against_off, against_off, 1.0 if first else 0.5)
+    if against_off <= (FIRST_LOSS if first else LOSS):
+        return replace(option, against_off=against_off)
+    rest = REST * 2 ** min(option.withdrawals, MAX_DOUBLINGS)
+    withdrawals = min(option.withdrawals + 1, LARGEST)
+    return replace(option, against_off=0.0, withdrawals=withdrawals, until=min(batches + rest, LARGEST))
+
+
+def _mix(old: float, new: float, weight: float) -> float:
+    return (1 - weight) * old + weight * min(max(new, -MOST), MOST)
+
+
+def _look(
+    option: Option, found: Forecast, state: AutoState, limits: AutoLimits, off: Forecast | None = None
+) -> _Outlook:
+    seconds = found.seconds * exp(state.errors(option.name)[0])
+    step = seconds + state.training_seconds(found.returned)
+    price = 0.0
+    if off is not None:
+        off_step = off.seconds * exp(state.errors(OFF)[0]) + state.training_seconds(off.returned)
+        price = limits.tokens_price * off_step * max(0.0, found.generated - found.returned) / off.generated
+    return _Outlook(option, found, seconds, step, step + price)
+
+
+def _is_within(limits: AutoLimits, state: AutoState, option: Option, found: Forecast, off: _Outlook) -> bool:
+    longer = state.errors(option.name)[1] - state.errors(OFF)[1]
+    bias = 1 - exp(longer) * found.mean_length / off.forecast.mean_length
+    return found.lost + max(0.0, state.of(option.name).more_cut) <= limits.most_lost and bias <= limits.most_bias
+
+
+def _chosen(one: _Outlook, off: _Outlook, reason: str) -> Choice:
+    return Choice(one.option, reason, one.forecast, one.seconds, off.step)
+
+
+def _seconds(one: _Outlook) -> str:
+    return f"{one.step:.3g} s"
+
+
+def _named(one: _Outlook) -> str:
+    return f"{one.option.name} {_seconds(one)}"

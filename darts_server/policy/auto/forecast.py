@@ -1,0 +1,118 @@
+"""Forecast what an option would do with a batch, from what is known of its prompts' lengths."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darts_server.policy.auto.options import Option
+from darts_server.policy.auto.state import AutoState
+from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.machine import Machine
+from darts_server.policy.simulation.prediction import predict
+
+Floats = NDArray[np.float64]
+
+MIN_SAMPLES, MAX_SAMPLES, SAMPLED_GROUPS = 2, 4, 256
+"""A batch is sampled so often that there are this many groups: a few large batches, more small ones."""
+LONGEST = 1 << 24
+"""Tokens at which lengths end where no limit is known."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expectation:
+    """What is known of a batch before it starts, with an entry for each prompt.
+
+    ``means``, ``stds``: of lengths in tokens; a std is ``None`` where it is unknown. ``ratios``: equally likely ratios
+    of a length to its prompt's mean. ``prompt_tokens``: of a prompt, on average. ``max_tokens``: where trajectories are
+    truncated; ``None`` if none was.
+    """
+
+    means: Sequence[float]
+    stds: Sequence[float | None]
+    ratios: Floats
+    prompt_tokens: int = 1
+    max_tokens: int | None = None
+
+    @property
+    def groups(self) -> int:
+        return len(self.means)
+
+    @classmethod
+    def of(
+        cls,
+        means: Sequence[float | None],
+        stds: Sequence[float | None],
+        ratios: Floats | None,
+        state: AutoState,
+        rng: np.random.Generator,
+        prompt_tokens: int = 1,
+    ) -> "Expectation | None":
+        """Expect of new prompts, whose mean is ``None``, what recent ones were like; ``None`` if nothing is known."""
+        new = sum(mean is None for mean in means)
+        if ratios is None or (new and not state.means):
+            return None
+        drawn = iter(rng.permutation(np.resize(state.means, new)).tolist() if new else ())
+        known = [next(drawn) if mean is None else mean for mean in means]
+        return cls(known, stds, ratios, prompt_tokens, state.max_tokens)
+
+    def sample(self, candidates: int, rng: np.random.Generator) -> list[Batch]:
+        """Sample the batch a few times, with so many candidates for each prompt."""
+        count = min(max(ceil(SAMPLED_GROUPS / self.groups), MIN_SAMPLES), MAX_SAMPLES)
+        shape, limit = (self.groups, candidates), self.max_tokens or LONGEST
+        return [
+            Batch(
+                np.full(self.groups, self.prompt_tokens),
+                np.clip(np.ceil(np.asarray(self.means)[:, None] * rng.choice(self.ratios, shape)), 1, limit).astype(
+                    np.int64
+                ),
+                rng.random(shape),
+                limit,
+            )
+            for _ in range(count)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What an option would do, on average over the samples of a batch.
+
+    ``seconds``: of the rollout. ``generated``, ``returned``: tokens. ``mean_length``: of what is returned. ``cut``:
+    share of the returned trajectories that the rule cuts; ``lost``: share of those that would have ended.
+    """
+
+    seconds: float
+    generated: float
+    returned: float
+    mean_length: float
+    cut: float
+    lost: float
+
+
+def forecast(
+    option: Option, size: int, stds: Sequence[float | None], batches: Sequence[Batch], machine: Machine, enough: int
+) -> Forecast:
+    """Forecast an option. ``enough``: complete groups with which the batch ends."""
+    plan = Plan.of(option.shaping, size, stds, enough if enough < len(stds) else None)
+    most = max(plan.candidates)
+    found = []
+    for batch in batches:
+        part = Batch(batch.prompt_tokens, batch.lengths[:, :most], batch.tail_draws[:, :most], batch.max_tokens)
+        outcome = predict(part, plan, machine)
+        is_returned = outcome.returned > 0
+        cut = is_returned & (outcome.returned < part.ends) & outcome.truncated
+        count = max(1, int(is_returned.sum()))
+        returned = float(outcome.returned.sum())
+        found.append(
+            (
+                outcome.seconds,
+                float(outcome.generated.sum()),
+                returned,
+                returned / count,
+                cut.sum() / count,
+                (cut & part.valid).sum() / count,
+            )
+        )
+    return Forecast(*(float(value) for value in np.mean(found, axis=0)))

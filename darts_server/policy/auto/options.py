@@ -1,0 +1,125 @@
+"""What `auto` chooses among: rules with their redundancy and deadline, as far as the user allows them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.named_policies import build_policies
+from darts_server.policy.shaping import BudgetKind, Shaping
+
+OFF = "off"
+RULES = ("uniform", "darts", "cut", "cap")
+"""What may be allowed besides `OFF`. ``cut`` is ``darts_cut`` with the same number of candidates for every prompt."""
+REDUNDANCIES = (1.25, 1.5, 2.0)
+ADAPTIVE_REDUNDANCIES = (1.25, 1.5)
+"""Of ``darts``: at 2, its maximum by default, all prompts are saturated."""
+QUANTILES = (0.8, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class AutoLimits:
+    """What the user allows.
+
+    ``allow``: of `RULES`. ``most_lost``: largest share of the returned trajectories that may be cut by a rule although
+    they would have ended. ``most_bias``: largest share by which their mean length may be below that of all
+    trajectories. ``tokens_price``: how many per cent of a step's time one per cent of tokens is worth: those that are
+    generated and not returned, of those that ``off`` generates. ``exploration``: largest share of batches that try
+    another option than the one that is expected to be the fastest.
+
+    Raises:
+        ValueError: a rule is unknown, or a number is out of range.
+    """
+
+    allow: tuple[str, ...] = ("uniform", "darts")
+    most_lost: float = 0.2
+    most_bias: float = 0.5
+    tokens_price: float = 0.0
+    exploration: float = 0.05
+
+    def __post_init__(self) -> None:
+        for rule in self.allow:
+            if rule not in RULES:
+                raise ValueError(f"allow must be of {', '.join(RULES)}, got {rule!r}")
+        for name in ("most_lost", "most_bias", "exploration"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+        if not 0 <= self.tokens_price < float("inf"):
+            raise ValueError(f"tokens_price must be finite and at least 0, got {self.tokens_price}")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One thing that `auto` may do with a batch. ``shaping``: ``None`` shapes nothing."""
+
+    name: str
+    shaping: Shaping | None = None
+
+
+UNSHAPED = Option(OFF)
+
+
+def rule_of(name: str) -> str:
+    """Return an option's rule, without its numbers."""
+    return name.partition(" ")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """The ``options``, `UNSHAPED` first, and the ``limits`` within which one is chosen."""
+
+    limits: AutoLimits
+    options: tuple[Option, ...]
+
+    def of_size(self, size: int) -> list[Option]:
+        """Return the options that support groups of ``size``."""
+        return [option for option in self.options if option.shaping is None or _supports(option.shaping, size)]
+
+    def with_deadlines(self, rule: Callable[[Shaping], Deadline | None]) -> "Auto":
+        """Return the same with other deadlines, by the ``rule`` for each shaping."""
+        options = (
+            option
+            if option.shaping is None
+            else replace(option, shaping=replace(option.shaping, deadline=rule(option.shaping)))
+            for option in self.options
+        )
+        return replace(self, options=tuple(options))
+
+    def max_candidates(self, size: int) -> int:
+        """Return the most candidates that a group of ``size`` may get."""
+        return max(
+            size if option.shaping is None else max(option.shaping.bounds(size)[1], option.shaping.candidates(size))
+            for option in self.options
+        )
+
+
+def build_auto(base: Shaping, deadline: Deadline, limits: AutoLimits) -> Auto:
+    """Build the options from ``base``, which is ``uniform``. Its redundancy is that of ``cap`` alone."""
+    return Auto(limits, (UNSHAPED, *_options(replace(base, budget=BudgetKind.FIXED), deadline, limits.allow)))
+
+
+def _options(base: Shaping, deadline: Deadline, allow: Sequence[str]) -> Iterator[Option]:
+    def policy(name: str, redundancy: float, quantile: float = deadline.quantile) -> Shaping:
+        return build_policies(replace(base, redundancy=redundancy), replace(deadline, quantile=quantile))[name]
+
+    possible = [redundancy for redundancy in REDUNDANCIES if redundancy <= base.max_redundancy]
+    if "cap" in allow:
+        for quantile in QUANTILES:
+            yield Option(f"cap at {quantile}", policy("cap", base.redundancy, quantile))
+    for redundancy in possible if "cut" in allow else ():
+        for quantile in QUANTILES:
+            shaping = replace(policy("darts_cut", redundancy, quantile), adaptive=False)
+            yield Option(f"cut {redundancy} at {quantile}", shaping)
+    for redundancy in possible if "uniform" in allow else ():
+        yield Option(f"uniform {redundancy}", policy("uniform", redundancy))
+    for redundancy in ADAPTIVE_REDUNDANCIES if "darts" in allow else ():
+        if redundancy < base.max_redundancy:
+            yield Option(f"darts {redundancy}", policy("darts", redundancy))
+
+
+def _supports(shaping: Shaping, size: int) -> bool:
+    try:
+        shaping.selection_rule(size)
+    except InvalidRequest:
+        return False
+    return True

@@ -1,0 +1,88 @@
+"""`auto` in a simulated training run, which learns from batch to batch as the server does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, learn, learn_training
+from darts_server.policy.auto.forecast import Expectation
+from darts_server.policy.auto.options import Auto
+from darts_server.policy.auto.state import AutoState
+from darts_server.policy.lengths.estimate import Observation, estimate_lengths
+from darts_server.policy.lengths.profile import LengthProfile
+from darts_server.policy.lengths.ratios import ratios_to_mean
+from darts_server.simulation.policies import Policy
+from darts_server.simulation.training import Candidates, Prompt, Setting, Step, run_step
+
+LEARNING = 20
+"""Batches before those that are measured."""
+RATIOS = 4096
+"""Quantiles of the ratios of lengths to their prompt's mean: the longest of a batch is one in thousands."""
+
+
+def run_auto(auto: Auto, candidates: Candidates, setting: Setting) -> tuple[list[Step], str]:
+    """Simulate the measured steps after `LEARNING` others, from which it learns. Returns what it did, too."""
+    run = AutoRun(auto, candidates, setting)
+    for step in range(LEARNING):
+        run.run(candidates.step_prompts(setting.steps + step))
+    measured = [run.run(candidates.step_prompts(step)) for step in range(setting.steps)]
+    names = dict.fromkeys(choice.option.name for choice, _ in measured)
+    return [step for _, step in measured], ", ".join(names)
+
+
+@dataclass(slots=True)
+class AutoRun:
+    """What `auto` has learned so far. The machine is known to it, except for the training."""
+
+    auto: Auto
+    candidates: Candidates
+    setting: Setting
+    state: AutoState = field(default_factory=AutoState)
+    profile: LengthProfile = field(default_factory=LengthProfile)
+
+    def run(self, prompts: Sequence[Prompt]) -> tuple[Choice, Step]:
+        """Run one batch."""
+        rng = np.random.default_rng([self.setting.seed, self.state.batches, 3])
+        earlier = [self.candidates.earlier(prompt.number) for prompt in prompts]
+        expectation = Expectation.of(
+            [None if stats is None else stats.mean_ema for stats in earlier],
+            [None if stats is None else stats.std_ema for stats in earlier],
+            self.profile.quantiles(RATIOS),
+            self.state,
+            rng,
+            round(float(self.candidates.batch(prompts, 1).prompt_tokens.mean())),
+        )
+        choice = choose(self.auto, self.state, self.setting.size, expectation, self.setting.machine, len(prompts), rng)
+        self.state = begin(self.state, choice)
+        step = run_step(Policy(choice.option.name, choice.option.shaping), prompts, None, self.candidates, self.setting)
+        self._learn(choice, step, prompts)
+        return choice, step
+
+    def _learn(self, choice: Choice, step: Step, prompts: Sequence[Prompt]) -> None:
+        rollout, batch = step.rollout, step.batch
+        counts = np.isfinite(rollout.started_at)
+        ended = batch.valid & (rollout.generated == batch.ends)
+        means = []
+        for row, prompt in enumerate(prompts):
+            observed = [
+                Observation(int(tokens), censored=not end)
+                for tokens, end, started in zip(rollout.generated[row], ended[row], counts[row], strict=True)
+                if started and tokens > 0
+            ]
+            if observed:
+                self.profile.observe(ratios_to_mean(observed, self.candidates.earlier(prompt.number)))
+                means.append(estimate_lengths(observed).mean)
+        returned = sum(one.tokens for one in rollout.returned)
+        cut = sum(one.truncated and one.tokens < batch.ends[one.group, one.index] for one in rollout.returned)
+        truncated = counts & (rollout.generated == batch.max_tokens)
+        measured = Measured(
+            rollout.seconds,
+            returned,
+            returned / len(rollout.returned),
+            cut / len(rollout.returned),
+            batch.max_tokens if truncated.any() else None,
+            int(rollout.generated.max()),
+            means,
+        )
+        self.state = learn_training(learn(self.state, choice, measured), returned, step.training_seconds)

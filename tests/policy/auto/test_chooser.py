@@ -1,0 +1,232 @@
+"""What `auto` chooses, against a world where each option takes its forecast times a factor."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from darts_server.policy.auto.chooser import MIN_OFF, REST, Choice, Measured, begin, choose, learn, learn_training
+from darts_server.policy.auto.forecast import Expectation
+from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto, rule_of
+from darts_server.policy.auto.state import AutoState, OptionState
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.machine import Machine, StepTime
+
+SIZE, GROUPS = 4, 16
+EMPTY = Machine(StepTime(LatencyCurve((1.0,), (0.01,))))
+"""A step takes the same time however many sequences run: extra candidates are free."""
+FULL = Machine(StepTime(LatencyCurve((1.0, 2.0), (0.01, 0.02), 0.01)))
+"""Each sequence takes its own time: extra candidates cost what they generate."""
+TAIL = np.exp(np.concatenate([np.linspace(-0.2, 0.2, 90), np.linspace(0.5, 2.5, 10)]))
+EQUAL = np.ones(10)
+ALL = AutoLimits(allow=RULES, most_lost=1.0, most_bias=1.0, exploration=0.0)
+
+
+def auto(limits: AutoLimits = ALL) -> Auto:
+    return build_auto(Shaping(), Deadline(exploration=0.0), limits)
+
+
+def expected(ratios: np.ndarray = TAIL, groups: int = GROUPS) -> Expectation:
+    return Expectation([100.0] * groups, [10.0] * groups, ratios, max_tokens=2000)
+
+
+def chosen(
+    state: AutoState, limits: AutoLimits = ALL, machine: Machine | None = EMPTY, expectation: Expectation | None = None
+) -> Choice:
+    expectation = expected() if expectation is None else expectation
+    return choose(auto(limits), state, SIZE, expectation, machine, expectation.groups, np.random.default_rng(0))
+
+
+def measured(choice: Choice, factor: float = 1.0) -> Measured:
+    forecast = choice.forecast
+    assert forecast is not None
+    return Measured(factor * forecast.seconds, forecast.returned, forecast.mean_length, forecast.cut, None, 500)
+
+
+def run(
+    batches: int,
+    factor: Callable[[str], float] = lambda _: 1.0,
+    limits: AutoLimits = ALL,
+    machine: Machine = EMPTY,
+) -> tuple[list[Choice], AutoState]:
+    choices, state = [], AutoState()
+    for _ in range(batches):
+        choices.append(chosen(state, limits, machine))
+        state = learn(begin(state, choices[-1]), choices[-1], measured(choices[-1], factor(choices[-1].option.name)))
+    return choices, state
+
+
+MEASURED = AutoState(batches=5, options={"off": OptionState(tries=MIN_OFF)})
+
+
+def test_it_is_off_while_nothing_is_known() -> None:
+    nothing = choose(auto(), MEASURED, SIZE, None, EMPTY, GROUPS, np.random.default_rng(0))
+    assert (nothing.option.name, nothing.forecast) == ("off", None)
+    assert "not known" in nothing.reason
+    assert chosen(MEASURED, machine=None).option.name == "off"
+
+
+def test_it_is_off_for_a_few_groups() -> None:
+    choice = chosen(MEASURED, expectation=expected(groups=7))
+    assert choice.option.name == "off"
+    assert "fewer than 8" in choice.reason
+
+
+def test_off_is_measured_before_anything_else_is_chosen() -> None:
+    choices, state = run(MIN_OFF + 1)
+    assert [choice.option.name for choice in choices[:MIN_OFF]] == ["off"] * MIN_OFF
+    assert choices[-1].option.name != "off"
+    assert (state.batches, state.explored) == (MIN_OFF + 1, 0)
+
+
+def test_a_long_tail_on_empty_engines_is_not_waited_for() -> None:
+    choice = chosen(MEASURED)
+    assert choice.option.shaping is not None
+    assert choice.seconds is not None
+    assert choice.off_seconds is not None
+    assert choice.seconds < 0.7 * choice.off_seconds
+    assert "a step, off" in choice.reason
+
+
+def test_equal_lengths_on_full_engines_are_not_over_generated() -> None:
+    choice = chosen(MEASURED, machine=FULL, expectation=expected(EQUAL))
+    assert choice.option.name == "off"
+    assert "a step, cap" in choice.reason  # the next best
+
+
+def test_limits_exclude_options() -> None:
+    allowed = replace(ALL, most_lost=0.0)
+    assert chosen(MEASURED, allowed).option.name.partition(" ")[0] in ("uniform", "darts")
+    assert chosen(MEASURED, replace(allowed, allow=("cap", "cut"))).reason == "nothing else is within the limits"
+    assert chosen(MEASURED, replace(ALL, most_bias=0.0)).option.name == "off"
+    assert chosen(MEASURED, replace(ALL, allow=())).option.name == "off"
+
+
+def test_more_cut_trajectories_than_forecast_count_as_lost() -> None:
+    choice = chosen(MEASURED, replace(ALL, most_lost=0.3))
+    assert choice.option.shaping is not None
+    assert choice.forecast is not None
+    assert choice.forecast.cut > 0
+    state = learn(MEASURED, choice, replace(measured(choice), cut=choice.forecast.cut + 0.3))
+    assert chosen(state, replace(ALL, most_lost=0.3)).option.name != choice.option.name
+
+
+def test_options_that_return_shorter_ones_than_forecast_are_left_out() -> None:
+    limits = replace(ALL, most_bias=0.6)
+    choice = chosen(MEASURED, limits)
+    assert choice.option.name != "off"
+    state = learn(MEASURED, choice, replace(measured(choice), mean_length=1.0))
+    assert chosen(state, limits).option.name != choice.option.name
+
+
+def test_a_price_of_tokens_makes_it_start_fewer_candidates() -> None:
+    free = chosen(MEASURED, replace(ALL, allow=("uniform",)))
+    assert free.option.name != "off"
+    assert chosen(MEASURED, replace(ALL, allow=("uniform",), tokens_price=100.0)).option.name == "off"
+
+
+def test_a_choice_that_loses_is_withdrawn_and_tried_again_later() -> None:
+    def factor(name: str) -> float:
+        return 1.0 if name == "off" else 10.0
+
+    choices, state = run(MIN_OFF + 40, factor, replace(ALL, allow=("uniform",)))
+    names = [choice.option.name for choice in choices]
+    assert any(option.withdrawals for option in state.options.values())
+    assert names.count("off") >= 34
+    for name in set(names) - {"off"}:
+        first = names.index(name)
+        assert name not in names[first + 1 : first + REST]
+
+
+def test_a_choice_that_loses_a_little_is_withdrawn_after_some_batches() -> None:
+    choice = chosen(MEASURED)
+    assert choice.off_seconds is not None
+    state = MEASURED
+    for batch in range(3):
+        state = learn(state, choice, replace(measured(choice), seconds=1.1 * choice.off_seconds))
+        assert state.of(choice.option.name).withdrawals == (batch >= 1)
+    assert state.of(choice.option.name).until == MEASURED.batches + REST
+    assert chosen(state).option.name != choice.option.name
+
+
+def test_an_option_that_is_withdrawn_again_rests_twice_as_long() -> None:
+    choice = chosen(MEASURED)
+    state = replace(MEASURED, options={**MEASURED.options, choice.option.name: OptionState(5, withdrawals=1)})
+    state = learn(state, choice, measured(choice, 100.0))
+    assert state.of(choice.option.name).until == MEASURED.batches + 2 * REST
+
+
+def test_forecasts_are_corrected_by_what_was_measured() -> None:
+    choices, state = run(10, lambda _: 3.0)
+    for choice in choices[4:]:
+        assert choice.forecast is not None
+        assert choice.seconds == pytest.approx(3 * choice.forecast.seconds, rel=0.01)
+    assert state.of("off").error == pytest.approx(np.log(3))
+
+
+def test_what_is_slower_than_forecast_gives_way_to_another_option() -> None:
+    best = rule_of(chosen(MEASURED).option.name)
+    choices, _ = run(12, lambda name: 4.0 if rule_of(name) == best else 1.0)
+    assert rule_of(choices[MIN_OFF].option.name) == best
+    assert rule_of(choices[-1].option.name) not in ("off", best)
+
+
+def test_it_explores_no_more_than_its_share_and_tries_what_is_near_the_best() -> None:
+    choices, state = run(100, limits=replace(ALL, exploration=0.1))
+    explored = [choice for choice in choices if choice.explores]
+    assert 5 <= len(explored) <= 10
+    assert state.explored == len(explored)
+    assert {choice.option.name for choice in choices if not choice.explores}.isdisjoint(
+        choice.option.name for choice in explored
+    )
+    assert all("explored" in choice.reason for choice in explored)
+
+
+def test_it_explores_nothing_where_nothing_is_near_the_best() -> None:
+    choices, _ = run(10, limits=replace(ALL, allow=(), exploration=1.0))
+    assert not any(choice.explores for choice in choices)
+
+
+def test_the_training_between_batches_counts() -> None:
+    state = MEASURED
+    for tokens in (1000.0, 4000.0, 8000.0):
+        state = learn_training(state, tokens, tokens / 100)
+    short, none = chosen(state), chosen(MEASURED)
+    assert short.off_seconds is not None
+    assert none.off_seconds is not None
+    assert short.off_seconds > none.off_seconds
+    for _ in range(100):
+        state = learn_training(state, -1.0, float("inf"))
+    assert len(state.training) == 32
+    AutoState(training=state.training)
+
+
+def test_limits_and_means_of_prompts_are_learned() -> None:
+    choice = chosen(MEASURED)
+    state = learn(MEASURED, choice, replace(measured(choice), max_tokens=300, longest=300, means=[10.0, 30.0]))
+    assert state.max_tokens == 300
+    assert state.means == (10.0, 30.0)
+    more = learn(state, choice, replace(measured(choice), means=[20.0] * 300))
+    assert more.means == (20.0,) * 256
+    same = learn(state, choice, replace(measured(choice), longest=200))
+    assert (same.max_tokens, same.means) == (300, state.means)
+    assert learn(state, choice, replace(measured(choice), longest=400)).max_tokens is None
+
+
+def test_a_batch_without_a_forecast_or_a_duration_corrects_nothing() -> None:
+    choice = chosen(MEASURED)
+    assert learn(MEASURED, replace(choice, forecast=None), measured(choice)).options == MEASURED.options
+    assert learn(MEASURED, choice, measured(choice, 0.0)).options == MEASURED.options
+    assert learn(MEASURED, choice, replace(measured(choice), mean_length=0.0)).options == MEASURED.options
+
+
+def test_batches_in_flight_withdraw_an_option_once() -> None:
+    choice = chosen(MEASURED)
+    state = MEASURED
+    for _ in range(4):
+        state = learn(state, choice, measured(choice, 100.0))
+    assert state.of(choice.option.name).withdrawals == 1
+    assert state.of(choice.option.name).until == MEASURED.batches + REST

@@ -1,0 +1,78 @@
+import numpy as np
+import pytest
+
+from darts_server.policy.auto.forecast import MAX_SAMPLES, MIN_SAMPLES, Expectation, forecast
+from darts_server.policy.auto.options import RULES, UNSHAPED, AutoLimits, build_auto
+from darts_server.policy.auto.state import AutoState
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.machine import Machine, StepTime
+
+MACHINE = Machine(StepTime(LatencyCurve((1.0, 64.0), (0.01, 0.02), 1e-4)))
+RATIOS = np.exp(np.linspace(-1, 2, 200))
+OPTIONS = {
+    option.name: option for option in build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=RULES)).options
+}
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(("groups", "samples"), [(8, MAX_SAMPLES), (80, 4), (120, 3), (2000, MIN_SAMPLES)])
+def test_small_batches_are_sampled_more_often(groups: int, samples: int) -> None:
+    batches = Expectation([100.0] * groups, [None] * groups, RATIOS).sample(8, rng())
+    assert len(batches) == samples
+    assert batches[0].lengths.shape == (groups, 8)
+
+
+def test_lengths_have_their_prompts_mean_and_end_at_the_limit() -> None:
+    ratios = RATIOS / RATIOS.mean()
+    [batch, *_] = Expectation([10.0] * 20 + [1000.0] * 20, [None] * 40, ratios, max_tokens=3000).sample(200, rng())
+    assert batch.lengths[:20].mean() == pytest.approx(10.0, rel=0.1)
+    assert batch.lengths.max() == 3000
+    assert not batch.valid.all()
+    [unlimited, *_] = Expectation([1e15], [None], ratios).sample(2, rng())
+    assert unlimited.lengths.max() == 1 << 24
+
+
+def test_new_prompts_are_expected_to_be_like_recent_ones() -> None:
+    state = AutoState(means=(10.0, 20.0, 30.0), max_tokens=77)
+    found = Expectation.of([5.0, *[None] * 6], [None] * 7, RATIOS, state, rng())
+    assert found is not None
+    assert found.means[0] == 5.0
+    assert sorted(found.means[1:]) == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0]
+    assert found.max_tokens == 77
+    known = Expectation.of([5.0, 6.0], [1.0, None], RATIOS, AutoState(), rng())
+    assert known is not None
+    assert known.means == [5.0, 6.0]
+
+
+def test_nothing_is_expected_of_new_prompts_before_any_were_measured() -> None:
+    assert Expectation.of([None], [None], RATIOS, AutoState(), rng()) is None
+    assert Expectation.of([5.0], [None], None, AutoState(), rng()) is None
+
+
+def test_off_wastes_and_cuts_nothing_and_others_do() -> None:
+    expectation = Expectation([100.0] * 32, [None] * 32, RATIOS, max_tokens=600)
+    batches = expectation.sample(16, rng())
+    found = {name: forecast(option, 8, expectation.stds, batches, MACHINE, 32) for name, option in OPTIONS.items()}
+    off = found["off"]
+    assert off.generated == off.returned
+    assert (off.cut, off.lost) == (0.0, 0.0)
+    assert off.mean_length == pytest.approx(off.returned / (32 * 8))
+    cap, cut, uniform = found["cap at 0.8"], found["cut 1.5 at 0.8"], found["uniform 1.5"]
+    assert cap.seconds < off.seconds
+    assert cut.seconds < off.seconds
+    assert 0 < cap.lost < cap.cut  # some of those that are cut would have been truncated
+    assert uniform.cut == 0.0
+    assert uniform.generated > uniform.returned
+    assert uniform.mean_length < off.mean_length
+
+
+def test_a_batch_that_ends_with_enough_groups_is_shorter() -> None:
+    expectation = Expectation([100.0] * 32, [None] * 32, RATIOS)
+    batches = expectation.sample(8, rng())
+    whole = forecast(UNSHAPED, 8, expectation.stds, batches, MACHINE, 32)
+    assert forecast(UNSHAPED, 8, expectation.stds, batches, MACHINE, 24).seconds < whole.seconds

@@ -1,0 +1,82 @@
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.shaping import Shaping
+
+ALL = AutoLimits(allow=RULES)
+BASE = Shaping()
+
+
+def names(limits: AutoLimits = ALL, base: Shaping = BASE) -> list[str]:
+    return [option.name for option in build_auto(base, Deadline(), limits).options]
+
+
+def test_nothing_else_than_off_is_possible_where_nothing_is_allowed() -> None:
+    assert names(AutoLimits(allow=())) == ["off"]
+
+
+def test_only_allowed_rules_are_options() -> None:
+    for rule in RULES:
+        found = names(AutoLimits(allow=(rule,)))
+        assert found[0] == "off"
+        assert {name.partition(" ")[0] for name in found[1:]} == {rule}
+    assert sorted(names()) == sorted({"off", *(name for rule in RULES for name in names(AutoLimits(allow=(rule,))))})
+
+
+def test_no_option_starts_more_candidates_than_the_maximum() -> None:
+    assert names(base=Shaping(redundancy=1.0, max_redundancy=1.0)) == ["off", "cap at 0.8", "cap at 0.9"]
+    auto = build_auto(Shaping(max_redundancy=1.5), Deadline(), ALL)
+    assert auto.max_candidates(8) == 12
+    assert not any("2.0" in option.name for option in auto.options)
+
+
+def test_each_option_is_its_rule_with_its_own_redundancy_and_quantile() -> None:
+    shapings = {option.name: option.shaping for option in build_auto(Shaping(), Deadline(bound=3.0), ALL).options}
+    cut, cap = shapings["cut 1.25 at 0.8"], shapings["cap at 0.9"]
+    assert cut is not None
+    assert (cut.candidates(8), cut.adaptive, cut.deadline) == (10, False, Deadline(0.8, bound=3.0))
+    assert cap is not None
+    assert (cap.candidates(8), cap.completion_share) == (8, 1 / 1.5)
+    uniform, darts = shapings["uniform 2.0"], shapings["darts 1.5"]
+    assert uniform is not None
+    assert (uniform.candidates(8), uniform.adaptive, uniform.deadline) == (16, False, None)
+    assert darts is not None
+    assert darts.adaptive
+
+
+def test_options_that_do_not_support_the_size_are_left_out() -> None:
+    auto = build_auto(Shaping(num_longest=4), Deadline(), ALL)
+    assert [option.name for option in auto.of_size(4)] == ["off", "cap at 0.8", "cap at 0.9"]
+    assert auto.of_size(8) == list(auto.options)
+
+
+def test_deadlines_can_be_moved_later_in_all_options_that_have_one() -> None:
+    auto = build_auto(Shaping(), Deadline(), ALL)
+    later = auto.with_deadlines(lambda shaping: shaping.deadline and replace(shaping.deadline, stretch=2.0))
+    for before, after in zip(auto.options, later.options, strict=True):
+        if before.shaping is not None and before.shaping.deadline is not None:
+            assert after == replace(
+                before, shaping=replace(before.shaping, deadline=replace(before.shaping.deadline, stretch=2.0))
+            )
+        else:
+            assert after == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"allow": ("first_finish",)},
+        {"most_lost": -0.1},
+        {"most_bias": 1.1},
+        {"exploration": 2.0},
+        {"tokens_price": float("inf")},
+        {"tokens_price": -1.0},
+    ],
+)
+def test_limits_out_of_range_are_refused(wrong: Mapping[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        AutoLimits(**wrong)  # type: ignore[arg-type]

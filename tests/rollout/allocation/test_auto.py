@@ -1,0 +1,168 @@
+"""Cohorts under `auto`, on the scripted engine."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from darts_server.engine.scripted import Script, settle
+from darts_server.exceptions import InvalidRequest
+from darts_server.policy.auto.chooser import MIN_OFF
+from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.plan import AUTO, Planner
+from darts_server.rollout.spec import GroupSpec
+from darts_server.types import CohortRecord, Outcome, RequestOptions
+from tests.rollout.helpers import Documents, Harness, collect
+
+pytestmark = pytest.mark.anyio
+SIZE, GROUPS = 4, 10
+LIMITS = AutoLimits(allow=RULES, most_lost=1.0, most_bias=1.0, exploration=0.0)
+
+
+def script(request: str, index: int) -> Script:
+    """One candidate in twelve is forty times as long."""
+    rng = np.random.default_rng([*request.encode(), index])
+    return Script(400 if rng.random() < 1 / 12 else int(rng.integers(8, 13)))
+
+
+def harness(store: Documents | None = None, limits: AutoLimits = LIMITS) -> Harness:
+    made = Harness(script, store=store)
+    auto = build_auto(Shaping(), Deadline(exploration=0.0), limits)
+    made.rollouts.planner = Planner({}, AUTO, made.limits, auto)
+    for batch in (1, 8, 64):
+        for _ in range(50):
+            made.rollouts.statistics.latency.observe(batch, 1.0)
+    return made
+
+
+async def cohort(made: Harness, name: str, groups: int = GROUPS, size: int = SIZE) -> CohortRecord:
+    """Run groups that are allocated together, and check that the same was done with all of them."""
+    names = [f"{name}-{number}" for number in range(groups)]
+    runs = await made.start_cohort(size, AUTO, names)
+    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    await made.engine.run()
+    for trajectories in await asyncio.gather(*waiting):
+        assert len(trajectories) == size
+    records = [made.record(each) for each in names]
+    assert {record.outcome for record in records} == {Outcome.COMPLETED}
+    assert {record.policy for record in records} == {AUTO}
+    assert len({record.chosen for record in records}) == 1
+    assert len({len(record.candidates) for record in records}) == 1
+    assert records[0].chosen == made.recorder.cohorts[-1].chosen
+    made.rollouts.statistics.flush()
+    return made.recorder.cohorts[-1]
+
+
+def option(record: CohortRecord) -> str:
+    assert record.chosen is not None
+    return record.chosen.option
+
+
+async def test_it_begins_as_off_and_then_does_not_wait_for_the_tail() -> None:
+    made = harness()
+    records = [await cohort(made, f"step{step}") for step in range(MIN_OFF + 3)]
+    assert [option(record) for record in records[: MIN_OFF + 1]] == ["off"] * (MIN_OFF + 1)
+    assert all(record.mean_candidates == SIZE for record in records[: MIN_OFF + 1])
+    assert "off" not in [option(record) for record in records[MIN_OFF + 1 :]]
+    assert max(r.measured_seconds for r in records[MIN_OFF + 1 :]) < records[0].measured_seconds
+    for record in records[MIN_OFF + 1 :]:
+        assert record.predicted_seconds is not None
+        assert record.completed == GROUPS
+
+
+async def test_what_it_has_learned_survives_a_restart() -> None:
+    store = Documents()
+    made = harness(store)
+    for step in range(MIN_OFF + 2):
+        last = await cohort(made, f"step{step}")
+    before = made.rollouts.allocator.auto.state(SIZE)
+    assert before.of("off").tries == MIN_OFF
+    again = harness(store)
+    assert again.rollouts.allocator.auto.state(SIZE) == before
+    assert option(last) != "off"
+    assert option(await cohort(again, "later")) != "off"
+
+
+async def test_a_few_groups_alone_are_not_shaped_and_are_no_batch() -> None:
+    made = harness()
+    for step in range(MIN_OFF + 3):
+        record = await cohort(made, f"step{step}", groups=3)
+        assert option(record) == "off"
+    assert made.rollouts.allocator.auto.state(SIZE).batches == 0
+
+
+async def test_group_sizes_are_learned_apart() -> None:
+    made = harness()
+    for step in range(MIN_OFF + 2):
+        await cohort(made, f"step{step}")
+    assert option(await cohort(made, "other", size=3)) == "off"
+
+
+async def test_a_cohort_that_was_cancelled_teaches_nothing() -> None:
+    made = harness()
+    await cohort(made, "step0")
+    names = [f"cancelled-{number}" for number in range(GROUPS)]
+    runs = await made.start_cohort(SIZE, AUTO, names)
+    for run in runs:
+        run.leave()
+    await settle()
+    state = made.rollouts.allocator.auto.state(SIZE)
+    assert state.batches == 2
+    assert state.of("off").tries == 0
+    await cohort(made, "step1")
+    assert made.rollouts.allocator.auto.state(SIZE).of("off").tries == 1
+
+
+async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> None:
+    made = harness()
+    for step in range(MIN_OFF + 1):
+        await cohort(made, f"step{step}")
+    plan, names = made.plan(SIZE, AUTO), [f"fewer-{number}" for number in range(GROUPS)]
+    allocations = await asyncio.gather(*(made.rollouts.allocator.allocate(plan, name) for name in names))
+    assert allocations[0].candidates > SIZE
+    before = made.rollouts.allocator.auto.state(SIZE)
+    runs = [
+        made.rollouts.start(GroupSpec.of_plan(plan, name, name, name), plan, replace(allocation, candidates=SIZE))
+        for name, allocation in zip(names, allocations, strict=True)
+    ]
+    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    await made.engine.run()
+    await asyncio.gather(*waiting)
+    assert made.rollouts.allocator.auto.state(SIZE).options == before.options
+
+
+async def test_the_time_between_batches_is_learned() -> None:
+    made = harness()
+    await cohort(made, "step0")
+    made.engine.now += 7
+    await cohort(made, "step1")
+    [(tokens, seconds)] = made.rollouts.allocator.auto.state(SIZE).training
+    assert seconds == pytest.approx(7.0)
+    assert tokens == made.recorder.cohorts[0].returned_tokens
+
+
+async def test_callers_that_leave_while_it_chooses_do_not_keep_the_others() -> None:
+    made = harness()
+    plan = made.plan(SIZE, AUTO)
+    waiting = [asyncio.create_task(made.rollouts.allocator.allocate(plan, f"p{number}")) for number in range(9)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    allocations = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(allocations[0], asyncio.CancelledError)
+    assert all(not isinstance(allocation, BaseException) for allocation in allocations[1:])
+
+
+async def test_it_is_known_by_name_where_it_is_configured() -> None:
+    made = harness()
+    assert AUTO in made.rollouts.planner.names()
+    plan = made.plan(SIZE, AUTO)
+    assert plan.uses_cohort
+    assert plan.shrunk(2).auto is plan.auto
+    assert plan.shrunk(1).auto is None
+    with pytest.raises(InvalidRequest, match="'auto' is unknown"):
+        Planner({}, "off", made.limits).plan(8, RequestOptions("auto"))

@@ -1,0 +1,65 @@
+"""`auto` over simulated batches, from nothing."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.shaping import Shaping
+from darts_server.simulation.auto import LEARNING, AutoRun, run_auto
+from darts_server.simulation.hardware import with_engines
+from darts_server.simulation.policies import Policy
+from darts_server.simulation.presets import PRESETS
+from darts_server.simulation.training import Candidates, Setting, run_policy
+
+AUTO = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=RULES))
+STEPS = 6
+
+
+def small(preset: str, prompts: int, *, knows_prompts: bool = True) -> tuple[Candidates, Setting]:
+    machine = with_engines(PRESETS[preset].machine, 1)
+    setting = Setting(machine, size=8, prompts=prompts, steps=STEPS, knows_prompts=knows_prompts)
+    return Candidates(PRESETS[preset].workload, setting, AUTO.max_candidates(8)), setting
+
+
+def seconds(option: str, candidates: Candidates, setting: Setting) -> float:
+    [shaping] = [each.shaping for each in AUTO.options if each.name == option]
+    return float(np.mean([step.seconds for step in run_policy(Policy(option, shaping), candidates, setting)]))
+
+
+@pytest.mark.parametrize("knows_prompts", [True, False])
+@pytest.mark.parametrize(("preset", "prompts"), [("dapo-32b", 16), ("deepcoder-14b-16k", 32), ("tiny", 16)])
+def test_after_twenty_batches_it_is_as_fast_as_the_best_fixed_option_and_never_slower_than_off(
+    preset: str, prompts: int, knows_prompts: bool
+) -> None:
+    candidates, setting = small(preset, prompts, knows_prompts=knows_prompts)
+    steps, names = run_auto(AUTO, candidates, setting)
+    found = float(np.mean([step.seconds for step in steps]))
+    assert found <= seconds("off", candidates, setting) / 0.98
+    for option in ("cap at 0.8", "cut 1.25 at 0.8", "cut 1.5 at 0.8", "uniform 1.5"):
+        assert found <= seconds(option, candidates, setting) / 0.95, option
+    if preset == "deepcoder-14b-16k":
+        assert all(name.startswith(("off", "cap")) for name in names.split(", "))
+
+
+def test_its_first_batches_are_those_of_off() -> None:
+    candidates, setting = small("tiny", 16)
+    run = AutoRun(AUTO, candidates, setting)
+    for step in range(3):
+        choice, done = run.run(candidates.step_prompts(step))
+        assert choice.option.name == "off"
+        assert done.batch.lengths.shape == (16, 8)
+    assert run.state.of("off").tries == 2
+    assert len(run.state.training) == 3
+
+
+def test_all_policies_are_measured_on_the_same_steps() -> None:
+    candidates, setting = small("tiny", 8)
+    none = replace(AUTO, options=AUTO.options[:1])
+    steps, names = run_auto(none, candidates, setting)
+    off = run_policy(Policy("off"), candidates, setting)
+    assert names == "off"
+    assert [step.seconds for step in steps] == [step.seconds for step in off]
+    assert LEARNING >= STEPS
