@@ -11,6 +11,7 @@ from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.submission import BatchRequest, GroupResult, Submission
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, Outcome, PromptSpec, Sample
@@ -165,6 +166,7 @@ async def test_auto_does_the_same_with_all_groups_of_a_batch_and_learns_from_it(
         (batch_request("10", budget=3), "budget"),
         (batch_request("10", budget=9), "budget"),
         (batch_request("10", policy={"name": "auto"}, budget=6), "budget"),
+        (batch_request("10", policy={"name": "auto"}, carry=Carry.RESUME), "carry"),
         (batch_request("10", num_groups=2), "num_groups"),
         (batch_request("10", num_groups=0), "num_groups"),
         (BatchRequest([PromptSpec(text="10")], 65), "n"),
