@@ -48,7 +48,7 @@ async def bystanders(server: Server, outcome: Outcome, callers: int = 3) -> Asyn
 async def get_group(client: httpx.AsyncClient, server: Server) -> bool:
     """Request a group; return whether it came back complete."""
     try:
-        answer = await client.post(f"{server.url}/darts/v1/rollouts", json=GROUP)
+        answer = await client.post(f"{server.url}/darts/v1/rollouts", json=GROUP, timeout=ANSWER_SECONDS)
     except httpx.TransportError:
         return False
     if answer.status_code != httpx.codes.OK:

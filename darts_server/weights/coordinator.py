@@ -1,7 +1,8 @@
 """Coordinates weight updates: one at a time, with the engine paused and running groups treated by a rule."""
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.observers import Observers
@@ -237,12 +238,18 @@ class Coordinator:
         Raises:
             UpdateRunning, UpdateFailed, WeightsLost
         """
+
+        async def fall_asleep() -> None:
+            self._check_no_update()  # again, as one may have begun while groups were waited for
+            with self._falling_asleep(MEMORY if frees_memory else ()):
+                await sleep()
+
         self._check_no_update()
-        await self._pause_for_trainer(mode, sleep)
+        await self._pause_for_trainer(mode, fall_asleep)
+        # Whatever came meanwhile: the engine may have been woken up before it slept.
         self.paused_by_trainer = True
         self._gate.close(TRAINER)
-        if frees_memory:
-            self._asleep = set(MEMORY)
+        self._asleep |= set(MEMORY if frees_memory else ())
 
     async def free_by_trainer(self, part: str, free: Callable[[], Awaitable[None]]) -> None:
         """Free one part of `MEMORY` by ``free`` while the engine is paused.
@@ -251,8 +258,8 @@ class Coordinator:
             UpdateRunning, WeightsLost
         """
         self._check_no_update()
-        await free()
-        self._asleep.add(part)
+        with self._falling_asleep([part]):
+            await free()
 
     async def wake_up_by_trainer(
         self, wake_up: Callable[[], Awaitable[None]], parts: Collection[str] | None = None
@@ -271,6 +278,17 @@ class Coordinator:
             self._trainer_resumes += 1
             self.paused_by_trainer = False
             self._gate.open(TRAINER)
+
+    @contextmanager
+    def _falling_asleep(self, parts: Collection[str]) -> Iterator[None]:
+        """Count these parts of `MEMORY` as freed, also while they are being freed: no update may write them then."""
+        before = set(self._asleep)
+        self._asleep |= set(parts)
+        try:
+            yield
+        except BaseException:
+            self._asleep = before
+            raise
 
     # --- helpers ------------------------------------------------------------
 

@@ -195,10 +195,12 @@ class Session:
             await asyncio.wait(late)
         for task in set(tasks) - set(late):
             task.result()  # raises what is wrong here, not in the server
-        if routes & set(WEIGHT_UPDATES):
-            violations += await self._restore_weights()
-        if any(answer.error == LEFT and answer.request.route in ("/pause", "/sleep") for answer in self.answers):
+        if is_updated := bool(routes & set(WEIGHT_UPDATES)):
+            violations += await self._wait_for_updates()
+        if routes & {"/pause", "/sleep"}:
             await self._resume()  # one whose caller left may have waited for an update, and come after the first
+        if is_updated and not violations:
+            await self._restore_weights()
         if POLICY in routes:
             await self._expect("PATCH", POLICY, json=self._policy)
         if STATES in routes:
@@ -208,18 +210,28 @@ class Session:
         return violations
 
     async def _resume(self) -> None:
-        for path in ("/wake_up", "/resume"):
-            await self._client.post(path, timeout=ANSWER_SECONDS)
-
-    async def _restore_weights(self) -> list[Violation]:
         began = time.monotonic()
-        while (served := (await self._client.get(WEIGHTS, timeout=ANSWER_SECONDS)).json())["state"] != "serving":
-            if time.monotonic() - began > SETTLE_SECONDS:
-                return [Violation("unbalanced", WEIGHTS, f"the state of the weights is still {served['state']}")]
+        while (await self._client.post("/wake_up", timeout=ANSWER_SECONDS)).status_code == httpx.codes.CONFLICT:
+            if time.monotonic() - began > SETTLE_SECONDS:  # an update refuses it, but each ends after a second or two
+                break
             await asyncio.sleep(0.05)
-        if not served["intact"]:
-            await self._expect("PUT", WEIGHTS, content=content(Upload(FULL), b""))
+        await self._client.post("/resume", timeout=ANSWER_SECONDS)
+
+    async def _wait_for_updates(self) -> list[Violation]:
+        began = time.monotonic()
+        while (state := (await self._served())["state"]) != "serving":
+            if time.monotonic() - began > SETTLE_SECONDS:
+                return [Violation("unbalanced", WEIGHTS, f"the state of the weights is still {state}")]
+            await asyncio.sleep(0.05)
         return []
+
+    async def _restore_weights(self) -> None:
+        if not (await self._served())["intact"]:
+            await self._expect("PUT", WEIGHTS, content=content(Upload(FULL), b""))
+
+    async def _served(self) -> dict[str, Any]:
+        answer: dict[str, Any] = (await self._client.get(WEIGHTS, timeout=ANSWER_SECONDS)).json()
+        return answer
 
     async def _learned_state(self) -> bytes:
         """Let the server learn something of each kind, and return its state."""

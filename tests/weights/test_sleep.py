@@ -89,6 +89,32 @@ async def test_a_sleep_that_begins_while_weights_arrive_fails_their_update(harne
     harness.check_serves(0, all=0)
 
 
+async def test_no_update_writes_weights_that_are_being_freed(harness: Harness) -> None:
+    async def sleep() -> None:
+        with pytest.raises(Conflict, match="POST /wake_up first"):
+            await harness.push(5, options=UpdateOptions(Rule.KEEP))
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        await harness.updates.coordinator.sleep_by_trainer("keep", sleep, frees_memory=True)
+    assert await is_open(harness)
+    await harness.push(5)
+    harness.check_serves(1, all=5)
+
+
+async def test_a_sleep_that_waits_for_groups_gives_way_to_an_update(harness: Harness) -> None:
+    harness.gate.let_in()
+    sleep = asyncio.create_task(harness.trainer.sleep("wait"))
+    await asyncio.sleep(0.01)
+    update = asyncio.create_task(harness.push(5))
+    await until(harness, State.ANNOUNCED)
+    harness.gate.leave()
+    with pytest.raises(UpdateRunning):
+        await sleep
+    await update
+    harness.check_serves(1, all=5)
+
+
 async def test_during_an_update_sleep_and_wake_up_are_refused(harness: Harness) -> None:
     refused = (harness.trainer.sleep, harness.trainer.wake_up, harness.trainer.free_cache)
     harness.gate.let_in()
