@@ -198,6 +198,22 @@ def test_an_idempotency_key_finds_its_batch_and_is_for_one_body(client: Client) 
     assert (caught.value.status_code, caught.value.param) == (409, "Idempotency-Key")
 
 
+def test_undecided_prompts_come_in_a_later_batch(server: RunningServer, client: Client) -> None:
+    prompts = [PromptSpec("4", key="four"), PromptSpec("300", key="long", metadata={"answer": 8})]
+    with client.rollouts(prompts, num_groups=1, carry="resume", **SIZES) as rollouts:
+        assert [group.prompt_key for group in rollouts] == ["four"]
+        assert rollouts.carried is not None
+    assert [(one.prompt_key, one.carry) for one in rollouts.unfinished] == [("long", "resume")]
+    assert rollouts.carried == 1
+    with client.rollouts([], carry="resume", carried=True, **SIZES) as rollouts:
+        [group] = list(rollouts)
+    assert (group.prompt_key, group.metadata, group.prompt_token_ids) == ("long", {"answer": 8}, None)
+    assert all(sum(n for _, n in t.version_spans) == t.length for t in group.trajectories)
+    assert rollouts.carried == 0
+    with client.stream_tokens(["5"], carry="restart", carried=True, **SIZES) as events:
+        assert [event.group.number for event in events if isinstance(event, GroupEvent)] == [0]
+
+
 def test_the_first_num_groups_complete_a_batch(server: RunningServer, client: Client) -> None:
     prompts: list[RolloutPrompt] = ["endless", "5", PromptSpec("endless", key="next"), "9"]
     with client.rollouts(prompts, num_groups=2, **SIZES) as rollouts:
