@@ -32,6 +32,8 @@ LOSS, FIRST_LOSS = 0.02, 0.2
 REST = 16
 """Batches for which an option is withdrawn the first time; twice as long every further time."""
 MAX_DOUBLINGS = 8
+MOST_CANDIDATES = 65_536
+"""Candidates of a batch for which all options together are forecast in a few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ def choose(
         return Choice(UNSHAPED, "lengths and step times are not known yet")
     if expectation.groups < MIN_GROUPS:
         return Choice(UNSHAPED, f"fewer than {MIN_GROUPS} groups say too little about a step")
+    if expectation.groups * auto.max_candidates(size) > MOST_CANDIDATES:
+        return Choice(UNSHAPED, f"more than {MOST_CANDIDATES} candidates take too long to forecast")
     options = auto.of_size(size)
     batches = expectation.sample(auto.max_candidates(size), rng)
     off = _look(UNSHAPED, forecast(UNSHAPED, size, expectation.stds, batches, machine, enough), state, auto.limits)

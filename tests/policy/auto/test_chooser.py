@@ -6,7 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.auto.chooser import MIN_OFF, REST, Choice, Measured, begin, choose, learn, learn_training
+from darts_server.policy.auto.chooser import (
+    MIN_OFF,
+    MOST_CANDIDATES,
+    REST,
+    Choice,
+    Measured,
+    begin,
+    choose,
+    learn,
+    learn_training,
+)
 from darts_server.policy.auto.forecast import Expectation
 from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto, rule_of
 from darts_server.policy.auto.state import AutoState, OptionState
@@ -73,6 +83,12 @@ def test_it_is_off_for_a_few_groups() -> None:
     choice = chosen(MEASURED, expectation=expected(groups=7))
     assert choice.option.name == "off"
     assert "fewer than 8" in choice.reason
+
+
+def test_it_is_off_for_more_candidates_than_can_be_forecast_in_time() -> None:
+    choice = chosen(MEASURED, expectation=expected(groups=MOST_CANDIDATES // (2 * SIZE) + 1))
+    assert choice.option.name == "off"
+    assert "more than 65536" in choice.reason
 
 
 def test_off_is_measured_before_anything_else_is_chosen() -> None:
