@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -157,7 +157,7 @@ class ControlledLLM(AsyncLLM):
 
     async def write_weights(self, update_info: dict[str, Any]) -> None:
         """Call `update_weights` with what vLLM's route takes as ``update_info``."""
-        await self.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+        await self.update_weights(SimpleNamespace(update_info=update_info))
 
     async def finish_weight_update(self, *args: Any, **more: Any) -> None:
         """As vLLM's; then groups continue."""
