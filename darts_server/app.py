@@ -190,7 +190,9 @@ def make_rooms(
     retention = BatchRetention(
         settings.resume_seconds, settings.kept_seconds, settings.kept_batches, settings.kept_bytes
     )
-    carry_limits = CarryLimits(settings.carried_prompts, settings.carried_tokens, settings.max_staleness)
+    carry_limits = CarryLimits(
+        settings.carried_prompts, settings.kept_bytes // 2, settings.carried_tokens, settings.max_staleness
+    )
     batches: VllmBatches = BatchRegistry(
         rollouts,
         engine.renderer,

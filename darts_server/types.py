@@ -3,6 +3,7 @@
 This module imports no other room.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -402,6 +403,12 @@ class PromptSpec:
     text: str | None = None
     key: str | None = None
     metadata: bytes | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes, roughly: as JSON, or 8 for each token id."""
+        messages = 0 if self.messages is None else len(json.dumps(self.messages, default=str))
+        return 8 * len(self.token_ids or ()) + messages + len(self.text or "") + len(self.metadata or b"")
 
 
 @dataclass(frozen=True, slots=True)

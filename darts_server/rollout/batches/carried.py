@@ -31,11 +31,12 @@ class Carry(StrEnum):
 class CarryLimits:
     """Of each caller.
 
-    ``prompts``: beyond it the oldest are dropped. ``tokens``: that are generated; beyond it the oldest prompts start
+    ``prompts``, ``prompt_bytes`` of them: beyond these the oldest are dropped. ``tokens``: that are generated; beyond it the oldest prompts start
     again. ``staleness``: weight versions since the first of these tokens; beyond it their prompt starts again.
     """
 
     prompts: int = 4096
+    prompt_bytes: int = 1 << 29
     tokens: int = 1 << 22
     staleness: int = 1
 
@@ -99,15 +100,26 @@ class CarriedPrompts:
     def put(self, owner: str | None, prompts: Iterable[CarriedPrompt]) -> None:
         """Keep prompts of a caller, and drop its oldest ones, or what was generated for them, if it is too much."""
         kept = [*self._kept.pop(owner, ()), *prompts]
-        excess = max(0, len(kept) - self.limits.prompts)
+        excess = self._excess([each.prompt.size_bytes for each in kept])
         if excess:
             logger.warning(
-                "%d prompts that were carried over are dropped: at most %d of a caller are kept (--carried-prompts)",
+                "%d prompts that were carried over are dropped: of a caller at most %d are kept (--carried-prompts), and "
+                "at most %d bytes of them (half of --kept-bytes)",
                 excess,
                 self.limits.prompts,
+                self.limits.prompt_bytes,
             )
         if kept := self._within_tokens(kept[excess:]):
             self._kept[owner] = kept
+
+    def _excess(self, sizes: Sequence[int]) -> int:
+        """Return how many of the prompts, the oldest, are too many."""
+        total = sum(sizes)
+        for place, size in enumerate(sizes):
+            if len(sizes) - place <= self.limits.prompts and total <= self.limits.prompt_bytes:
+                return place
+            total -= size
+        return len(sizes)
 
     def _within_tokens(self, prompts: list[CarriedPrompt]) -> list[CarriedPrompt]:
         tokens = sum(each.group.tokens for each in prompts if each.group is not None)

@@ -63,6 +63,21 @@ def test_each_caller_has_its_own_prompts_and_the_oldest_are_dropped(caplog: pyte
     assert names(prompts.take("other", (), others=True)) == ["x"]
 
 
+def test_prompts_are_bounded_in_bytes() -> None:
+    prompts = CarriedPrompts(CarryLimits(prompt_bytes=40))
+    specs = [
+        PromptSpec(text="long " * 4),
+        PromptSpec(token_ids=[1, 2]),
+        PromptSpec(messages=[{"role": "user"}]),
+        PromptSpec(metadata=b"{}"),
+    ]
+    assert [spec.size_bytes for spec in specs] == [20, 16, 18, 2]
+    prompts.put(None, [CarriedPrompt(spec, ("", "")) for spec in specs])
+    assert [each.prompt for each in prompts.take(None, (), others=True)] == specs[1:]
+    prompts.put(None, [CarriedPrompt(PromptSpec(text="x" * 41), ("", ""))])
+    assert prompts.count(None) == 0
+
+
 def request(*texts: str, num_groups: int | None = None, carry: Carry = Carry.RESTART, **more: object) -> BatchRequest:
     specs = [PromptSpec(text=text, metadata=b'{"of":"%s"}' % text.encode()) for text in texts]
     return BatchRequest(specs, SIZE, num_groups=num_groups, carry=carry, **more)  # type: ignore[arg-type]
