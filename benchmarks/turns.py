@@ -72,19 +72,15 @@ FORMS: dict[str, Callable[[Trajectory], Request]] = {
 
 @dataclass
 class Rounds:
-    """All rounds of one form, shaped or not. ``turns``: seconds by turn. ``groups``: that the server made."""
+    """All rounds of one form, shaped or not.
 
-    turns: list[list[float]] = field(default_factory=lambda: [[] for _ in range(TURNS)])
+    ``first``, ``later``: median seconds of first and of later turns, by round. ``groups``: that the server made.
+    """
+
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
     groups: float = 0
     expected: int = 0
-
-    @property
-    def first(self) -> float:
-        return statistics.median(self.turns[0])
-
-    @property
-    def later(self) -> float:
-        return statistics.median(value for turn in self.turns[1:] for value in turn)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,9 +132,8 @@ async def run_round(
     headers = {} if is_shaped else {"X-Darts-Policy": "off"}
     pairs = zip(trajectories, waits, strict=True)
     await asyncio.gather(*(run_trajectory(client, FORMS[form], one, wait, headers) for one, wait in pairs))
-    for one in trajectories:
-        for turn, seconds in enumerate(one.seconds):
-            into.turns[turn].append(seconds)
+    into.first.append(statistics.median(one.seconds[0] for one in trajectories))
+    into.later.append(statistics.median(seconds for one in trajectories for seconds in one.seconds[1:]))
     into.groups += server.metric("darts_groups_total") - before
     into.expected += prompts if is_shaped else 0
 
@@ -164,15 +159,20 @@ async def run_trajectory(
 
 
 def report(results: dict[str, tuple[Rounds, Rounds]], before: Sequence[float], after: Sequence[float]) -> str:
+    """Format the table. Ratios are those of neighbouring rounds: their median, with the middle half in brackets."""
     lines = [
-        "| requests of | turn 1, p50: off, shaped, ms | turns 2 to 4, p50: off, shaped, ms | shaped / off | groups |",
+        "| requests of | turn 1, p50, ms: off, shaped | turns 2 to 4, p50, ms: off, shaped | shaped / off | groups |",
         "|---|---|---|---|---|",
     ]
     for name, (off, shaped) in results.items():
-        first, later = f"{1000 * off.first:.0f}, {1000 * shaped.first:.0f}", f"{1000 * off.later:.0f}, "
-        later += f"{1000 * shaped.later:.0f}"
+        first, later = (
+            ", ".join(f"{1000 * statistics.median(values):.0f}" for values in pair)
+            for pair in ((off.first, shaped.first), (off.later, shaped.later))
+        )
+        ratios = [s / o for o, s in zip(off.later, shaped.later, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         groups = f"{shaped.groups:.0f} of {shaped.expected}"
-        lines.append(f"| {name} | {first} | {later} | {shaped.later / off.later:.2f} | {groups} |")
+        lines.append(f"| {name} | {first} | {later} | {middle:.2f} [{low:.2f}, {high:.2f}] | {groups} |")
     return "\n".join([*lines, "", f"Load of the machine: {before[0]:.1f} before, {after[0]:.1f} at the end."])
 
 
