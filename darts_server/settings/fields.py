@@ -182,7 +182,8 @@ class Settings(BaseSettings):
         1 << 30,
         ge=0,
         description="Maximum memory for batches with an Idempotency-Key, running ones counted by the size of their "
-        "requests. The oldest ended ones are dropped first. One API key has half of it, and as much for prompts carried over.",
+        "requests. The oldest ended ones are dropped first. One API key has half of it, and as much for prompts "
+        "carried over.",
     )
     carried_prompts: int = Field(
         4096,

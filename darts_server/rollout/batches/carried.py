@@ -31,8 +31,9 @@ class Carry(StrEnum):
 class CarryLimits:
     """Of each caller.
 
-    ``prompts``, ``prompt_bytes`` of them: beyond these the oldest are dropped. ``tokens``: that are generated; beyond it the oldest prompts start
-    again. ``staleness``: weight versions since the first of these tokens; beyond it their prompt starts again.
+    ``prompts``, ``prompt_bytes`` of them: beyond these the oldest are dropped. ``tokens``: that are generated; beyond
+    it the oldest prompts start again. ``staleness``: weight versions since the first of these tokens; beyond it their
+    prompt starts again.
     """
 
     prompts: int = 4096
@@ -103,8 +104,8 @@ class CarriedPrompts:
         excess = self._excess([each.prompt.size_bytes for each in kept])
         if excess:
             logger.warning(
-                "%d prompts that were carried over are dropped: of a caller at most %d are kept (--carried-prompts), and "
-                "at most %d bytes of them (half of --kept-bytes)",
+                "%d prompts that were carried over are dropped: of a caller at most %d are kept (--carried-prompts), "
+                "and at most %d bytes of them (half of --kept-bytes)",
                 excess,
                 self.limits.prompts,
                 self.limits.prompt_bytes,
