@@ -74,8 +74,7 @@ class LLMServerClient:
         """
         if unserved := sorted(name for name, value in other.items() if value):
             raise ValueError(f"{', '.join(unserved)}: only prompts of token ids are served")
-        sampling = dict(sampling_params)
-        with_logprobs = bool(sampling.pop("logprobs", False))
+        with_logprobs = bool((sampling := dict(sampling_params)).pop("logprobs", False))
         limits = [sampling.pop(name, None) for name in ("max_tokens", "max_new_tokens")]  # veRL takes either
         left = limits[0] or limits[1] or self._max_tokens(len(prompt_ids))
         tokens, logprobs = list[int](), list[float]()
