@@ -23,7 +23,7 @@ SEVERE = Pruning(keep_ratio=0.25, target_positive_ratio=0.4)
 
 def test_each_policy_of_the_settings_has_a_shaping_and_those_that_do_not_prune_a_shadow() -> None:
     shaped = {name for name in POLICIES if not name.startswith(SHADOW_PREFIX)}
-    assert {*POLICIES, "off"} == set(get_args(Policy))
+    assert {*POLICIES, "off", "auto"} == set(get_args(Policy))
     shadows = {name.removeprefix(SHADOW_PREFIX) for name in POLICIES if name.startswith(SHADOW_PREFIX)}
     assert shadows == {name for name in shaped if not POLICIES[name].prunes}
     assert {name for name in shaped if POLICIES[name].prunes} == {"arrol", "darts+arrol", "roulette"}
