@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.observers import Observers
@@ -208,11 +208,9 @@ class Coordinator:
         """
         if self._asleep:
             raise Conflict("engine", f"is asleep ({', '.join(sorted(self._asleep))}); {WAKE_UP}")
-        if not self._paused_by_update:
-            await resume()
-        self._trainer_resumes += 1
-        self.paused_by_trainer = False
-        self._gate.open(TRAINER)
+        with self._ending_pause():
+            if not self._paused_by_update:
+                await resume()
 
     async def abort_by_trainer(self, abort: Callable[[], Awaitable[None]], *, everything: bool) -> None:
         """Abort requests by ``abort``. ``everything``: groups fail as wholes, with an error for their callers.
@@ -249,7 +247,7 @@ class Coordinator:
         # Whatever came meanwhile: the engine may have been woken up before it slept.
         self.paused_by_trainer = True
         self._gate.close(TRAINER)
-        self._asleep |= set(MEMORY if frees_memory else ())
+        self._asleep = self._asleep | set(MEMORY if frees_memory else ())
 
     async def free_by_trainer(self, part: str, free: Callable[[], Awaitable[None]]) -> None:
         """Free one part of `MEMORY` by ``free`` while the engine is paused.
@@ -270,20 +268,34 @@ class Coordinator:
             UpdateRunning, WeightsLost
         """
         self._check_no_update()
-        await wake_up()
+        asleep = self._asleep
         woken = set(MEMORY) if parts is None else set(parts) - {SCHEDULING}
-        if parts is None or woken <= self._asleep:  # vLLM does nothing if one of them is not asleep
-            self._asleep -= woken
-        if not self._asleep:
-            self._trainer_resumes += 1
-            self.paused_by_trainer = False
+        if parts is not None and not woken <= asleep:  # vLLM does nothing if one of them is not asleep
+            woken = set()
+        with self._ending_pause() if woken >= asleep else nullcontext():
+            await wake_up()
+            if self._asleep is asleep:  # and not put to sleep meanwhile
+                self._asleep = asleep - woken
+
+    @contextmanager
+    def _ending_pause(self) -> Iterator[None]:
+        """End the trainer's pause while the block resumes the engine, unless another pause begins meanwhile."""
+        was_paused = self.paused_by_trainer
+        self._trainer_resumes += 1
+        self.paused_by_trainer = False
+        try:
+            yield
+        except BaseException:
+            self.paused_by_trainer |= was_paused
+            raise
+        if not self.paused_by_trainer:
             self._gate.open(TRAINER)
 
     @contextmanager
     def _falling_asleep(self, parts: Collection[str]) -> Iterator[None]:
         """Count these parts of `MEMORY` as freed, also while they are being freed: no update may write them then."""
-        before = set(self._asleep)
-        self._asleep |= set(parts)
+        before = self._asleep
+        self._asleep = before | set(parts)
         try:
             yield
         except BaseException:

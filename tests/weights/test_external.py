@@ -131,6 +131,28 @@ async def test_an_update_that_ends_while_the_trainer_pauses_leaves_the_pause_in_
     await enter(harness.gate)
 
 
+async def test_a_pause_that_begins_while_the_engine_resumes_holds(harness: Harness) -> None:
+    await harness.trainer.pause("keep")
+
+    async def resume() -> None:
+        await harness.trainer.pause("keep")
+
+    await harness.updates.coordinator.resume_by_trainer(resume)
+    assert harness.updates.coordinator.paused_by_trainer
+    assert harness.gate.closed
+    await harness.trainer.resume()
+    await enter(harness.gate)
+
+
+async def test_a_resume_that_fails_leaves_the_pause_in_place(harness: Harness) -> None:
+    await harness.trainer.pause("keep")
+    harness.model.fail["trainer's resume"] = [RuntimeError("no")]
+    with pytest.raises(RuntimeError):
+        await harness.trainer.resume()
+    assert harness.updates.coordinator.paused_by_trainer
+    assert harness.gate.closed
+
+
 async def test_a_pause_that_fails_half_way_is_resumed(harness: Harness) -> None:
     harness.model.fail["trainer's pause keep"] = [RuntimeError("no")]
     with pytest.raises(RuntimeError):

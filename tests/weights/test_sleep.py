@@ -102,6 +102,16 @@ async def test_no_update_writes_weights_that_are_being_freed(harness: Harness) -
     harness.check_serves(1, all=5)
 
 
+async def test_a_sleep_or_pause_that_begins_while_the_engine_wakes_up_holds(harness: Harness) -> None:
+    for begin in (harness.trainer.sleep, lambda: harness.trainer.pause("keep")):
+        await harness.trainer.sleep()
+        await harness.updates.coordinator.wake_up_by_trainer(begin)
+        assert harness.updates.coordinator.paused_by_trainer
+        assert not await is_open(harness)
+        await harness.trainer.wake_up()
+        assert await is_open(harness)
+
+
 async def test_a_sleep_that_waits_for_groups_gives_way_to_an_update(harness: Harness) -> None:
     harness.gate.let_in()
     sleep = asyncio.create_task(harness.trainer.sleep("wait"))
