@@ -14,7 +14,7 @@ import numpy as np
 
 from darts_server.policy.auto.forecast import Expectation, Forecast, forecast
 from darts_server.policy.auto.options import OFF, UNSHAPED, Auto, AutoLimits, Option
-from darts_server.policy.auto.state import MEANS, MOST, TRAINED, AutoState, OptionState
+from darts_server.policy.auto.state import MAX_OPTIONS, MEANS, MOST, TRAINED, AutoState, OptionState
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.simulation.machine import Machine
@@ -152,7 +152,9 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     if choice.option.shaping is not None and choice.off_seconds is not None:
         step = measured.seconds + state.training_seconds(measured.returned)
         after = _judge(after, log(step / choice.off_seconds), state.batches)
-    return replace(state, options={**state.options, name: after})
+    # Without those that were measured the longest ago, where a restored state has as many as it may have.
+    others = [(other, option) for other, option in state.options.items() if other != name][1 - MAX_OPTIONS :]
+    return replace(state, options=dict([*others, (name, after)]))
 
 
 def learn_training(state: AutoState, returned: float, seconds: float) -> AutoState:

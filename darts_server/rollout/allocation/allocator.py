@@ -1,6 +1,7 @@
 """Allocate candidates to groups, from the statistics of their prompts and of the groups that start with them."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import floor
@@ -22,6 +23,8 @@ from darts_server.rollout.learned.documents import Parse, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.types import ChosenOption, CohortRecord, GroupRecord
+
+logger = logging.getLogger(__name__)
 
 Kind = tuple[str, int]
 """Policy and group size: groups that are allocated together must be comparable."""
@@ -229,8 +232,11 @@ class Allocator(GroupObserver):
         def end(record: CohortRecord) -> None:
             # Where too few are admitted, groups get fewer candidates than they were allocated.
             is_full = chosen.enough is not None or record.candidates >= sum(plan.candidates)
-            self.auto.end(size, keys, choice, record, chosen.enough, counts=counts and is_full)
             self._on_cohort_end(record)
+            try:
+                self.auto.end(size, keys, choice, record, chosen.enough, counts=counts and is_full)
+            except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
+                logger.exception("nothing was learned from a cohort of %d groups under auto", record.groups)
 
         cohort = Cohort(terms, end, self._clock)
         self.auto.start(size, choice, explores=terms.explored, counts=not terms.few)

@@ -19,7 +19,7 @@ from darts_server.policy.auto.chooser import (
 )
 from darts_server.policy.auto.forecast import Expectation
 from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto, rule_of
-from darts_server.policy.auto.state import AutoState, OptionState
+from darts_server.policy.auto.state import MAX_OPTIONS, AutoState, OptionState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.shaping import Shaping
@@ -237,6 +237,16 @@ def test_a_batch_without_a_forecast_or_a_duration_corrects_nothing() -> None:
     assert learn(MEASURED, replace(choice, forecast=None), measured(choice)).options == MEASURED.options
     assert learn(MEASURED, choice, measured(choice, 0.0)).options == MEASURED.options
     assert learn(MEASURED, choice, replace(measured(choice), mean_length=0.0)).options == MEASURED.options
+
+
+def test_a_state_that_is_full_makes_room_for_an_option_that_is_measured() -> None:
+    choice = chosen(MEASURED)
+    made_up = {f"made up {number}": OptionState(1) for number in range(MAX_OPTIONS - len(MEASURED.options))}
+    state = learn(replace(MEASURED, options={**made_up, **MEASURED.options}), choice, measured(choice))
+    assert len(state.options) == MAX_OPTIONS
+    assert state.of(choice.option.name).tries == 1
+    assert "made up 0" not in state.options
+    assert learn(state, choice, measured(choice)).options.keys() == state.options.keys()
 
 
 def test_batches_in_flight_withdraw_an_option_once() -> None:

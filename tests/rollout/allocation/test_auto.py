@@ -10,6 +10,7 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto.chooser import MIN_OFF
 from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
+from darts_server.policy.auto.state import AutoState, OptionState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import AUTO, Planner
@@ -134,6 +135,31 @@ async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> N
     await made.engine.run()
     await asyncio.gather(*waiting)
     assert made.rollouts.allocator.auto.state(SIZE).options == before.options
+
+
+async def test_a_state_full_of_made_up_options_fails_no_group_and_makes_room() -> None:
+    made = harness()
+    await cohort(made, "step0")
+    full = AutoState(batches=1, means=(10.0,), options={f"made up {number}": OptionState() for number in range(256)})
+    made.rollouts.allocator.auto._save(SIZE, full)
+    await cohort(made, "step1")
+    state = made.rollouts.allocator.auto.state(SIZE)
+    assert len(state.options) == 256
+    assert state.of("off").tries == 1
+
+
+async def test_a_cohort_of_which_nothing_can_be_learned_is_reported_and_delivered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = harness()
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("cannot be learned")
+
+    made.rollouts.allocator.auto.end = fail  # type: ignore[method-assign]
+    await cohort(made, "step0")
+    assert len(made.recorder.cohorts) == 1
+    assert "cannot be learned" in caplog.text
 
 
 async def test_the_time_between_batches_is_learned() -> None:
