@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from math import floor
+from dataclasses import dataclass, field, replace
+from math import floor, inf
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from darts_server.policy.allocation.brownout import reduce_candidates
 from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
 from darts_server.policy.auto.chooser import Choice
+from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Plan as SimulatedPlan
 from darts_server.rollout.allocation.auto import AutoCohorts
@@ -44,6 +45,10 @@ class CohortChoice:
     @property
     def shaping(self) -> Shaping:
         return self.choice.option.shaping or UNSHAPED
+
+    def without_room(self) -> "CohortChoice":
+        """Return what is done instead where its candidates are not admitted."""
+        return replace(self, choice=Choice(UNSHAPED_OPTION, f"no room for the candidates of {self.choice.option.name}"))
 
 
 @dataclass(slots=True)
@@ -129,15 +134,20 @@ class Allocator(GroupObserver):
         return CohortChoice(await self.auto.choose(auto, plan.size, prompt_keys, enough), enough)
 
     def allocate_cohort(
-        self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None, chosen: CohortChoice | None = None
+        self,
+        plan: Plan,
+        prompt_keys: Sequence[str],
+        budget: int | None = None,
+        chosen: CohortChoice | None = None,
+        room: float = inf,
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
 
-        ``budget``: candidates in all. ``chosen``: by `choose`.
+        ``budget``: candidates in all. ``chosen``: by `choose`; without ``room`` for its candidates, `off` instead.
         """
         kind = (plan.policy, plan.size)
         if chosen is not None:
-            return self._allocate_chosen(kind, chosen, prompt_keys)
+            return self._allocate_chosen(kind, chosen, prompt_keys, room)
         return self._allocate(kind, plan.shaping, prompt_keys, budget)
 
     def group_ended(self, record: GroupRecord) -> None:
@@ -210,11 +220,14 @@ class Allocator(GroupObserver):
             for count in counts
         ]
 
-    def _allocate_chosen(self, kind: Kind, chosen: CohortChoice, keys: Sequence[str]) -> list[Allocation]:
+    def _allocate_chosen(self, kind: Kind, chosen: CohortChoice, keys: Sequence[str], room: float) -> list[Allocation]:
         """Allocate candidates as `auto` has chosen."""
         size, shaping, choice = kind[1], chosen.shaping, chosen.choice
         scale = self._scale()
         plan = SimulatedPlan.of(choice.option.shaping, size, [self._prompts.std(key) for key in keys])
+        candidates = [reduce_candidates(count, size, scale) for count in plan.candidates]
+        if choice.option.shaping is not None and sum(candidates) > room:
+            return self._allocate_chosen(kind, chosen.without_room(), keys, room)
         rule = self.deadlines.current_rule(shaping)
         terms = CohortTerms(
             policy=kind[0],
@@ -241,8 +254,8 @@ class Allocator(GroupObserver):
         cohort = Cohort(terms, end, self._clock)
         self.auto.start(size, choice, explores=terms.explored, counts=not terms.few)
         return [
-            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count), shaping)
-            for count in plan.candidates
+            Allocation(reduced, cohort, shaping.is_saturated(size, count), shaping)
+            for reduced, count in zip(candidates, plan.candidates, strict=True)
         ]
 
     def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:

@@ -423,9 +423,9 @@ def _allocate(
     Raises:
         Overloaded, QuotaReached, InvalidRequest: there are more than usual, and these are not admitted.
     """
-    usual = ticket.candidates
+    usual, room = ticket.candidates, ticket.room
     ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
-    cohort = rollouts.allocator.allocate_cohort(plan, keys, budget, chosen)
+    cohort = rollouts.allocator.allocate_cohort(plan, keys, budget, chosen, room)
     allocations = [
         fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
         for fresh, group in zip(cohort, resumed, strict=True)

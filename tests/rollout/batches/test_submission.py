@@ -8,12 +8,13 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle, slice_from
 from darts_server.exceptions import CandidateFailed, InvalidRequest
-from darts_server.policy.auto.options import AutoLimits, build_auto
+from darts_server.policy.auto.options import Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.submission import BatchRequest, GroupResult, Submission
 from darts_server.rollout.plan import Limits, Planner
+from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.types import FinishReason, Outcome, PromptSpec, Sample
 from tests.rollout.helpers import Harness
 
@@ -49,17 +50,27 @@ class Texts:
         return Sample(output, slice_from(output, 0).logprobs, "", FinishReason.STOP)
 
 
+TAILED = [str(1000 + number) for number in range(12)]
+
+
 def script(prompt: str, index: int) -> Script:
-    """The prompt ``"20"`` has lengths from 20 on."""
+    """The prompt ``"20"`` has lengths from 20 on; of the ``TAILED`` ones, one candidate in five is long."""
+    if prompt in TAILED:
+        return Script(400 if (int(prompt) + index) % 5 == 0 else 10)
     return Script(int(prompt) + index, error=CandidateFailed("broken") if prompt == "7" else None)
 
 
 AUTO_OPTIONS = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(("uniform", "cap"), most_lost=1.0))
 
 
-async def submit(harness: Harness, batch: BatchRequest, default: str = "shortest") -> Submission[str, list[int]]:
+UNIFORM_OPTIONS = build_auto(Shaping(), Deadline(), AutoLimits(("uniform",), most_bias=1.0))
+
+
+async def submit(
+    harness: Harness, batch: BatchRequest, default: str = "shortest", auto: Auto = AUTO_OPTIONS
+) -> Submission[str, list[int]]:
     def new_planner(overrides: Mapping[str, object]) -> Planner:
-        return Planner(POLICIES, str(overrides.get("name", default)), Limits(64), AUTO_OPTIONS)
+        return Planner(POLICIES, str(overrides.get("name", default)), Limits(64), auto)
 
     return await Submission.prepare(batch, harness.rollouts, Texts(), new_planner)
 
@@ -136,11 +147,16 @@ async def test_all_groups_of_a_batch_share_one_deadline() -> None:
     assert batch.deadline is not None
 
 
-async def test_auto_does_the_same_with_all_groups_of_a_batch_and_learns_from_it() -> None:
+def with_latency() -> Harness:
     harness = Harness(script)
     for batch in (1, 8, 64):
         for _ in range(50):
             harness.rollouts.statistics.latency.observe(batch, 1.0)
+    return harness
+
+
+async def test_auto_does_the_same_with_all_groups_of_a_batch_and_learns_from_it() -> None:
+    harness = with_latency()
     chosen = []
     for _ in range(6):
         texts = [*map(str, range(10, 20)), "200"]
@@ -154,6 +170,24 @@ async def test_auto_does_the_same_with_all_groups_of_a_batch_and_learns_from_it(
     state = harness.rollouts.allocator.auto.state(SIZE)
     assert state.batches == 6
     assert sum(option.tries for option in state.options.values()) == 5, "ten groups were enough"
+
+
+@pytest.mark.parametrize("bounds", [Bounds(max_per_caller=12 * SIZE), Bounds(max_waiting=11 * SIZE)])
+async def test_a_batch_under_auto_is_run_as_off_where_there_is_no_room_for_more(bounds: Bounds) -> None:
+    harness = with_latency()
+    harness.rollouts.admission = Admission(lambda: 0, SIZE, bounds)
+    token = caller.set(Caller("one"))
+    reasons = []
+    for _ in range(5):
+        results = await play(harness, await submit(harness, batch_request(*TAILED), "auto", UNIFORM_OPTIONS))
+        for result in results:
+            assert result.record is not None
+            assert result.record.chosen is not None
+            assert (result.record.chosen.option, len(result.record.candidates)) == ("off", SIZE)
+        reasons.append(harness.recorder.cohorts[-1].chosen)
+    caller.reset(token)
+    assert any(chosen is not None and "no room" in chosen.reason for chosen in reasons)
+    assert len(harness.recorder.cohorts) == harness.rollouts.allocator.auto.state(SIZE).batches == 5
 
 
 @pytest.mark.parametrize(
