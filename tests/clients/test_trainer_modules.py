@@ -90,11 +90,15 @@ async def test_verls_limits_of_tokens_are_those_of_its_own_server(given: Any, pr
     assert "max_new_tokens" not in served.completions[0][0]
 
 
-async def test_verls_aborted_answers_are_returned_or_continued_with_what_is_left() -> None:
-    served = Served(choice(5, reason="abort"))
-    output = await verl_turn(verl.LLMServerClient(verl_config(), URL, transport=served.transport), 1)
-    assert (output.token_ids, output.stop_reason) == ([5], "aborted")
+@pytest.mark.parametrize(("reason", "resumes"), [("abort", False), ("error", False), ("error", True)])
+async def test_verl_gets_no_beginning_of_an_answer_as_a_whole_one(reason: str, resumes: bool) -> None:
+    served = Served(choice(5, reason=reason))
+    client = verl.LLMServerClient(verl_config(), URL, resumes=resumes, transport=served.transport)
+    with pytest.raises(ProtocolError, match=f"finish reason '{reason}'"):
+        await verl_turn(client, 1)
 
+
+async def test_verls_aborted_answers_are_continued_with_what_is_left() -> None:
     served = Served(choice(5, reason="abort"), choice(reason="abort"), choice(6, 7, reason="length"))
     client = verl.LLMServerClient(verl_config(3), URL, resumes=True, transport=served.transport)
     output = await verl_turn(client, 1)
@@ -163,6 +167,13 @@ async def test_openrlhf_gets_what_its_executors_read_of_vllms_output() -> None:
     [(body, _)] = served.completions
     assert (body["prompt"], body["min_tokens"], body["skip_special_tokens"]) == ([1, 2], 1, False)
     assert not {"stop", "seed"} & body.keys()
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_openrlhf_gets_no_beginning_of_an_answer_as_a_whole_one(reason: str) -> None:
+    engine = openrlhf.HttpEngine(URL, transport=Served(choice(5, reason=reason)).transport)
+    with pytest.raises(ProtocolError, match=f"finish reason '{reason}'"):
+        await engine.generate([1], sampling_params())
 
 
 async def test_openrlhf_without_correction_has_no_logprobs() -> None:

@@ -41,6 +41,11 @@ class Sampled(WireModel):
     def token_logprobs(self) -> list[float]:
         return [] if self.logprobs is None else list(self.logprobs.token_logprobs)
 
+    def check_finished(self) -> None:
+        """Raise ProtocolError for the beginning of an answer, which must not be trained on as a whole one."""
+        if self.finish_reason not in ("stop", "length"):
+            raise ProtocolError(f"the answer has finish reason {self.finish_reason!r}, not stop or length")
+
 
 class _Completion(WireModel):
     choices: list[Sampled]

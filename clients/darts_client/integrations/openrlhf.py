@@ -80,6 +80,7 @@ class HttpEngine:
         answer = await self._sampler.sample(
             prompt_token_ids, {name: value for name, value in sampling.items() if value != []}, logprobs=with_logprobs
         )
+        answer.check_finished()  # executors do not read the reason
         pairs = zip(answer.token_ids, answer.token_logprobs, strict=with_logprobs)
         logprobs = [{token: Logprob(value)} for token, value in pairs] if with_logprobs else None
         completion = Completion(list(answer.token_ids), answer.text, answer.finish_reason, logprobs)

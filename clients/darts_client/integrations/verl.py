@@ -20,7 +20,6 @@ import httpx
 from ._sampling import Sampler
 
 T = TypeVar("T", bound=type)
-STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
 
 
 @dataclass
@@ -78,18 +77,18 @@ class LLMServerClient:
         limits = [sampling.pop(name, None) for name in ("max_tokens", "max_new_tokens")]  # veRL takes either
         left = limits[0] or limits[1] or self._max_tokens(len(prompt_ids))
         tokens, logprobs = list[int](), list[float]()
-        while True:
+        while not tokens or len(tokens) < left:
             turn, params = [*prompt_ids, *tokens], sampling | {"max_tokens": left - len(tokens)}
             answer = await self._sampler.sample(turn, params, logprobs=with_logprobs, session=str(request_id))
             tokens += answer.token_ids
             logprobs += answer.token_logprobs
-            if answer.finish_reason != "abort" or not self._resumes or len(tokens) >= left:
+            if not self._resumes or answer.finish_reason != "abort":
+                answer.check_finished()  # veRL's loops do not read the reason
                 break
-        reason = "length" if self._resumes and len(tokens) >= left else answer.finish_reason
         return _output_class()(
             token_ids=tokens,
             log_probs=logprobs if with_logprobs else None,
-            stop_reason=STOP_REASONS.get(reason, reason),
+            stop_reason="completed",
             extra_fields=dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps")),
         )
 
