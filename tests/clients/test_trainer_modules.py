@@ -328,6 +328,27 @@ async def test_web_pages_cannot_use_the_facades_key(header: dict[str, str]) -> N
     assert served.requests == []
 
 
+CHANGES = ("/generate", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "DELETE"])
+@pytest.mark.parametrize("path", CHANGES)
+async def test_only_a_post_changes_anything(path: str, method: str) -> None:
+    served = Served()
+    body = SLIME | {"abort_all": True, "model_path": "x"}
+    response = await call(served, path, body, method)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert served.requests == []
+
+
+@pytest.mark.parametrize("path", sorted(slime.Facade(URL)._routes.keys() - {*CHANGES}))
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_what_changes_nothing_is_there_for_both(path: str, method: str) -> None:
+    served = Served()
+    assert (await call(served, path, {}, method)).status_code == 200
+    assert all(body is None for _, body, _ in served.requests)
+
+
 async def test_running_requests_are_the_facades_load() -> None:
     served, release = Served(choice(5)), asyncio.Event()
     answer: Callable[[httpx.Request], Any] = served.answer

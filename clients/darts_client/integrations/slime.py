@@ -51,7 +51,7 @@ class Facade:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             status, answer = await self._answer(scope, receive)
-            headers = [(b"content-type", b"application/json")]
+            headers = [(b"content-type", b"application/json")] + [(b"allow", b"POST")] * (status == 405)
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
@@ -59,14 +59,16 @@ class Facade:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if "origin" in headers or "sec-fetch-site" in headers:
             return 403, {"error": "web pages may not call this: it may have an admin key"}
-        if scope["path"] not in self._routes:
+        if (route := self._routes.get(scope["path"])) is None:
             return 404, {"error": f"{scope['path']} is not served; there are {', '.join(self._routes)}"}
+        if scope["method"] != "POST" and route not in (self._version, self._workers, self._loads):
+            return 405, {"error": f"{scope['path']} takes POST only"}  # a rebound web page's GET names no origin
         text, is_open = b"", True
         while is_open:
             message = await receive()
             text, is_open = text + message.get("body", b""), message.get("more_body", False)
         try:
-            return 200, await self._routes[scope["path"]](json.loads(text or b"{}"), headers)
+            return 200, await route(json.loads(text or b"{}"), headers)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             return 400, {"error": f"{type(error).__name__}: {error}"}
         except DartsError as error:
@@ -110,8 +112,7 @@ class Facade:
         return {"loads": [{"num_reqs": self._running}]}
 
     async def _forward(self, path: str, body: Json | None = None) -> Json:
-        answer: Json = (await self._sampler.request("POST", path, json=body or {})).json()
-        return answer
+        return dict((await self._sampler.request("POST", path, json=body or {})).json())
 
 
 def facade() -> Facade:
