@@ -115,6 +115,11 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         ...
 
     @property
+    def kv_tokens(self) -> int | None:
+        """Tokens for which its KV caches have room; ``None`` if unknown."""
+        ...
+
+    @property
     def unfinished(self) -> int:
         """Number of requests that are running or queued, those of other clients included."""
         ...

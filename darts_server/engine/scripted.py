@@ -113,6 +113,7 @@ class ScriptedEngine:
         self.now = 0
         self.weight_version = 0
         self.capacity: int | None = None
+        self.kv_tokens: int | None = None
         self.probe_width: int | None = None
         self.started: list[ScriptedCandidate] = []
         self.start_error: Exception | None = None

@@ -138,7 +138,6 @@ class VllmEngine:
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens for which all KV caches have room; ``None`` if vLLM does not say."""
         config = self._llm.vllm_config.cache_config
         return config.num_gpu_blocks * config.block_size if config.num_gpu_blocks else None
 

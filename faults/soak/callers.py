@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from darts_server.exceptions import DartsError
+from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.registry import IdempotencyKey
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.submission import BatchRequest
@@ -29,6 +30,8 @@ REPEATED_PROMPTS, UNIQUE = 512, 0.3
 """Number of prompts that are used again and again, and the share of requests with a prompt of their own."""
 CANCELLED, ABORTED, FAILING = 0.06, 0.01, 0.005
 """Shares of requests that are cancelled, of groups that are aborted, and of prompts that are doomed or invalid."""
+CARRYING = (OFF, "uniform", "darts", "darts_cut", "cap")
+"""Policies whose batches with enough groups carry the others over: those that prune cannot go on with a group."""
 MAX_REWARD_DELAY = 4.0
 MAX_CANCEL_DELAY = 0.8
 
@@ -140,11 +143,16 @@ class Callers:
     async def _batch(self, number: int, numbers: Iterator[int]) -> str:
         """Request a batch through our own API, with or without an idempotency key, streamed or in one answer."""
         prompts = [number, *islice(numbers, self._rng.randint(0, 7))]
+        policy = self._rng.choice([OFF, *self._policies])
+        num_groups = max(1, len(prompts) - 2) if self._rng.random() < 0.2 else None
+        carries = num_groups is not None and policy in CARRYING
         request = BatchRequest(
             [PromptSpec(text=f"{self._prompt(n)}#{n}") for n in prompts],
             self._rng.choice(SIZES),
-            policy={"name": self._rng.choice([OFF, *self._policies])},
-            num_groups=max(1, len(prompts) - 2) if self._rng.random() < 0.2 else None,
+            policy={"name": policy},
+            num_groups=num_groups,
+            carry=Carry.RESUME if carries else Carry.DROP,
+            carried=carries,
         )
         key = IdempotencyKey(None, f"key-{number}", b"digest") if self._rng.random() < 0.3 else None
         answer_format = AnswerFormat(self._rng.choice(list(StreamMode)), chunk_tokens=4)
