@@ -216,8 +216,9 @@ class GroupRun(Generic[RequestT, OutputT]):
     async def carry(self) -> list[CarriedCandidate[OutputT]]:
         """End the group, and return what its candidates have generated, for another run that goes on with it.
 
-        Without those that failed, and those from before a restart.
+        Without those that failed, and those from before a restart. The group must not have ended: it was counted.
         """
+        assert not self.has_ended
         self._act(self._group.carry())
         self._close()
         if self._tasks:

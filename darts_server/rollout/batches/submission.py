@@ -256,6 +256,9 @@ class Submission(Generic[RequestT, OutputT]):
     async def results(self, observer: BatchObserver | None = None) -> AsyncGenerator[GroupResult, None]:
         """Yield each group as it is decided, until enough are complete. Leaving early stops the other groups.
 
+        If others can go on later, those that have ended by then are yielded too: they were counted, and must not be
+        complete a second time.
+
         With an observer, each trajectory is reported as soon as it is known to belong to its group.
 
         Groups that were carried over start first, and then those that are expected to take longest, so that no long one
@@ -274,9 +277,11 @@ class Submission(Generic[RequestT, OutputT]):
                     yield result
                     missing -= result.error is None
                     if not missing:
-                        if self._carry is Carry.RESUME:
-                            await self._stop_undecided()
-                        return
+                        break
+                if self._carry is Carry.RESUME:
+                    for number in await self._stop_undecided():
+                        self._decided.add(number)
+                        yield await tasks[number]
         finally:
             self._ticket.release()
             await self._cancel(tasks)
@@ -284,23 +289,26 @@ class Submission(Generic[RequestT, OutputT]):
                 if group.number not in self._started:
                     group.allocation.drop()
 
-    async def _stop_undecided(self) -> None:
-        """Stop all groups that are not decided, and keep what their candidates have generated."""
+    async def _stop_undecided(self) -> list[int]:
+        """Stop all groups that are not decided, keep what their candidates have generated; the ones that had ended."""
         stopping = []
         for group in self._undecided():
             if (run := self._runs.get(group.number)) is not None:
                 stopping.append(asyncio.create_task(self._stop(group, run)))
                 await asyncio.sleep(0)  # each stops its candidates, so they take turns
-        await asyncio.gather(*stopping)
+        return [number for number in await asyncio.gather(*stopping) if number is not None]
 
-    async def _stop(self, group: _PreparedGroup[RequestT], run: GroupRun[RequestT, OutputT]) -> None:
+    async def _stop(self, group: _PreparedGroup[RequestT], run: GroupRun[RequestT, OutputT]) -> int | None:
+        if run.has_ended:
+            return group.number
         candidates = await run.carry()
         if len(candidates) < self.plan.size:  # it was paused for new weights, or its candidates failed
             self._stopped[group.number] = None
-            return
+            return None
         assert run.spec.tail_seed is not None
         terms, saturated = _terms(self.plan, self.sampling), group.allocation.saturated
         self._stopped[group.number] = CarriedGroup(terms, saturated, run.spec.tail_seed, candidates)
+        return None
 
     async def _cancel(self, tasks: Mapping[int, asyncio.Task[GroupResult]]) -> None:
         """Cancel the tasks of all groups, and wait for their ends. Each stops its candidates, so they take turns."""
