@@ -299,8 +299,9 @@ class CohortRecord:
     """How groups that were allocated together ended; reported to observers when the last of them has ended.
 
     ``mean_candidates``: M', the mean number of candidates per group. ``deadline``: in tokens; ``None`` if it was never
-    set. Seconds are measured from the allocation to the end of the last group; ``predicted_seconds`` is ``None``
-    without a prediction. Tokens are summed over all candidates, and over the returned ones.
+    set. Seconds are measured from the start of the first group to the end of the last one;
+    ``predicted_seconds`` is ``None`` without a prediction. Tokens are summed over all candidates, and over the returned
+    ones.
 
     ``chosen``: what `auto` did with it, and why; ``None`` under other policies. ``candidates``: that were started.
     ``completed``: groups. ``interrupted``: whether a group was restarted, or ran under several weight versions.

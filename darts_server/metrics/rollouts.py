@@ -211,7 +211,7 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
         self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last cohort that had one.")
         self._rollout = self._histogram(
             "darts_rollout_seconds",
-            "Time from a cohort's allocation to the end of its last group, predicted and measured.",
+            "Time from the start of a cohort's first group to the end of its last, predicted and measured.",
             SECONDS_BUCKETS,
             "kind",
         )

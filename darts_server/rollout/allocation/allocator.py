@@ -240,19 +240,24 @@ class Allocator(GroupObserver):
             chosen=ChosenOption(choice.option.name, choice.reason),
         )
         # With fewer candidates, or past its deadline, it says nothing about what was forecast.
-        counts = scale == 1 and not terms.explored and not terms.few
+        counts = scale == 1 and not terms.explored
+
+        def start() -> None:
+            if not terms.few:
+                self.auto.start(size, choice, explores=terms.explored)
 
         def end(record: CohortRecord) -> None:
             # Where too few are admitted, groups get fewer candidates than they were allocated.
             is_full = chosen.enough is not None or record.candidates >= sum(plan.candidates)
             self._on_cohort_end(record)
+            if terms.few or not cohort.has_started:
+                return
             try:
                 self.auto.end(size, keys, choice, record, chosen.enough, counts=counts and is_full)
             except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
                 logger.exception("nothing was learned from a cohort of %d groups under auto", record.groups)
 
-        cohort = Cohort(terms, end, self._clock)
-        self.auto.start(size, choice, explores=terms.explored, counts=not terms.few)
+        cohort = Cohort(terms, end, self._clock, start)
         return [
             Allocation(reduced, cohort, shaping.is_saturated(size, count), shaping)
             for reduced, count in zip(candidates, plan.candidates, strict=True)

@@ -1,8 +1,9 @@
 """What `auto` does with each cohort: from what the server has learned, and corrected by how cohorts went."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,18 @@ UNLIMITED = 1 << 20
 """Sequences that an engine without a limit runs at once."""
 
 
+@dataclass(slots=True)
+class _Activity:
+    """Cohorts of one group size: how many run, and what they returned since none ran.
+
+    ``idle_since``: when the last one ended; ``None`` while one runs, and where the time from then on is no training.
+    """
+
+    running: int = 0
+    returned: float = 0.0
+    idle_since: float | None = None
+
+
 class AutoCohorts:
     """Choose what is done with cohorts, and learn from them by group size.
 
@@ -36,9 +49,7 @@ class AutoCohorts:
         self._statistics = statistics
         self._states = StoredValues(statistics.documents, KIND, PARSERS[KIND])
         self._clock = clock
-        self._running = 0
-        self._returned = 0.0
-        self._idle_since: float | None = None
+        self._activities: defaultdict[int, _Activity] = defaultdict(_Activity)
 
     def state(self, size: int) -> AutoState:
         """What was learned about groups of ``size``."""
@@ -55,28 +66,26 @@ class AutoCohorts:
         expectation = Expectation.of(means, stds, ratios, state, rng)
         return await asyncio.to_thread(choose, auto, state, size, expectation, machine, enough or len(keys), rng)
 
-    def start(self, size: int, choice: Choice, *, explores: bool, counts: bool) -> None:
-        """Record that a cohort starts.
-
-        ``explores``: whether it runs past its deadline. ``counts``: whether it is a batch, and not a few groups alone.
-        """
-        state = self.state(size)
-        if not self._running and self._idle_since is not None:
-            state = learn_training(state, self._returned, self._clock() - self._idle_since)
-        if not self._running:
-            self._returned = 0.0
-        self._running += 1
-        if counts:
-            self._save(size, begin(state, replace(choice, explores=choice.explores or explores)))
+    def start(self, size: int, choice: Choice, *, explores: bool) -> None:
+        """Record that the first group of a cohort starts. ``explores``: whether it runs past its deadline."""
+        state, activity = self.state(size), self._activities[size]
+        if not activity.running:
+            if activity.idle_since is not None:
+                state = learn_training(state, activity.returned, self._clock() - activity.idle_since)
+            activity.returned, activity.idle_since = 0.0, None
+        activity.running += 1
+        self._save(size, begin(state, replace(choice, explores=choice.explores or explores)))
 
     def end(
         self, size: int, keys: Sequence[str], choice: Choice, record: CohortRecord, enough: int | None, *, counts: bool
     ) -> None:
-        """Learn from a cohort that has ended. ``counts``: whether it ran as it was forecast."""
-        self._running -= 1
-        self._returned += record.returned_tokens
-        self._idle_since = None if self._running else self._clock()
-        if not counts or record.interrupted or record.completed < (enough or record.groups):
+        """Learn from a cohort that has started and ended. ``counts``: whether it ran as it was forecast."""
+        activity, is_complete = self._activities[size], record.completed >= (enough or record.groups)
+        activity.running -= 1
+        activity.returned += record.returned_tokens
+        if not activity.running and is_complete:  # nothing is trained with what was cancelled
+            activity.idle_since = self._clock()
+        if not (counts and is_complete) or record.interrupted:
             return
         means = [self._statistics.prompts.mean(key) for key in keys]
         measured = Measured(

@@ -82,17 +82,32 @@ class _Sum:
 
 
 class Cohort:
-    """Set the deadline of its groups once enough of them have reported how many tokens they need."""
+    """Set the deadline of its groups once enough of them have reported how many tokens they need.
 
-    def __init__(self, terms: CohortTerms, on_end: Callable[[CohortRecord], None], clock: Callable[[], float]) -> None:
+    ``on_start`` is called when the first group starts, ``on_end`` when the last one has ended or was dropped.
+    """
+
+    def __init__(
+        self,
+        terms: CohortTerms,
+        on_end: Callable[[CohortRecord], None],
+        clock: Callable[[], float],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
         self.terms = terms
         self._deadline = CohortDeadline(None if terms.few else terms.deadline, terms.groups, terms.tokens)
+        self._on_start = on_start
         self._on_end = on_end
         self._clock = clock
-        self._started_at = clock()
+        self._started_at: float | None = None
         self._unfinished = terms.groups
         self._members: set[CohortMember] = set()
         self._sum = _Sum()
+
+    @property
+    def has_started(self) -> bool:
+        """Whether one of its groups has started."""
+        return self._started_at is not None
 
     @property
     def tokens(self) -> int | None:
@@ -113,6 +128,9 @@ class Cohort:
     def join(self, member: CohortMember) -> None:
         """Add a group that has started."""
         self._members.add(member)
+        if self._started_at is None:
+            self._started_at = self._clock()
+            self._on_start()
         if self.tokens is not None:
             asyncio.get_running_loop().call_soon(self._set_deadline, member)
 
@@ -167,7 +185,7 @@ class Cohort:
             deadline=self.tokens,
             explored=self.terms.explored,
             predicted_seconds=self.terms.predicted_seconds,
-            measured_seconds=self._clock() - self._started_at,
+            measured_seconds=0.0 if self._started_at is None else self._clock() - self._started_at,
             chosen=self.terms.chosen,
             **asdict(self._sum),
         )

@@ -13,6 +13,7 @@ from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState, OptionState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import AUTO, Planner
 from darts_server.rollout.spec import GroupSpec
 from darts_server.types import CohortRecord, Outcome, RequestOptions
@@ -56,6 +57,11 @@ async def cohort(made: Harness, name: str, groups: int = GROUPS, size: int = SIZ
     assert records[0].chosen == made.recorder.cohorts[-1].chosen
     made.rollouts.statistics.flush()
     return made.recorder.cohorts[-1]
+
+
+async def allocate(made: Harness, name: str) -> list[Allocation]:
+    plan = made.plan(SIZE, AUTO)
+    return await asyncio.gather(*(made.rollouts.allocator.allocate(plan, f"{name}-{i}") for i in range(GROUPS)))
 
 
 def option(record: CohortRecord) -> str:
@@ -123,7 +129,7 @@ async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> N
     for step in range(MIN_OFF + 1):
         await cohort(made, f"step{step}")
     plan, names = made.plan(SIZE, AUTO), [f"fewer-{number}" for number in range(GROUPS)]
-    allocations = await asyncio.gather(*(made.rollouts.allocator.allocate(plan, name) for name in names))
+    allocations = await allocate(made, "fewer")
     assert allocations[0].candidates > SIZE
     before = made.rollouts.allocator.auto.state(SIZE)
     runs = [
@@ -170,6 +176,38 @@ async def test_the_time_between_batches_is_learned() -> None:
     [(tokens, seconds)] = made.rollouts.allocator.auto.state(SIZE).training
     assert seconds == pytest.approx(7.0)
     assert tokens == made.recorder.cohorts[0].returned_tokens
+
+
+async def test_what_is_no_batch_of_that_size_does_not_change_the_time_between_batches() -> None:
+    made = harness()
+    await cohort(made, "step0")
+    made.engine.now += 7
+    await cohort(made, "few", groups=3)
+    await cohort(made, "other", size=3)
+    made.engine.now += 7
+    for allocation in await allocate(made, "refused"):
+        allocation.drop()
+    between = made.engine.now
+    made.engine.now += 7
+    await cohort(made, "step1")
+    state = made.rollouts.allocator.auto.state(SIZE)
+    [(tokens, seconds)] = state.training
+    assert tokens == made.recorder.cohorts[0].returned_tokens
+    assert seconds == pytest.approx(between + 7 - made.recorder.cohorts[0].measured_seconds)
+    assert state.batches == 2
+    assert made.rollouts.allocator.auto.state(3).training == ()
+
+
+async def test_the_time_after_a_cohort_that_was_cancelled_is_no_training() -> None:
+    made = harness()
+    await cohort(made, "step0")
+    made.engine.now += 7
+    for run in await made.start_cohort(SIZE, AUTO, [f"cancelled-{number}" for number in range(GROUPS)]):
+        run.leave()
+    made.engine.now += 1
+    await cohort(made, "step1")
+    [(_, seconds)] = made.rollouts.allocator.auto.state(SIZE).training
+    assert seconds == pytest.approx(7.0)
 
 
 async def test_callers_that_leave_while_it_chooses_do_not_keep_the_others() -> None:

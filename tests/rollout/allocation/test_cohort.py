@@ -68,6 +68,27 @@ def test_a_group_with_few_candidates_reports_the_same_share_of_them_and_at_most_
     assert CohortTerms("cut", 16, 12.0).place(8, candidates) == place
 
 
+# --- how long it takes ----------------------------------------------------------
+
+
+async def test_its_seconds_count_from_the_start_of_its_first_group() -> None:
+    harness = CohortHarness(2)
+    assert not harness.cohort.has_started
+    for harness.now in (15.0, 16.0):
+        harness.join()
+    harness.now = 18.0
+    for member in harness.members:
+        harness.cohort.end_group(member)
+    assert [record.measured_seconds for record in harness.records] == [3.0]
+
+
+async def test_a_cohort_of_which_nothing_started_took_no_time() -> None:
+    harness = CohortHarness(1)
+    harness.now = 18.0
+    harness.cohort.drop_group()
+    assert [record.measured_seconds for record in harness.records] == [0.0]
+
+
 # --- when the deadline is known -----------------------------------------------
 
 
