@@ -80,7 +80,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.admission = admission or Admission(lambda: engine.unfinished, engine.capacity)
         self.observers = GroupObservers([statistics])
         self.allocator = Allocator(
-            statistics, intervals.allocation, self.observers.cohort_ended, clock, scale=self.redundancy_scale
+            statistics,
+            intervals.allocation,
+            self.observers.cohort_ended,
+            clock,
+            scale=self.redundancy_scale,
+            opening=lambda: self.gate.opening,
         )
         self.observers.add(self.allocator)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(self, intervals.join)

@@ -15,6 +15,7 @@ class Gate:
         self._opened = asyncio.Event()
         self._opened.set()
         self._left = asyncio.Event()
+        self._openings = 0
         self._error: Exception | None = None
 
     @property
@@ -25,6 +26,11 @@ class Gate:
     @property
     def closed(self) -> bool:
         return bool(self._closed_by)
+
+    @property
+    def opening(self) -> int | None:
+        """A number that is the same for as long as the gate stays open; ``None`` while it is closed."""
+        return None if self.closed else self._openings
 
     @asynccontextmanager
     async def enter(self, *, skip_wait: bool = False, unshaped: bool = False) -> AsyncIterator[None]:
@@ -70,7 +76,8 @@ class Gate:
 
     def open(self, by: str = "") -> None:
         self._closed_by.discard(by)
-        if not self._closed_by:
+        if not self._closed_by and not self._opened.is_set():
+            self._openings += 1
             self._opened.set()
 
     def fail(self, error: Exception) -> None:

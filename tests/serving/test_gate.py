@@ -30,6 +30,19 @@ class Work:
         self.inside = False
 
 
+async def test_an_opening_lasts_until_the_gate_is_closed() -> None:
+    gate = Gate()
+    first = gate.opening
+    gate.open()
+    assert gate.opening == first is not None
+    gate.close("trainer")
+    gate.close("update")
+    gate.open("update")
+    assert gate.opening is None
+    gate.open("trainer")
+    assert gate.opening not in (None, first)
+
+
 async def test_an_open_gate_counts_the_work_inside() -> None:
     gate = Gate()
     works = [Work(gate) for _ in range(3)]

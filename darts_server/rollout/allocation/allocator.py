@@ -83,6 +83,7 @@ class Allocator(GroupObserver):
         clock: monotonic seconds.
         rng: decides which cohorts explore; ``None`` for a fresh one.
         scale: share of the redundancy that there is room for now, 0 to 1; requested budgets are not scaled.
+        opening: see `Gate.opening`.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Allocator(GroupObserver):
         clock: Callable[[], float],
         rng: np.random.Generator | None = None,
         scale: Callable[[], float] = lambda: 1.0,
+        opening: Callable[[], int | None] = lambda: 0,
     ) -> None:
         self._prompts = statistics.prompts
         self._budgets = Budgets(statistics.prompts, statistics.dataset, statistics.latency, clock)
@@ -105,6 +107,7 @@ class Allocator(GroupObserver):
         self._on_cohort_end = on_cohort_end
         self._clock = clock
         self._scale = scale
+        self._opening = opening
         self._pending: dict[Kind, _Pending] = {}
         self._remainders: dict[Kind, float] = {}
 
@@ -241,19 +244,24 @@ class Allocator(GroupObserver):
         )
         # With fewer candidates, or past its deadline, it says nothing about what was forecast.
         counts = scale == 1 and not terms.explored
+        opening: int | None = None
 
         def start() -> None:
+            nonlocal opening
+            opening = self._opening()
             if not terms.few:
                 self.auto.start(size, choice, explores=terms.explored)
 
         def end(record: CohortRecord) -> None:
             # Where too few are admitted, groups get fewer candidates than they were allocated.
             is_full = chosen.enough is not None or record.candidates >= sum(plan.candidates)
+            # While the gate is closed, the engines are paused or run empty.
+            was_open = opening is not None and self._opening() == opening
             self._on_cohort_end(record)
             if terms.few or not cohort.has_started:
                 return
             try:
-                self.auto.end(size, keys, choice, record, chosen.enough, counts=counts and is_full)
+                self.auto.end(size, keys, choice, record, chosen.enough, counts=counts and is_full and was_open)
             except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
                 logger.exception("nothing was learned from a cohort of %d groups under auto", record.groups)
 

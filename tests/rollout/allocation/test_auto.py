@@ -124,6 +124,29 @@ async def test_a_cohort_that_was_cancelled_teaches_nothing() -> None:
     assert made.rollouts.allocator.auto.state(SIZE).of("off").tries == 1
 
 
+@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize("closes_first", [True, False])
+async def test_a_cohort_that_ran_while_the_gate_was_closed_teaches_nothing(opens: bool, closes_first: bool) -> None:
+    made = harness()
+    await cohort(made, "step0")
+    gate = made.rollouts.gate
+    if closes_first:
+        gate.close()
+    runs = await made.start_cohort(SIZE, AUTO, [f"paused-{number}" for number in range(GROUPS)])
+    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    await made.engine.step()
+    gate.close()
+    if opens:
+        gate.open()
+    await made.engine.run()
+    await asyncio.gather(*waiting)
+    gate.open()
+    assert made.rollouts.allocator.auto.state(SIZE).of("off").tries == 0
+    await cohort(made, "step1")
+    assert made.rollouts.allocator.auto.state(SIZE).of("off").tries == 1
+
+
 async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> None:
     made = harness()
     for step in range(MIN_OFF + 1):

@@ -172,6 +172,21 @@ async def test_auto_does_the_same_with_all_groups_of_a_batch_and_learns_from_it(
     assert sum(option.tries for option in state.options.values()) == 5, "ten groups were enough"
 
 
+async def test_waiting_at_the_gate_does_not_count_as_time_of_the_cohort() -> None:
+    harness = with_latency()
+    harness.rollouts.gate.close()
+    submission = await submit(harness, batch_request(*TAILED), "auto")
+    waiting = asyncio.create_task(play(harness, submission))
+    await settle()
+    harness.engine.now += 1000
+    harness.rollouts.gate.open()
+    await settle()
+    await harness.engine.run()
+    await waiting
+    [record] = harness.recorder.cohorts
+    assert 0 < record.measured_seconds <= 400
+
+
 @pytest.mark.parametrize("bounds", [Bounds(max_per_caller=12 * SIZE), Bounds(max_waiting=11 * SIZE)])
 async def test_a_batch_under_auto_is_run_as_off_where_there_is_no_room_for_more(bounds: Bounds) -> None:
     harness = with_latency()
