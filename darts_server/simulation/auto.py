@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, learn, learn_training
+from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, choose_by_size, learn, learn_training
 from darts_server.policy.auto.forecast import Expectation
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
@@ -43,6 +43,13 @@ class AutoRun:
 
     def run(self, prompts: Sequence[Prompt]) -> tuple[Choice, Step]:
         """Run one batch."""
+        choice = choose_by_size(self.auto, self.setting.size, len(prompts)) or self._choose(prompts)
+        self.state = begin(self.state, choice)
+        step = run_step(Policy(choice.option.name, choice.option.shaping), prompts, None, self.candidates, self.setting)
+        self._learn(choice, step, prompts)
+        return choice, step
+
+    def _choose(self, prompts: Sequence[Prompt]) -> Choice:
         rng = np.random.default_rng([self.setting.seed, self.state.batches, 3])
         earlier = [self.candidates.earlier(prompt.number) for prompt in prompts]
         expectation = Expectation.of(
@@ -53,11 +60,7 @@ class AutoRun:
             rng,
             round(float(self.candidates.batch(prompts, 1).prompt_tokens.mean())),
         )
-        choice = choose(self.auto, self.state, self.setting.size, expectation, self.setting.machine, len(prompts), rng)
-        self.state = begin(self.state, choice)
-        step = run_step(Policy(choice.option.name, choice.option.shaping), prompts, None, self.candidates, self.setting)
-        self._learn(choice, step, prompts)
-        return choice, step
+        return choose(self.auto, self.state, self.setting.size, expectation, self.setting.machine, len(prompts), rng)
 
     def _learn(self, choice: Choice, step: Step, prompts: Sequence[Prompt]) -> None:
         rollout, batch = step.rollout, step.batch

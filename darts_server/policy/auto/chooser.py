@@ -82,6 +82,15 @@ class _Outlook:
     cost: float
 
 
+def choose_by_size(auto: Auto, size: int, groups: int) -> Choice | None:
+    """Choose what is done with a batch that has too few groups or too many candidates; ``None`` for all others."""
+    if groups < MIN_GROUPS:
+        return Choice(UNSHAPED, f"fewer than {MIN_GROUPS} groups say too little about a step")
+    if groups * auto.max_candidates(size) > MOST_CANDIDATES:
+        return Choice(UNSHAPED, f"more than {MOST_CANDIDATES} candidates take too long to forecast")
+    return None
+
+
 def choose(
     auto: Auto,
     state: AutoState,
@@ -91,16 +100,12 @@ def choose(
     enough: int,
     rng: np.random.Generator,
 ) -> Choice:
-    """Choose what is done with a batch of groups of ``size``.
+    """Choose what is done with a batch of groups of ``size``, for which `choose_by_size` chooses nothing.
 
     ``expectation``, ``machine``: ``None`` while nothing is known. ``enough``: complete groups with which it ends.
     """
     if expectation is None or machine is None:
         return Choice(UNSHAPED, "lengths and step times are not known yet")
-    if expectation.groups < MIN_GROUPS:
-        return Choice(UNSHAPED, f"fewer than {MIN_GROUPS} groups say too little about a step")
-    if expectation.groups * auto.max_candidates(size) > MOST_CANDIDATES:
-        return Choice(UNSHAPED, f"more than {MOST_CANDIDATES} candidates take too long to forecast")
     options = auto.of_size(size)
     batches = expectation.sample(auto.max_candidates(size), rng)
     off = _look(UNSHAPED, forecast(UNSHAPED, size, expectation.stds, batches, machine, enough), state, auto.limits)

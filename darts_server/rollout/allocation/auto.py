@@ -1,14 +1,15 @@
 """What `auto` does with each cohort: from what the server has learned, and corrected by how cohorts went."""
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 
-from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, learn, learn_training
+from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, choose_by_size, learn, learn_training
 from darts_server.policy.auto.forecast import Expectation
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
@@ -49,6 +50,7 @@ class AutoCohorts:
         self._statistics = statistics
         self._states = StoredValues(statistics.documents, KIND, PARSERS[KIND])
         self._clock = clock
+        self._one_at_a_time = CapacityLimiter(1)  # several threads would take the interpreter from the event loop
         self._activities: defaultdict[int, _Activity] = defaultdict(_Activity)
 
     def state(self, size: int) -> AutoState:
@@ -58,13 +60,16 @@ class AutoCohorts:
 
     async def choose(self, auto: Auto, size: int, keys: Sequence[str], enough: int | None) -> Choice:
         """Choose what is done with a cohort, in a thread: a forecast of a large batch takes half a second."""
+        if (choice := choose_by_size(auto, size, len(keys))) is not None:
+            return choice
         state, machine = self.state(size), self._machine()
         rng = np.random.default_rng([SEED, state.batches])
         prompts = self._statistics.prompts
         means, stds = [prompts.mean(key) for key in keys], [prompts.std(key) for key in keys]
         ratios = self._statistics.dataset.profile.quantiles(RATIOS)
         expectation = Expectation.of(means, stds, ratios, state, rng)
-        return await asyncio.to_thread(choose, auto, state, size, expectation, machine, enough or len(keys), rng)
+        enough = enough or len(keys)
+        return await run_sync(choose, auto, state, size, expectation, machine, enough, rng, limiter=self._one_at_a_time)
 
     def start(self, size: int, choice: Choice, *, explores: bool) -> None:
         """Record that the first group of a cohort starts. ``explores``: whether it runs past its deadline."""

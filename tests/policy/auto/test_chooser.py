@@ -14,6 +14,7 @@ from darts_server.policy.auto.chooser import (
     Measured,
     begin,
     choose,
+    choose_by_size,
     learn,
     learn_training,
 )
@@ -80,13 +81,17 @@ def test_it_is_off_while_nothing_is_known() -> None:
 
 
 def test_it_is_off_for_a_few_groups() -> None:
-    choice = chosen(MEASURED, expectation=expected(groups=7))
+    choice = choose_by_size(auto(), SIZE, 7)
+    assert choice is not None
     assert choice.option.name == "off"
     assert "fewer than 8" in choice.reason
 
 
 def test_it_is_off_for_more_candidates_than_can_be_forecast_in_time() -> None:
-    choice = chosen(MEASURED, expectation=expected(groups=MOST_CANDIDATES // (2 * SIZE) + 1))
+    most = MOST_CANDIDATES // (2 * SIZE)
+    assert choose_by_size(auto(), SIZE, most) is None
+    choice = choose_by_size(auto(), SIZE, most + 1)
+    assert choice is not None
     assert choice.option.name == "off"
     assert "more than 65536" in choice.reason
 

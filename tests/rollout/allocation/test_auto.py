@@ -2,13 +2,15 @@
 
 import asyncio
 from dataclasses import replace
+from time import sleep
+from typing import Any
 
 import numpy as np
 import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.auto.chooser import MIN_OFF
+from darts_server.policy.auto.chooser import MIN_OFF, MOST_CANDIDATES, Choice, choose
 from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState, OptionState
 from darts_server.policy.deadline import Deadline
@@ -100,6 +102,35 @@ async def test_a_few_groups_alone_are_not_shaped_and_are_no_batch() -> None:
         record = await cohort(made, f"step{step}", groups=3)
         assert option(record) == "off"
     assert made.rollouts.allocator.auto.state(SIZE).batches == 0
+
+
+async def test_forecasts_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = harness()
+    running, most = 0, 0
+
+    def slow(*arguments: Any) -> Choice:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        sleep(0.02)
+        running -= 1
+        return choose(*arguments)
+
+    monkeypatch.setattr("darts_server.rollout.allocation.auto.choose", slow)
+    auto = made.plan(SIZE, AUTO).auto
+    assert auto is not None
+    keys = [f"p{number}" for number in range(GROUPS)]
+    await asyncio.gather(*(made.rollouts.allocator.auto.choose(auto, SIZE, keys, None) for _ in range(4)))
+    assert most == 1
+
+
+async def test_statistics_of_prompts_are_not_read_for_a_batch_of_too_many_candidates() -> None:
+    made = harness()
+    auto = made.plan(SIZE, AUTO).auto
+    assert auto is not None
+    made.store.get = None  # type: ignore[method-assign,assignment]
+    choice = await made.rollouts.allocator.auto.choose(auto, SIZE, ["p"] * MOST_CANDIDATES, None)
+    assert "more than" in choice.reason
 
 
 async def test_group_sizes_are_learned_apart() -> None:
