@@ -72,6 +72,10 @@ class TracedEngine:
         return self._port.capacity
 
     @property
+    def kv_tokens(self) -> int | None:
+        return self._port.kv_tokens
+
+    @property
     def unfinished(self) -> int:
         return self._port.unfinished
 

@@ -91,6 +91,7 @@ class SigningEngine:
     def __init__(self, engine: ScriptedEngine) -> None:
         self._engine = engine
         self.capacity = engine.capacity
+        self.kv_tokens = engine.kv_tokens
         self.probe_width = engine.probe_width
         self.aborted = asyncio.Event()
         self.aborted.set()
