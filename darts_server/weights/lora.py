@@ -81,8 +81,17 @@ class Loras:
 
         return await self._put("push", name, fetch, "body", rule, version)
 
-    async def load(self, name: str, path: str, rule: Rule | None = None, version: int | None = None) -> UpdateRecord:
+    async def load(
+        self,
+        name: str,
+        path: str,
+        rule: Rule | None = None,
+        version: int | None = None,
+        when_staged: Callable[[], Awaitable[None]] | None = None,
+    ) -> UpdateRecord:
         """Serve a LoRA adapter from a copy of a folder under the root, as PEFT saves it.
+
+        ``when_staged``: see `Update`.
 
         Raises:
             Forbidden: the server was started without LoRA, or there is no root.
@@ -96,7 +105,7 @@ class Loras:
             config = await run_sync(read_config, folder, root)
             return config, await self.files.write(stream_tensors(folder, root, layers.max_bytes))
 
-        return await self._put("disk", name, fetch, "path", rule, version)
+        return await self._put("disk", name, fetch, "path", rule, version, when_staged)
 
     async def remove(self, name: str) -> UpdateRecord:
         """Stop serving a LoRA adapter, when no running request uses it.
@@ -125,11 +134,14 @@ class Loras:
         field: str,
         rule: Rule | None,
         version: int | None,
+        when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
         engine = self._require_lora()
         engine.check_name(name)
         settings = self.coordinator.settings
-        update = Update(source, rule or settings.rule, lora=name, timeout=settings.step_timeout)
+        update = Update(
+            source, rule or settings.rule, lora=name, timeout=settings.step_timeout, when_staged=when_staged
+        )
         return await self._transactions.run(update, version, _LoraUpdate(self, engine, name, fetch, field))
 
     def _require_lora(self) -> LoraEngine:

@@ -21,7 +21,8 @@ class Update:
 
     ``source``: how the weights arrive. ``rule``: ``None`` if the trainer paused the engine itself. ``lora``: name of
     the LoRA adapter that is updated; ``None`` for the model itself. ``timeout``: seconds that each phase may take.
-    ``seconds``: duration of each phase so far.
+    ``when_staged``: awaited when the new weights have been checked; if it fails, the update is refused. ``seconds``:
+    duration of each phase so far.
     """
 
     source: str
@@ -29,6 +30,7 @@ class Update:
     partial: bool = False
     lora: str | None = None
     timeout: float = STEP_TIMEOUT
+    when_staged: Callable[[], Awaitable[None]] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     async def run_phase(self, phase: str, step: Callable[[], Awaitable[T]], timeout: float | None = None) -> T:

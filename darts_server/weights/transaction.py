@@ -64,6 +64,8 @@ class TransactionRunner:
         self._coordinator.begin(update, version)
         try:
             await transaction.stage(update)
+            if update.when_staged is not None:
+                await update.when_staged()
         except BaseException as error:
             transaction.clean_up()
             self._coordinator.refuse(update, error)

@@ -28,11 +28,15 @@ from darts_server.weights.transaction import TransactionRunner
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """Options of a weight update. ``rule``: ``None`` for the server's. ``version``: ``None`` for the next one."""
+    """Options of a weight update.
+
+    ``rule``: ``None`` for the server's. ``version``: ``None`` for the next one. ``when_staged``: see `Update`.
+    """
 
     rule: Rule | None = None
     version: int | None = None
     partial: bool = False
+    when_staged: Callable[[], Awaitable[None]] | None = None
 
 
 class Updates:
@@ -149,7 +153,8 @@ class Updates:
         self, source: str, fetch: Callable[[], Awaitable[TensorSet]], options: UpdateOptions, field: str
     ) -> UpdateRecord:
         timeout = self.coordinator.settings.step_timeout
-        update = Update(source, options.rule or self.rule, options.partial, timeout=timeout)
+        rule, staged = options.rule or self.rule, options.when_staged
+        update = Update(source, rule, options.partial, timeout=timeout, when_staged=staged)
         transaction = _WeightUpdate(self._model, self._loaded, self._staging, fetch, field)
         return await self._transactions.run(update, options.version, transaction)
 

@@ -100,6 +100,22 @@ def test_trainers_bring_weights_by_their_own_routes(server: Server, root: Path) 
         assert max_difference(server, perturbed(seed)) < 1e-5
 
 
+@pytest.mark.anyio
+async def test_no_answer_to_areal_mixes_versions_where_it_has_not_paused(server: Server, root: Path) -> None:
+    save_file(perturbed(42), root / "42.safetensors")
+    body = {"model": "tiny:raw", "prompt": PROMPT, "max_tokens": 290, "ignore_eos": True}
+    update = {"model_path": "42.safetensors", "abort_all_requests": True}
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        running = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(16)]
+        while server.metric("vllm:num_requests_running") < len(running):
+            assert not any(each.done() for each in running)
+            await asyncio.sleep(0.01)
+        assert (await client.post("/areal_update_weights", json=update)).status_code == 200
+        reasons = [answer.json()["choices"][0]["finish_reason"] for answer in await asyncio.gather(*running)]
+    assert reasons == ["abort"] * len(running)
+    assert max_difference(server, perturbed(42)) < 1e-5  # it runs again
+
+
 def test_tensors_missing_from_a_partial_set_stay(server: Server, root: Path) -> None:
     check_served(server, put(server, perturbed(4)), perturbed(4))
     mixed = perturbed(4) | {QUERY: perturbed(5)[QUERY]}

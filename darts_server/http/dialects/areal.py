@@ -2,6 +2,7 @@
 
 It sends ``/areal_pause_generation``, which aborts, ``/areal_update_weights`` with a folder, and
 ``/areal_continue_generation``. LoRA adapters it loads by vLLM's route, each version under a name of its own.
+It counts all tokens of an answer to one version, so an update without a pause aborts what runs, as on its own server.
 """
 
 from fastapi import APIRouter, Request
@@ -25,7 +26,7 @@ NCCL = (
 
 
 class WeightsIn(Body):
-    """A folder with the weights. Running requests are not aborted by an update: the trainer has paused them."""
+    """A folder with the weights. ``abort_all_requests`` changes nothing: they are aborted in any case."""
 
     model_path: str = Field(description="Folder of safetensors files, under --weights-root.")
     load_format: str | None = None
@@ -69,14 +70,14 @@ def routes(controls: Controls) -> APIRouter:
     async def update(request: Request) -> Answer:
         """Replace the weights by those in a folder, or change nothing."""
         body = await parse_body(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
-        await controls.load("model_path", body.model_path)
+        await controls.load("model_path", body.model_path, aborts=True)
         return Answer(message=f"The weights have version {controls.updates.version}")
 
     @api.post("/areal_update_weights_lora", openapi_extra=json_body(LoraIn))
     async def update_lora(request: Request) -> Answer:
         """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await controls.load_lora(body.lora_name, "lora_model_path", body.lora_model_path)
+        await controls.load_lora(body.lora_name, "lora_model_path", body.lora_model_path, aborts=True)
         return Answer(message=f"The LoRA adapter has version {controls.updates.version}")
 
     for path in NCCL:

@@ -1,7 +1,7 @@
 """What the dialects' routes act on, and what they have in common."""
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,23 +44,44 @@ class Controls:
     turns: Turns
     dangerous: bool = False
 
-    async def load(self, field: str, path: str) -> None:
-        """Replace the weights by those in a file or folder. ``field``: of the request, to be named in errors.
+    async def load(self, field: str, path: str, *, aborts: bool = False) -> None:
+        """Replace the weights by those in a file or folder.
+
+        ``field``: of the request, to be named in errors. ``aborts``: what runs, unless the trainer has paused.
 
         Raises:
             Forbidden, InvalidRequest, UpdateError, WeightsLost
         """
         with renamed_fields(path=field):
-            await self.updates.load(path, UpdateOptions(KEEP))
+            async with self._pause(aborts) as when_staged:
+                await self.updates.load(path, UpdateOptions(KEEP, when_staged=when_staged))
 
-    async def load_lora(self, name: str, field: str, path: str) -> None:
-        """Serve the LoRA adapter in a folder. ``field``: of the path in the request.
+    async def load_lora(self, name: str, field: str, path: str, *, aborts: bool = False) -> None:
+        """Serve the LoRA adapter in a folder. ``field``: of the path in the request. ``aborts``: as for `load`.
 
         Raises:
             Forbidden, InvalidRequest, UpdateError, WeightsLost
         """
         with renamed_fields(path=field, name="lora_name"):
-            await self.updates.loras.load(name, path, KEEP)
+            async with self._pause(aborts) as when_staged:
+                await self.updates.loras.load(name, path, KEEP, when_staged=when_staged)
+
+    @asynccontextmanager
+    async def _pause(self, aborts: bool) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Yield a function that aborts what runs and pauses, unless the trainer has paused; resume what it paused."""
+        has_paused = False
+
+        async def pause() -> None:
+            nonlocal has_paused
+            if aborts and not self.updates.coordinator.paused_by_trainer:
+                await self.engine.pause_generation(mode="abort")
+                has_paused = True
+
+        try:
+            yield pause
+        finally:
+            if has_paused:
+                await self.engine.resume_generation()
 
 
 class LoraIn(Body):

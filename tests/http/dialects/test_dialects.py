@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
-from darts_server.exceptions import Conflict, InvalidRequest
+from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed
 from darts_server.http import dialects, errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.dialects.controls import Controls
@@ -146,6 +146,39 @@ def test_areal_pauses_updates_and_continues(trainer: Trainer, tmp_path: Path) ->
     assert trainer.paused == ["abort", "resume"]
     assert trainer.model.values == dict.fromkeys(SHAPES, 5)
     assert trainer.updates.version == 2
+
+
+AREAL = [
+    ("/areal_update_weights", {"model_path": "v1", "abort_all_requests": True}),
+    ("/areal_update_weights_lora", {"lora_model_path": "lora", "lora_name": "a", "lora_int_id": 1}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), AREAL)
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_a_pause_areals_update_aborts_what_runs_and_resumes(
+    trainer: Trainer, tmp_path: Path, path: str, body: dict[str, Any], fails: bool
+) -> None:
+    write(tmp_path / "v1" / "model.safetensors", 5)
+    save_to(tmp_path / "lora", 6)
+    paused_at: list[list[str]] = []
+    trainer.model.during["pause"] = lambda: paused_at.append(list(trainer.paused))
+    trainer.model.fail["set_version"] = [UpdateFailed("broken") if fails else None]
+    with trainer.calling(tmp_path, "areal") as caller:
+        answer = caller.post(path, json=body)
+    assert answer.status_code == (503 if fails else 200), answer.text
+    assert paused_at == [["abort"]]  # before the weights change
+    assert trainer.paused == ["abort", "resume"]
+    assert trainer.updates.version == (0 if fails else 1)
+
+
+@pytest.mark.parametrize(("path", "body"), AREAL)
+def test_bad_weights_of_areal_abort_nothing(trainer: Trainer, tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    write(tmp_path / "v1" / "model.safetensors", 5, "layers.0.weight")
+    (tmp_path / "lora").mkdir()
+    with trainer.calling(tmp_path, "areal") as caller:
+        assert caller.post(path, json=body).status_code == 400
+    assert (trainer.paused, trainer.updates.version) == ([], 0)
 
 
 @pytest.mark.parametrize(
