@@ -166,6 +166,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.can_restart:
             self._requests.suspend(c.index for c in self._group.candidates if c.alive)
             self.recorder.restart()
+            self._carried.clear()  # also if none has started yet: it may be too old for the new weights
             self.prefixes.clear()  # weights stand for candidates since the restart only
             self._act(self._group.restart())
             if self._cohort is not None and self._tokens_needed is None:

@@ -346,8 +346,11 @@ class Submission(Generic[RequestT, OutputT]):
         try:
             can_carry = self._carry is Carry.RESUME
             tail_seed = self._renderer.tail_seed(group.request)
-            if group.resumed is not None:
-                tail_seed = group.resumed.tail_seed
+            resumed = group.resumed
+            if resumed is not None and resumed.staleness(self._rollouts.weight_version) > self._kept.limits.staleness:
+                resumed = None  # the weights changed while it waited
+            if resumed is not None:
+                tail_seed = resumed.tail_seed
             elif can_carry and tail_seed is None:
                 tail_seed = (secrets.randbits(64),)
             spec = GroupSpec.of_plan(
@@ -361,7 +364,7 @@ class Submission(Generic[RequestT, OutputT]):
                 can_carry=can_carry,
             )
             held = self._ticket.split(group.allocation.candidates)
-            candidates = () if group.resumed is None else group.resumed.candidates
+            candidates = () if resumed is None else resumed.candidates
             run = self._rollouts.start(spec, self.plan, group.allocation, held, candidates)
             if can_carry:
                 self._runs[group.number] = run

@@ -313,6 +313,30 @@ def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(change: dict[s
     run_on_stepped_clock(scenario())
 
 
+@pytest.mark.parametrize("suspended", [False, True])
+def test_prompts_start_again_if_their_tokens_become_too_old_while_they_wait(suspended: bool) -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        registry._carried.limits = CarryLimits(staleness=0)
+        await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+        if suspended:
+            await harness.rollouts.suspend()
+        else:
+            harness.rollouts.gate.close()
+        batch = await registry.open(resumed(carried=True), WHOLE)
+        with batch.listen():
+            await settle()
+            harness.engine.weight_version = 1
+            harness.rollouts.resume()
+            harness.rollouts.gate.open()
+            await settle()
+            await harness.engine.run()
+            assert set(spans(await batch.wait())["30"]) == {((1, 30),)}
+
+    run_on_stepped_clock(scenario())
+
+
 def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
     def generated(name: str, tokens: int) -> CarriedPrompt:
         candidate: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(tokens), None), ((0, tokens),))
