@@ -19,7 +19,7 @@ from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.answer_search import Pattern
-from darts_server.types import CohortRecord, GroupRecord, RequestOptions
+from darts_server.types import CohortRecord, GroupRecord, RequestOptions, TrajectoryRecord
 
 SHAPINGS = {
     "uniform": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED),
@@ -45,9 +45,13 @@ class Recorder(GroupObserver):
         self.started = 0
         self.records: list[GroupRecord] = []
         self.cohorts: list[CohortRecord] = []
+        self.returned: list[TrajectoryRecord] = []
 
     def candidates_started(self, count: int) -> None:
         self.started += count
+
+    def trajectory_returned(self, returned: TrajectoryRecord) -> None:
+        self.returned.append(returned)
 
     def group_ended(self, record: GroupRecord) -> None:
         self.records.append(record)

@@ -359,7 +359,7 @@ class Submission(Generic[RequestT, OutputT]):
                 group_id,
                 group.prompt_key,
                 tail_seed,
-                early=observer is not None,
+                early=observer is not None and not can_carry,  # what is delivered cannot go on in another group
                 keep_prefixes=self._partial,
                 can_carry=can_carry,
             )

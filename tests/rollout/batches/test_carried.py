@@ -337,6 +337,23 @@ def test_prompts_start_again_if_their_tokens_become_too_old_while_they_wait(susp
     run_on_stepped_clock(scenario())
 
 
+def test_trajectories_of_a_stopped_group_are_returned_by_the_group_that_goes_on_alone() -> None:
+    """Also to a caller that streams tokens, who gets trajectories early otherwise."""
+
+    async def scenario() -> None:
+        harness = Harness(lambda text, index: Script(int(text) + (0 if index < 3 else 30)))
+        registry = new_registry(harness, "shortest")
+        done = await run_batch(harness, registry, resumed("5", "4", num_groups=1), token_stream())
+        assert decided(done) == ["4"]
+        [stopped] = [record for record in harness.recorder.records if record.outcome is Outcome.CANCELLED]
+        assert {(c.reason, c.selected_as) for c in stopped.candidates} == {(DiscardReason.CARRIED, None)}
+        assert len(harness.recorder.returned) == SIZE
+        done = await run_batch(harness, registry, resumed(carried=True), token_stream())
+        assert len(harness.recorder.returned) == 2 * SIZE
+
+    run_on_stepped_clock(scenario())
+
+
 def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
     def generated(name: str, tokens: int) -> CarriedPrompt:
         candidate: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(tokens), None), ((0, tokens),))
