@@ -302,7 +302,9 @@ class Submission(Generic[RequestT, OutputT]):
         if run.has_ended:
             return group.number
         candidates = await run.carry()
-        if len(candidates) < self.plan.size:  # it was paused for new weights, or its candidates failed
+        # With a seed a candidate's number gives its random numbers, so no other one may get it.
+        is_renumbered = len(candidates) < len(run.candidates) and self._renderer.tail_seed(group.request) is not None
+        if is_renumbered or len(candidates) < self.plan.size:  # it was paused for new weights, or its candidates failed
             self._stopped[group.number] = None
             return None
         assert run.spec.tail_seed is not None

@@ -9,7 +9,7 @@ import pytest
 
 from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import InvalidRequest
+from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded
@@ -31,6 +31,7 @@ from tests.rollout.batches.streams import (
     run_on_stepped_clock,
     token_stream,
 )
+from tests.rollout.batches.test_submission import Texts
 from tests.rollout.helpers import Harness
 
 SIZE = 4
@@ -350,6 +351,25 @@ def test_trajectories_of_a_stopped_group_are_returned_by_the_group_that_goes_on_
         assert len(harness.recorder.returned) == SIZE
         done = await run_batch(harness, registry, resumed(carried=True), token_stream())
         assert len(harness.recorder.returned) == 2 * SIZE
+
+    run_on_stepped_clock(scenario())
+
+
+@pytest.mark.parametrize("seed", [(1,), None])
+def test_with_a_seed_a_group_of_which_a_candidate_failed_starts_again(
+    seed: tuple[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are counted anew without it, and would share random numbers with those that replace it."""
+    monkeypatch.setattr(Texts, "tail_seed", lambda *_: seed)
+    failure = CandidateFailed("broken")
+
+    async def scenario() -> None:
+        harness = Harness(lambda text, i: Script(3, error=failure) if (text, i) == ("30", 0) else Script(int(text)))
+        registry = new_registry(harness, "shortest")
+        await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+        harness.engine.weight_version = 1
+        [found] = set(spans(await run_batch(harness, registry, resumed(carried=True)))["30"])
+        assert [version for version, _ in found] == ([0, 1] if seed is None else [1])
 
     run_on_stepped_clock(scenario())
 
