@@ -98,9 +98,12 @@ class CarriedPrompts:
             self._kept[owner] = left
         return taken
 
-    def put(self, owner: str | None, prompts: Iterable[CarriedPrompt]) -> None:
-        """Keep prompts of a caller, and drop its oldest ones, or what was generated for them, if it is too much."""
-        kept = [*self._kept.pop(owner, ()), *prompts]
+    def put(self, owner: str | None, new: Iterable[CarriedPrompt], older: Iterable[CarriedPrompt] = ()) -> None:
+        """Keep prompts of a caller, and drop its oldest ones, or what was generated for them, if it is too much.
+
+        ``older``: prompts that were taken before; they are the oldest.
+        """
+        kept = [*older, *self._kept.pop(owner, ()), *new]
         excess = self._excess([each.prompt.size_bytes for each in kept])
         if excess:
             logger.warning(

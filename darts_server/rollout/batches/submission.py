@@ -219,7 +219,7 @@ class Submission(Generic[RequestT, OutputT]):
             allocations = _allocate(rollouts, ticket, plan, keys, batch.budget, resumed, chosen)
         except BaseException:
             ticket.release()
-            kept.put(caller.get().name, taken)
+            kept.put(caller.get().name, (), taken)
             raise
         parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
         groups = [_PreparedGroup(number, *each) for number, each in enumerate(parts)]
@@ -241,14 +241,19 @@ class Submission(Generic[RequestT, OutputT]):
     def keep_undecided(self) -> int:
         """Keep the prompts whose groups were not decided, as their caller wants it; the number that it has now."""
         if self._carry is not Carry.DROP:
-            undecided = [(group, self._stopped.get(group.number, group.resumed)) for group in self._undecided()]
-            self._kept.put(self._owner, [CarriedPrompt(one.prompt, one.identity, what) for one, what in undecided])
+            new: list[CarriedPrompt] = []
+            older: list[CarriedPrompt] = []
+            for group in self._undecided():
+                generated = self._stopped.get(group.number, group.resumed)
+                prompt = CarriedPrompt(group.prompt, group.identity, generated)
+                (new if group.carried is None else older).append(prompt)
+            self._kept.put(self._owner, new, older)
         return self._kept.count(self._owner)
 
     def give_back(self, *, delivered: bool) -> None:
         """Keep the prompts that it took, as they were. ``delivered``: except those of decided groups."""
         groups = self._undecided() if delivered else self._groups
-        self._kept.put(self._owner, [group.carried for group in groups if group.carried is not None])
+        self._kept.put(self._owner, (), [group.carried for group in groups if group.carried is not None])
 
     def _undecided(self) -> list[_PreparedGroup[RequestT]]:
         return [group for group in self._groups if group.number not in self._decided]

@@ -374,6 +374,22 @@ def test_with_a_seed_a_group_of_which_a_candidate_failed_starts_again(
     run_on_stepped_clock(scenario())
 
 
+def test_prompts_of_earlier_batches_are_older_than_those_of_later_ones() -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        registry._carried.limits = CarryLimits(prompts=2)
+        await run_batch(harness, registry, resumed("40", "30", "10", num_groups=1))
+        await run_batch(harness, registry, resumed("70", "12", num_groups=1, carried=True))
+        assert names(registry._carried._kept[None]) == ["30", "70"]
+        batch = await registry.open(resumed("30"), WHOLE)
+        registry.cancel(batch.batch_id)
+        await asyncio.wait([batch._task])
+        assert names(registry._carried._kept[None]) == ["30", "70"], "as it was"
+
+    run_on_stepped_clock(scenario())
+
+
 def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
     def generated(name: str, tokens: int) -> CarriedPrompt:
         candidate: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(tokens), None), ((0, tokens),))
