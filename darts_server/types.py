@@ -407,9 +407,9 @@ class PromptSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes, roughly: as JSON, or 8 for each token id."""
+        """Memory that it takes, roughly: as JSON, or 36 for each token id in a list."""
         messages = 0 if self.messages is None else len(json.dumps(self.messages, default=str))
-        return 8 * len(self.token_ids or ()) + messages + len(self.text or "") + len(self.metadata or b"")
+        return 36 * len(self.token_ids or ()) + messages + len(self.text or "") + len(self.metadata or b"")
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,14 @@ def begin_with(processor: OutputProcessor, state: RequestState, resumption: Resu
 def check_resumable(params: SamplingParams) -> None:
     """
     Raises:
-        InvalidRequest: names the first parameter that depends on where the prompt ends.
+        InvalidRequest: names the first parameter that depends on where the prompt ends or needs more than is kept.
     """
+    if params.logprobs is not None and not 0 <= params.logprobs <= 1:
+        raise InvalidRequest(
+            "sampling.logprobs",
+            'must be at most 1 with "carry": "resume", since only log-probs of generated tokens are kept; '
+            f'got {params.logprobs}, change it, or use "restart"',
+        )
     neutral = SamplingParams()
     for name in params.__struct_fields__:
         if name.startswith("_") or name in RESUMABLE:

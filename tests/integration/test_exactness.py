@@ -480,4 +480,4 @@ def test_what_depends_on_where_the_prompt_ends_is_not_resumed(engine: TinyEngine
     with pytest.raises(InvalidRequest) as refused:
         VllmEngine(engine.llm).check_resumable(PromptRequest(engine.prompt("1>"), final_only(**{name: value}), "no"))
     assert refused.value.field == f"sampling.{name}"
-    VllmEngine(engine.llm).check_resumable(PromptRequest(engine.prompt("1>"), final_only(top_k=3, logprobs=2), "yes"))
+    VllmEngine(engine.llm).check_resumable(PromptRequest(engine.prompt("1>"), final_only(top_k=3, logprobs=1), "yes"))

@@ -65,17 +65,17 @@ def test_each_caller_has_its_own_prompts_and_the_oldest_are_dropped(caplog: pyte
 
 
 def test_prompts_are_bounded_in_bytes() -> None:
-    prompts = CarriedPrompts(CarryLimits(prompt_bytes=40))
+    prompts = CarriedPrompts(CarryLimits(prompt_bytes=96))
     specs = [
         PromptSpec(text="long " * 4),
         PromptSpec(token_ids=[1, 2]),
         PromptSpec(messages=[{"role": "user"}]),
         PromptSpec(metadata=b"{}"),
     ]
-    assert [spec.size_bytes for spec in specs] == [20, 16, 18, 2]
+    assert [spec.size_bytes for spec in specs] == [20, 72, 18, 2]
     prompts.put(None, [CarriedPrompt(spec, ("", "")) for spec in specs])
     assert [each.prompt for each in prompts.take(None, (), others=True)] == specs[1:]
-    prompts.put(None, [CarriedPrompt(PromptSpec(text="x" * 41), ("", ""))])
+    prompts.put(None, [CarriedPrompt(PromptSpec(text="x" * 97), ("", ""))])
     assert prompts.count(None) == 0
 
 
