@@ -331,7 +331,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._finish_carried(index, carried, carried.result)
             return
         try:
-            await self._starts.candidate()
+            await self._starts.candidate(carried.tokens)
             if not self._is_running(index):  # it was stopped while it waited
                 self._on_start()
                 self._set_aborted(index)

@@ -7,6 +7,8 @@ TURN = 128
 """Cost that starts in one turn of the event loop: some five milliseconds on a slow core."""
 CANDIDATE_COST = 8
 """Handing a candidate to vLLM takes a quarter of a millisecond: its parameters are checked and encoded."""
+CARRIED_TOKENS = 16
+"""Tokens that a candidate goes on from, for each unit of cost: they are detokenized when it starts."""
 
 
 class StartQueue:
@@ -17,16 +19,17 @@ class StartQueue:
     """
 
     def __init__(self) -> None:
-        self._candidates: deque[asyncio.Future[None]] = deque()
+        self._candidates: deque[tuple[asyncio.Future[None], int]] = deque()
         self._groups: deque[tuple[asyncio.Future[None], int]] = deque()
         self._spent = 0  # in this turn
 
-    async def candidate(self) -> None:
-        """Wait until a candidate may start."""
-        if not self._candidates and self._spend(CANDIDATE_COST):
+    async def candidate(self, carried_tokens: int = 0) -> None:
+        """Wait until a candidate may start. ``carried_tokens``: those that it goes on from."""
+        cost = CANDIDATE_COST + carried_tokens // CARRIED_TOKENS
+        if not self._candidates and self._spend(cost):
             return
         turn = asyncio.get_running_loop().create_future()
-        self._candidates.append(turn)
+        self._candidates.append((turn, cost))
         await turn
 
     async def group(self, candidates: int) -> None:
@@ -48,10 +51,13 @@ class StartQueue:
 
     def _next_turn(self) -> None:
         self._spent = 0
-        while self._candidates and (self._candidates[0].done() or self._spend(CANDIDATE_COST)):
-            _resolve(self._candidates.popleft())
-        while not self._candidates and self._groups and (self._groups[0][0].done() or self._spend(self._groups[0][1])):
-            _resolve(self._groups.popleft()[0])
+        self._start(self._candidates)
+        if not self._candidates:
+            self._start(self._groups)
+
+    def _start(self, waiting: deque[tuple[asyncio.Future[None], int]]) -> None:
+        while waiting and (waiting[0][0].done() or self._spend(waiting[0][1])):
+            _resolve(waiting.popleft()[0])
 
 
 def _resolve(turn: asyncio.Future[None]) -> None:

@@ -18,8 +18,8 @@ class Starts:
         self.queue = StartQueue()
         self.order: list[str] = []
 
-    async def candidate(self, name: str) -> None:
-        await self.queue.candidate()
+    async def candidate(self, name: str, carried_tokens: int = 0) -> None:
+        await self.queue.candidate(carried_tokens)
         self.order.append(name)
 
     async def group(self, name: str, candidates: int) -> None:
@@ -28,6 +28,17 @@ class Starts:
         async with asyncio.TaskGroup() as tasks:
             for i in range(candidates):
                 tasks.create_task(self.candidate(f"{name}{i}"))
+
+
+async def test_candidates_that_go_on_from_many_tokens_start_fewer_at_a_time() -> None:
+    starts = Starts()
+    tasks = [asyncio.create_task(starts.candidate(str(i), 2000)) for i in range(5)]
+    for _ in range(3):
+        before = len(starts.order)
+        await asyncio.sleep(0)
+        assert len(starts.order) - before <= 1
+    await asyncio.wait(tasks, timeout=5)
+    assert starts.order == list("01234")
 
 
 async def test_a_few_candidates_start_at_once_and_the_others_in_later_turns_in_their_order() -> None:
