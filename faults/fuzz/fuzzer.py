@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import httpx
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis.errors import HypothesisWarning
 
 from darts_server.demo.server import Server
 from faults.fuzz.request import Example, commands
@@ -236,7 +238,8 @@ class Fuzzer:
             if not this.is_over:
                 self._attempt(this, example)
 
-        with suppress(_Found):
+        with suppress(_Found), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Generating overly large repr", HypothesisWarning)  # of a long body
             attempt()
 
     def _attempt(self, this: _Round, example: Example) -> None:
