@@ -192,8 +192,8 @@ class Coordinator:
             try:
                 await pause()
             except BaseException:
-                self.paused_by_trainer = was_paused
-                if not was_paused and not self._paused_by_update:
+                self.paused_by_trainer = was_paused and resumes == self._trainer_resumes
+                if not self.paused_by_trainer and not self._paused_by_update:
                     await self._model.resume()  # it may have failed half-way
                 raise
         finally:

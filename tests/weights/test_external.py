@@ -144,6 +144,20 @@ async def test_a_pause_that_begins_while_the_engine_resumes_holds(harness: Harne
     await enter(harness.gate)
 
 
+async def test_a_resume_holds_where_a_second_pause_fails(harness: Harness) -> None:
+    await harness.trainer.pause("keep")
+
+    async def pause() -> None:
+        await harness.trainer.resume()
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        await harness.updates.coordinator.pause_by_trainer("keep", pause)
+    assert not harness.updates.coordinator.paused_by_trainer
+    assert harness.model.calls[-1] == "resume"
+    await enter(harness.gate)
+
+
 async def test_a_resume_that_fails_leaves_the_pause_in_place(harness: Harness) -> None:
     await harness.trainer.pause("keep")
     harness.model.fail["trainer's resume"] = [RuntimeError("no")]
