@@ -11,30 +11,33 @@ import httpx
 
 from darts_server.demo.problems import Problem, sample_problem
 from darts_server.demo.report import RAW, Run, table, verdict
-from darts_server.demo.rollouts import TIMEOUT_SECONDS, Step, request_groups
+from darts_server.demo.rollouts import TIMEOUT_SECONDS, Method, Step, request_groups
 from darts_server.demo.server import DARTS, serving
 
 DESCRIPTION = """\
 See what shaped groups save, in about a minute on two CPU cores: start a server with real vLLM on a tiny model that
-comes with the package, request the same batches raw and shaped, and compare their times and lengths.
+comes with the package, request the same batches raw and shaped, and compare their times, lengths and right answers.
 """
 
 EPILOG = """\
 The model (451,648 parameters) does arithmetic; the task has a verifier, so the table shows right answers too. Each step
 requests one batch as a trainer does: a group for every prompt, and the step takes as long as its slowest group. "raw"
-is plain sampling (--policy off); the policies start more candidates than are returned and stop the others early. All
+is plain sampling (--policy off); the policies start more candidates than are returned and stop the others early. "raw,
+max 64" is what anyone can have without a policy: plain sampling with a smaller max_tokens, which cuts answers off. All
 of them get the same prompts in turn, and every ratio in the table is against raw in the same run.
 
 examples:
   darts-server demo                                the defaults: raw against uniform and darts_cut
   darts-server demo --steps 30                     more batches: steadier figures
   darts-server demo --policies darts first_finish  other policies
+  darts-server demo --caps 32 64 128               other limits to compare with; none: --caps
 
 The folder --out has the picture (if matplotlib is installed) and the server's log afterwards. Next, with a model and
 a trainer of your own: darts-server serve --help
 """
 
 POLICIES = ("uniform", "darts_cut")
+CAPS = (64,)  # of the fixed limits tried on this task, the best or next to it
 PROMPT_SEED = 8
 WARM_UP_PROMPTS = 4  # the engine's first requests take seconds, which no run should pay for
 NO_VLLM = 'vLLM is not installed: pip install "darts-server[cpu]", or "darts-server[gpu]" with an NVIDIA GPU'
@@ -82,6 +85,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--policies", nargs="+", default=POLICIES, metavar="NAME", help="compared with raw (default: uniform darts_cut)"
     )
+    add(
+        "--caps",
+        nargs="*",
+        type=int,
+        default=CAPS,
+        metavar="N",
+        help="values of max_tokens under which raw runs too (default: 64)",
+    )
     add("--port", type=int, default=0, help="where the server listens (default: a free port)")
     add(
         "--out",
@@ -94,22 +105,31 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if min(options.steps, options.prompts) < 1 or options.group_size < 2:
         parser.error("--steps and --prompts must be at least 1, and --group-size at least 2")
+    if min(options.caps, default=1) < 1:
+        parser.error("--caps must be at least 1 token")
     options.picture = options.picture or options.out / "demo.png"
     return options
 
 
-def measure(url: str, options: argparse.Namespace) -> list[Run]:
-    """Request every batch under every policy, raw first in the result.
+def methods(options: argparse.Namespace) -> dict[str, Method]:
+    """Return what is compared, by name: raw, raw with each smaller ``max_tokens``, and the policies."""
+    caps = {f"{RAW}, max {cap}": Method("off", cap) for cap in options.caps}
+    return {RAW: Method("off"), **caps, **{name: Method(name) for name in options.policies if name != RAW}}
 
-    The policies take turns within each step and change places from step to step, so that none has the quieter machine
+
+def measure(url: str, options: argparse.Namespace) -> list[Run]:
+    """Request every batch by every method, raw first in the result.
+
+    The methods take turns within each step and change places from step to step, so that none has the quieter machine
     or the warmer prefix cache.
     """
-    rng, names = Random(PROMPT_SEED), list(dict.fromkeys([RAW, *options.policies]))
+    rng, runs = Random(PROMPT_SEED), methods(options)
+    names = list(runs)
     steps: dict[str, list[Step]] = {name: [] for name in names}
     with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
 
         def request(problems: Sequence[Problem], name: str) -> Step:
-            return request_groups(client, problems, options.group_size, "off" if name == RAW else name)
+            return request_groups(client, problems, options.group_size, runs[name])
 
         for name in names:
             request([sample_problem(rng) for _ in range(WARM_UP_PROMPTS)], name)

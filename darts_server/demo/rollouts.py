@@ -14,6 +14,14 @@ TIMEOUT_SECONDS = 300.0  # a batch of the tiny model takes a few seconds, on a b
 
 
 @dataclass(frozen=True)
+class Method:
+    """How a run samples: ``policy``, a policy's name, and ``max_tokens`` of each trajectory."""
+
+    policy: str
+    max_tokens: int = MAX_RESPONSE_TOKENS
+
+
+@dataclass(frozen=True)
 class Step:
     """One batch, as a trainer requests one for each step. Lengths are in generated tokens, the end of sequence counted.
 
@@ -32,7 +40,7 @@ class Step:
     seconds: float
 
 
-def request_groups(client: httpx.Client, problems: Sequence[Problem], group_size: int, policy: str) -> Step:
+def request_groups(client: httpx.Client, problems: Sequence[Problem], group_size: int, method: Method) -> Step:
     """Request a group for each problem, all in one batch, and read them as they complete.
 
     Raises:
@@ -41,8 +49,8 @@ def request_groups(client: httpx.Client, problems: Sequence[Problem], group_size
     body = {
         "prompts": [{"text": problem.prompt} for problem in problems],
         "group_size": group_size,
-        "sampling": {"max_tokens": MAX_RESPONSE_TOKENS, "temperature": 1.0},
-        "policy": {"name": policy},
+        "sampling": {"max_tokens": method.max_tokens, "temperature": 1.0},
+        "policy": {"name": method.policy},
         "stream": "groups",
     }
     arrivals, lengths, right, usage = [], [], 0, {}

@@ -1,10 +1,12 @@
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from darts_server.cli import main
-from darts_server.demo.command import POLICIES, parse_arguments
+from darts_server.demo.command import POLICIES, methods, parse_arguments
+from darts_server.demo.rollouts import Method
 
 
 def test_picture_goes_into_the_folder_unless_it_has_a_path_of_its_own() -> None:
@@ -12,11 +14,21 @@ def test_picture_goes_into_the_folder_unless_it_has_a_path_of_its_own() -> None:
     assert parse_arguments(["--out", "here", "--picture", "there.png"]).picture == Path("there.png")
 
 
-@pytest.mark.parametrize("argv", [["--steps", "0"], ["--prompts", "0"], ["--group-size", "1"], ["--port", "x"]])
+@pytest.mark.parametrize(
+    "argv", [["--steps", "0"], ["--prompts", "0"], ["--group-size", "1"], ["--caps", "0"], ["--port", "x"]]
+)
 def test_values_that_make_no_sense_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(argv)
     assert argv[0] in capsys.readouterr().err
+
+
+def test_raw_is_compared_with_a_smaller_limit_and_with_policies() -> None:
+    compared = methods(parse_arguments(["--caps", "32", "48", "--policies", "uniform"]))
+    limits = {"raw, max 32": Method("off", 32), "raw, max 48": Method("off", 48)}
+    assert compared == {"raw": Method("off"), **limits, "uniform": Method("uniform")}
+    assert "raw, max 64" in methods(parse_arguments([]))
+    assert list(methods(parse_arguments(["--caps", "--policies", "raw"]))) == ["raw"]
 
 
 def test_help_explains_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +41,7 @@ def test_help_explains_what_is_compared(capsys: pytest.CaptureFixture[str]) -> N
 def test_demo_says_how_to_install_vllm_where_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("darts_server.demo.command.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # which makes Python take it for missing
     assert main(["demo"]) == 1
     assert 'pip install "darts-server[cpu]"' in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from darts_server.demo.problems import sample_problem
-from darts_server.demo.rollouts import Step, request_groups
+from darts_server.demo.rollouts import Method, Step, request_groups
 
 PROBLEMS = [sample_problem(Random(seed)) for seed in (1, 2)]
 
@@ -25,7 +25,7 @@ def answer(*events: tuple[str, dict[str, Any]], status: int = 200) -> httpx.Clie
 
 def request(client: httpx.Client) -> Step:
     with client:
-        return request_groups(client, PROBLEMS, 2, "uniform")
+        return request_groups(client, PROBLEMS, 2, Method("uniform"))
 
 
 def test_groups_are_read_in_the_order_of_arrival_and_answers_are_verified() -> None:
