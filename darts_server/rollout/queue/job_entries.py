@@ -1,0 +1,103 @@
+"""The entries of one job, by their state."""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from darts_server.rollout.queue.entries import Entry, EntryState, Job
+from darts_server.rollout.queue.order import PromptOrder
+from darts_server.rollout.queue.staleness import is_stale, may_hand_out, startable
+
+_Due = tuple[bool, int, int, int]
+
+
+class JobEntries:
+    """Keep the entries of a job. `place` and `remove` are all that moves one."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.order = PromptOrder()
+        self.running: dict[int, Entry] = {}
+        self.ready: dict[int, Entry] = {}
+        self.leased: dict[int, Entry] = {}
+        self.names: dict[str, Entry] = {}
+        self.bytes = 0
+        self._due: list[_Due] = []  # a heap of ready ones; those that were moved since are skipped
+        self._open: Counter[int] = Counter()  # groups that run or are ready, by version
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self.names.values()))
+
+    def place(self, entry: Entry, state: EntryState) -> None:
+        """Add an entry, new or removed before, in this state."""
+        entry.state = state
+        self.names[entry.name] = entry
+        self.bytes += entry.size
+        match state:
+            case EntryState.QUEUED:
+                self.order.add(entry)
+            case EntryState.RUNNING:
+                self.running[entry.number] = entry
+            case EntryState.READY:
+                self.ready[entry.number] = entry
+                heapq.heappush(self._due, _due(entry))
+            case EntryState.LEASED:
+                self.leased[entry.number] = entry
+        if state.is_open and not entry.is_failed:
+            self._open[entry.version] += 1
+
+    def remove(self, entry: Entry) -> None:
+        """Remove an entry, before anything of it changes."""
+        del self.names[entry.name]
+        self.bytes -= entry.size
+        self.order.discard(entry.number)
+        for entries in (self.running, self.ready, self.leased):
+            entries.pop(entry.number, None)
+        if entry.state.is_open and not entry.is_failed:
+            self._open[entry.version] -= 1
+            if not self._open[entry.version]:
+                del self._open[entry.version]
+
+    def startable(self, version: int, held_above: int | None) -> float:
+        """Return how many prompts may be started. ``held_above``: see `next_ready`."""
+        count = sum(self._open_versions(held_above).values())
+        return startable(self.job.options, count, self.job.taken_under(version))
+
+    def is_stale(self, entry: Entry, version: int) -> bool:
+        return not entry.is_failed and is_stale(self.job.options, entry.version, version)
+
+    def next_ready(self, count: int, version: int, held_above: int | None) -> list[Entry]:
+        """Return the groups that go out next, up to ``count``: failed ones, then by version, then as they were ready.
+
+        ``held_above``: groups of newer versions are not handed out; ``None`` if all are.
+        """
+        chosen: list[Entry] = []
+        passed: list[_Due] = []
+        open_groups, taken = dict(self._open_versions(held_above)), self.job.taken_under(version)
+        while self._due and len(chosen) < count:
+            item = heapq.heappop(self._due)
+            entry = self.ready.get(item[-1])
+            if entry is None or item != _due(entry):
+                continue
+            passed.append(item)
+            if not entry.is_failed:
+                if entry.version not in open_groups:
+                    break  # held, as all that follow
+                if not may_hand_out(self.job.options, open_groups, taken, version, entry.version):
+                    break  # those that follow are not older
+                open_groups[entry.version] -= 1
+                taken += 1
+            chosen.append(entry)
+        for item in passed:  # those that are leased are skipped the next time
+            heapq.heappush(self._due, item)
+        return chosen
+
+    def _open_versions(self, held_above: int | None) -> Mapping[int, int]:
+        if held_above is None:
+            return self._open
+        return {version: count for version, count in self._open.items() if version <= held_above}
+
+
+def _due(entry: Entry) -> _Due:
+    """Return the place of a ready group: failed ones first, as nobody has to wait for them."""
+    return (not entry.is_failed, entry.version, entry.ready_number, entry.number)

@@ -1,0 +1,102 @@
+"""Which of several jobs goes next, and which prompt of a job."""
+
+import heapq
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
+
+from darts_server.rollout.queue.entries import Entry
+
+T = TypeVar("T", bound=Hashable)
+
+ROUND = 256
+"""Most prompts of a job that are sorted by their expected length. All of a round start before the next one begins, so
+that no short prompt waits for ever."""
+
+
+class FairShare(Generic[T]):
+    """Give each of several users the same share of something, in proportion to their weights.
+
+    Start-time fair queueing: each use advances its user's time, and the user whose time is the least goes next. One
+    that comes, or comes back, starts at the least time of the others, so that nothing is saved up.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[T, float] = {}
+        self._active: set[T] = set()
+        self._now = 0.0
+
+    def choose(self, users: Iterable[T]) -> T:
+        """Return who goes next; at least one of them has something to do, and nobody else has."""
+        candidates = list(users)
+        for user in candidates:
+            if user not in self._active:
+                self._times[user] = max(self._times.get(user, 0.0), self._now)
+        self._active = set(candidates)
+        chosen = min(candidates, key=lambda user: self._times[user])
+        self._now = max(self._now, self._times[chosen])
+        return chosen
+
+    def charge(self, user: T, amount: float, weight: float = 1.0) -> None:
+        """Count an amount that a user got, or less than none to correct an earlier one."""
+        self._times[user] = self._times.get(user, self._now) + amount / weight
+
+    def forget(self, user: T) -> None:
+        self._times.pop(user, None)
+        self._active.discard(user)
+
+
+class PromptOrder:
+    """The queued prompts of one job.
+
+    Of the highest priority first; of these, prompts that start again, then those that came first. A round of them at a
+    time is sorted by expected length, the longest first, so that no long one starts when the others are done.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, bool, int]] = []
+        self._round: list[int] = []  # the next one is last
+        self._priority = 0  # the least of the round
+        self._numbers: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._numbers
+
+    def add(self, entry: Entry) -> None:
+        self._numbers.add(entry.number)
+        heapq.heappush(self._waiting, (-entry.priority, not entry.was_restarted, entry.number))
+        if self._round and entry.priority > self._priority:
+            self._end_round()
+
+    def discard(self, number: int) -> None:
+        self._numbers.discard(number)
+
+    def pop(self, most: float, entries: dict[int, Entry], expected: Callable[[Entry], float]) -> int:
+        """Remove and return the number of the next prompt. ``most``: how many may start now, at least one."""
+        while True:
+            if not self._round:
+                self._begin_round(most, entries, expected)
+            number = self._round.pop()
+            if number in self._numbers:
+                self._numbers.remove(number)
+                return number
+
+    def _begin_round(self, most: float, entries: dict[int, Entry], expected: Callable[[Entry], float]) -> None:
+        chosen: list[Entry] = []
+        while self._waiting and len(chosen) < min(most, ROUND):
+            _, _, number = heapq.heappop(self._waiting)
+            if number in self._numbers:
+                chosen.append(entries[number])
+        self._priority = min(entry.priority for entry in chosen)
+        chosen.sort(key=lambda entry: (entry.priority, expected(entry), -entry.number))
+        self._round = [entry.number for entry in chosen]
+        self._entries = entries
+
+    def _end_round(self) -> None:
+        for number in self._round:
+            if number in self._numbers:
+                entry = self._entries[number]
+                heapq.heappush(self._waiting, (-entry.priority, not entry.was_restarted, number))
+        self._round = []

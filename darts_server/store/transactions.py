@@ -1,0 +1,135 @@
+"""Bytes by kind and key that are on the disk when a write returns, in a SQLite file of one process."""
+
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing
+from pathlib import Path
+
+from darts_server.exceptions import StateDamaged, StateError, StateTooNew
+from darts_server.store.document import Name
+from darts_server.store.schema import connect, refuse_special_files, translate_errors
+
+FILE_NAME = "queue.db"
+VERSION = 1
+APPLICATION_ID = 0x44415251  # "DARQ"
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS entries (kind TEXT NOT NULL, key TEXT NOT NULL, value BLOB NOT NULL, "
+    "crc INTEGER NOT NULL, PRIMARY KEY (kind, key))"
+)
+_UPSERT = (
+    "INSERT INTO entries VALUES (?, ?, ?, ?) "
+    "ON CONFLICT (kind, key) DO UPDATE SET value = excluded.value, crc = excluded.crc"
+)
+
+Changes = Mapping[Name, bytes | None]
+"""New values by kind and key; ``None`` to delete one."""
+
+
+class TransactionStore(AbstractContextManager["TransactionStore"]):
+    """Bytes by kind and key in ``folder``/queue.db, or in memory without a folder. For all threads.
+
+    Unlike `Store`, whose puts are written a moment later, all changes of a `write` are on the disk when it returns, or
+    none are. One process has the file to itself: what was read at its start must not change behind it.
+
+    Raises:
+        StateDamaged, StateTooNew: the file is damaged, another program's or newer; it was not changed.
+        StateError: the folder or file cannot be used, or another server uses it.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._path = Path(":memory:") if folder is None else folder / FILE_NAME
+        self._lock = threading.Lock()
+        with translate_errors(self._path), ExitStack() as opened:
+            if folder is None:
+                connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            else:
+                connection = _open(folder, self._path)
+            self._connection = opened.enter_context(closing(connection))
+            self._prepare()
+            self._closing = opened.pop_all()
+
+    def read(self, kind: str, key: str) -> bytes | None:
+        """Return the value, or ``None``.
+
+        Raises:
+            StateError: the file can no longer be read, or is damaged.
+        """
+        with self._lock, translate_errors(self._path):
+            row = self._connection.execute(
+                "SELECT kind, key, value, crc FROM entries WHERE kind = ? AND key = ?", (kind, key)
+            ).fetchone()
+        return None if row is None else self._verify(*row)[1]
+
+    def items(self, kind: str) -> Iterator[tuple[str, bytes]]:
+        """Yield keys and values of a kind. Nothing may be written until the last one. Raises as `read`."""
+        with self._lock, translate_errors(self._path):
+            for row in self._connection.execute("SELECT kind, key, value, crc FROM entries WHERE kind = ?", (kind,)):
+                yield self._verify(*row)
+
+    def write(self, changes: Changes) -> None:
+        """Make all changes at once; they are on the disk when this returns.
+
+        Raises:
+            StateError: nothing was changed.
+        """
+        deleted = [name for name, value in changes.items() if value is None]
+        put = [(*name, value, _checksum(*name, value)) for name, value in changes.items() if value is not None]
+        with self._lock, translate_errors(self._path):
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", deleted)
+                self._connection.executemany(_UPSERT, put)
+                self._connection.execute("COMMIT")
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        run("PRAGMA locking_mode = EXCLUSIVE")  # a second server on this folder is refused
+        application, version = (run(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+        is_new = not run("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+        if not is_new and application != APPLICATION_ID:
+            raise StateDamaged(f"{self._path} is another program's file; it was not changed. Move it away")
+        if version > VERSION:
+            raise StateTooNew(f"{self._path} was written by a newer darts-server; it was not changed. Upgrade")
+        if not is_new and (found := run("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise StateDamaged(f"{self._path} is damaged: {found}; it was not changed. Move it away, or restore a copy")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = FULL")
+        run("BEGIN IMMEDIATE")
+        run(_TABLE)
+        run(f"PRAGMA application_id = {APPLICATION_ID}")
+        run(f"PRAGMA user_version = {VERSION}")
+        run("COMMIT")
+
+    def _verify(self, kind: object, key: object, value: object, crc: object) -> tuple[str, bytes]:
+        match kind, key, value:
+            case str(), str(), bytes() if _checksum(kind, key, value) == crc:
+                return key, value
+        raise StateDamaged(
+            f"{self._path} is damaged: the checksum of {kind} {str(key)[:64]!r} is wrong; move the file "
+            f"({self._path.name}, {self._path.name}-wal) away to start with an empty queue"
+        )
+
+
+def _open(folder: Path, path: Path) -> sqlite3.Connection:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateError(f"{path} cannot be created: {error}; give another --state-dir") from error
+    refuse_special_files(path)
+    return connect(path, "rwc")
+
+
+def _checksum(kind: str, key: str, value: bytes) -> int:
+    return zlib.crc32(value, zlib.crc32(f"{kind}\0{key}\0".encode()))

@@ -1,0 +1,267 @@
+import random
+from pathlib import Path
+
+import pytest
+
+from darts_server.exceptions import Conflict, NotFound, QuotaReached, TooLarge
+from darts_server.rollout.queue.entries import AckOutcome, EntryState
+from darts_server.rollout.queue.ledger import NewPrompt, QueueLimits
+from tests.rollout.queue.world import JOB, LEASE, TERMS, World, prompts
+
+RUNNING, READY, QUEUED, LEASED = EntryState.RUNNING, EntryState.READY, EntryState.QUEUED, EntryState.LEASED
+
+
+def ready(*names: str, **options: object) -> World:
+    world = World()
+    world.put(*names, **options)
+    for entry in world.start():
+        world.end(entry)
+    return world
+
+
+def test_prompts_go_in_and_groups_come_out_in_their_order() -> None:
+    world = ready("a", "b", "c")
+    assert [entry.name for entry in world.take(2)] == ["a", "b"]
+    assert [entry.name for entry in world.take(2)] == ["c"]
+    assert world.take(2) == []
+
+
+def test_nothing_is_leased_until_there_are_as_many_as_wanted() -> None:
+    world = ready("a", "b")
+    assert world.take(3, at_least=3) == []
+    assert len(world.take(2, at_least=2)) == 2
+
+
+def test_a_prompt_with_a_known_id_is_not_added_again_and_another_one_is_a_conflict() -> None:
+    world = ready("a")
+    result = world.ledger.put(JOB, prompts("a", "b"), TERMS, 0)
+    assert (result.names, result.added) == (["a", "b"], 1)
+    with pytest.raises(Conflict, match=r"prompts\.id"):
+        world.ledger.put(JOB, [NewPrompt(b"", "other", "a")], TERMS, 0)
+    world.acknowledge(world.take()[0].lease or "")
+    assert world.ledger.put(JOB, prompts("a"), TERMS, 0).added == 0, "also after it was acknowledged"
+
+
+def test_the_same_idempotency_key_adds_nothing_also_after_a_restart() -> None:
+    world = World()
+    document = [NewPrompt(b"p", "p")]
+    first = world.ledger.put(JOB, document, TERMS, 0, key="k", digest="1")
+    world.commit()
+    world.kill()
+    again = world.ledger.put(JOB, document, TERMS, 0, key="k", digest="1")
+    assert (again.names, again.added) == (list(first.names), 0)
+    with pytest.raises(Conflict, match="Idempotency-Key"):
+        world.ledger.put(JOB, document, TERMS, 0, key="k", digest="2")
+
+
+def test_a_lease_that_expires_is_handed_out_again_and_its_acknowledgement_comes_too_late() -> None:
+    world = ready("a")
+    [first] = [entry.lease for entry in world.take()]
+    world.now += LEASE
+    [second] = [entry.lease for entry in world.take()]
+    assert first is not None
+    assert second is not None
+    assert world.acknowledge(first) == [AckOutcome.EXPIRED]
+    assert world.acknowledge(second) == [AckOutcome.ACKNOWLEDGED]
+    assert world.acknowledge(second, first) == [AckOutcome.ALREADY, AckOutcome.EXPIRED]
+
+
+def test_a_late_acknowledgement_counts_while_nobody_else_has_the_group() -> None:
+    world = ready("a", "b")
+    [lease, other] = [entry.lease or "" for entry in world.take(2)]
+    world.now += LEASE
+    world.ledger.expire(world.now)
+    assert world.names(READY) == {"a", "b"}
+    assert world.acknowledge(lease) == [AckOutcome.ACKNOWLEDGED]
+    for _ in range(2):
+        world.update()
+    assert world.names(QUEUED) == {"b"}, "it was too old"
+    world.start()
+    assert world.acknowledge(other) == [AckOutcome.ACKNOWLEDGED], "also while its prompt runs again"
+    assert len(world.ledger.stopped) == 1
+
+
+def test_leases_of_others_and_of_nobody_are_unknown() -> None:
+    world = ready("a")
+    [entry] = world.take()
+    for lease in (entry.lease or "", "99-x", "", "x", "1" * 30, f"{entry.number}-x"):
+        assert world.ledger.acknowledge([lease], lambda owner: owner == "other") == [AckOutcome.UNKNOWN]
+    assert world.names(LEASED) == {"a"}
+
+
+def test_a_failed_group_is_handed_out_once_and_first() -> None:
+    world = World()
+    world.put("good", "bad", max_staleness=0, groups_per_version=1)
+    [good] = world.start()
+    world.ledger.give_back(good.number)
+    for entry in world.start():
+        world.end(entry, failed=True)
+    [more] = world.start()
+    world.end(more)
+    assert [entry.is_failed for entry in world.take(2)] == [True, False]
+    assert world.ledger.job(JOB).taken == 1, "a failed one is not one of those of the version"  # type: ignore[union-attr]
+
+
+def test_prompts_of_a_higher_priority_go_first_and_then_the_longest_of_a_round() -> None:
+    world = World()
+    world.ledger.put(JOB, prompts("10", "30", "20"), TERMS, 0)
+    order = [world.ledger.start_next(lambda entry: float(entry.name))]
+    world.ledger.put(JOB, prompts("5"), TERMS, 0, priority=1)
+    order += [world.ledger.start_next(lambda entry: float(entry.name)) for _ in range(3)]
+    assert [entry and entry.name for entry in order] == ["30", "5", "20", "10"]
+
+
+def test_all_of_a_round_start_before_those_that_come_later() -> None:
+    world = World()
+    world.ledger.put(JOB, prompts("1", "9"), TERMS, 0)
+    names = []
+    for number in range(10, 20):
+        world.put(str(number))
+        entry = world.ledger.start_next(lambda entry: float(entry.name))
+        names.append(entry and entry.name)
+    assert names.index("1") < 4
+
+
+def test_jobs_get_tokens_in_proportion_to_their_weights_and_owners_the_same() -> None:
+    world = World()
+    tokens = {("a", "light"): 0, ("a", "heavy"): 0, ("b", "only"): 0}
+    for job_id in tokens:
+        weight = 3.0 if job_id[1] == "heavy" else 1.0
+        world.ledger.put(job_id, prompts(*map(str, range(2000))), TERMS, 0, options={"weight": weight})
+    rng = random.Random(0)
+    while sum(tokens.values()) < 100_000:
+        entry = world.ledger.start_next(lambda _: 50.0)
+        assert entry is not None
+        generated = rng.randint(10, 300 if entry.owner == "b" else 100)
+        tokens[entry.job] += generated
+        world.ledger.end(entry.number, b"", None, generated, failed=False)
+    assert tokens["b", "only"] == pytest.approx(50_000, rel=0.05)
+    assert tokens["a", "heavy"] == pytest.approx(37_500, rel=0.05)
+
+
+def test_a_job_that_was_idle_does_not_get_everything_afterwards() -> None:
+    world = World()
+    world.ledger.put(("a", "x"), prompts(*map(str, range(100))), TERMS, 0)
+    world.ledger.put(("b", "x"), prompts("0"), TERMS, 0)
+    world.start(50)
+    world.ledger.put(("b", "x"), prompts(*map(str, range(1, 100))), TERMS, 0)
+    owners = [entry.owner for entry in world.start(10)]
+    assert owners.count("a") == 5
+
+
+def test_what_is_too_much_is_refused_and_nothing_is_changed() -> None:
+    world = World(limits=QueueLimits(prompts=3, bytes=10))
+    with pytest.raises(TooLarge, match="--queue-prompts"):
+        world.put("a", "b", "c", "d")
+    with pytest.raises(TooLarge, match="--queue-bytes"):
+        world.put("a" * 11)
+    world.put("a", "b")
+    with pytest.raises(QuotaReached, match="--queue-prompts"):
+        world.put("c", "d")
+    with pytest.raises(QuotaReached, match="--queue-bytes"):
+        world.put("c" * 9)
+    assert not world.ledger.changes
+    world.put("c")
+    world.ledger.put(("other", "job"), prompts("d" * 9), TERMS, 0)
+
+
+def test_no_prompt_starts_while_groups_that_nobody_takes_have_too_many_bytes() -> None:
+    world = World(limits=QueueLimits(bytes=10))
+    world.put("a", "b")
+    [first] = world.start(1)
+    world.ledger.end(first.number, b"x" * 20, None, 1, failed=False)
+    assert world.start() == []
+    assert world.ledger.waits_for(JOB) == "consumer"
+    world.acknowledge(world.take()[0].lease or "")
+    assert [entry.name for entry in world.start()] == ["b"]
+
+
+def test_a_deleted_job_is_gone_from_the_disk_too() -> None:
+    world = ready("a", "b", "c")
+    world.acknowledge(world.take()[0].lease or "")
+    world.put("d")
+    [running] = world.start()
+    assert world.ledger.drop(JOB) == 3
+    assert world.ledger.stopped == [running.number]
+    world.end(running)
+    world.commit()
+    assert not world.disk.rows  # type: ignore[union-attr]
+    with pytest.raises(NotFound):
+        world.ledger.drop(JOB)
+    assert world.ledger.oldest() is None
+
+
+def test_after_a_restart_running_groups_start_again_and_others_are_what_they_were() -> None:
+    world = World()
+    world.put("a", "b", "c", "d")
+    started = world.start(3)
+    for entry in started[:2]:
+        world.end(entry)
+    [leased] = world.take()
+    world.kill()
+    assert (world.names(QUEUED), world.names(READY), world.names(LEASED)) == ({"c", "d"}, {"b"}, {"a"})
+    assert world.acknowledge(leased.lease or "") == [AckOutcome.ACKNOWLEDGED]
+    assert world.ledger.terms(world.take()[0]) == TERMS
+
+
+def test_groups_of_versions_from_before_a_restart_wait_for_the_update_that_shows_where_the_trainer_is() -> None:
+    for version, state in ((57, READY), (58, READY), (59, QUEUED), (3, QUEUED)):
+        world = World()
+        world.version = 57
+        world.ledger.set_version(57)
+        world.put("a", "b", groups_per_version=1)
+        world.end(world.start()[0])
+        world.commit()
+        world.version = 0
+        world.kill()
+        assert world.take() == [], "version 0 is not that of the trainer"
+        assert [entry.name for entry in world.start()] == ["b"], "and it keeps nothing from starting"
+        world.update(version)
+        assert world.names(state) >= {"a"}
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_ten_thousand_groups_are_acknowledged_exactly_once_each(tmp_path: Path, real: bool) -> None:
+    """Consumers die with their leases, or acknowledge twice and late, and the server is killed again and again."""
+    size = 10_000
+    rng = random.Random(20)
+    world = World(tmp_path if real else None, QueueLimits(prompts=3000))
+    running = []
+    held: list[str] = []
+    put = 0
+    while len(world.acknowledged) < size:
+        while put < size and rng.random() < 0.9:
+            names = [str(number) for number in range(put, min(size, put + rng.randint(1, 200)))]
+            try:
+                world.put(*names, *names[:1])
+            except QuotaReached:
+                break
+            put += len(names)
+        running += world.start(rng.randint(1, 400))
+        rng.shuffle(running)
+        for entry in [running.pop() for _ in range(len(running) // 2 + 1) if running]:
+            world.end(entry, failed=rng.random() < 0.01)
+        held += [entry.lease or "" for entry in world.take(rng.randint(1, 400))]
+        rng.shuffle(held)
+        mine = [held.pop() for _ in range(rng.randint(0, len(held)))]
+        done = world.acknowledge(*mine)
+        assert AckOutcome.UNKNOWN not in done
+        if mine and rng.random() < 0.5:
+            again = world.acknowledge(*mine)
+            assert AckOutcome.ACKNOWLEDGED not in again
+        if rng.random() < 0.2:
+            del held[: len(held) // 2]  # a consumer dies
+        if rng.random() < 0.1:
+            world.now += LEASE / 2
+        if rng.random() < 0.1:
+            world.update()
+        if rng.random() < 0.05:
+            world.take(50) if rng.random() < 0.5 else world.ledger.take(JOB, 50, 1, world.now, LEASE)
+            world.kill()
+            running = []
+        if not world.names(QUEUED) and not running:
+            world.now += LEASE / 10
+    assert sorted(world.acknowledged, key=int) == [str(number) for number in range(size)]
+    counts = sum(len(list(each)) for each in world.ledger.jobs())
+    assert counts == 0
+    world.close()

@@ -1,0 +1,112 @@
+"""A queue with a disk, consumers and a clock of its own."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState, Terms
+from darts_server.rollout.queue.history import Changes
+from darts_server.rollout.queue.ledger import Ledger, NewPrompt, QueueLimits
+from darts_server.store.transactions import TransactionStore
+
+JOB = ("owner", "train")
+TERMS = Terms(4, {"max_tokens": 16}, {})
+LEASE = 100.0
+
+
+def prompts(*names: str) -> list[NewPrompt]:
+    return [NewPrompt(name.encode(), name, name) for name in names]
+
+
+class Disk:
+    """A store in memory that takes no time."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], bytes] = {}
+
+    def write(self, changes: Changes) -> None:
+        for name, value in changes.items():
+            if value is None:
+                self.rows.pop(name, None)
+            else:
+                self.rows[name] = value
+
+    def items(self, kind: str) -> Iterator[tuple[str, bytes]]:
+        return iter([(key, value) for (each, key), value in self.rows.items() if each == kind])
+
+
+class World:
+    """Everything around a ledger. What is not written when the server is killed is lost.
+
+    ``acknowledged``: ids of entries, as often as the queue said to a consumer that it has acknowledged them.
+    ``folder``: of a real file; by default the disk is a dictionary.
+    """
+
+    def __init__(self, folder: Path | None = None, limits: QueueLimits | None = None, staleness: int = 1) -> None:
+        self._folder, self._limits, self._staleness = folder, limits or QueueLimits(), staleness
+        self._names = map(str, count())
+        self.now = 0.0
+        self.version = 0
+        self.disk: Disk | TransactionStore = Disk() if folder is None else TransactionStore(folder)
+        self.ledger = self._open()
+        self.acknowledged: list[str] = []
+
+    def _open(self) -> Ledger:
+        ledger = Ledger(self._limits, self._staleness, lambda: next(self._names))
+        ledger.load(self.disk.items)
+        ledger.set_version(self.version)
+        return ledger
+
+    def commit(self) -> None:
+        self.disk.write(self.ledger.changes)
+        self.ledger.changes.clear()
+
+    def kill(self) -> None:
+        """End the server without any further write, and start it again."""
+        if isinstance(self.disk, TransactionStore):
+            self.disk.close()
+            self.disk = TransactionStore(self._folder)
+        self.ledger = self._open()
+
+    def close(self) -> None:
+        if isinstance(self.disk, TransactionStore):
+            self.disk.close()
+
+    def put(self, *names: str, **options: object) -> None:
+        self.ledger.put(JOB, prompts(*names), TERMS, self.now, options=options)
+        self.commit()
+
+    def start(self, most: int = 1000) -> list[Entry]:
+        started: list[Entry] = []
+        while len(started) < most and (entry := self.ledger.start_next(lambda _: 1.0)) is not None:
+            started.append(entry)
+        return started
+
+    def end(self, entry: Entry, *, failed: bool = False) -> None:
+        self.ledger.end(entry.number, b"group", None, 10, failed=failed)
+
+    def take(self, most: int = 1, at_least: int = 1) -> list[Entry]:
+        taken = self.ledger.take(JOB, most, at_least, self.now, LEASE)
+        self.commit()
+        return taken
+
+    def acknowledge(self, *leases: str) -> list[AckOutcome]:
+        names = dict(self._named(leases))
+        outcomes = self.ledger.acknowledge(leases, lambda _: True)
+        self.commit()
+        self.acknowledged += [
+            names[lease] for lease, done in zip(leases, outcomes, strict=True) if done is AckOutcome.ACKNOWLEDGED
+        ]
+        return outcomes
+
+    def update(self, version: int | None = None) -> None:
+        self.version = self.version + 1 if version is None else version
+        self.ledger.update(self.version)
+
+    def names(self, state: EntryState) -> set[str]:
+        return {entry.name for each in self.ledger.jobs() for entry in each if entry.state is state}
+
+    def _named(self, leases: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        for lease in leases:
+            if (entry := self.ledger.entry(int(lease.partition("-")[0]))) is not None:
+                yield lease, entry.name

@@ -1,0 +1,72 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from darts_server.exceptions import StateDamaged, StateError, StateFull
+from darts_server.store.transactions import FILE_NAME, TransactionStore
+
+
+@pytest.fixture(params=["memory", "file"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return tmp_path / "state" if request.param == "file" else None
+
+
+def test_changes_are_made_together_and_read_back(folder: Path | None) -> None:
+    with TransactionStore(folder) as store:
+        store.write({("a", "1"): b"\x00x", ("a", "2"): b"", ("b", "1"): b"y"})
+        store.write({("a", "1"): b"z", ("a", "2"): None, ("a", "9"): None})
+        assert list(store.items("a")) == [("1", b"z")]
+        assert (store.read("b", "1"), store.read("a", "2")) == (b"y", None)
+
+
+def test_what_was_written_is_there_after_a_kill(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from darts_server.store.transactions import TransactionStore\n"
+        "store = TransactionStore(Path(sys.argv[1]))\n"
+        "for i in range(20): store.write({('a', str(i)): b'x' * i, ('a', str(i - 1)): None})\n"
+        "store._connection.execute('BEGIN'); store._connection.execute('DELETE FROM entries')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, cwd=os.getcwd())
+    assert killed.returncode == -signal.SIGKILL
+    with TransactionStore(tmp_path) as store:
+        assert list(store.items("a")) == [("19", b"x" * 19)]
+
+
+def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("darts_server.store.schema.BUSY_SECONDS", 0.05)
+    with TransactionStore(tmp_path), pytest.raises(StateError, match="another process that holds it"):
+        TransactionStore(tmp_path)
+
+
+def _garble(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"precious", b"Precious"))
+
+
+def _replace(path: Path) -> None:
+    path.write_bytes(b"not a database" * 100)
+
+
+@pytest.mark.parametrize("damage", [_garble, _replace])
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    with TransactionStore(tmp_path) as store:
+        store.write({("a", "1"): b"precious"})
+    damage(tmp_path / FILE_NAME)
+    with pytest.raises(StateDamaged), TransactionStore(tmp_path) as store:
+        list(store.items("a"))
+
+
+def test_a_failed_write_changes_nothing(folder: Path | None) -> None:
+    with TransactionStore(folder) as store:
+        store.write({("a", "1"): b"x"})
+        store._connection.execute("PRAGMA max_page_count = 8")  # as if the disk was full
+        with pytest.raises(StateFull):
+            store.write({("a", "1"): b"y", ("a", "2"): b"z" * 100_000})
+        assert list(store.items("a")) == [("1", b"x")]
