@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.renderers.params import ChatParams
@@ -13,6 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat.engine import REFUSALS
+from darts_server.vllm.compat.entrypoints import load_chat_template
 from darts_server.vllm.outputs import token_logprobs
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import SamplingReader, named_parameter

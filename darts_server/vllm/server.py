@@ -11,7 +11,6 @@ from typing import Any
 import uvloop
 from fastapi import FastAPI
 from vllm import envs
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
@@ -19,6 +18,7 @@ from darts_server.vllm import control_routes
 from darts_server.vllm.compat import version_warning, vllm_version
 from darts_server.vllm.compat.entrypoints import (
     build_app,
+    cli_env_setup,
     configure_logging,
     get_uvicorn_log_config,
     init_app_state,

@@ -20,19 +20,29 @@ from tests.vllm.signatures import extract
 
 SIGNATURES = Path(extract.__file__).parent
 RECORDED: dict[str, dict[str, str]] = {
-    series: json.loads((SIGNATURES / f"{series}.json").read_text()) for series in (TESTED_SERIES, COMPARED_SERIES)
+    series: json.loads((SIGNATURES / f"{series}.json").read_text()) for series in (TESTED_SERIES, *COMPARED_SERIES)
 }
+OLD = "0.26"
 ROOM = Path(darts_server.vllm.__file__).parent
 SOURCES = [*sorted(ROOM.rglob("*.py")), ROOM.parents[1] / "examples" / "tiny_rl" / "engine.py"]
 
-CLI_ARGS = ("launchers.cli_args", "openai.cli_args")
-# Where moved names are in 0.31 and in 0.26, under vllm.entrypoints: those that are re-exported, and those wrapped.
+CLI_ARGS = ("entrypoints.common.cli_args", "entrypoints.launchers.cli_args", "entrypoints.openai.cli_args")
+# Where moved names are in one series or another: those that are re-exported, and those wrapped.
 MOVED = {
-    "build_app": ("launchers.app", "openai.api_server"),
-    "init_app_state": ("launchers.api_server.app_state", "openai.api_server"),
-    "setup_server": ("launchers.launcher", "openai.api_server"),
-    "serve_http": ("launchers.launcher", "launcher"),
-    "get_uvicorn_log_config": ("launchers.utils.server_utils", "serve.utils.server_utils"),
+    "build_app": ("entrypoints.launchers.app", "entrypoints.openai.api_server"),
+    "cli_env_setup": ("entrypoints.common.startup", "entrypoints.serve.utils.api_utils"),
+    "init_app_state": ("entrypoints.launchers.api_server.app_state", "entrypoints.openai.api_server"),
+    "load_chat_template": (
+        "renderers.chat_utils.chat_template",
+        "renderers.chat_utils",
+        "entrypoints.chat_utils",
+    ),
+    "setup_server": ("entrypoints.launchers.launcher", "entrypoints.openai.api_server"),
+    "serve_http": ("entrypoints.launchers.launcher", "entrypoints.launcher"),
+    "get_uvicorn_log_config": (
+        "entrypoints.launchers.utils.server_utils",
+        "entrypoints.serve.utils.server_utils",
+    ),
     "validate_parsed_serve_args": CLI_ARGS,
 }
 WRAPPED = {"make_arg_parser": CLI_ARGS, "FrontendArgs": CLI_ARGS}
@@ -58,7 +68,6 @@ METHODS = {
     "IncrementalDetokenizer.from_new_request": f"{DETOKENIZER}.from_new_request",
     "ShapingLLM.from_vllm_config": f"{LLM}.from_vllm_config",
     "SamplingParams.from_optional": "vllm.sampling_params:SamplingParams.from_optional",
-    "cli_env_setup": "vllm.entrypoints.serve.utils.api_utils:cli_env_setup",
     "current_platform.is_cpu": "vllm.platforms.interface:Platform.is_cpu",
     "decoder.decode": "vllm.v1.serial_utils:MsgpackDecoder.decode",
     "detokenizer.get_next_output_text": f"{DETOKENIZER}.get_next_output_text",
@@ -73,7 +82,6 @@ METHODS = {
     "llm.get_supported_tasks": f"{LLM}.get_supported_tasks",
     "llm.reset_mm_cache": f"{LLM}.reset_mm_cache",
     "llm.shutdown": f"{LLM}.shutdown",
-    "load_chat_template": "vllm.entrypoints.chat_utils:load_chat_template",
     "parse_model_prompt": "vllm.renderers.inputs.preprocess:parse_model_prompt",
     "renderer.render_chat_async": "vllm.renderers.base:BaseRenderer.render_chat_async",
     "renderer.render_cmpl_async": "vllm.renderers.base:BaseRenderer.render_cmpl_async",
@@ -102,15 +110,24 @@ METHODS = {
 }
 
 
-@pytest.fixture(params=[TESTED_SERIES, COMPARED_SERIES])
+@pytest.fixture(params=list(RECORDED))
 def series(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def place(name: str, series: str) -> str:
-    """Return where a moved name is in a series."""
-    new, old = (MOVED | WRAPPED)[name]
-    return f"vllm.entrypoints.{new if series == TESTED_SERIES else old}:{name}"
+    """Return where a moved name is in a series: in the newest of its places there, as older ones may stay behind."""
+    places = (f"vllm.{module}:{name}" for module in (MOVED | WRAPPED)[name])
+    return next(place for place in places if place in RECORDED[series])
+
+
+def in_series(name: str, series: str) -> str:
+    """Return where a name of the tested series, or a part of it, is in another one."""
+    path = name.partition(":")[2]
+    first = path.partition(".")[0].partition("[")[0]
+    if first not in MOVED | WRAPPED or not name.startswith(place(first, TESTED_SERIES)):
+        return name
+    return place(first, series) + path.removeprefix(first)
 
 
 @pytest.fixture
@@ -130,17 +147,18 @@ def installed() -> Mapping[str, str]:
 
 def test_the_installed_version_is_the_tested_one() -> None:
     assert version_warning(f"{TESTED_SERIES}.0") is None
-    assert (vllm_version() or "").startswith((f"{TESTED_SERIES}.", f"{COMPARED_SERIES}."))
+    assert (vllm_version() or "").startswith(tuple(f"{series}." for series in RECORDED))
 
 
-def test_a_version_of_the_compared_series_gives_a_warning() -> None:
-    assert version_warning(f"{COMPARED_SERIES}.0") == (
-        f"vLLM {COMPARED_SERIES}.0 is tested with darts-server by its signatures alone; "
+@pytest.mark.parametrize("compared", COMPARED_SERIES)
+def test_a_version_of_a_compared_series_gives_a_warning(compared: str) -> None:
+    assert version_warning(f"{compared}.0") == (
+        f"vLLM {compared}.0 is tested with darts-server by its signatures alone; "
         f"{TESTED_SERIES} is tested by running it"
     )
 
 
-@pytest.mark.parametrize("version", [None, "0.310.0", "0.32.1", "0.2.6"])
+@pytest.mark.parametrize("version", [None, "0.310.0", "0.34.1", "0.2.6"])
 def test_other_versions_give_a_warning(version: str | None) -> None:
     assert f"vLLM {version} is not tested with darts-server" in (version_warning(version) or "")
 
@@ -168,17 +186,17 @@ def shape(function: Any) -> list[tuple[str, Any, bool]]:
     return [(p.name, p.kind, p.default is p.empty) for p in inspect.signature(function).parameters.values()]
 
 
-def test_both_series_have_every_name_except_the_listed_new_ones() -> None:
-    def old(name: str) -> str:
-        """Return where a name of 0.31 would be in 0.26."""
-        module, _, path = name.partition(":")
-        new, then = (MOVED | WRAPPED).get(path.partition(".")[0].partition("[")[0], ("", ""))
-        return f"vllm.entrypoints.{then}:{path}" if module == f"vllm.entrypoints.{new}" else name
+@pytest.mark.parametrize("compared", COMPARED_SERIES)
+def test_every_series_has_every_name_except_the_listed_new_ones(compared: str) -> None:
+    there = {in_series(name, compared) for name in RECORDED[TESTED_SERIES]}
+    assert there - set(RECORDED[compared]) == (NEW if compared == OLD else set())
+    assert {name for name, said in RECORDED[compared].items() if not said.startswith("is ")} <= there
 
-    tested, compared = (set(RECORDED[s]) for s in (TESTED_SERIES, COMPARED_SERIES))
-    assert {old(name) for name in tested} - compared == NEW
-    assert compared <= {old(name) for name in tested}
-    assert set(extract.names()) == tested | {old(name) for name in tested}
+
+def test_every_name_is_recorded_in_some_series() -> None:
+    recorded = {name for names in RECORDED.values() for name in names}
+    # The flag is looked for in all places of its class, and is newer than the oldest of them.
+    assert set(extract.names()) - recorded == {"vllm.entrypoints.openai.cli_args:FrontendArgs.enable_scale_out"}
 
 
 def test_our_modules_import_only_names_that_each_series_has(vllm: Fake) -> None:
@@ -197,7 +215,7 @@ def test_moved_names_are_imported_from_their_place_in_each_series(series: str, v
 
 def test_our_calls_fit_the_parameters_of_each_series(series: str, vllm: Fake) -> None:
     moved = {name: place(name, series) for name in MOVED}
-    targets = METHODS | moved | {"cli_args.make_arg_parser": place("make_arg_parser", series)}
+    targets = METHODS | moved | {"_make_arg_parser": place("make_arg_parser", series)}
     seen = set()
     for function, args, keywords in (made for source in SOURCES for made in calls(ast.parse(source.read_text()))):
         if (target := targets.get(function)) is None:
@@ -262,7 +280,7 @@ def test_the_flag_for_the_token_route_is_accepted_in_each_series(series: str, vl
     import_module("darts_server.vllm.compat.entrypoints").make_arg_parser(parser)
     assert vllm.calls == [place("make_arg_parser", series)]
     added = vars(parser.parse_known_args(["--enable-scale-out"])[0])
-    assert added == ({} if series == TESTED_SERIES else {"enable_scale_out": True})
+    assert added == ({"enable_scale_out": True} if series == OLD else {})
 
 
 @pytest.fixture
@@ -278,7 +296,7 @@ def unset_levels() -> Iterator[None]:
 @pytest.mark.usefixtures("unset_levels")
 def test_logging_is_configured_if_vllm_can_and_our_warnings_stay_enabled(series: str, vllm: Fake) -> None:
     import_module("darts_server.vllm.compat.entrypoints").configure_logging(None)
-    assert vllm.calls == (["vllm.logger:configure_logging_from_args"] if series == TESTED_SERIES else [])
+    assert vllm.calls == ([] if series == OLD else ["vllm.logger:configure_logging_from_args"])
     logging.getLogger().setLevel(logging.ERROR)
     assert logging.getLogger("darts_server.store").isEnabledFor(logging.WARNING)
 
@@ -312,7 +330,7 @@ async def test_a_finished_weight_update_counts_with_and_without_a_name(series: s
     llm = import_module("darts_server.vllm.llm").ShapingLLM()
     await llm.finish_weight_update()
     assert llm.weight_version == 1
-    if series == TESTED_SERIES:
+    if series != OLD:
         await llm.finish_weight_update("v2")
         await llm.finish_weight_update(weight_version="v3")
         assert llm.weight_version == 3

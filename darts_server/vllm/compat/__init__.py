@@ -1,16 +1,17 @@
 """Differences between vLLM's versions and builds, in one place.
 
-Two series are supported, 0.31 and 0.26. The code tests for the name that it needs, never for a version: in
+Several series are supported. The code tests for the name that it needs, never for a version: in
 ``entrypoints`` for the HTTP side, in ``engine`` for the rest. This module does not import vLLM, which takes seconds.
-All names of vLLM that we use are listed in ``tests/vllm/signatures/extract.py``, and compared with both series' source.
+All names of vLLM that we use are listed in ``tests/vllm/signatures/extract.py``, and compared with the source of
+each.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED_SERIES = "0.31"
 """The series that all tests run against."""
-COMPARED_SERIES = "0.26"
-"""A series whose source is compared with the names and parameters that we use; no test runs against it."""
+COMPARED_SERIES = ("0.26", "0.32", "0.33")
+"""Series whose source is compared with the names and parameters that we use; no test runs against them."""
 
 # (attribute of the app's state, method) that each generation route calls with the parsed request. All have the
 # signature ``(request, raw_request) -> response``.
@@ -38,14 +39,14 @@ def version_warning(installed: str | None) -> str | None:
     """Return a warning for the start of the server; ``None`` for a version of the tested series."""
     if _is_in_series(TESTED_SERIES, installed):
         return None
-    if _is_in_series(COMPARED_SERIES, installed):
+    if any(_is_in_series(series, installed) for series in COMPARED_SERIES):
         return (
             f"vLLM {installed} is tested with darts-server by its signatures alone; "
             f"{TESTED_SERIES} is tested by running it"
         )
     return (
         f"vLLM {installed} is not tested with darts-server; {TESTED_SERIES} is, by running it, "
-        f"and {COMPARED_SERIES} by its signatures alone"
+        f"and {', '.join(COMPARED_SERIES)} by their signatures alone"
     )
 
 

@@ -59,6 +59,8 @@ LEANED_ON = {
         "served_model_name shutdown_timeout worker_extension_cls"
     },
     "vllm.entrypoints.chat_utils": {"load_chat_template": ""},
+    "vllm.entrypoints.common.cli_args": FLAGS,
+    "vllm.entrypoints.common.startup": {"cli_env_setup": ""},
     "vllm.entrypoints.anthropic.serving": {"AnthropicServingMessages": ""},
     "vllm.entrypoints.generate.api_router": {
         "init_generate_state": "[state.anthropic_serving_messages] [state.openai_serving_chat] "
@@ -110,6 +112,8 @@ LEANED_ON = {
     "vllm.platforms": {"current_platform": ""},
     "vllm.platforms.interface": {"Platform": "is_cpu"},
     "vllm.renderers.base": {"BaseRenderer": "default_cmpl_tok_params render_chat_async render_cmpl render_cmpl_async"},
+    "vllm.renderers.chat_utils": {"load_chat_template": ""},
+    "vllm.renderers.chat_utils.chat_template": {"load_chat_template": ""},
     "vllm.renderers.inputs.preprocess": {"parse_model_prompt": ""},
     "vllm.renderers.params": {"ChatParams": "chat_template chat_template_kwargs"},
     "vllm.sampling_params": {
