@@ -37,6 +37,7 @@ WEIGHTS_SECONDS = "1"
 FLAGS = (
     *("--enable-scale-out", "--group-wait", "0.2", "--weights-wait", WEIGHTS_SECONDS),
     *("--resume-seconds", "2", "--weights-timeout", WEIGHTS_SECONDS),
+    *("--max-model-len", "160"),  # the longest request takes that many steps of the engine, and others wait for it
     *("--worker-extension-cls", "tests.integration.backend.Extension"),
     *("--weight-transfer-config", '{"backend": "file"}'),
 )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Protocol
@@ -19,15 +20,17 @@ from darts_server.demo.server import Server
 from faults.fuzz.request import Example, commands
 from faults.fuzz.routes import operations, valid_requests
 from faults.fuzz.sequences import examples
-from faults.fuzz.session import ANSWER_SECONDS, MAX_DETAIL, MAX_STALL_SECONDS, Session, Violation
+from faults.fuzz.session import ANSWER_SECONDS, MAX_DETAIL, MAX_STALL_SECONDS, Session, Violation, disrupts
 from faults.fuzz.watch import HealthWatch, megabytes
 
 EXAMPLES = 100
-"""Of a round. A round's seed repeats it."""
+"""Of a round. A round's seed repeats what is sent, in which order, and what is sent at the same time."""
 ROUND_REQUESTS = 500
 """More than a round usually sends."""
-CHECK_EVERY = 25
-"""Examples between two checks that wait until the server is idle."""
+TOGETHER = 32
+"""Examples at most that are sent at the same time; then the server must become idle, and is checked. The engine takes
+about as long for a token of one request as for tokens of a hundred: one after the other they take three times as much
+processor time."""
 SHRINK_SECONDS = 45.0
 """Of hypothesis, and again for requests that are left out."""
 EXIT_SECONDS = 20.0
@@ -48,8 +51,6 @@ DEATH, HANG, STALL, UNBALANCED, NOT_SERVED, NO_ANSWER = (
 )
 FATAL = (DEATH, HANG, NO_ANSWER, UNBALANCED, NOT_SERVED)
 """After these the server is started again, so that the next example has a sound one."""
-CHECKED = (UNBALANCED, NOT_SERVED)
-"""Seen some examples after the one that caused them."""
 
 
 class Target(Protocol):
@@ -126,27 +127,12 @@ class _Found(Exception):
     """Ends an example for hypothesis."""
 
 
-@dataclass
-class _Round:
-    """The state of a round.
+@dataclass(frozen=True)
+class _Sent:
+    """Examples that were sent at the same time, with the bodies of their requests."""
 
-    Attributes:
-        check_every: examples between two checks that wait until the server is idle.
-        results: of the examples so far, with the bodies that were sent. Hypothesis repeats examples.
-        sought: signature of the violation that is being shrunk.
-        is_over: whether the remaining examples are skipped.
-        unlocated: what a check found that waits for more than one example.
-    """
-
-    seed: int
-    check_every: int
-    results: dict[Example, tuple[Violation | None, list[bytes]]] = field(default_factory=dict)
-    sought: tuple[str, str, str] | None = None
-    smallest: Example | None = None
-    is_reproduced: bool = False
-    shrunk_until: float = 0.0
-    is_over: bool = False
-    unlocated: Violation | None = None
+    examples: Sequence[Example]
+    bodies: Sequence[Sequence[bytes]]
 
 
 class Fuzzer:
@@ -193,7 +179,7 @@ class Fuzzer:
         began, round_seed = time.monotonic(), first_seed
         try:
             while self.tally.requests < requests:
-                self._run_round(_Round(round_seed, CHECK_EVERY), requests)
+                self._run_round(round_seed, requests)
                 round_seed += 1
         except KeyboardInterrupt:
             for task in asyncio.all_tasks(self._runner.get_loop()):
@@ -202,25 +188,22 @@ class Fuzzer:
         self.tally.growth = self._growth(requests)
         return self.tally
 
-    def _run_round(self, this: _Round, requests: int) -> None:
-        self._attempt_all(this, requests)
-        if this.unlocated is not None:
-            again = _Round(this.seed, 1)
-            self._attempt_all(again, requests + self.tally.requests)
-            if again.smallest is None and this.unlocated.signature not in self._known:
-                self._record(this.unlocated, this.seed, False, [])
-            this = again
-        if this.smallest is not None:
-            violation, bodies = this.results[this.smallest]
-            assert violation is not None
-            if this.is_reproduced:
-                this.smallest, bodies = self._fewest(this.smallest, violation, bodies)
-            folder = self._folder / f"failure-{len(self.tally.failures) + 1}"
-            sent = commands(this.smallest, self._target.server.url, bodies, folder)
-            self._record(violation, this.seed, this.is_reproduced, sent)
+    def _run_round(self, round_seed: int, requests: int) -> None:
+        drawn: list[Example] = []
+        self._for_each_example(round_seed, drawn.append)
+        # Apart, so that only requests which others may end are allowed to fail for it.
+        for is_disruptive in (False, True):
+            alike = [example for example in drawn if disrupts(example) == is_disruptive]
+            batches = -(-len(alike) // TOGETHER)
+            for number in range(batches):
+                if self.tally.requests >= requests:
+                    return
+                self._attempt(round_seed, drawn, alike[number::batches])
 
-    def _attempt_all(self, this: _Round, requests: int) -> None:
-        @seed(this.seed)
+    def _for_each_example(self, round_seed: int, attempt: Callable[[Example], None]) -> None:
+        """Call ``attempt`` with the examples of a round, and if it raises ``_Found`` with smaller ones."""
+
+        @seed(round_seed)
         @settings(
             max_examples=EXAMPLES,
             database=None,
@@ -232,75 +215,95 @@ class Fuzzer:
             verbosity=Verbosity.quiet,
         )
         @given(self._examples)
-        def attempt(example: Example) -> None:
-            if this.sought is None and self.tally.requests >= requests:
-                this.is_over = True
-            if not this.is_over:
-                self._attempt(this, example)
+        def run(example: Example) -> None:
+            attempt(example)
 
         with suppress(_Found), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Generating overly large repr", HypothesisWarning)  # of a long body
-            attempt()
+            run()
 
-    def _attempt(self, this: _Round, example: Example) -> None:
-        """Send the example unless it was sent before, and raise if it fails."""
-        if example not in this.results:
-            if this.sought is not None and time.monotonic() > this.shrunk_until:
-                return
-            is_checked = this.sought is not None or len(this.results) % this.check_every == this.check_every - 1
-            this.results[example] = self._result(this, example, is_checked)
-        violation, _ = this.results[example]
-        if violation is not None and not this.is_over:
-            this.smallest = example
-            raise _Found
-
-    def _result(self, this: _Round, example: Example, is_checked: bool) -> tuple[Violation | None, list[bytes]]:
-        violations, bodies = self._execute(example, is_checked)
-        if this.sought is not None:
-            return next((each for each in violations if each.signature == this.sought), None), bodies
+    def _attempt(self, round_seed: int, drawn: Sequence[Example], batch: Sequence[Example]) -> None:
+        """Send examples at the same time, and find the smallest cause of the first new violation."""
+        violations, sent = self._execute(batch)
         for violation in violations:
             if violation.signature in self._known:
                 self.tally.repeated[violation.kind] += 1
-            elif violation.kind in CHECKED and this.check_every > 1:
-                this.unlocated, this.is_over = violation, True
-            else:
-                repeated, _ = self._execute(example, True)
-                this.is_reproduced = any(each.signature == violation.signature for each in repeated)
-                if violation.kind == STALL and not this.is_reproduced:
-                    self.tally.single_stalls += 1
-                    continue
-                this.sought = violation.signature
-                this.shrunk_until = time.monotonic() + (SHRINK_SECONDS if this.is_reproduced else 0.0)
-                return violation, bodies
-        return None, bodies
+                continue
+            again = self._repeated(batch, violation)
+            if again is not None:
+                alone = self._fails_alone(batch, violation)
+                sent = (
+                    self._fewest(again, violation)
+                    if alone is None
+                    else self._shrunk(round_seed, drawn, alone, violation)
+                )
+            elif violation.kind == STALL:
+                self.tally.single_stalls += 1
+                continue
+            self._record(violation, round_seed, again is not None, sent)
+            return
 
-    def _fewest(self, example: Example, violation: Violation, bodies: list[bytes]) -> tuple[Example, list[bytes]]:
-        """Leave out requests, as many as the time allows, that the violation does not need.
+    def _repeated(self, batch: Sequence[Example], violation: Violation) -> _Sent | None:
+        """Send examples again; return what was sent if the violation happened again."""
+        violations, sent = self._execute(batch)
+        return sent if any(each.signature == violation.signature for each in violations) else None
+
+    def _fails_alone(self, batch: Sequence[Example], violation: Violation) -> _Sent | None:
+        """Find an example of a batch that causes the violation without the others."""
+        named = [example for example in batch if any(request.name == violation.route for request in example)]
+        sent = (self._repeated([example], violation) for example in named or batch)
+        return next((each for each in sent if each is not None), None)
+
+    def _shrunk(self, round_seed: int, drawn: Sequence[Example], failing: _Sent, violation: Violation) -> _Sent:
+        """Return the smallest example that was found.
+
+        Hypothesis simplifies an example when it draws it; other examples of the round count as passed.
+        """
+        deadline = time.monotonic() + SHRINK_SECONDS
+        results: dict[Example, _Sent | None] = dict.fromkeys(drawn) | {failing.examples[0]: failing}
+        smallest = failing
+
+        def attempt(example: Example) -> None:
+            nonlocal smallest
+            if example not in results:
+                if time.monotonic() > deadline:
+                    return
+                results[example] = self._repeated([example], violation)
+            if (sent := results[example]) is not None:
+                smallest = sent
+                raise _Found
+
+        self._for_each_example(round_seed, attempt)
+        return self._fewest(smallest, violation)
+
+    def _fewest(self, sent: _Sent, violation: Violation) -> _Sent:
+        """Leave out examples that the violation does not need, or requests of a single one, as the time allows.
 
         Hypothesis would do it too, but not first, and a long example takes seconds each time.
         """
         deadline = time.monotonic() + SHRINK_SECONDS
-        alone: list[Example] = [(each,) for each in example if each.name == violation.route]
-        for fewer in [] if len(example) == 1 else alone:
-            again, sent = self._execute(fewer, True)
-            if any(each.signature == violation.signature for each in again):
-                return fewer, sent
-        for place in reversed(range(len(example))):
-            fewer = example[:place] + example[place + 1 :]
+        is_single = len(sent.examples) == 1
+        parts = [(request,) for request in sent.examples[0]] if is_single else list(sent.examples)
+        alone = [each for each in parts if each[0].name == violation.route] if is_single and len(parts) > 1 else []
+        for each in alone:
+            if (again := self._repeated([each], violation)) is not None:
+                return again
+        for place in reversed(range(len(parts))):
+            fewer = parts[:place] + parts[place + 1 :]
             if fewer and time.monotonic() < deadline:
-                again, sent = self._execute(fewer, True)
-                if any(each.signature == violation.signature for each in again):
-                    example, bodies = fewer, sent
-        return example, bodies
+                batch = [tuple(chain.from_iterable(fewer))] if is_single else fewer
+                if (again := self._repeated(batch, violation)) is not None:
+                    parts, sent = fewer, again
+        return sent
 
-    def _execute(self, example: Example, is_checked: bool) -> tuple[list[Violation], list[bytes]]:
-        """Send an example, and check the server; start another one if this one is not sound."""
+    def _execute(self, batch: Sequence[Example]) -> tuple[list[Violation], _Sent]:
+        """Send examples at the same time, and check the server; start another one if this one is not sound."""
         session, health = self._session, self._health
         violations: list[Violation] = []
         is_sound = True
         try:
-            violations += self._runner.run(session.run(example))
-            if is_checked and not violations:
+            violations += self._runner.run(session.run(batch))
+            if not violations:
                 violations += self._runner.run(session.check_idle())
                 self._samples.append((self.tally.requests, megabytes(self._target.server.process.pid)))
         except httpx.HTTPStatusError as error:
@@ -310,10 +313,10 @@ class Fuzzer:
             is_sound = False
         except httpx.TransportError as error:
             violations.append(Violation(HANG, "", f"after the example: {error!r}"))
-        for answer in session.answers:
+        sent = _Sent(batch, [[answer.body for answer in answers] for answers in session.answers])
+        for answer in chain.from_iterable(session.answers):
             self.tally.answers[answer.request.name, str(answer.status or answer.error)] += 1
         self._sent(self.tally.requests)
-        bodies = [answer.body for answer in session.answers]
         if (longest := health.longest()) > MAX_STALL_SECONDS:
             violations.append(Violation(STALL, "", f"/health took {longest:.1f} s"))
         self.tally.longest_health = max(self.tally.longest_health, longest)
@@ -324,7 +327,7 @@ class Fuzzer:
             self._disconnect()
             self._target.restart()
             self._connect()
-        return violations, bodies
+        return violations, sent
 
     def _exit_code(self) -> int | None:
         """Return the exit code of the server; wait for it if the engine is dead."""
@@ -341,7 +344,7 @@ class Fuzzer:
         self._runner.run(self._session.__aenter__())
         self._state = self._session.state
         # What the server loads with the first request of a kind takes seconds, once.
-        self._runner.run(self._session.run(tuple(valid_requests(self._operations))))
+        self._runner.run(self._session.run([tuple(valid_requests(self._operations))]))
         self._health = self._server_life.enter_context(HealthWatch(self._target.server.url))
         self._samples.clear()
 
@@ -349,9 +352,14 @@ class Fuzzer:
         self._runner.run(self._session.__aexit__())
         self._server_life.close()
 
-    def _record(self, violation: Violation, round_seed: int, is_reproduced: bool, sent: Sequence[str]) -> None:
+    def _record(self, violation: Violation, round_seed: int, is_reproduced: bool, sent: _Sent) -> None:
+        folder = self._folder / f"failure-{len(self.tally.failures) + 1}"
+        lines: list[str] = []
+        for number, (example, bodies) in enumerate(zip(sent.examples, sent.bodies, strict=True)):
+            each = commands(example, self._target.server.url, bodies, folder / str(number))
+            lines += each if len(sent.examples) == 1 else ["(", *(f"  {command}" for command in each), ") &"]
         self._known.add(violation.signature)
-        failure = Failure(violation, round_seed, is_reproduced, sent)
+        failure = Failure(violation, round_seed, is_reproduced, lines)
         self.tally.failures.append(failure)
         self._found(failure)
 

@@ -5,8 +5,9 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from faults.fuzz.uploads import FULL, content
 
 ANSWER_SECONDS = 30.0
 """Timeout of a request on an engine that is not paused. The longest takes a second or two on a quiet machine."""
-STEP_SECONDS = 1.0
+STEP_SECONDS = 0.5
 """After this the next request of a sequence is sent, even if the last one has no answer: the engine may be paused."""
 SETTLE_SECONDS = 20.0
 SERVED_SECONDS = 2.0
@@ -97,7 +98,7 @@ class Session:
     server: Server
     root: Path
     state: bytes = b""
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[list[Answer]] = field(default_factory=list)
     _runs: Iterator[int] = field(default_factory=lambda: itertools.count(time.time_ns()))
 
     async def __aenter__(self) -> "Session":
@@ -114,22 +115,20 @@ class Session:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def run(self, example: Example) -> list[Violation]:
-        """Send the requests, wait for all answers, undo what they changed, and return what is wrong.
+    async def run(self, examples: Sequence[Example]) -> list[Violation]:
+        """Send examples at the same time, wait for all answers, undo what was changed, and return what is wrong.
 
-        ``answers`` has the answers then, in the order of the requests.
+        ``answers`` has the answers then: for each example a list in the order of its requests.
         """
-        ids = _Ids(next(self._runs), str(self.root))
-        self.answers = [Answer(request) for request in example]
-        tasks: list[asyncio.Task[None]] = []
-        for answer in self.answers:
-            await asyncio.sleep(answer.request.after)
-            tasks.append(asyncio.create_task(self._send(answer, ids)))
-            if not answer.request.background:
-                await asyncio.wait(tasks[-1:], timeout=STEP_SECONDS)
-        violations = await self._settle(tasks, example)
-        is_disrupted = any(each.method == "DELETE" or each.route in DISRUPTIVE for each in example)
-        for answer in self.answers:
+        self.answers = [[Answer(request) for request in example] for example in examples]
+        violations: list[Violation] = []
+        for outcome in await asyncio.gather(*map(self._send_all, self.answers), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            violations += outcome
+        violations += await self._restore({request.route for request in chain(*examples) if request.method != "GET"})
+        is_disrupted = any(map(disrupts, examples))
+        for answer in chain.from_iterable(self.answers):
             violations += check_answer(answer, is_disrupted)
         return violations
 
@@ -145,6 +144,17 @@ class Session:
     async def _serves_soon(self) -> bool:
         began = time.monotonic()
         return await get_group(self._client, self.server) and time.monotonic() - began < SERVED_SECONDS
+
+    async def _send_all(self, answers: Sequence[Answer]) -> list[Violation]:
+        """Send the requests of an example, and wait for all answers."""
+        ids = _Ids(next(self._runs), str(self.root))
+        tasks: list[asyncio.Task[None]] = []
+        for answer in answers:
+            await asyncio.sleep(answer.request.after)
+            tasks.append(asyncio.create_task(self._send(answer, ids)))
+            if not answer.request.background:
+                await asyncio.wait(tasks[-1:], timeout=STEP_SECONDS)
+        return await self._settle(tasks, {answer.request.route for answer in answers})
 
     async def _send(self, answer: Answer, ids: _Ids) -> None:
         request = answer.request
@@ -175,17 +185,15 @@ class Session:
             return content(request.body, self.state)
         return ids.fill(request.body.decode("latin-1")).encode("latin-1")
 
-    async def _settle(self, tasks: Sequence[asyncio.Task[None]], example: Example) -> list[Violation]:
-        """Undo what an example changed, and wait for its answers."""
-        routes = {request.route for request in example if request.method != "GET"}
-        violations: list[Violation] = []
+    async def _settle(self, tasks: Sequence[asyncio.Task[None]], routes: Set[str]) -> list[Violation]:
+        """End what an example left paused, and wait for its answers."""
         if routes & {"/pause", "/sleep", "/resume", "/wake_up"}:
             await self._resume()
         if "/start_weight_update" in routes:
             await self._client.post("/finish_weight_update", json={}, timeout=ANSWER_SECONDS)
             await self._client.post("/resume", timeout=ANSWER_SECONDS)
-        if tasks:
-            await asyncio.wait(tasks, timeout=ANSWER_SECONDS)
+        await asyncio.wait(tasks, timeout=ANSWER_SECONDS)
+        violations: list[Violation] = []
         for task in (late := [task for task in tasks if not task.done()]):
             task.cancel()
         if late:
@@ -195,6 +203,11 @@ class Session:
             await asyncio.wait(late)
         for task in set(tasks) - set(late):
             task.result()  # raises what is wrong here, not in the server
+        return violations
+
+    async def _restore(self, routes: Set[str]) -> list[Violation]:
+        """Undo what examples changed with requests to these routes."""
+        violations: list[Violation] = []
         if is_updated := bool(routes & set(WEIGHT_UPDATES)):
             violations += await self._wait_for_updates()
         if routes & {"/pause", "/sleep"}:
@@ -245,6 +258,11 @@ class Session:
     async def _expect(self, method: str, path: str, **body: Any) -> httpx.Response:
         answer = await self._client.request(method, path, timeout=ANSWER_SECONDS, **body)
         return answer.raise_for_status()
+
+
+def disrupts(example: Example) -> bool:
+    """Return whether other requests at the same time may end with a 503 for an example."""
+    return any(request.method == "DELETE" or request.route in DISRUPTIVE for request in example)
 
 
 def check_answer(answer: Answer, is_disrupted: bool) -> Iterator[Violation]:

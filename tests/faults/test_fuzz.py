@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from starlette.exceptions import HTTPException
 
 from darts_server.demo.server import Server
 from faults.fuzz.fuzzer import Fuzzer, Tally
+from faults.fuzz.request import Example
 from faults.fuzz.request import Request as Sent
 from faults.fuzz.routes import example_of, operations
+from faults.fuzz.session import Answer, Session, Violation
 from faults.fuzz.values import HOSTILE, How, Mutation, Raw, encode, mutated
 from faults.fuzz.watch import HealthWatch
 
@@ -185,6 +187,41 @@ def test_a_seed_repeats_a_failure(tmp_path: Path) -> None:
     with fake(fail, tmp_path) as target, Fuzzer(target, tmp_path, changes=False) as fuzzer:
         [again, *_] = fuzzer.run(first.seed, 1).failures or fuzzer.run(first.seed, 400).failures
     assert again.violation == first.violation
+
+
+def test_a_seed_repeats_what_is_sent_and_what_is_sent_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[Sequence[Example]] = []
+    send = Session.run
+
+    async def record(session: Session, examples: Sequence[Example]) -> list[Violation]:
+        batches.append(examples)
+        return await send(session, examples)
+
+    monkeypatch.setattr(Session, "run", record)
+    fuzz(lambda _: None, tmp_path, 100)
+    first = batches.copy()
+    batches.clear()
+    fuzz(lambda _: None, tmp_path, 100)
+    assert batches == first
+    assert max(map(len, batches)) > 10
+
+
+def test_a_failure_that_takes_two_examples_is_found_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail_together(session: Session, examples: Sequence[Example]) -> list[Violation]:
+        session.answers = [[Answer(request) for request in example] for example in examples]
+        routes = {request.route for example in examples for request in example}
+        is_failure = len(examples) > 1 and {"/darts/v1/vote", "/darts/v1/rewards"} <= routes
+        return [Violation("status 500", "POST /darts/v1/vote", "both")] if is_failure else []
+
+    with fake(lambda _: None, tmp_path) as target, Fuzzer(target, tmp_path, changes=False) as fuzzer:
+        monkeypatch.setattr(Session, "run", fail_together)
+        [failure] = fuzzer.run(1, 100).failures
+    assert failure.is_reproduced
+    assert failure.commands.count(") &") == 2
+    assert any("/vote" in command for command in failure.commands)
+    assert any("/rewards" in command for command in failure.commands)
 
 
 def test_a_stall_is_seen(tmp_path: Path) -> None:
