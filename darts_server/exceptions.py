@@ -18,6 +18,7 @@
     ├── EngineError
     │   ├── CandidateFailed    one candidate failed: another may succeed
     │   ├── EngineRefused      the engine rejected the request: do not retry
+    │   ├── EngineBusy         the engine's own queue is full: retry later
     │   └── EngineDead         the engine is gone: no candidate can finish
     │       ├── EngineHung     the engine has requests and makes no progress
     │       └── WeightsLost    the engine's weights are undefined after a failed update
@@ -112,6 +113,14 @@ class CandidateFailed(EngineError):
 
 class EngineRefused(EngineError):
     """The engine rejected the request as invalid, and would reject it again: the group fails without a retry."""
+
+
+class EngineBusy(EngineError):
+    """The engine's own limits allow no further request now. ``retry_after``: seconds after which to retry."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineDead(EngineError):

@@ -135,7 +135,7 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """Start candidate ``index`` of a request.
 
         Raises:
-            CandidateFailed, EngineRefused, EngineDead
+            CandidateFailed, EngineRefused, EngineBusy, EngineDead
         """
         ...
 
@@ -155,7 +155,7 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         tokens.
 
         Raises:
-            CandidateFailed, EngineRefused, EngineDead
+            CandidateFailed, EngineRefused, EngineBusy, EngineDead
         """
         ...
 

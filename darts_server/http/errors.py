@@ -10,6 +10,7 @@ from darts_server.exceptions import (
     Conflict,
     DartsError,
     DiskFull,
+    EngineBusy,
     EngineDead,
     EngineRefused,
     Forbidden,
@@ -36,6 +37,7 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     Forbidden: HTTPStatus.FORBIDDEN,
     Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
     GroupAborted: HTTPStatus.SERVICE_UNAVAILABLE,
+    EngineBusy: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineRefused: HTTPStatus.BAD_REQUEST,
     ServerStopping: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -85,7 +87,9 @@ def headers_of(error: DartsError) -> dict[str, str]:
     """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
-    return {"Retry-After": str(error.retry_after)} if isinstance(error, Overloaded | ServerStopping) else {}
+    if isinstance(error, Overloaded | ServerStopping | EngineBusy):
+        return {"Retry-After": str(error.retry_after)}
+    return {}
 
 
 def install(app: FastAPI) -> None:

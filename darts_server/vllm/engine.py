@@ -22,12 +22,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from darts_server.engine.port import CandidateResult, Engine, Probe, TokenSlice
-from darts_server.exceptions import CandidateFailed, EngineDead, EngineError, EngineRefused, InvalidRequest
+from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineError, EngineRefused, InvalidRequest
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.runner import VoteRunner
+from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
-from darts_server.vllm.compat.engine import REFUSALS
+from darts_server.vllm.compat.engine import BUSY, REFUSALS
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.outputs import aborted_output, strip_logprobs, token_logprobs, truncate_output
 from darts_server.vllm.probe.receiver import ProbeReceiver
@@ -264,7 +265,7 @@ def raise_vllm_errors() -> Iterator[None]:
     """Replace the port's exceptions by vLLM's own, which its routes map to the right HTTP status."""
     try:
         yield
-    except (EngineRefused, EngineDead) as error:
+    except (EngineRefused, EngineBusy, EngineDead) as error:
         raise (error.__cause__ or error) from None
 
 
@@ -272,6 +273,8 @@ def translate(error: Exception) -> EngineError:
     """Translate an exception of vLLM to the port's."""
     if isinstance(error, EngineDeadError):
         return EngineDead(str(error))
+    if isinstance(error, BUSY):
+        return EngineBusy(str(error), RETRY_SECONDS)
     if isinstance(error, REFUSALS):
         return EngineRefused(str(error))
     return CandidateFailed(f"{type(error).__name__}: {error}")

@@ -4,6 +4,7 @@ from starlette.testclient import TestClient
 
 from darts_server.exceptions import (
     DartsError,
+    EngineBusy,
     EngineDead,
     Forbidden,
     GroupAborted,
@@ -16,7 +17,7 @@ from darts_server.exceptions import (
     TooLarge,
     Unauthorized,
 )
-from darts_server.http.errors import body_of, install, status_of
+from darts_server.http.errors import body_of, headers_of, install, status_of
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,7 @@ from darts_server.http.errors import body_of, install, status_of
         (GroupFailed("no"), 500),
         (GroupAborted("stopped"), 503),
         (EngineDead("gone"), 503),
+        (EngineBusy("full", 5), 503),
         (NotFound("id", "gone"), 404),
         (TooLarge("body", "too much"), 413),
         (Unauthorized("key?"), 401),
@@ -38,6 +40,10 @@ from darts_server.http.errors import body_of, install, status_of
 )
 def test_every_error_has_the_status_of_its_closest_class(error: DartsError, status: int) -> None:
     assert status_of(error) == status
+
+
+def test_an_engine_whose_queue_is_full_says_when_to_retry() -> None:
+    assert headers_of(EngineBusy("full", 5)) == {"Retry-After": "5"}
 
 
 def test_the_body_is_openais_error_object() -> None:

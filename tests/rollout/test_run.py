@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from darts_server.engine.scripted import Script, ScriptedCandidate, settle
-from darts_server.exceptions import CandidateFailed, EngineDead, EngineRefused, GroupAborted, GroupFailed
+from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineRefused, GroupAborted, GroupFailed
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Harness, collect, lengths
 
@@ -83,6 +83,14 @@ async def test_a_refused_request_is_not_retried() -> None:
         await harness.group(harness.run(4))
     assert harness.recorder.started == 6
     assert harness.engine.started == []
+
+
+async def test_a_request_for_which_the_engines_queue_has_no_room_is_not_retried() -> None:
+    harness = Harness(lengths(5))
+    harness.engine.start_error = EngineBusy("the queue is full", 5)
+    with pytest.raises(EngineBusy):
+        await harness.group(harness.run(4))
+    assert harness.recorder.started == 6
 
 
 async def test_a_dying_engine_ends_every_group_with_an_error() -> None:

@@ -304,10 +304,12 @@ def test_logging_is_configured_if_vllm_can_and_our_warnings_stay_enabled(series:
 def test_rejected_requests_are_distinguished_from_failures(vllm: Fake) -> None:
     engine, ours = import_module("darts_server.vllm.engine"), import_module("darts_server.exceptions")
     of_vllm = [v for v in vars(import_module("vllm.exceptions")).values() if isinstance(v, type)]
-    refusals = [e for e in of_vllm if e.__name__ not in ("VLLMError", "VLLMServerError")]
-    assert len(refusals) >= 3
+    refusals = [e for e in of_vllm if e.__name__ not in ("VLLMError", "VLLMServerError", "GracefulHTTPError")]
+    assert len(refusals) >= 2
     for error in (*refusals, ValueError, TypeError):
         assert isinstance(engine.translate(error("no")), ours.EngineRefused)
+    for busy in (e for e in of_vllm if e.__name__ == "GracefulHTTPError"):
+        assert isinstance(engine.translate(busy("full")), ours.EngineBusy)
     dead = vllm.get("vllm.v1.engine.exceptions:EngineDeadError")
     assert isinstance(engine.translate(dead("gone")), ours.EngineDead)
     assert isinstance(engine.translate(RuntimeError("oh")), ours.CandidateFailed)

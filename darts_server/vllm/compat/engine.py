@@ -8,10 +8,12 @@ from vllm.outputs import CompletionOutput
 
 # Raised for requests that vLLM rejects. 0.31 has two base classes for them; in 0.26 all but one are ValueErrors.
 REFUSALS: tuple[type[Exception], ...] = (
-    (exceptions.VLLMClientError, exceptions.GracefulHTTPError, ValueError, TypeError, OverflowError)
+    (exceptions.VLLMClientError, ValueError, TypeError, OverflowError)
     if hasattr(exceptions, "VLLMClientError")
     else (exceptions.VLLMNotFoundError, ValueError, TypeError, OverflowError)
 )
+# Raised by `--max-num-queued-reqs` and `--max-num-queued-tokens`, which 0.26 does not have.
+BUSY: tuple[type[Exception], ...] = (exceptions.GracefulHTTPError,) if hasattr(exceptions, "GracefulHTTPError") else ()
 
 
 def truncate_sampling_mask(completion: CompletionOutput, tokens: int) -> dict[str, Any]:
