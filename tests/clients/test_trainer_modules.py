@@ -4,6 +4,7 @@ import asyncio
 import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,6 +329,32 @@ async def test_web_pages_cannot_use_the_facades_key(header: dict[str, str]) -> N
     assert served.requests == []
 
 
+@pytest.mark.parametrize("host", ["page.example", "page.example:30000", "127.0.0.1.page.example", "[::1", "a b"])
+@pytest.mark.parametrize("path", ["/continue_generation", "/get_weight_version"])
+async def test_a_web_page_cannot_use_the_facade_by_a_name_of_its_own(path: str, host: str) -> None:
+    served = Served()
+    response = await call(served, path, {}, Host=host)
+    assert (response.status_code, "name" in response.json()["error"]) == (403, True)
+    assert served.requests == []
+
+
+@pytest.mark.parametrize("host", ["localhost:30000", "10.0.0.7", "[::1]:30000", "trainer-0:30000", "Trainer-0"])
+async def test_the_facade_answers_to_addresses_and_its_own_names(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DARTS_URL", URL)
+    monkeypatch.setenv("DARTS_FACADE_HOSTS", "trainer-0,trainer-1")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(slime.facade()), base_url="http://x") as client:
+        assert (await client.get("/v1/loads", headers={"Host": host})).status_code == 200
+
+
+MODULES = ("openrlhf", "slime", "verl")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_trainers_module_has_at_most_120_lines(name: str) -> None:
+    source = Path(slime.__file__).with_name(f"{name}.py").read_text()
+    assert len(source.splitlines()) <= 120
+
+
 CHANGES = ("/generate", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
 
 
@@ -359,7 +386,7 @@ async def test_running_requests_are_the_facades_load() -> None:
         return response
 
     facade = slime.Facade(URL, None, httpx.MockTransport(late))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(facade), base_url="http://facade") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(facade), base_url="http://localhost") as client:
         running = asyncio.create_task(client.post("/generate", json=SLIME))
         while (load := (await client.get("/v1/loads")).json()) == {"loads": [{"num_reqs": 0}]}:
             await asyncio.sleep(0)

@@ -5,20 +5,20 @@ DARTS_URL=http://127.0.0.1:8000 uvicorn --factory darts_client.integrations.slim
 # slime: --sglang-router-ip 127.0.0.1 --sglang-router-port 30000
 ```
 
+It answers to its addresses, `localhost`, and the names in DARTS_FACADE_HOSTS, separated by commas.
+
 Read from slime 0.3.1 and miles 0.1.0 (August 2026), whose packages are not needed.
 """
 
-import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import httpx
 
-from .._errors import DartsError, StatusError
 from ._sampling import Sampler
+from ._web import Json, JsonApp, Route
 
-Json = dict[str, Any]
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 NAMES |= {"no_stop_trim": "include_stop_str_in_output"}
 """SGLang's names of sampling parameters, where they are not vLLM's."""
@@ -27,18 +27,19 @@ PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 WEIGHTS = "/darts/v1/weights"
 
 
-class Facade:
+class Facade(JsonApp):
     """SGLang's routes in front of the server at `url`; its key needs admin rights for aborts, pauses and weights."""
 
-    def __init__(self, url: str, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        hosts: Collection[str] = (),
+    ) -> None:
         self._sampler = Sampler(url, api_key, None, transport)
         self._running = 0
-        self._routes: dict[str, Callable[[Json, dict[str, str]], Awaitable[Json]]] = {
-            "/generate": self._generate,
-            "/abort_request": self._abort,
-            "/pause_generation": self._pause,
-            "/continue_generation": lambda *_: self._forward("/resume"),
-            "/update_weights_from_disk": self._load,
+        safe: dict[str, Route] = {
             "/get_weight_version": self._version,
             "/workers": self._workers,
             "/list_workers": self._workers,
@@ -47,34 +48,16 @@ class Facade:
             "/health": self._version,
             "/health_generate": self._version,
         }
+        changing: dict[str, Route] = {
+            "/generate": self._generate,
+            "/abort_request": self._abort,
+            "/pause_generation": self._pause,
+            "/continue_generation": lambda *_: self._forward("/resume"),
+            "/update_weights_from_disk": self._load,
+        }
+        super().__init__(changing | safe, safe, hosts)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            status, answer = await self._answer(scope, receive)
-            headers = [(b"content-type", b"application/json")] + [(b"allow", b"POST")] * (status == 405)
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
-
-    async def _answer(self, scope: Any, receive: Any) -> tuple[int, Json]:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if "origin" in headers or "sec-fetch-site" in headers:
-            return 403, {"error": "web pages may not call this: it may have an admin key"}
-        if (route := self._routes.get(scope["path"])) is None:
-            return 404, {"error": f"{scope['path']} is not served; there are {', '.join(self._routes)}"}
-        if scope["method"] != "POST" and route not in (self._version, self._workers, self._loads):
-            return 405, {"error": f"{scope['path']} takes POST only"}  # a rebound web page's GET names no origin
-        text, is_open = b"", True
-        while is_open:
-            message = await receive()
-            text, is_open = text + message.get("body", b""), message.get("more_body", False)
-        try:
-            return 200, await route(json.loads(text or b"{}"), headers)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            return 400, {"error": f"{type(error).__name__}: {error}"}
-        except DartsError as error:
-            return (error.status_code if isinstance(error, StatusError) else 502), {"error": str(error)}
-
-    async def _generate(self, body: Json, headers: dict[str, str]) -> Json:
+    async def _generate(self, body: Json, headers: Mapping[str, str]) -> Json:
         if unserved := [name for name in UNSERVED if body.get(name)]:
             raise ValueError(f"{', '.join(unserved)}: not served; remove it")
         params = {NAMES.get(name, name): value for name, value in body["sampling_params"].items()}
@@ -104,7 +87,7 @@ class Facade:
     async def _version(self, *_: Any) -> Json:
         return {"weight_version": str((await self._sampler.request("GET", WEIGHTS)).json()["version"])}
 
-    async def _workers(self, _: Json, headers: dict[str, str]) -> Json:
+    async def _workers(self, _: Json, headers: Mapping[str, str]) -> Json:
         url = f"http://{headers['host']}"
         return {"workers": [{"id": "darts", "url": url}], "urls": [url]}
 
@@ -116,5 +99,6 @@ class Facade:
 
 
 def facade() -> Facade:
-    """Create the app from DARTS_URL and DARTS_API_KEY."""
-    return Facade(os.environ["DARTS_URL"], os.environ.get("DARTS_API_KEY"))
+    """Create the app from DARTS_URL, DARTS_API_KEY and DARTS_FACADE_HOSTS."""
+    hosts = os.environ.get("DARTS_FACADE_HOSTS", "").split(",")
+    return Facade(os.environ["DARTS_URL"], os.environ.get("DARTS_API_KEY"), hosts=hosts)
