@@ -25,6 +25,7 @@ class RecordedRequest:
     path: str
     headers: dict[str, str]
     data: bytes
+    query: str = ""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -113,7 +114,8 @@ def fake_vllm() -> Iterator[FakeVllm]:
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT"])
     async def answer(request: Request) -> Response:
         headers = dict(request.headers)
-        return server.answer(RecordedRequest(request.method, request.url.path, headers, await request.body()))
+        url, data = request.url, await request.body()
+        return server.answer(RecordedRequest(request.method, url.path, headers, data, url.query))
 
     with listening(app) as listener:
         server.url = listener.url

@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl.trainer.grpo_config import GRPOConfig
 
 from darts_client import NotFound, ServerFault
 from darts_client.integrations._callback import sum_samples
-from darts_client.integrations.trl import DartsGRPOTrainer, PushingVLLMClient, report_rewards, without_shaping
+from darts_client.integrations.trl import (
+    DartsGRPOTrainer,
+    PushingVLLMClient,
+    WeightTransfer,
+    report_rewards,
+    without_shaping,
+)
 from darts_server.demo.server import MODEL
 from examples.tiny_rl.tokenizer import build_tokenizer
 
@@ -417,3 +424,52 @@ def test_samples_of_a_metric_with_its_label_are_summed() -> None:
     assert sum_samples(text, 'a_total kind="y"') == 2.0
     assert sum_samples(text, "plain") == 400.0
     assert sum_samples(text, "absent") is None
+
+
+def weights(factor: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((2, 3), factor), "b": torch.full((5,), factor, dtype=torch.bfloat16)}
+
+
+def test_the_asynchronous_trainers_weights_are_sent_whole_in_each_update(server: FakeVllm) -> None:
+    PartialState()  # the trainer's; TRL logs by it
+    transfer = WeightTransfer(server.url)
+    transfer.init_weight_transfer()
+    for factor in (1.0, 2.0):
+        transfer.pause()
+        transfer.send_weights(iter(weights(factor).items()))
+        transfer.resume()
+    transfer.destroy()
+    assert [equal(pushed, weights(factor)) for pushed, factor in zip(server.pushed, (1.0, 2.0), strict=True)]
+    puts = server.of("PUT", "/darts/v1/weights")
+    assert [each.query for each in puts] == ["rule=keep&partial=false"] * 2
+    assert transfer.version == 3
+
+
+def test_weights_that_are_refused_are_an_error_and_their_iterator_is_used_up(server: FakeVllm) -> None:
+    transfer, left = WeightTransfer(server.url), iter(weights(1.0).items())
+    server.failing = ("/darts/v1/weights",)
+    for _ in range(2):
+        with pytest.raises(ServerFault):
+            transfer.send_weights(left)
+        assert list(left) == []
+        left = iter(weights(1.0).items())
+
+
+def test_quantized_weights_are_refused_before_anything_is_sent(server: FakeVllm) -> None:
+    with pytest.raises(ValueError, match="a is int8"):
+        WeightTransfer(server.url).send_weights(iter({"a": torch.zeros(2, dtype=torch.int8)}.items()))
+    assert server.pushed == []
+
+
+def test_the_weight_transfer_has_all_that_trls_trainer_calls() -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
+
+    wanted = {name for name in vars(WeightTransferProtocol) if not name.startswith("_")}
+    assert wanted <= set(dir(WeightTransfer))
+
+
+def test_a_server_that_takes_no_weights_ends_the_training_before_it_begins(server: FakeVllm) -> None:
+    PartialState()
+    server.failing = ("/darts/v1/weights",)
+    with pytest.raises(ServerFault):
+        WeightTransfer(server.url).init_weight_transfer()

@@ -7,9 +7,11 @@ from math import prod
 
 import torch
 
+from .._errors import NotFound
 from .._io import PIECE_SIZE
 from .._records import WeightsRecord
 from .._sync_client import Client
+from .._sync_resources import Rule
 
 UPDATE_TIMEOUT = 3600.0
 """Seconds for an update of the weights. The server's own limits are shorter (600 s for running groups, 300 s for each
@@ -34,10 +36,23 @@ class Server:
         """Return a client that never retries."""
         return Client(self.url, api_key=self.api_key, timeout=timeout, connect_timeout=SHORT_TIMEOUT, retries=0)
 
-    def push(self, tensors: "TensorStream") -> WeightsRecord:
+    def check_weights(self) -> None:
+        """Check that the server accepts weights.
+
+        Raises:
+            NotFound: it is not a darts-server.
+            DartsError
+        """
+        try:
+            with self.client() as client:
+                client.weights.get()
+        except NotFound as error:
+            raise NotFound(f"{self.url} has no /darts/v1/weights: is it a darts-server?") from error
+
+    def push(self, tensors: "TensorStream", rule: Rule | None = None) -> WeightsRecord:
         """Send new weights. The stream can be read only once, so there is no retry."""
         with self.client(UPDATE_TIMEOUT) as client:
-            return client.weights.push_stream(tensors, tensors.size)
+            return client.weights.push_stream(tensors, tensors.size, rule=rule)
 
 
 class TensorStream:

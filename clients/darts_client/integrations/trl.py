@@ -22,7 +22,6 @@ from typing import Any, Literal, cast
 
 try:
     import torch
-    from accelerate.utils import broadcast_object_list
     from trl.generation import vllm_generation
     from trl.generation.vllm_client import VLLMClient
     from trl.trainer.grpo_config import GRPOConfig
@@ -30,14 +29,15 @@ try:
 except ModuleNotFoundError as exc:
     raise ModuleNotFoundError(f"{exc.msg}: this needs darts-client[trl]", name=exc.name) from exc
 
-from .._errors import NotFound
 from .._requests import auth_headers
 from ._callback import DartsCallback
+from ._processes import run_on_main
 from ._reporting import RewardReport, SampledBatch, find_reports, report_rewards
 from ._server import Server, TensorSpec, TensorStream
+from ._weight_transfer import WeightTransfer
 from ._weighting import SampledGroups, weighted_advantages
 
-__all__ = ["DartsCallback", "DartsGRPOTrainer", "RewardReport", "report_rewards"]
+__all__ = ["DartsCallback", "DartsGRPOTrainer", "RewardReport", "WeightTransfer", "report_rewards"]
 
 XARGS = "vllm_xargs"
 CLIENT = "VLLMClient"
@@ -120,7 +120,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self._is_weighted and self._is_training():
-            advantages = self._weighted_advantages()
+            advantages = run_on_main(self._weighted_advantages)
             # TRL's table of completions is of one generation batch, which these replace.
             logged: Any = self._logs["advantages"]
             logged.extend(advantages)
@@ -129,19 +129,15 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         return output
 
     def _weighted_advantages(self) -> list[float]:
-        """Return those of all processes: the main one has sampled, and all have all rewards."""
-        sent: list[Any] = [None]
-        if self.accelerator.is_main_process:
-            per_function = self._last_rewards
-            rewards = (per_function * self.reward_weights.to(per_function)).nansum(dim=1)
-            rewards[per_function.isnan().all(dim=1)] = torch.nan
-            sampled = self._client.sampled
-            if sampled is None:
-                raise ValueError("advantages='unbiased' needs prompts without images: those are requested one by one")
-            records = sampled.records(self._server)
-            sent = [weighted_advantages(records, rewards.tolist(), scale=self.scale_rewards != "none")]
-        broadcast_object_list(sent)
-        return list(sent[0])
+        """Return those of all processes, on the main one: it has sampled, and all have all rewards."""
+        per_function = self._last_rewards
+        rewards = (per_function * self.reward_weights.to(per_function)).nansum(dim=1)
+        rewards[per_function.isnan().all(dim=1)] = torch.nan
+        sampled = self._client.sampled
+        if sampled is None:
+            raise ValueError("advantages='unbiased' needs prompts without images: those are requested one by one")
+        records = sampled.records(self._server)
+        return weighted_advantages(records, rewards.tolist(), scale=self.scale_rewards != "none")
 
     def _is_training(self) -> bool:
         """Return whether TRL is training, not evaluating; TRL itself reads the same flag."""
@@ -181,11 +177,7 @@ class PushingVLLMClient(DartsVLLMClient):
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Check that the server accepts weights; there is no NCCL communicator."""
-        try:
-            with self._server.client() as client:
-                client.weights.get()
-        except NotFound as error:
-            raise NotFound(f"{self.base_url} has no /darts/v1/weights: is it a darts-server?") from error
+        self._server.check_weights()
 
     def update_named_params(
         self, metadata: Sequence[TensorSpec], named_params: Iterator[tuple[str, torch.Tensor]]
