@@ -3,10 +3,12 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.inspect import CustomType, type_info
 from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
@@ -46,7 +48,7 @@ class SamplingReader:
         hints = get_type_hints(SamplingParams.from_optional)
         hints["logit_bias"] = dict[int, float] | None  # keys are text in JSON; msgspec takes no union of two dicts
         self._allowed = sorted(set(hints) - RESERVED - {"return"})
-        fields = [(name, hints[name] | UnsetType, UNSET) for name in self._allowed]
+        fields = [(name, json_type(hints[name]) | UnsetType, UNSET) for name in self._allowed]
         self._model: type[msgspec.Struct] = msgspec.defstruct("Sampling", fields)
         self._logprobs_mode = logprobs_mode
         self._neutral = SamplingParams()
@@ -129,6 +131,12 @@ class SamplingReader:
             field, message = split_place(error)
             raise InvalidRequest(f"sampling.{field}", message) from error
         return {name: value for name, value in msgspec.structs.asdict(converted).items() if value is not UNSET}
+
+
+def json_type(hint: Any) -> Any:
+    """Return the type of a parameter in JSON: without the arrays that vLLM takes from Python callers too."""
+    kinds = [kind for kind in get_args(hint) if not isinstance(type_info(kind), CustomType)]
+    return Union[tuple(kinds)] if isinstance(hint, UnionType) and kinds else hint  # noqa: UP007
 
 
 def split_place(error: msgspec.ValidationError) -> tuple[str, str]:

@@ -1,10 +1,11 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.vllm.sampling import SamplingReader
+from darts_server.vllm.sampling import SamplingReader, json_type
 
 NEUTRAL = {
     "temperature": 1.0,
@@ -73,3 +74,10 @@ def test_logits_are_not_returned_as_logprobs(mode: str) -> None:
     SamplingReader(mode).effective({})
     with pytest.raises(InvalidRequest, match=f"no log-probs but {mode}"):
         SamplingReader(mode).effective({"logprobs": 0})
+
+
+def test_arrays_that_python_callers_may_pass_are_no_part_of_a_parameters_type_in_json() -> None:
+    # Later versions of vLLM take an array for ``prompt_logprob_token_ids``, which msgspec allows in no union.
+    assert json_type(np.ndarray | list[list[int]] | None) == list[list[int]] | None
+    assert json_type(int | None) == int | None
+    assert json_type(bool) is bool
