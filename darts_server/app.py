@@ -17,7 +17,9 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects.controls import Controls
+from darts_server.http.resources import queues
 from darts_server.http.resources.monitor import MonitorSources
+from darts_server.http.resources.queue_models import encode_group
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
@@ -29,6 +31,8 @@ from darts_server.metrics import (
     AccessMetrics,
     QualityMetrics,
     QualitySources,
+    QueueMetrics,
+    QueueSources,
     RolloutMetrics,
     RolloutSources,
     ServingMetrics,
@@ -49,6 +53,9 @@ from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
+from darts_server.rollout.queue.entries import EntryState
+from darts_server.rollout.queue.ledger import QueueLimits
+from darts_server.rollout.queue.queue import PromptQueue
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.saved_state import check_document
 from darts_server.rollout.voting.answer_search import AnswerSearch
@@ -60,9 +67,10 @@ from darts_server.serving.loop_lag import LoopLag
 from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.store import Store
+from darts_server.store.transactions import TransactionStore, open_queue
 from darts_server.types import GroupRecord
 from darts_server.vllm import server
-from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
+from darts_server.vllm.engine import VllmBatches, VllmPort, VllmQueue, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.pull import AllowedHosts
@@ -86,8 +94,12 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
-    with Store(settings.state_dir, check=check_document) as store, Staging(settings.weights_staging) as staging:
-        return server.run(args, lambda: _serve(settings, args, access, store, staging))
+    with (
+        Store(settings.state_dir, check=check_document) as store,
+        open_queue(settings.state_dir) as queue_store,
+        Staging(settings.weights_staging) as staging,
+    ):
+        return server.run(args, lambda: _serve(settings, args, access, Stores(store, queue_store), staging))
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
@@ -118,6 +130,14 @@ def _access(settings: Settings, args: Namespace) -> Access:
 
 
 @dataclass(frozen=True, slots=True)
+class Stores:
+    """What is kept on the disk: ``learned`` state, and the ``queue``."""
+
+    learned: Store
+    queue: TransactionStore
+
+
+@dataclass(frozen=True, slots=True)
 class Rooms:
     """Everything above the engine."""
 
@@ -126,37 +146,39 @@ class Rooms:
     reward_matcher: RewardMatcher
     monitor: Monitor
     batches: VllmBatches
+    queue: VllmQueue
     votes: VllmVoteRunner
     updates: Updates
     control: Control
     dialect_controls: Controls
 
 
-async def _serve(settings: Settings, args: Namespace, access: Access, store: Store, staging: Staging) -> int:
+async def _serve(settings: Settings, args: Namespace, access: Access, stores: Stores, staging: Staging) -> int:
     exit_on_signals()
     supervision = Supervision(Lifecycle(), set_grace_seconds(args, settings.grace_seconds), settings.engine_watchdog)
     with server.bound_socket(args) as sock, ExitStack() as closing:
         async with start_engine(args) as engine:
             handle_sighup(access.reload_keys if settings.api_key_file or settings.admin_api_key_file else None)
-            rooms = make_rooms(settings, engine, store, staging, server.traces(args), closing)
+            rooms = make_rooms(settings, engine, stores, staging, server.traces(args), closing)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             application = await server.make_app(engine.llm, args, read_options, dialects.extensions(settings.dialect))
-            extend(application, rooms, settings, access, store, supervision.lifecycle, engine.model_name)
+            extend(application, rooms, settings, access, stores.learned, supervision.lifecycle, engine.model_name)
             closing.enter_context(LoopLag(ServingMetrics(engine.model_name).loop_lagged))
-            await server.serve(engine.llm, application, args, sock, rooms.batches, supervision)
+            rooms.queue.open()
+            await server.serve(engine.llm, application, args, sock, [rooms.batches, rooms.queue], supervision)
     return exit_code(engine.llm, supervision.lifecycle)
 
 
 def make_rooms(
     settings: Settings,
     engine: RunningEngine,
-    store: Store,
+    stores: Stores,
     staging: Staging,
     traces: Sequence[GroupObserver],
     closing: ExitStack,
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
-    control, event_log = Control(settings), EventLog()
+    control, event_log, store = Control(settings), EventLog(), stores.learned
     port, gate = engine.port, engine.llm.gate
     statistics = Statistics(store, port.capacity, port.kv_tokens)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
@@ -201,16 +223,32 @@ def make_rooms(
         settings.poll_interval,
         carry_limits=carry_limits,
     )
+    queue_sources = QueueSources(
+        count=lambda state: queue.totals()[EntryState(state)],
+        age=lambda: queue.age(),
+    )
+    queue: VllmQueue = PromptQueue(
+        rollouts,
+        engine.renderer,
+        control.new_planner,
+        stores.queue,
+        encode_group,
+        QueueLimits(settings.queue_prompts, settings.queue_bytes // 2),
+        settings.max_staleness,
+        QueueMetrics(engine.model_name, queue_sources),
+    )
     answer_search = AnswerSearch()
     closing.callback(answer_search.close)
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, answer_search, metrics)
 
     limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
-    update_observers = (WeightMetrics(engine.model_name), event_log)
+    update_observers = (WeightMetrics(engine.model_name), event_log, queue)
     hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts, hosts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
-    return Rooms(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls)
+    return Rooms(
+        *(provenance, rollouts, reward_matcher, monitor, batches, queue, votes, updates, control, dialect_controls)
+    )
 
 
 def extend(
@@ -242,6 +280,7 @@ def extend(
             store,
             rooms.control,
             rooms.batches,
+            queues.Queue(rooms.queue, settings.queue_lease_seconds),
             rooms.votes,
             rooms.reward_matcher,
             rooms.updates,

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends
 
 from darts_server.exceptions import NotFound
 from darts_server.http.openapi import BEARER, FAILURES
-from darts_server.http.resources import lora, monitor, policy, rewards, rollouts, state, vote, weights
+from darts_server.http.resources import lora, monitor, policy, queues, rewards, rollouts, state, vote, weights
 from darts_server.http.resources.groups import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
 from darts_server.identifiers import from_header
 from darts_server.rollout.batches.registry import BatchRegistry
@@ -27,6 +27,7 @@ def router(
     store: state.State,
     control: policy.PolicyControl,
     batches: BatchRegistry[Any, Any],
+    queue: queues.Queue,
     votes: VoteRunner[Any, Any],
     reward_matcher: RewardMatcher,
     updates: Updates,
@@ -62,6 +63,7 @@ def router(
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)
 
     api.include_router(rollouts.routes(batches))
+    api.include_router(queues.routes(queue))
     api.include_router(vote.routes(votes))
     api.include_router(rewards.routes(reward_matcher))
     api.include_router(state.routes(store))

@@ -48,7 +48,11 @@ class EventStream(EventSourceResponse):
 def encode(name: str, data: Any, event_id: int | None = None) -> bytes:
     """Encode an event with JSON data."""
     # Escaped to ASCII: httpx splits lines at U+2028 and others too, which server-sent events do not.
-    text = json.dumps(data, separators=(",", ":"))
+    return encode_text(name, json.dumps(data, separators=(",", ":")), event_id)
+
+
+def encode_text(name: str, text: str, event_id: int | None = None) -> bytes:
+    """Encode an event with a text in ASCII, of one line."""
     return ServerSentEvent(text, event=name, id=None if event_id is None else str(event_id), sep=NEWLINE).encode()
 
 

@@ -83,6 +83,11 @@ class GroupRecorder:
         version = entry.version_start if entry.version_end is None else entry.version_end
         return () if version is None else extend_spans(entry.version_spans, version, tokens)
 
+    def first_version(self, index: int) -> int | None:
+        """Return the oldest weight version under which a candidate, from that one on, has started."""
+        versions = [entry.version_start for entry in self._entries[index:] if entry.version_start is not None]
+        return min(versions, default=None)
+
     def restart(self) -> None:
         """Discard the finish times recorded so far."""
         self._finish_times.clear()

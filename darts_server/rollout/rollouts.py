@@ -228,6 +228,11 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Number of running groups."""
         return len(self._runs)
 
+    def first_version(self, group_id: str) -> int | None:
+        """Return the oldest weight version of a running group's candidates; ``None`` if none has started."""
+        run = self._runs.get(group_id)
+        return None if run is None else run.first_version
+
     @property
     def newest(self) -> Iterator[GroupRun[RequestT, OutputT]]:
         """Running groups, the newest first."""

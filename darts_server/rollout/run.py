@@ -286,6 +286,11 @@ class GroupRun(Generic[RequestT, OutputT]):
         return self._group.outcome is not None
 
     @property
+    def first_version(self) -> int | None:
+        """The oldest weight version of its candidates since the last restart; ``None`` if none has started."""
+        return self.recorder.first_version(self._group.restarted_from)
+
+    @property
     def has_deliveries(self) -> bool:
         """Whether its caller has not taken everything that was delivered."""
         return not self._deliveries.empty()

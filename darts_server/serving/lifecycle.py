@@ -46,6 +46,18 @@ class Lifecycle:
             self.requests -= 1
 
 
+class Drainable(Protocol):
+    """A part of the work that runs on a server."""
+
+    def drain(self) -> None:
+        """Cancel work that has no connected caller."""
+        ...
+
+    def fail(self, error: DartsError) -> None:
+        """Fail all running work with this error."""
+        ...
+
+
 class RunningWork(Protocol):
     """The work that runs on a server."""
 

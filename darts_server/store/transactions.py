@@ -1,5 +1,6 @@
 """Bytes by kind and key that are on the disk when a write returns, in a SQLite file of one process."""
 
+import logging
 import sqlite3
 import threading
 import zlib
@@ -11,7 +12,11 @@ from darts_server.exceptions import StateDamaged, StateError, StateTooNew
 from darts_server.store.document import Name
 from darts_server.store.schema import connect, refuse_special_files, translate_errors
 
+logger = logging.getLogger(__name__)
+
 FILE_NAME = "queue.db"
+BUSY_MILLISECONDS = 500
+"""How long the start waits for a server that is ending on the same folder."""
 VERSION = 1
 APPLICATION_ID = 0x44415251  # "DARQ"
 _TABLE = (
@@ -122,13 +127,34 @@ class TransactionStore(AbstractContextManager["TransactionStore"]):
         )
 
 
+def open_queue(folder: Path | None) -> TransactionStore:
+    """Open the folder's file, or one in memory, with a warning, if another server uses it.
+
+    Raises:
+        StateError: as `TransactionStore`.
+    """
+    try:
+        return TransactionStore(folder)
+    except StateError as error:
+        if getattr(error.__cause__, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
+            raise
+        logger.warning(
+            "another server keeps its queue in %s: what is put into the queue of this one does not outlive it; give "
+            "this one a --state-dir of its own",
+            folder,
+        )
+        return TransactionStore()
+
+
 def _open(folder: Path, path: Path) -> sqlite3.Connection:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StateError(f"{path} cannot be created: {error}; give another --state-dir") from error
     refuse_special_files(path)
-    return connect(path, "rwc")
+    connection = connect(path, "rwc")
+    connection.execute(f"PRAGMA busy_timeout = {BUSY_MILLISECONDS}")
+    return connection
 
 
 def _checksum(kind: str, key: str, value: bytes) -> int:

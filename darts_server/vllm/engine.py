@@ -24,6 +24,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from darts_server.engine.port import CandidateResult, Engine, Probe, TokenSlice
 from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineError, EngineRefused, InvalidRequest
 from darts_server.rollout.batches.registry import BatchRegistry
+from darts_server.rollout.queue.queue import PromptQueue
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.serving.admission import RETRY_SECONDS
@@ -47,6 +48,7 @@ UNUSABLE_GRAMMAR = "the engine cannot compile it, its log says why; correct the 
 VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
 VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
+VllmQueue: TypeAlias = PromptQueue[PromptRequest, RequestOutput]
 VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 
 

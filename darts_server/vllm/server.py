@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.serving.lifecycle import Drainable
 from darts_server.vllm import control_routes
 from darts_server.vllm.compat import version_warning, vllm_version
 from darts_server.vllm.compat.entrypoints import (
@@ -27,7 +28,6 @@ from darts_server.vllm.compat.entrypoints import (
     setup_server,
     validate_parsed_serve_args,
 )
-from darts_server.vllm.engine import VllmBatches
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare
 from darts_server.vllm.requests import Extension, ReadOptions, attach, with_raw_names
@@ -123,11 +123,11 @@ async def serve(
     application: FastAPI,
     args: Namespace,
     sock: socket.socket,
-    batches: VllmBatches,
+    work: Sequence[Drainable],
     supervision: Supervision,
 ) -> None:
-    """Serve the app until the server stops."""
-    async with supervise(llm, batches, application, supervision) as ending:
+    """Serve the app until the server stops. ``work``: what runs on the engine, beside requests of vLLM's routes."""
+    async with supervise(llm, work, application, supervision) as ending:
 
         async def handle_own_signals() -> None:
             handle_signals(ending, supervision.lifecycle)

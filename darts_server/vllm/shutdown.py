@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,7 @@ import psutil
 from fastapi import FastAPI
 
 from darts_server.exceptions import DartsError, EngineDead, EngineHung, ServerStopping
-from darts_server.serving.lifecycle import Lifecycle, Shutdown
-from darts_server.vllm.engine import VllmBatches
+from darts_server.serving.lifecycle import Drainable, Lifecycle, Shutdown
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.watchdog import cause_of_death, wait_until_hung
 
@@ -81,9 +80,12 @@ def _ignore_sighup() -> None:
 
 @asynccontextmanager
 async def supervise(
-    llm: ShapingLLM, batches: VllmBatches, application: FastAPI, supervision: Supervision
+    llm: ShapingLLM, work: Sequence[Drainable], application: FastAPI, supervision: Supervision
 ) -> AsyncIterator[Shutdown]:
-    """Watch the engine, and shut the HTTP server down when the server stops."""
+    """Watch the engine, and shut the HTTP server down when the server stops.
+
+    ``work``: what else runs on the engine.
+    """
 
     def stop_http_server() -> None:
         application.state.server.should_exit = True
@@ -91,7 +93,7 @@ async def supervise(
     def report_death() -> None:
         supervision.lifecycle.stop(EngineDead(f"the engine died: {cause_of_death(llm.engine_core)}"))
 
-    shutdown = Shutdown(supervision.lifecycle, _EngineWork(llm, batches), supervision.grace, stop_http_server)
+    shutdown = Shutdown(supervision.lifecycle, _EngineWork(llm, work), supervision.grace, stop_http_server)
     llm.pulse.on_death = report_death
     tasks = [asyncio.create_task(shutdown.run())]
     if supervision.watchdog:
@@ -139,21 +141,23 @@ def exit_code(llm: ShapingLLM, lifecycle: Lifecycle) -> int:
 class _EngineWork:
     """Implements :class:`darts_server.serving.lifecycle.RunningWork`."""
 
-    def __init__(self, llm: ShapingLLM, batches: VllmBatches) -> None:
+    def __init__(self, llm: ShapingLLM, work: Sequence[Drainable]) -> None:
         self._llm = llm
-        self._batches = batches
+        self._work = work
 
     @property
     def is_busy(self) -> bool:
         return self._llm.admission.requests > 0
 
     def drain(self) -> None:
-        self._batches.drain()
+        for work in self._work:
+            work.drain()
         if self._llm.rollouts is not None:
             self._llm.rollouts.joiner.drain()
 
     def fail(self, error: DartsError) -> None:
-        self._batches.fail(error)
+        for work in self._work:
+            work.fail(error)
         self._llm.fail(error)
 
 

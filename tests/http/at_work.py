@@ -135,6 +135,7 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
             store=store,
             control=control,
             batches=Mock(),
+            queue=Mock(),
             votes=Mock(),
             reward_matcher=work.reward_matcher,
             updates=updates,

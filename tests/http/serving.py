@@ -69,6 +69,7 @@ def client(
                 state or store,
                 control,
                 batches=Mock(),
+                queue=Mock(),
                 votes=Mock(),
                 reward_matcher=reward_matcher,
                 updates=updates or Mock(spec=Updates),

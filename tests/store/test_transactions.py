@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.exceptions import StateDamaged, StateError, StateFull
-from darts_server.store.transactions import FILE_NAME, TransactionStore
+from darts_server.store.transactions import FILE_NAME, TransactionStore, open_queue
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -39,10 +39,18 @@ def test_what_was_written_is_there_after_a_kill(tmp_path: Path) -> None:
         assert list(store.items("a")) == [("19", b"x" * 19)]
 
 
-def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("darts_server.store.schema.BUSY_SECONDS", 0.05)
-    with TransactionStore(tmp_path), pytest.raises(StateError, match="another process that holds it"):
-        TransactionStore(tmp_path)
+def test_a_second_server_on_the_same_folder_keeps_its_queue_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TransactionStore(tmp_path) as first:
+        first.write({("a", "1"): b"x"})
+        with pytest.raises(StateError, match="another process that holds it"):
+            TransactionStore(tmp_path)
+        with open_queue(tmp_path) as second:
+            assert second.read("a", "1") is None
+        assert "does not outlive it" in caplog.text
+    with open_queue(tmp_path) as third:
+        assert third.read("a", "1") == b"x"
 
 
 def _garble(path: Path) -> None:

@@ -132,9 +132,17 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
     )
 
 
-async def _idempotency_key(key: str, body: bytes) -> IdempotencyKey:
+def check_key(key: str) -> None:
+    """
+    Raises:
+        InvalidRequest: the idempotency key is too long, or not printable.
+    """
     if not is_name(key):
         raise InvalidRequest(KEY_HEADER, f"must be {RULE}, if it is sent")
+
+
+async def _idempotency_key(key: str, body: bytes) -> IdempotencyKey:
+    check_key(key)
     digest = (await asyncio.to_thread(hashlib.sha256, body)).digest()
     return IdempotencyKey(caller.get().name, key, digest, len(body))
 

@@ -31,6 +31,10 @@ PUBLIC = {
 USE = {
     "/darts/v1/rollouts": "POST",
     "/darts/v1/rollouts/{batch_id}": "GET DELETE",
+    "/darts/v1/queue": "GET POST",
+    "/darts/v1/queue/groups": "GET",
+    "/darts/v1/queue/ack": "POST",
+    "/darts/v1/queue/jobs/{job:path}": "DELETE",
     "/darts/v1/vote": "POST",
     "/darts/v1/rewards": "POST",
     "/darts/v1/groups/{group_id:path}": "GET",

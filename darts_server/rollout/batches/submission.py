@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT, TokenSlice
-from darts_server.exceptions import DartsError, InvalidRequest
+from darts_server.exceptions import DartsError, GroupAborted, InvalidRequest
 from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.carried import (
@@ -170,6 +170,7 @@ class Submission(Generic[RequestT, OutputT]):
         self._carry = batch.carry
         self._kept = kept
         self._owner = caller.get().name
+        self._dropped: set[int] = set()
 
     @classmethod
     async def prepare(
@@ -188,9 +189,7 @@ class Submission(Generic[RequestT, OutputT]):
         """
         batch_id = f"batch-{uuid.uuid4().hex}"
         kept = kept or CarriedPrompts()
-        plan = _plan(batch, new_planner(batch.policy))
-        rollouts.check_scorable(plan)
-        sampling = renderer.effective_sampling(batch.sampling)
+        plan, sampling = check_terms(batch, rollouts, renderer, new_planner)
         usual = len(batch.prompts) * rollouts.usual_candidates(plan)
         ticket = rollouts.admission.admit(batch.budget or usual, FIELD)
         taken: list[CarriedPrompt] = []
@@ -229,6 +228,15 @@ class Submission(Generic[RequestT, OutputT]):
     def size(self) -> int:
         """Number of prompts."""
         return len(self._groups)
+
+    def group_id(self, number: int) -> str:
+        """Return the id of the group of a prompt."""
+        return f"{self.batch_id}-{number}"
+
+    def drop(self, number: int) -> None:
+        """Stop the group of a prompt, or do not start it; its result has a `GroupAborted`. The others go on."""
+        self._dropped.add(number)
+        self._rollouts.abort(self.group_id(number))
 
     @property
     def unfinished(self) -> list[Unfinished]:
@@ -347,9 +355,11 @@ class Submission(Generic[RequestT, OutputT]):
     async def _run(self, group: _PreparedGroup[RequestT], observer: BatchObserver | None) -> GroupResult:
         await self._rollouts.starts.group(group.allocation.candidates)
         self._started.add(group.number)
-        group_id = f"{self.batch_id}-{group.number}"
+        group_id = self.group_id(group.number)
         result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.prompt.metadata)
         samples: dict[int, Sample] = {}
+        if group.number in self._dropped:
+            return replace(result, error=GroupAborted("the group was stopped before it started"))
         try:
             can_carry = self._carry is Carry.RESUME
             tail_seed = self._renderer.tail_seed(group.request)
@@ -389,6 +399,22 @@ class Submission(Generic[RequestT, OutputT]):
             return replace(result, error=error)
         prefixes = dict(sorted(run.prefixes.items())) if self._partial else None
         return replace(result, samples=dict(sorted(samples.items())), record=run.record, prefixes=prefixes)
+
+
+def check_terms(
+    batch: BatchRequest,
+    rollouts: Rollouts[RequestT, OutputT],
+    renderer: PromptRenderer[RequestT, OutputT],
+    new_planner: NewPlanner,
+) -> tuple[Plan, Mapping[str, object]]:
+    """Check all of a batch but its prompts; return its plan and the sampling parameters in force.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    plan = _plan(batch, new_planner(batch.policy))
+    rollouts.check_scorable(plan)
+    return plan, renderer.effective_sampling(batch.sampling)
 
 
 def _plan(batch: BatchRequest, planner: Planner) -> Plan:

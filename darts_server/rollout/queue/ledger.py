@@ -316,6 +316,11 @@ class Ledger:
         if entry is not None and entry.state is EntryState.LEASED:
             self._end_lease(entry)
 
+    def is_leased(self, lease: str) -> bool:
+        """Return whether a lease has neither been acknowledged nor expired."""
+        entry = self._leases.get(lease)
+        return entry is not None and entry.state is EntryState.LEASED
+
     def acknowledge(self, leases: Sequence[str], may_see: Callable[[str], bool]) -> list[AckOutcome]:
         """Acknowledge leases, in their order. ``may_see``: whether what belongs to an owner is the caller's."""
         return [self._acknowledge(lease, may_see) for lease in leases]

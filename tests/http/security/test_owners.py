@@ -8,6 +8,10 @@ OURS = "/darts/v1/"
 OWNED = {
     "/darts/v1/rollouts",
     "/darts/v1/rollouts/{batch_id}",
+    "/darts/v1/queue",
+    "/darts/v1/queue/groups",
+    "/darts/v1/queue/ack",
+    "/darts/v1/queue/jobs/{job:path}",
     "/darts/v1/vote",
     "/darts/v1/groups/{group_id:path}",
     "/darts/v1/live",

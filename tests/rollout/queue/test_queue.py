@@ -1,0 +1,293 @@
+"""The queue on the scripted engine."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from darts_server.engine.scripted import Script, settle
+from darts_server.exceptions import CandidateFailed, InvalidRequest, NotFound
+from darts_server.rollout.batches.submission import GroupResult
+from darts_server.rollout.plan import Limits, Planner
+from darts_server.rollout.queue.entries import AckOutcome, EntryState
+from darts_server.rollout.queue.ledger import QueueLimits
+from darts_server.rollout.queue.queue import PromptQueue, Put, TakenGroup, terms_of
+from darts_server.serving.admission import Admission, Bounds, Caller, caller
+from darts_server.store.transactions import TransactionStore
+from darts_server.types import PromptSpec, UpdateOutcome, UpdateRecord
+from tests.rollout.batches.test_submission import POLICIES, Texts
+from tests.rollout.helpers import Harness
+
+pytestmark = pytest.mark.anyio
+ME, OTHER, ADMIN = Caller("me"), Caller("other"), Caller("admin", is_admin=True)
+Queue = PromptQueue[str, list[int]]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def encode(result: GroupResult) -> bytes:
+    error = None if result.error is None else str(result.error)
+    texts = [sample.token_ids for sample in result.samples.values()]
+    metadata = None if result.metadata is None else json.loads(result.metadata)
+    return json.dumps({"samples": len(texts), "error": error, "metadata": metadata}).encode()
+
+
+def script(prompt: str, index: int) -> Script:
+    return Script(int(prompt) + index, error=CandidateFailed("broken") if prompt == "7" else None)
+
+
+def new_planner(overrides: Mapping[str, object]) -> Planner:
+    return Planner(POLICIES, str(overrides.get("name", "shortest")), Limits(64))
+
+
+@asynccontextmanager
+async def opened(
+    harness: Harness, folder: Path | None = None, limits: QueueLimits | None = None
+) -> AsyncIterator[Queue]:
+    with TransactionStore(folder) as disk:
+        queue = Queue(harness.rollouts, Texts(), new_planner, disk, encode, limits)
+        queue.open()
+        try:
+            yield queue
+        finally:
+            queue.drain()
+            await asyncio.sleep(0.01)
+
+
+def put(*texts: str, job: str = "job", **options: object) -> Put:
+    prompts = [PromptSpec(text=text, metadata=json.dumps({"text": text}).encode()) for text in texts]
+    return Put(job, prompts, [None] * len(texts), terms_of(4, {}, {}), options=options)
+
+
+async def run(harness: Harness) -> None:
+    """Run the engine until nothing runs and the queue has nothing to start."""
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+        await harness.engine.run()
+
+
+async def wait_for(queue: Queue, **states: int) -> None:
+    for _ in range(500):
+        if all(queue.totals()[EntryState(name)] == count for name, count in states.items()):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(queue.totals())
+
+
+def content(groups: list[TakenGroup]) -> list[object]:
+    return [json.loads(group.group)["metadata"]["text"] for group in groups]
+
+
+async def test_groups_come_out_as_they_are_complete_and_are_done_when_they_are_acknowledged() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        result = await queue.put(ME, put("30", "10", "20"))
+        assert (len(result.names), result.added) == (3, 3)
+        taking = asyncio.create_task(queue.take(ME, "job", 3, 30, 60))
+        await run(harness)
+        groups = await taking
+        assert content(groups) == ["10", "20", "30"]
+        assert [json.loads(group.group)["samples"] for group in groups] == [4, 4, 4]
+        assert await queue.take(ME, "job", 1, 0, 60) == []
+        done = await queue.acknowledge(ME, [group.lease for group in groups])
+        assert done == [AckOutcome.ACKNOWLEDGED] * 3
+        assert not sum(queue.totals().values())
+        assert harness.recorder.records[0].owner == "me"
+
+
+async def test_a_bad_prompt_fails_alone_and_is_handed_out_once() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("10", "x", "7", "20"))
+        taking = asyncio.create_task(queue.take(ME, "job", 4, 30, 60))
+        await run(harness)
+        groups = {json.loads(group.group)["metadata"]["text"]: json.loads(group.group) for group in await taking}
+        assert groups["x"]["error"] == "prompt.text: has an x"
+        assert groups["7"]["error"] == "broken"
+        assert [groups[text]["samples"] for text in ("10", "20", "x", "7")] == [4, 4, 0, 0]
+
+
+@pytest.mark.parametrize("terms", [terms_of(4, {"any": 1}, {}), terms_of(99, {}, {}), terms_of(4, {}, {"name": "no"})])
+async def test_terms_that_no_prompt_could_run_under_are_refused(terms: object) -> None:
+    class Strict(Texts):
+        def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
+            if sampling:
+                raise InvalidRequest("sampling.any", "there is none")
+            return sampling
+
+    harness = Harness(script)
+    with TransactionStore() as disk:
+        queue = Queue(harness.rollouts, Strict(), new_planner, disk, encode)
+        with pytest.raises(InvalidRequest):
+            await queue.put(ME, Put("job", [PromptSpec(text="1")], [None], terms))  # type: ignore[arg-type]
+        assert queue.jobs(ME) == []
+
+
+async def test_what_is_in_the_queue_outlives_the_server(tmp_path: Path) -> None:
+    harness = Harness(script)
+    async with opened(harness, tmp_path) as queue:
+        await queue.put(ME, put("10", "11", "500", groups_per_version=8))
+        await settle()
+        taking = asyncio.create_task(queue.take(ME, "job", 1, 30, 60))
+        while harness.engine.now < 30:
+            await harness.engine.step()
+            await asyncio.sleep(0.001)
+        [group] = await taking
+        await wait_for(queue, leased=1, ready=1, running=1)
+    harness = Harness(script)
+    async with opened(harness, tmp_path) as queue:
+        assert queue.jobs(ME)[0].job.options.groups_per_version == 8
+        assert await queue.acknowledge(ME, [group.lease]) == [AckOutcome.ACKNOWLEDGED]
+        taking = asyncio.create_task(queue.take(ME, "job", 2, 30, 60))
+        await run(harness)
+        assert content(await taking) == ["11", "500"]
+
+
+async def test_what_belongs_to_a_key_is_that_keys_and_admins_alone() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("10"))
+        await run(harness)
+        assert await queue.take(OTHER, "job", 1, 0, 60) == []
+        [group] = await queue.take(ME, "job", 1, 0, 60)
+        assert await queue.acknowledge(OTHER, [group.lease]) == [AckOutcome.UNKNOWN]
+        with pytest.raises(NotFound):
+            await queue.drop(OTHER, "job")
+        assert [len(queue.jobs(who)) for who in (ME, OTHER, ADMIN)] == [1, 0, 1]
+        assert await queue.acknowledge(ADMIN, [group.lease]) == [AckOutcome.ACKNOWLEDGED]
+
+
+async def test_a_deleted_job_stops_what_runs_and_others_go_on() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("5000", "6000"))
+        await queue.put(ME, put("10", job="other"))
+        await wait_for(queue, running=3)
+        await settle()
+        assert await queue.drop(ME, "job") == 2
+        await run(harness)
+        assert harness.engine.now < 1000, "they did not run to their end"
+        assert content(await queue.take(ME, "other", 1, 30, 60)) == ["10"]
+        assert harness.rollouts.running == 0
+        assert harness.rollouts.admission.ahead == 0
+
+
+async def test_the_engine_is_filled_and_not_more_so_that_later_jobs_have_their_turn() -> None:
+    harness = Harness(script)
+    harness.engine.capacity = 24
+    harness.rollouts.admission = Admission(lambda: harness.engine.unfinished, 24, Bounds(10_000))
+    async with opened(harness) as queue:
+        await queue.put(ME, put(*["50"] * 30))
+        await wait_for(queue, running=6)  # of four trajectories each
+        await queue.put(OTHER, put("40"))
+        taking = asyncio.create_task(queue.take(OTHER, "job", 1, 30, 60))
+        for _ in range(500):
+            await harness.engine.step()
+            await asyncio.sleep(0.001)
+            if taking.done():
+                break
+        assert content(await taking) == ["40"]
+        assert queue.totals()[EntryState.QUEUED] > 10
+
+
+async def test_prompts_that_a_key_may_not_have_in_flight_together_run_one_after_the_other() -> None:
+    harness = Harness(script)
+    harness.rollouts.admission = Admission(lambda: harness.engine.unfinished, None, Bounds(None, max_per_caller=8))
+    async with opened(harness) as queue:
+        await queue.put(ME, put(*["10"] * 5))
+        taking = asyncio.create_task(queue.take(ME, "job", 5, 30, 60))
+        for _ in range(2000):
+            await harness.engine.run()
+            await asyncio.sleep(0.005)
+            if taking.done():
+                break
+        assert [json.loads(group.group)["error"] for group in await taking] == [None] * 5
+
+
+def updated(harness: Harness, queue: Queue) -> None:
+    harness.engine.weight_version += 1
+    queue.update_ended(
+        UpdateRecord(harness.engine.weight_version, UpdateOutcome.COMPLETED, "push", "finish", False, {})
+    )
+
+
+async def test_an_update_does_not_wait_for_groups_that_would_be_too_old_and_these_start_first() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("10", "11", "5000", "12", "13", groups_per_version=2, max_staleness=0, groups_ahead=1))
+        taking = asyncio.create_task(queue.take(ME, "job", 2, 30, 60))
+        while not taking.done():
+            await harness.engine.step()
+            await asyncio.sleep(0.001)
+        assert content(await taking) == ["10", "11"]
+        queue.update_announced(1)
+        harness.rollouts.gate.close("update")
+        async with asyncio.timeout(5):
+            await harness.rollouts.gate.wait_until_empty()
+        updated(harness, queue)
+        harness.rollouts.gate.open("update")
+        await wait_for(queue, running=3, leased=2)
+        while not harness.engine.running:
+            await asyncio.sleep(0.01)
+        assert harness.engine.running[0].request == "5000"
+        assert queue.counts.stale == 1
+
+
+async def test_one_step_off_the_engine_runs_while_the_consumer_trains() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put(*map(str, range(10, 30)), groups_per_version=4, max_staleness=1))
+        await wait_for(queue, running=8)
+        for step in range(3):
+            taking = asyncio.create_task(queue.take(ME, "job", 4, 30, 60))
+            await run(harness)
+            groups = await taking
+            assert [group.staleness for group in groups] == [min(step, 1)] * 4
+            await queue.acknowledge(ME, [group.lease for group in groups])
+            await run(harness)
+            assert queue.totals()[EntryState.READY] == 4, "nothing more starts until the update"
+            assert queue.waits_for(("me", "job")) == "weights"
+            updated(harness, queue)
+        assert queue.counts.stale == 0
+
+
+async def test_groups_that_are_aborted_from_outside_start_again() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("50"))
+        await wait_for(queue, running=1)
+        await settle()
+        harness.rollouts.abort_all("paused")
+        taking = asyncio.create_task(queue.take(ME, "job", 1, 30, 60))
+        await run(harness)
+        assert content(await taking) == ["50"]
+        assert queue.counts.aborted == 1
+
+
+async def test_a_group_whose_consumer_left_before_it_got_it_goes_to_the_next() -> None:
+    harness = Harness(script)
+
+    async with opened(harness) as queue:
+        await queue.put(ME, put("10"))
+        await run(harness)
+        taking = asyncio.create_task(queue.take(ME, "job", 1, 30, 60))
+        await asyncio.sleep(0)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        assert content(await queue.take(ME, "job", 1, 30, 60)) == ["10"]
+
+
+async def test_the_callers_context_is_not_that_of_the_request_that_put_the_prompts() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        token = caller.set(OTHER)
+        await queue.put(ME, put("10"))
+        await run(harness)
+        caller.reset(token)
+        assert harness.recorder.records[0].owner == "me"
