@@ -40,6 +40,7 @@ from ._models import (
     Usage,
 )
 from ._prompts import Prompt, Prompts, PromptSpec, RolloutPrompt, RolloutPrompts
+from ._queue import JobRecord, QueuedGroup
 from ._records import (
     CandidateRecord,
     GroupRecord,
@@ -74,6 +75,7 @@ __all__ = [
     "Group",
     "GroupEvent",
     "GroupRecord",
+    "JobRecord",
     "LengthEstimate",
     "LoraRecord",
     "NotFound",
@@ -85,6 +87,7 @@ __all__ = [
     "PromptSpec",
     "Prompts",
     "ProtocolError",
+    "QueuedGroup",
     "Reward",
     "RewardCounts",
     "RolloutPrompt",

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from ._async_queue import AsyncQueueApi
 from ._async_resources import AsyncGroupsApi, AsyncPolicyApi, AsyncPromptsApi, AsyncStateApi, AsyncWeightsApi
 from ._async_rollouts import AsyncRollouts
 from ._async_transport import AsyncTransport
@@ -39,7 +40,7 @@ class AsyncClient:
     ```
 
     `groups`, `prompts`, `policy` and `state` read and change the server's records, settings and state, `weights` the
-    weights that it samples with.
+    weights that it samples with. `queue` has prompts whose groups are generated ahead.
 
     `base_url` may end in `/v1` or not. `model` defaults to the first that the server lists. All times are seconds.
     `timeout` is for responses that are not streamed, so it bounds the generation too; `connect_timeout` is for a
@@ -66,6 +67,7 @@ class AsyncClient:
         self.groups = AsyncGroupsApi(self._transport)
         self.prompts = AsyncPromptsApi(self._transport)
         self.policy = AsyncPolicyApi(self._transport)
+        self.queue = AsyncQueueApi(self._transport)
         self.state = AsyncStateApi(self._transport)
         self.weights = AsyncWeightsApi(self._transport)
 
@@ -296,6 +298,20 @@ class AsyncClient:
             idempotency_key=idempotency_key,
         )
         return self._start_batch(request, every_event, timeout, progress)
+
+    def stream(
+        self, prompts: Any, *, group_size: int, max_tokens: int, ahead: int = 256, **options: Any
+    ) -> AsyncGenerator[Group]:
+        """Yield a group for each prompt as it is complete, while the server goes on with the next prompts.
+
+        ```python
+        async with aclosing(client.stream(prompts, group_size=8, max_tokens=512)) as groups:
+            async for group in groups: ...
+        ```
+
+        `prompts` may be an iterator without an end. See `queue.stream`, whose arguments these are.
+        """
+        return self.queue.stream(prompts, group_size=group_size, max_tokens=max_tokens, ahead=ahead, **options)
 
     async def cancel(self, batch_id: str) -> bool:
         """Cancel a batch, durable or not, whoever reads it. False if it was complete; NotFound if it is unknown."""

@@ -1,7 +1,7 @@
 """The forms in which a caller may pass prompts, as JSON for the server."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -48,6 +48,11 @@ def list_prompts(prompts: Prompts) -> list[str | list[int]]:
 def list_rollout_prompts(prompts: RolloutPrompts) -> list[dict[str, Any]]:
     """Return one prompt or several as `/darts/v1/rollouts` takes them."""
     return [prompt_body(prompt) for prompt in _as_list(prompts)]
+
+
+def list_queue_prompts(prompts: Any) -> Iterator[Any]:
+    """Iterate over one prompt or several, or over what an iterator yields."""
+    return prompts if isinstance(prompts, Iterator) else iter(_as_list(prompts))
 
 
 def prompt_body(prompt: Any) -> dict[str, Any]:

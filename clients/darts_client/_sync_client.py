@@ -1,7 +1,7 @@
 # Generated from _async_client.py by scripts/sync_client: edit that file instead.
 """The client: one method for each thing that a trainer requests."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -15,6 +15,7 @@ from ._requests import API, HEALTH_TIMEOUT, STARTING_ERRORS, HealthDeadline, Tim
 from ._rewards import RewardCounts, Rewarded, Values, as_rewards, rewards_body, split_rewards
 from ._rollouts import Carry, RolloutsRequest, rollouts_request
 from ._stream import BatchReader, completed_group, every_event
+from ._sync_queue import QueueApi
 from ._sync_resources import GroupsApi, PolicyApi, PromptsApi, StateApi, WeightsApi
 from ._sync_rollouts import Rollouts
 from ._sync_transport import Transport
@@ -37,7 +38,7 @@ class Client:
     ```
 
     `groups`, `prompts`, `policy` and `state` read and change the server's records, settings and state, `weights` the
-    weights that it samples with.
+    weights that it samples with. `queue` has prompts whose groups are generated ahead.
 
     `base_url` may end in `/v1` or not. `model` defaults to the first that the server lists. All times are seconds.
     `timeout` is for responses that are not streamed, so it bounds the generation too; `connect_timeout` is for a
@@ -64,6 +65,7 @@ class Client:
         self.groups = GroupsApi(self._transport)
         self.prompts = PromptsApi(self._transport)
         self.policy = PolicyApi(self._transport)
+        self.queue = QueueApi(self._transport)
         self.state = StateApi(self._transport)
         self.weights = WeightsApi(self._transport)
 
@@ -252,6 +254,20 @@ class Client:
             idempotency_key=idempotency_key,
         )
         return self._start_batch(request, every_event, timeout, progress)
+
+    def stream(
+        self, prompts: Any, *, group_size: int, max_tokens: int, ahead: int = 256, **options: Any
+    ) -> Generator[Group]:
+        """Yield a group for each prompt as it is complete, while the server goes on with the next prompts.
+
+        ```python
+        with closing(client.stream(prompts, group_size=8, max_tokens=512)) as groups:
+            for group in groups: ...
+        ```
+
+        `prompts` may be an iterator without an end. See `queue.stream`, whose arguments these are.
+        """
+        return self.queue.stream(prompts, group_size=group_size, max_tokens=max_tokens, ahead=ahead, **options)
 
     def cancel(self, batch_id: str) -> bool:
         """Cancel a batch, durable or not, whoever reads it. False if it was complete; NotFound if it is unknown."""
