@@ -1,17 +1,18 @@
 """Read and validate request bodies, limited in size, structure and time."""
 
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cache, partial
 from io import BytesIO
-from typing import Self, TypeVar
+from itertools import islice
+from typing import Any, Self, TypeVar
 
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError, model_validator
 from pydantic_core import CoreSchema, SchemaValidator
 from pydantic_core.core_schema import no_info_wrap_validator_function
 from starlette.datastructures import Headers
@@ -19,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from darts_server.exceptions import InvalidRequest, TooLarge
+from darts_server.http.json_slices import find_objects, strings_and_brackets
 
 STALL_SECONDS = 60.0
 """Timeout for the next chunk of a body. A sender that is silent for longer counts as gone: other requests may wait for
@@ -29,14 +31,16 @@ MAX_NAME_CHARS = 100
 MAX_JSON_PARTS = 600_000
 """Strings, arrays and objects in a JSON body: 100,000 rewards by id have 500,002. They are what parsing is slow for, up
 to a microsecond and some 100 bytes each; a number takes a tenth of that."""
+MAX_JSON_VALUES = 1024 * 1024
+"""Of what is parsed at once: a prompt, or a body without a list of these. It is as much as the longest contexts."""
 INLINE_BYTES = 64 * 1024
 """Bodies up to this size are validated in the event loop, within a millisecond; larger ones in a thread."""
-STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""A JSON string. Possessive, and its end is optional, so that no body takes more than linear time."""
+COUNTED_BYTES = 256 * 1024
 
 _one_at_a_time = anyio.CapacityLimiter(1)  # several threads would take the interpreter from the event loop in turns
 
 ModelT = TypeVar("ModelT", bound="Body")
+ValidatedT = TypeVar("ValidatedT")
 
 
 def _fail_fast(schema: object) -> None:
@@ -154,30 +158,72 @@ class LimitedBody:
         return TooLarge("body", f"must have at most {self._limits.max_bytes} bytes{flag}; send less per request")
 
 
-async def parse_body(model: type[ModelT], body: bytes) -> ModelT:
+async def parse_body(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
     """Parse a JSON body, a large one in a thread and one after the other.
 
-    The event loop is not served while JSON is read: a quarter of a second for 64 MiB of token ids. It is served between
-    two models that have Python validators, as all that derive from `Body`.
+    The event loop is not served while pydantic reads a text. So a list of objects is read in slices of some 64 KiB, and
+    what is not sliced has few enough values: a million token ids take a tenth of a second, text a thousandth per MB.
+
+    Args:
+        items: the field with that list.
 
     Raises:
         InvalidRequest: names the first invalid field, such as ``prompts[3].text``.
-        TooLarge: more than `MAX_JSON_PARTS`.
+        TooLarge: more than `MAX_JSON_PARTS`, or more than `MAX_JSON_VALUES` in one object of the list or beside it.
     """
     if len(body) <= INLINE_BYTES:
         return parsed(model, body)
-    return await anyio.to_thread.run_sync(parsed, model, body, limiter=_one_at_a_time)
+    return await anyio.to_thread.run_sync(parsed, model, body, items, limiter=_one_at_a_time)
 
 
-def parsed(model: type[ModelT], body: bytes) -> ModelT:
+async def converted(convert: Callable[[ModelT], ValidatedT], body: ModelT, text: bytes) -> ValidatedT:
+    """Convert a body that was parsed from the text, a large one in a thread."""
+    return convert(body) if len(text) <= INLINE_BYTES else await anyio.to_thread.run_sync(convert, body)
+
+
+def parsed(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
     """Parse a JSON body. Raises as `parse_body`."""
     _check_parts(body)
+    found = None if items is None or len(body) <= INLINE_BYTES else find_objects(body, items)
+    if items is None or found is None:
+        _check_values(body, (0, len(body)))
+        return _validated(model.model_validate_json, body)
+    _check_values(body, (0, found.start), (found.end, len(body)))
+    for span in found.spans:
+        _check_values(body, span)
+    head = body[: found.start] + b"[]" + body[found.end :]
+    whole = _validated(model.model_validate_json, head)
+    if getattr(whole, items):
+        raise InvalidRequest(items, "is given twice")
+    read = _list_reader(model, items)
+    values: list[Any] = []
+    for start, end in found.slices(INLINE_BYTES):
+        values += _validated(read, b"[" + body[start:end] + b"]", items, len(values))
+    assign = partial(model.__pydantic_validator__.validate_assignment, whole, items)
+    _validated(assign, values)  # checks their number, and not again each of them
+    return whole
+
+
+@cache
+def _list_reader(model: type[Body], items: str) -> Callable[[bytes], list[Any]]:
+    schema: TypeAdapter[list[Any]] = TypeAdapter(model.__annotations__[items])
+    return schema.validate_json
+
+
+def _validated(
+    validate: Callable[[Any], ValidatedT], value: object, items: str | None = None, number: int = 0
+) -> ValidatedT:
+    """Validate a value, or objects of the field ``items``, of which the first is that ``number``."""
     try:
-        return model.model_validate_json(body)
+        return validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        parts = [part for part in first["loc"] if part != ""]  # an empty part is the tag of a union
         message = first["msg"].removeprefix("Value error, ")
+        loc = first["loc"]
+        if items is not None:
+            loc = (items, number + int(loc[0]), *loc[1:]) if loc else (items,)
+            message += "" if first["loc"] else f", counted from {items}[{number}] on"
+        parts = [part for part in loc if part != ""]  # an empty part is the tag of a union
         if isinstance(unknown := first.get("ctx", {}).get("error"), UnknownField):
             parts, message = [*parts, str(unknown)[:MAX_NAME_CHARS]], "is unknown; remove it"
         field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
@@ -186,17 +232,31 @@ def parsed(model: type[ModelT], body: bytes) -> ModelT:
 
 def _check_parts(body: bytes) -> None:
     """Raise ``TooLarge`` for a body that would take too long to parse."""
-    if body.count(b'"') // 2 + body.count(b"[") + body.count(b"{") <= MAX_JSON_PARTS:
+    if _count(body, b'"') // 2 + _count(body, b"[") + _count(body, b"{") <= MAX_JSON_PARTS:
         return  # without the exact number, which does not include what stands in strings
-    parts = end = 0
-    for string in STRING.finditer(body):
-        between = body[end : string.start()]
-        parts += 1 + between.count(b"[") + between.count(b"{")
-        end = string.end()
-        if parts > MAX_JSON_PARTS:
-            break
-    if parts + body.count(b"[", end) + body.count(b"{", end) > MAX_JSON_PARTS:
+    parts = (start for start, _ in strings_and_brackets(body) if body[start] not in b"]}")
+    if next(islice(parts, MAX_JSON_PARTS, None), None) is not None:
         raise TooLarge("body", f"must have at most {MAX_JSON_PARTS} strings, arrays and objects; send less per request")
+
+
+def _check_values(text: bytes, *spans: tuple[int, int]) -> None:
+    """Raise ``TooLarge`` for parts of a text that take too long to parse at once."""
+    if sum(_count(text, b",", start, end) for start, end in spans) <= MAX_JSON_VALUES:
+        return  # likewise
+    values = 0
+    for begin, stop in spans:
+        for start, end in strings_and_brackets(text, begin, stop):
+            values += _count(text, b",", begin, start)
+            begin = end
+        values += _count(text, b",", begin, stop)
+    if values > MAX_JSON_VALUES:
+        raise TooLarge("body", f"must have at most {MAX_JSON_VALUES} numbers in a prompt or field; send less")
+
+
+def _count(text: bytes, part: bytes, start: int = 0, end: int | None = None) -> int:
+    """Count a byte, in steps between which the event loop is served."""
+    stop = len(text) if end is None else end
+    return sum(text.count(part, at, min(at + COUNTED_BYTES, stop)) for at in range(start, stop, COUNTED_BYTES))
 
 
 async def read_body(request: Request, max_bytes: int, stall_seconds: float = STALL_SECONDS) -> bytes:

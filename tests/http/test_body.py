@@ -10,7 +10,16 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel, ValidationError, model_validator
 
 from darts_server.exceptions import InvalidRequest, TooLarge
-from darts_server.http.body import INLINE_BYTES, MAX_JSON_PARTS, Body, fail_fast, parse_body, parsed, read_body
+from darts_server.http.body import (
+    INLINE_BYTES,
+    MAX_JSON_PARTS,
+    MAX_JSON_VALUES,
+    Body,
+    fail_fast,
+    parse_body,
+    parsed,
+    read_body,
+)
 from darts_server.http.resources.rewards import RewardsIn
 from darts_server.http.resources.rollouts_models import RolloutsIn
 from darts_server.http.resources.vote_models import VoteIn
@@ -188,6 +197,88 @@ def test_strings_arrays_and_objects_are_limited(part: bytes) -> None:
 def test_what_is_in_strings_does_not_count() -> None:
     text = '[{\\"' * MAX_JSON_PARTS
     assert parsed(Items, json.dumps({"items": [{"anything": {"a": text}}]}).encode()).items[0].anything == {"a": text}
+
+
+PROMPT = {"token_ids": list(range(1000))}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompts": [PROMPT] * 100, "group_size": 2},
+        {"group_size": 2, "sampling": {"prompts": [{"text": "a"}]}, "prompts": [PROMPT] * 100, "budget": 3},
+        {"prompts": [{"text": '"}], [{' * 1000, "metadata": {"prompts": [{}]}}] * 20, "group_size": 2},
+        {"prompts": [{"messages": [{"role": "user", "content": "\\" * 999}, {"a": [{}]}]}] * 100, "group_size": 2},
+        {"prompts": [], "group_size": 2, "sampling": {"stop": ["x" * INLINE_BYTES]}},
+    ],
+)
+def test_a_list_that_is_read_in_slices_is_read_as_a_whole(body: dict[str, Any]) -> None:
+    for text in (json.dumps(body).encode(), json.dumps(body, indent=3).encode()):
+        assert len(text) > INLINE_BYTES
+        assert parsed(RolloutsIn, text, "prompts") == RolloutsIn.model_validate_json(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        (b'{"text":"last"}', b'{"text":1}', "prompts[100].text"),
+        (b'{"text":"last"}', b'{"texts":"last"}', "prompts[100].texts"),
+        (b'{"text":"last"}', b'{"text":"last"]', "prompts"),
+        (b'{"text":"last"}', b'"last"', "prompts[100]"),
+        (b'{"text":"last"}', b'{"text":"last"},', "body"),
+        (b'{"text":"last"}]', b'{"text":"last"}}', "body"),
+        (b'"group_size":2', b'"group_size":"2"', "group_size"),
+        (b'"group_size":2', b'"group_size":2,"prompts":[{"text":"a"}]', "prompts"),
+        (b'"group_size":2}', b'"group_size":2', "body"),
+    ],
+)
+def test_an_error_in_a_slice_names_its_field(old: bytes, new: bytes, field: str) -> None:
+    body = {"prompts": [*[PROMPT] * 100, {"text": "last"}], "group_size": 2}
+    text = json.dumps(body, separators=(",", ":")).encode()
+    assert old in text
+    with pytest.raises(InvalidRequest) as refused:
+        parsed(RolloutsIn, text.replace(old, new), "prompts")
+    assert refused.value.field == field
+
+
+def test_the_length_of_a_list_that_is_read_in_slices_is_limited() -> None:
+    with pytest.raises(InvalidRequest, match="at most 100000 items") as refused:
+        parsed(
+            RewardsIn, b'{"rewards":[' + b",".join([b'{"trajectory_id":"a","reward":0}'] * 100_001) + b"]}", "rewards"
+        )
+    assert refused.value.field.startswith("rewards")
+
+
+@pytest.mark.parametrize("many", [b"1," * MAX_JSON_VALUES + b"1,1", b" , " * (MAX_JSON_VALUES + 1)])
+def test_numbers_that_are_parsed_at_once_are_limited(many: bytes) -> None:
+    with pytest.raises(TooLarge, match="at most 1048576 numbers"):
+        parsed(VoteIn, b'{"n":2,"pattern":"boxed","prompt":[' + many + b"]}")
+    with pytest.raises(TooLarge, match="at most 1048576 numbers"):
+        parsed(RolloutsIn, b'{"group_size":2,"prompts":[{"token_ids":[' + many + b"]}]}", "prompts")
+    with pytest.raises(TooLarge, match="at most 1048576 numbers"):
+        parsed(RolloutsIn, b'{"group_size":2,"prompts":[{"text":"a"}],"sampling":{"a":[' + many + b"]}}", "prompts")
+    text = json.dumps({"group_size": 2, "prompts": [{"text": "," * (MAX_JSON_VALUES + 2)}]}).encode()
+    assert parsed(RolloutsIn, text, "prompts").prompts
+
+
+async def test_the_event_loop_is_served_while_a_large_body_is_parsed() -> None:
+    text = json.dumps({"prompts": [{"token_ids": list(range(8192))}] * 350, "group_size": 2}).encode()
+    longest, last = 0.0, time.process_time()
+
+    async def tick() -> None:
+        nonlocal longest, last
+        while True:
+            await anyio.sleep(0.001)
+            longest, last = max(longest, time.process_time() - last), time.process_time()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tick)
+        await anyio.sleep(0.01)
+        began = time.process_time()
+        assert len((await parse_body(RolloutsIn, text, "prompts")).prompts) == 350
+        parsing = time.process_time() - began
+        tasks.cancel_scope.cancel()
+    assert longest < max(parsing / 3, 0.05)  # of the processor's time: the machine may be busy with something else
 
 
 @pytest.mark.parametrize("body", [b'"' + b'\\"' * 1_000_000 + b"[" * MAX_JSON_PARTS, b'"' * 2 * MAX_JSON_PARTS + b'"a'])

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictInt, model_validator
 
-from darts_server.http.body import Body, parse_body, read_body
+from darts_server.http.body import Body, converted, parse_body, read_body
 from darts_server.http.openapi import json_body
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 
@@ -75,7 +75,12 @@ def routes(reward_matcher: RewardMatcher) -> APIRouter:
     @api.post("/rewards", openapi_extra=json_body(RewardsIn, EXAMPLE))
     async def rewards(request: Request) -> RewardsOut:
         """Record rewards of returned trajectories. A trajectory keeps its first reward, so sending twice is safe."""
-        body = await parse_body(RewardsIn, await read_body(request, MAX_BODY_BYTES))
-        return RewardsOut(**asdict(await reward_matcher.report([each.reward_report for each in body.rewards])))
+        raw = await read_body(request, MAX_BODY_BYTES)
+        body = await parse_body(RewardsIn, raw, "rewards")
+        return RewardsOut(**asdict(await reward_matcher.report(await converted(_reports, body, raw))))
 
     return api
+
+
+def _reports(body: RewardsIn) -> list[Reward]:
+    return [each.reward_report for each in body.rewards]

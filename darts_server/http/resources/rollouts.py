@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from io import BytesIO
 from reprlib import repr as shortened
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.body import parse_body, read_body
+from darts_server.http.body import converted, parse_body, read_body
 from darts_server.http.disconnect import while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_events import stream_events
@@ -59,8 +60,9 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         """Generate a shaped group for each prompt; with ``stream`` as server-sent events."""
         raw = await read_body(request, MAX_BODY_BYTES)
         key = None if idempotency_key is None else await _idempotency_key(idempotency_key, raw)
-        body = await parse_body(RolloutsIn, raw)
-        batch = await batches.open(_batch_request(body), AnswerFormat(StreamMode(body.stream), body.chunk_tokens), key)
+        body = await parse_body(RolloutsIn, raw, "prompts")
+        batch_request = await converted(_batch_request, body, raw)
+        batch = await batches.open(batch_request, AnswerFormat(StreamMode(body.stream), body.chunk_tokens), key)
         return await _respond(request, batch, 0)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
@@ -113,8 +115,13 @@ def _encode(batch: BatchRun, done: BatchDone) -> bytes:
         carried=done.carried,
         usage=usage_of(done.results, done.seconds),
     )
-    groups = (GroupOut.of(group).model_dump_json() for group in sorted(done.results, key=lambda g: g.number))
-    return head.model_dump_json().replace('"groups":[]', f'"groups":[{",".join(groups)}]', 1).encode()
+    before, after = head.model_dump_json().encode().split(b'"groups":[]', 1)
+    answer = BytesIO()  # it does not copy the whole answer at once, for which the event loop would have to wait
+    answer.write(before + b'"groups":[')
+    for place, group in enumerate(sorted(done.results, key=lambda result: result.number)):
+        answer.write(b"," * (place > 0) + GroupOut.of(group).model_dump_json().encode())
+    answer.write(b"]" + after)
+    return answer.getvalue()
 
 
 def _batch_request(body: RolloutsIn) -> BatchRequest:
