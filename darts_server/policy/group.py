@@ -19,7 +19,7 @@ settle what no future event can change.
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from darts_server.exceptions import GroupFailed, IllegalMove
+from darts_server.exceptions import GroupAborted, GroupFailed, IllegalMove
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import (
     Complete,
@@ -301,7 +301,7 @@ class Group:
                     self._failed_for_good = True
                     self._replacements_left = 0
             case Lost(index=index) if was_running:
-                self._last_error = GroupFailed(f"the engine aborted candidate {index}")
+                self._last_error = GroupAborted(f"the engine aborted candidate {index}")
         if was_running and not isinstance(event, Started | Scored):
             self._update(candidate)
 

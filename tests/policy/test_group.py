@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from darts_server.exceptions import GroupFailed, IllegalMove
+from darts_server.exceptions import GroupAborted, IllegalMove
 from darts_server.policy.candidate import State
 from darts_server.policy.events import (
     Complete,
@@ -416,7 +416,7 @@ def test_no_candidate_is_started_after_a_failure_that_is_not_retryable() -> None
 def test_giving_up_after_an_abort_names_the_aborted_candidate() -> None:
     [gave_up] = opened(Shortest(1), 1).handle(Lost(0))
     assert isinstance(gave_up, GiveUp)
-    assert isinstance(gave_up.error, GroupFailed)
+    assert isinstance(gave_up.error, GroupAborted)  # a 503: nothing is wrong with the request
     assert str(gave_up.error) == "the engine aborted candidate 0"
 
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from darts_server.engine.scripted import Script, ScriptedCandidate, settle
-from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineRefused, GroupAborted, GroupFailed
+from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineRefused, GroupAborted
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Harness, collect, lengths
 
@@ -69,7 +69,7 @@ async def test_a_candidate_that_the_engine_aborts_is_never_returned() -> None:
 
 async def test_a_group_whose_candidates_keep_failing_fails_with_their_error() -> None:
     harness = Harness(lambda _, index: Script(2, aborted=True))
-    with pytest.raises(GroupFailed, match="aborted candidate"):
+    with pytest.raises(GroupAborted, match="aborted candidate"):
         await harness.group(harness.run(2))
     [record] = harness.recorder.records
     assert record.outcome is Outcome.FAILED

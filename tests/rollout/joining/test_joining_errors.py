@@ -3,7 +3,7 @@
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import EngineDead, EngineRefused, GroupFailed
+from darts_server.exceptions import EngineDead, EngineRefused, GroupAborted
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.types import Outcome
 from tests.rollout.helpers import lengths
@@ -89,7 +89,7 @@ async def test_too_many_failures_fail_every_caller() -> None:
     harness = JoiningHarness(lambda _, index: Script(2, aborted=True), SAMPLED)
     callers = await harness.send_all()
     for error in await finish(harness, callers):
-        assert isinstance(error, GroupFailed)
+        assert isinstance(error, GroupAborted)
 
 
 async def test_a_failing_store_fails_every_caller() -> None:
