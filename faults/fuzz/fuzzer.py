@@ -345,7 +345,9 @@ class Fuzzer:
         self._state = self._session.state
         # What the server loads with the first request of a kind takes seconds, once.
         self._runner.run(self._session.run([tuple(valid_requests(self._operations))]))
-        self._health = self._server_life.enter_context(HealthWatch(self._target.server.url))
+        self._health = self._server_life.enter_context(
+            HealthWatch(self._target.server.url, self._target.server.process.pid)
+        )
         self._samples.clear()
 
     def _disconnect(self) -> None:

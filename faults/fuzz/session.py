@@ -18,11 +18,13 @@ from faults.bystanders import check_idle, get_group
 from faults.case import Outcome
 from faults.fuzz.request import Example, Request, Upload
 from faults.fuzz.uploads import FULL, content
+from faults.fuzz.watch import Stopwatch, processes
 
 ANSWER_SECONDS = 30.0
 """Timeout of a request on an engine that is not paused. The longest takes a second or two on a quiet machine."""
 STEP_SECONDS = 0.5
 """After this the next request of a sequence is sent, even if the last one has no answer: the engine may be paused."""
+RESUME_SECONDS = 2.0
 SETTLE_SECONDS = 20.0
 SERVED_SECONDS = 2.0
 """In which an idle server answers a plain group. Alone on a machine it takes a tenth of that."""
@@ -122,7 +124,9 @@ class Session:
         """
         self.answers = [[Answer(request) for request in example] for example in examples]
         violations: list[Violation] = []
-        for outcome in await asyncio.gather(*map(self._send_all, self.answers), return_exceptions=True):
+        pauses = any(request.route in ("/pause", "/sleep") for request in chain(*examples))
+        sent = (self._send_all(answers, pauses) for answers in self.answers)
+        for outcome in await asyncio.gather(*sent, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
             violations += outcome
@@ -142,11 +146,11 @@ class Session:
         return violations
 
     async def _serves_soon(self) -> bool:
-        began = time.monotonic()
-        return await get_group(self._client, self.server) and time.monotonic() - began < SERVED_SECONDS
+        took = Stopwatch(processes(self.server.process.pid))
+        return await get_group(self._client, self.server) and took.seconds() < SERVED_SECONDS
 
-    async def _send_all(self, answers: Sequence[Answer]) -> list[Violation]:
-        """Send the requests of an example, and wait for all answers."""
+    async def _send_all(self, answers: Sequence[Answer], pauses: bool) -> list[Violation]:
+        """Send the requests of an example, and wait for all answers. ``pauses``: any example may pause the engine."""
         ids = _Ids(next(self._runs), str(self.root))
         tasks: list[asyncio.Task[None]] = []
         for answer in answers:
@@ -154,7 +158,7 @@ class Session:
             tasks.append(asyncio.create_task(self._send(answer, ids)))
             if not answer.request.background:
                 await asyncio.wait(tasks[-1:], timeout=STEP_SECONDS)
-        return await self._settle(tasks, {answer.request.route for answer in answers})
+        return await self._settle(tasks, {answer.request.route for answer in answers}, pauses)
 
     async def _send(self, answer: Answer, ids: _Ids) -> None:
         request = answer.request
@@ -185,14 +189,19 @@ class Session:
             return content(request.body, self.state)
         return ids.fill(request.body.decode("latin-1")).encode("latin-1")
 
-    async def _settle(self, tasks: Sequence[asyncio.Task[None]], routes: Set[str]) -> list[Violation]:
+    async def _settle(self, tasks: Sequence[asyncio.Task[None]], routes: Set[str], pauses: bool) -> list[Violation]:
         """End what an example left paused, and wait for its answers."""
         if routes & {"/pause", "/sleep", "/resume", "/wake_up"}:
             await self._resume()
         if "/start_weight_update" in routes:
             await self._client.post("/finish_weight_update", json={}, timeout=ANSWER_SECONDS)
             await self._client.post("/resume", timeout=ANSWER_SECONDS)
-        await asyncio.wait(tasks, timeout=ANSWER_SECONDS)
+        pending: Set[asyncio.Task[None]] = set(tasks)
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while pending and time.monotonic() < deadline:
+            _, pending = await asyncio.wait(pending, timeout=RESUME_SECONDS if pauses else ANSWER_SECONDS)
+            if pending and pauses:  # a pause may wait for an update, and come after all examples have resumed
+                await self._resume()
         violations: list[Violation] = []
         for task in (late := [task for task in tasks if not task.done()]):
             task.cancel()

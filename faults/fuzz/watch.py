@@ -1,26 +1,34 @@
 """Watch a server from a thread of its own: how long /health takes; and measure its memory."""
 
+import os
 import threading
 import time
+from collections.abc import Set
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import psutil
 
 INTERVAL_SECONDS = 0.1
-LATE_SECONDS = 0.3
-"""When this thread itself wakes up later than that, the machine is too busy for the poll to count."""
 POLL_TIMEOUT_SECONDS = 60.0
 MEGABYTE = 1024 * 1024
 
 
 class HealthWatch:
-    """Poll ``/health`` while the block runs."""
+    """Poll ``/health`` while the block runs.
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    Time in which the server's main thread, or the one that polls, is ready and waits for a processor does not count:
+    other processes take that.
+
+    Args:
+        pid: the server's process.
+    """
+
+    def __init__(self, url: str, pid: int) -> None:
+        self._url, self._pid = url, pid
         self._longest = 0.0
-        self._pending_since: float | None = None
+        self._pending: Stopwatch | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="health", daemon=True)
 
@@ -34,23 +42,52 @@ class HealthWatch:
 
     def longest(self) -> float:
         """Return the longest poll since the last call, in seconds; a poll that is still waiting counts."""
-        pending = self._pending_since
-        waiting = 0.0 if pending is None else time.monotonic() - pending
+        pending = self._pending
+        waiting = 0.0 if pending is None else pending.seconds()
         longest, self._longest = max(self._longest, waiting), 0.0
         return longest
 
     def _poll(self) -> None:
+        threads = {self._pid, threading.get_native_id()}
         with httpx.Client(timeout=POLL_TIMEOUT_SECONDS) as client:
-            while True:
-                planned = time.monotonic() + INTERVAL_SECONDS
-                if self._stopped.wait(INTERVAL_SECONDS):
-                    return
-                self._pending_since = began = time.monotonic()
+            while not self._stopped.wait(INTERVAL_SECONDS):
+                self._pending = poll = Stopwatch(threads)
                 with suppress(httpx.HTTPError):  # a server that is gone is noticed by its process
                     client.get(f"{self._url}/health")
-                    if began - planned < LATE_SECONDS:
-                        self._longest = max(self._longest, time.monotonic() - began)
-                self._pending_since = None
+                    self._longest = max(self._longest, poll.seconds())
+                self._pending = None
+
+
+class Stopwatch:
+    """Measure time, less what these threads waited for a processor one after the other.
+
+    Args:
+        threads: by their ids; that of a process is the id of its main thread.
+    """
+
+    def __init__(self, threads: Set[int]) -> None:
+        self._threads, self._began, self._waited = threads, time.monotonic(), _seconds_in_queue(threads)
+
+    def seconds(self) -> float:
+        elapsed = time.monotonic() - self._began
+        return max(0.0, elapsed - (_seconds_in_queue(self._threads) - self._waited))
+
+
+def _seconds_in_queue(threads: Set[int]) -> float:
+    """Return how long these threads were ready to run, but had no processor."""
+    waited = 0.0
+    for thread in threads:
+        with suppress(OSError):  # it has ended
+            waited += int(Path(f"/proc/{thread}/schedstat").read_text().split()[1]) / 1e9
+    return waited
+
+
+def processes(pid: int) -> set[int]:
+    """Return the ids of this process, that one, and its descendants."""
+    found = {os.getpid(), pid}
+    with suppress(psutil.NoSuchProcess):
+        found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    return found
 
 
 def megabytes(pid: int) -> float:

@@ -228,7 +228,7 @@ def test_a_stall_is_seen(tmp_path: Path) -> None:
     def stall(body: Any) -> None:
         time.sleep(0.7)
 
-    with fake(stall, tmp_path) as target, HealthWatch(target.server.url) as health:
+    with fake(stall, tmp_path) as target, HealthWatch(target.server.url, os.getpid()) as health:
         time.sleep(0.2)
         assert health.longest() < 0.5
         httpx.post(f"{target.server.url}/darts/v1/rollouts", json={})
