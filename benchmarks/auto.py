@@ -1,15 +1,20 @@
 """What `auto` brings in simulation, from nothing, against the best of its options in hindsight.
 
-Usage: ``python -m benchmarks.auto [PRESET | PRESET=TRACE.jsonl ...]``, a trace on the machine of a preset. Prints a
-table: step speed-up against ``off``. A preset takes about a minute.
+Usage: ``python -m benchmarks.auto [--changed] [PRESET | PRESET=TRACE.jsonl ...]``, a trace on the machine of a preset.
+Prints a table: step speed-up against ``off``, and of the later batches by how much returned trajectories are shorter
+and which share of them is cut. ``--changed`` runs each with changed lengths, too. A line takes about a minute.
 """
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
+from darts_server.policy.auto.forecast import limit_of
+from darts_server.policy.auto.options import RULES, AutoLimits, Option, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.simulation.auto import LEARNING, AutoRun
@@ -19,9 +24,44 @@ from darts_server.simulation.traces import Format, read_traces
 from darts_server.simulation.training import Candidates, Setting, Step, run_step
 from darts_server.simulation.workload import TracedWorkload, Workload
 
-DEFAULT = ("dapo-32b", "deepcoder-14b-16k", "search-r1-7b", "h200-8b", "tiny")
+DEFAULT = ("dapo-32b", "deepcoder-14b-16k", "search-r1-7b", "paper-h20-14b", "paper-h20-32b", "h200-8b", "tiny")
 AUTO = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=RULES))
 SIZE = 8
+RARE, LONGER = 12, 10.0
+"""One prompt of so many needs so many times as many tokens, in a changed workload."""
+
+Ints = NDArray[np.int64]
+Change = Callable[[int, NDArray[np.float64], float], NDArray[np.float64]]
+"""From a prompt's number, the lengths of its candidates and their median to other lengths."""
+CHANGES: dict[str, Change] = {
+    "half as long": lambda number, lengths, median: 0.5 * lengths,
+    "twice as long": lambda number, lengths, median: 2 * lengths,
+    "thicker tail": lambda number, lengths, median: np.maximum(lengths, median * (lengths / median) ** 1.5),
+    "thinner tail": lambda number, lengths, median: np.minimum(lengths, median * np.sqrt(lengths / median)),
+    "few long prompts": lambda number, lengths, median: lengths * (1.0 if number % RARE else LONGER),
+}
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A workload with other lengths. What was truncated, and what becomes too long, is truncated."""
+
+    workload: Workload
+    change: Change
+
+    @property
+    def max_tokens(self) -> int:
+        return self.workload.max_tokens
+
+    def prompt_tokens(self, number: int) -> int:
+        return self.workload.prompt_tokens(number)
+
+    def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
+        typical = self.workload.lengths(number, SIZE, np.random.default_rng(number), attempt=1)
+        lengths = self.workload.lengths(number, count, rng, attempt)
+        changed = np.ceil(self.change(number, lengths.astype(np.float64), float(np.median(typical))))
+        is_truncated = lengths >= self.max_tokens
+        return np.where(is_truncated, self.max_tokens, np.clip(changed, 1, self.max_tokens)).astype(np.int64)
 
 
 def main() -> None:
@@ -29,36 +69,55 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=DEFAULT)
     parser.add_argument("--steps", type=int, default=6, help="batches after the first 20 (default: %(default)s)")
     parser.add_argument("--prompts", type=int, help="of a batch (default: the preset's)")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and draws (default: %(default)s)")
+    parser.add_argument("--changed", action="store_true", help="with changed lengths, too")
     options = parser.parse_args()
-    print(f"{'lengths':<24} first 20  later  best  share  best option")
+    print(f"{'lengths':<42} first 20  later  best  share  shorter   cut  best option")
+    shares = []
     for text in options.workloads:
-        print(f"{text:<24} {measure(text, options.steps, options.prompts)}", flush=True)
+        for change in (None, *(CHANGES if options.changed else ())):
+            line, share = measure(text, change, options.steps, options.prompts, options.seed)
+            shares.append(share)
+            label = text.rpartition("/")[2] if change is None else f"  {change}"
+            print(f"{label:<42} {line}", flush=True)
+    print(f"smallest share: {min(shares):.2f}")
 
 
-def measure(text: str, steps: int, prompts: int | None) -> str:
-    """Return a line of the table."""
+def measure(text: str, change: str | None, steps: int, prompts: int | None, seed: int) -> tuple[str, float]:
+    """Return a line of the table, and the share of the best option's speed-up."""
     name, _, trace = text.partition("=")
     preset = PRESETS[name]
     workload: Workload = preset.workload
     if trace:
-        workload = TracedWorkload(*read_traces([Path(trace)], Format.JSONL), seed=0)
-    setting = Setting(preset.machine, SIZE, prompts or preset.prompts, LEARNING + steps)
+        workload = TracedWorkload(*read_traces([Path(trace)], Format.JSONL), seed=seed)
+    if change is not None:
+        workload = Changed(workload, CHANGES[change])
+    setting = Setting(preset.machine, SIZE, prompts or preset.prompts, LEARNING + steps, seed=seed)
     candidates = Candidates(workload, setting, AUTO.max_candidates(SIZE))
     run = AutoRun(AUTO, candidates, setting)
-    auto = seconds([run.run(candidates.step_prompts(number))[1] for number in range(setting.steps)])
+    auto = [run.run(candidates.step_prompts(number))[1] for number in range(setting.steps)]
     later = range(LEARNING, setting.steps)
     off = run_fixed(Policy("off"), range(setting.steps), candidates, setting)
     unshaped, usual = seconds(off), mean_length(off[LEARNING:])
     found = {"off": 1.0}
     for option in AUTO.options[1:]:
-        fixed = run_fixed(Policy(option.name, option.shaping), later, candidates, setting)
+        fixed = run_fixed(fix(option, off[LEARNING:]), later, candidates, setting)
         bias = 1 - mean_length(fixed) / usual
         if bias <= AUTO.limits.most_bias and cut_share(fixed) <= AUTO.limits.most_lost:
             found[option.name] = float(unshaped[LEARNING:].mean() / seconds(fixed).mean())
     best = max(found, key=lambda option: found[option])
-    first = unshaped[:LEARNING].mean() / auto[:LEARNING].mean()
-    now = unshaped[LEARNING:].mean() / auto[LEARNING:].mean()
-    return f"{first:8.2f}  {now:5.2f}  {found[best]:4.2f}  {now / found[best]:5.2f}  {best}"
+    first = unshaped[:LEARNING].mean() / seconds(auto[:LEARNING]).mean()
+    now = unshaped[LEARNING:].mean() / seconds(auto[LEARNING:]).mean()
+    shorter, cut = 1 - mean_length(auto[LEARNING:]) / usual, cut_share(auto[LEARNING:])
+    share = float(now / found[best])
+    return f"{first:8.2f}  {now:5.2f}  {found[best]:4.2f}  {share:5.2f}  {shorter:7.0%}  {cut:4.0%}  {best}", share
+
+
+def fix(option: Option, off: list[Step]) -> Policy:
+    """Build the fixed policy of an option. A limit is known in hindsight: it is that of the lengths under ``off``."""
+    if option.cut_share is not None:
+        option = option.at(limit_of(option.cut_share, [step.batch for step in off]))
+    return Policy(option.name, option.shaping)
 
 
 def run_fixed(policy: Policy, numbers: range, candidates: Candidates, setting: Setting) -> list[Step]:

@@ -28,7 +28,7 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
 BOOLEANS = ("true", "false")
-RULES = ("off", "uniform", "darts", "cut", "cap")
+RULES = ("off", "uniform", "darts", "cut", "cap", "limit")
 """What `auto` chooses from."""
 END_REASONS = ("selected", *DiscardReason)
 

@@ -21,13 +21,13 @@ class CohortDeadline:
     Groups may be any values that can be keys.
 
     Args:
-        rule: how the deadline is computed; ``None`` if it is ``tokens``, or if there is none.
+        rule: how the deadline is computed, unless it is ``tokens``; ``None`` if there is none.
         groups: number of groups in the cohort.
         tokens: the deadline where it is known from the start.
     """
 
     def __init__(self, rule: Deadline | None, groups: int, tokens: int | None = None) -> None:
-        self.tokens = tokens
+        self.tokens = rule.fixed if tokens is None and rule is not None else tokens
         """The deadline in tokens; ``None`` while it is not known."""
         self.waits_beyond: int | None = None
         """Length in tokens beyond which groups that have not reported their need shall report a minimum of it."""

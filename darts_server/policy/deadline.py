@@ -45,7 +45,8 @@ class Deadline:
     in tokens; a group whose own M-th shortest is longer still waits for that. ``exploration``: share of cohorts whose
     tails run past the deadline, to see what it takes away. ``max_lost_share``: share of right answers that it may take
     away. ``stretch``: factor on the deadline, at least 1. ``bound``: how many times as long as the deadline a
-    trajectory may become, at least 1.
+    trajectory may become, at least 1. ``tokens``: the deadline itself, before it is stretched, where it does not depend
+    on the lengths of its cohort.
     """
 
     quantile: float = QUANTILE
@@ -55,6 +56,12 @@ class Deadline:
     max_lost_share: float = MAX_LOST_SHARE
     stretch: float = 1.0
     bound: float = BOUND
+    tokens: int | None = None
+
+    @property
+    def fixed(self) -> int | None:
+        """The deadline in tokens where it is known from the start."""
+        return None if self.tokens is None else self.clip(ceil(self.stretch * self.tokens))
 
     def from_lengths(self, completion_lengths: Iterable[int], groups: int) -> int | None:
         """Compute the deadline in tokens from the lengths known so far of a cohort of ``groups``.

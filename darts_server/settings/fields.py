@@ -104,7 +104,8 @@ class Settings(BaseSettings):
         "uniform,darts",
         pattern=RULES,
         description="auto: what it may do besides off, separated by commas: uniform, darts, cut (darts_cut with the "
-        "same number of candidates for every prompt), cap. The last two return truncated trajectories.",
+        "same number of candidates for every prompt), cap, limit (off with a smaller max_tokens, found from the "
+        "lengths). The last three return truncated trajectories.",
     )
     most_lost: Runtime[float] = Field(
         0.2,

@@ -30,9 +30,9 @@ dapo-32b. Candidates beyond the samples are resampled; docs/scaling.md says how,
 A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25. Names: {", ".join(NAMES)}.
 Options: redundancy, max_redundancy, longest (places of the tail), tail (sampled or longest), adaptive (yes or no),
 quantile and bound (of the deadline), start (prompts that are started, over those that are returned), order (given, or
-long: prompts with the longest earlier groups first). Of auto: allow (some of uniform, darts, cut and cap, joined by
-+), lost, bias, price and exploration, which are --most-lost, --most-bias, --tokens-price and --exploration of the
-server, max_redundancy and longest. It learns for 20 batches before those that are measured.
+long: prompts with the longest earlier groups first). Of auto: allow (some of uniform, darts, cut, cap and limit,
+joined by +), lost, bias, price and exploration, which are --most-lost, --most-bias, --tokens-price and --exploration of
+the server, max_redundancy and longest. It learns for 20 batches before those that are measured.
 
 presets:
 {chr(10).join(f"  {name:<18} {preset.about}" for name, preset in PRESETS.items())}

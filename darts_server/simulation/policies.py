@@ -29,7 +29,7 @@ DEFAULT = (
     "off,order=long",
     "off,start=1.25",
     "darts_cut,start=1.25",
-    "auto,allow=uniform+darts+cut+cap",
+    "auto,allow=uniform+darts+cut+cap+limit",
 )
 
 

@@ -15,6 +15,14 @@ def test_the_deadline_is_known_with_the_group_of_the_quantiles_rank() -> None:
     assert [cohort.tokens, cohort.waits_beyond] == [30, None]
 
 
+def test_a_deadline_that_does_not_depend_on_lengths_is_known_from_the_start_and_stays() -> None:
+    cohort = CohortDeadline(Deadline(tokens=50, stretch=1.5, ceiling=70), 10)
+    assert cohort.tokens == 70
+    for group in range(10):
+        cohort.report_need(group, 10)
+    assert [cohort.tokens, cohort.waits_beyond] == [70, None]
+
+
 def test_groups_that_can_only_be_longer_than_the_bound_do_not_count() -> None:
     cohort = CohortDeadline(Deadline(), 10)
     for group in range(8):

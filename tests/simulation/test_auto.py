@@ -29,8 +29,10 @@ def seconds(option: str, candidates: Candidates, setting: Setting) -> float:
     return float(np.mean([step.seconds for step in run_policy(Policy(option, shaping), candidates, setting)]))
 
 
-@pytest.mark.parametrize("knows_prompts", [True, False])
-@pytest.mark.parametrize(("preset", "prompts"), [("dapo-32b", 16), ("deepcoder-14b-16k", 32), ("tiny", 16)])
+@pytest.mark.parametrize(
+    ("preset", "prompts", "knows_prompts"),
+    [("dapo-32b", 16, True), ("deepcoder-14b-16k", 32, True), ("tiny", 16, True), ("tiny", 16, False)],
+)
 def test_after_twenty_batches_it_is_as_fast_as_the_best_fixed_option_and_never_slower_than_off(
     preset: str, prompts: int, knows_prompts: bool
 ) -> None:
@@ -41,7 +43,7 @@ def test_after_twenty_batches_it_is_as_fast_as_the_best_fixed_option_and_never_s
     for option in ("cap at 0.8", "cut 1.25 at 0.8", "cut 1.5 at 0.8", "uniform 1.5"):
         assert found <= seconds(option, candidates, setting) / 0.95, option
     if preset == "deepcoder-14b-16k":
-        assert all(name.startswith(("off", "cap")) for name in names.split(", "))
+        assert all(name.startswith(("off", "cap", "limit")) for name in names.split(", "))
 
 
 def test_its_first_batches_are_those_of_off() -> None:

@@ -2,19 +2,28 @@
 
 It begins as ``off``. Once some batches were measured, every option is forecast by the model of a rollout, and the
 fastest within the user's limits is chosen, if it is faster than ``off`` by more than `MARGIN`. What a batch measures
-corrects the forecasts of its option, and those of others of its rule until they were measured themselves. An option
+corrects the forecasts of its option and, less so, those of the others; the more, the less the batches vary. An option
 that was slower than ``off`` is expected to be is withdrawn, each time for longer.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
+from math import exp, inf, log
 
 import numpy as np
 
-from darts_server.policy.auto.forecast import Expectation, Forecast, forecast
+from darts_server.policy.auto.forecast import Expectation, Forecast, forecast, limit_of
 from darts_server.policy.auto.options import OFF, UNSHAPED, Auto, AutoLimits, Option
-from darts_server.policy.auto.state import MAX_OPTIONS, MEANS, MOST, TRAINED, AutoState, OptionState
+from darts_server.policy.auto.state import (
+    FIRST_BATCHES,
+    MAX_OPTIONS,
+    MEANS,
+    MOST,
+    TRAINED,
+    WEIGHT,
+    AutoState,
+    OptionState,
+)
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.simulation.machine import Machine
@@ -23,10 +32,15 @@ MIN_OFF = 2
 """Batches of ``off`` that are measured before anything else is chosen: lengths, step times and their spread."""
 MARGIN = 0.03
 """An option must be expected to be faster than ``off`` by this: forecasts are off by a few per cent."""
+TIE, MIN_TRIES = 0.05, 2
+"""Options that are as fast within `TIE` are taken for equally fast until each rule was measured so often: forecasts are
+off by more between rules than within one."""
 NEAR = 1.1
 """Only options that are expected to take at most so many times as long as the best are worth a batch to measure."""
-WEIGHT = 0.3
-"""Of the newest measurement, from the third on."""
+EDGE = 0.1
+"""By which share of a limit a batch may be expected to exceed it, as far as those before it were below. Limits hold on
+average over batches: an option that is just inside would otherwise be left out in each batch where it is just outside
+by chance, or by the error of the forecast."""
 LOSS, FIRST_LOSS = 0.02, 0.2
 """By how much longer than ``off`` an option may take, in logarithms; and how much so in its first batch."""
 REST = 16
@@ -42,7 +56,8 @@ class Choice:
 
     ``forecast``: of the model; ``None`` where nothing was forecast. ``seconds``: expected of the rollout, corrected;
     ``None`` likewise. ``off_seconds``: expected of a step under ``off``. ``explores``: whether another option was
-    expected to be faster.
+    expected to be faster. ``below_bias``, ``below_lost``: by which share of the user's limits it is expected to be
+    below them.
     """
 
     option: Option
@@ -51,6 +66,8 @@ class Choice:
     seconds: float | None = None
     off_seconds: float | None = None
     explores: bool = False
+    below_bias: float = 1.0
+    below_lost: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +97,12 @@ class _Outlook:
     seconds: float
     step: float
     cost: float
+    below_bias: float = 1.0
+    below_lost: float = 1.0
+
+    def is_within(self, state: AutoState) -> bool:
+        """Whether it is within the user's limits, on average with the batches before it."""
+        return self.below_bias + state.spare_bias >= 0 and self.below_lost + state.spare_lost >= 0
 
 
 def choose_by_size(auto: Auto, size: int, groups: int) -> Choice | None:
@@ -113,17 +136,25 @@ def choose(
         return _chosen(off, off, f"is measured {MIN_OFF} times before anything else")
     outlooks = [off]
     for option in options[1:]:
+        if state.of(option.name).until > state.batches:
+            continue
+        if option.cut_share is not None:
+            option = option.at(limit_of(option.cut_share, batches))
         found = forecast(option, size, expectation.stds, batches, machine, enough)
-        if state.of(option.name).until <= state.batches and _is_within(auto.limits, state, option, found, off):
-            outlooks.append(_look(option, found, state, auto.limits, off.forecast))
+        outlook = _look(option, found, state, auto.limits, off.forecast)
+        if outlook.is_within(state):
+            outlooks.append(outlook)
     best = min(outlooks[1:], key=lambda one: one.cost, default=off)
     if best.cost > (1 - MARGIN) * off.cost:
         reason = f"{_seconds(off)} a step, {_named(best)}" if best is not off else "nothing else is within the limits"
         best = off
     else:
+        new = [one for one in outlooks[1:] if one.cost <= (1 + TIE) * best.cost and one.cost <= (1 - MARGIN) * off.cost]
+        least_tried = min(new, key=lambda one: (state.tries(one.option.name), one.cost))
+        best = least_tried if state.tries(least_tried.option.name) < MIN_TRIES else best
         reason = f"{_seconds(best)} a step, {_named(off)}"
     if state.explored + 1 <= auto.limits.exploration * (state.batches + 1):
-        others = [one for one in outlooks if one.option is not best.option and one.cost <= NEAR * best.cost]
+        others = [one for one in outlooks if one is not best and one.cost <= NEAR * best.cost]
         least = min(others, key=lambda one: (state.of(one.option.name).tries, one.cost), default=None)
         if least is not None:
             reason = f"explored: {_seconds(least)} a step, {_named(best)}, {_named(off)}"
@@ -134,7 +165,13 @@ def choose(
 def begin(state: AutoState, choice: Choice) -> AutoState:
     """Count a batch that begins."""
     batches, explored = min(state.batches + 1, LARGEST), min(state.explored + choice.explores, LARGEST)
-    return replace(state, batches=batches, explored=explored)
+    return replace(
+        state,
+        batches=batches,
+        explored=explored,
+        spare_bias=_spare(state.spare_bias + choice.below_bias),
+        spare_lost=_spare(state.spare_lost + choice.below_lost),
+    )
 
 
 def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
@@ -147,11 +184,14 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
         return state
     name, before = choice.option.name, state.of(choice.option.name)
     weight = max(1 / (before.tries + 1), WEIGHT)
+    error = _clip(log(measured.seconds / choice.forecast.seconds))
+    length_error = _clip(log(measured.mean_length / choice.forecast.mean_length))
+    state = _learn_noise(state, before, error, length_error)
     after = replace(
         before,
         tries=min(before.tries + 1, LARGEST),
-        error=_mix(before.error, log(measured.seconds / choice.forecast.seconds), weight),
-        length_error=_mix(before.length_error, log(measured.mean_length / choice.forecast.mean_length), weight),
+        error=_mix(before.error, error, weight),
+        length_error=_mix(before.length_error, length_error, weight),
         more_cut=_mix(before.more_cut, measured.cut - choice.forecast.cut, weight),
     )
     if choice.option.shaping is not None and choice.off_seconds is not None:
@@ -181,30 +221,60 @@ def _judge(option: OptionState, against_off: float, batches: int) -> OptionState
     return replace(option, against_off=0.0, withdrawals=withdrawals, until=min(batches + rest, LARGEST))
 
 
+def _learn_noise(state: AutoState, before: OptionState, error: float, length_error: float) -> AutoState:
+    """Learn how much measurements of an option differ from those of the same one before."""
+    if not before.tries:
+        return state
+    weight = max(1 / (FIRST_BATCHES + state.repeated + 1), WEIGHT)
+    share = before.effective_tries / (before.effective_tries + 1)  # the mean of those before varies, too
+    noise, length_noise = _clip(error - before.error) ** 2, _clip(length_error - before.length_error) ** 2
+    return replace(
+        state,
+        repeated=min(state.repeated + 1, LARGEST),
+        noise=(1 - weight) * state.noise + weight * share * noise,
+        length_noise=(1 - weight) * state.length_noise + weight * share * length_noise,
+    )
+
+
 def _mix(old: float, new: float, weight: float) -> float:
-    return (1 - weight) * old + weight * min(max(new, -MOST), MOST)
+    return (1 - weight) * old + weight * _clip(new)
+
+
+def _clip(value: float) -> float:
+    return min(max(value, -MOST), MOST)
+
+
+def _spare(value: float) -> float:
+    return min(max(value, -EDGE), EDGE)
 
 
 def _look(
     option: Option, found: Forecast, state: AutoState, limits: AutoLimits, off: Forecast | None = None
 ) -> _Outlook:
-    seconds = found.seconds * exp(state.errors(option.name)[0])
+    error, length_error = state.errors(option.name)
+    seconds = found.seconds * exp(error)
     step = seconds + state.training_seconds(found.returned)
-    price = 0.0
-    if off is not None:
-        off_step = off.seconds * exp(state.errors(OFF)[0]) + state.training_seconds(off.returned)
-        price = limits.tokens_price * off_step * max(0.0, found.generated - found.returned) / off.generated
-    return _Outlook(option, found, seconds, step, step + price)
+    if off is None:
+        return _Outlook(option, found, seconds, step, step)
+    off_error, off_length_error = state.errors(OFF)
+    off_step = off.seconds * exp(off_error) + state.training_seconds(off.returned)
+    price = limits.tokens_price * off_step * max(0.0, found.generated - found.returned) / off.generated
+    bias = 1 - exp(length_error - off_length_error) * found.mean_length / off.mean_length
+    lost = found.lost + max(0.0, state.of(option.name).more_cut)
+    below = _below(bias, limits.most_bias), _below(lost, limits.most_lost)
+    return _Outlook(option, found, seconds, step, step + price, *below)
 
 
-def _is_within(limits: AutoLimits, state: AutoState, option: Option, found: Forecast, off: _Outlook) -> bool:
-    longer = state.errors(option.name)[1] - state.errors(OFF)[1]
-    bias = 1 - exp(longer) * found.mean_length / off.forecast.mean_length
-    return found.lost + max(0.0, state.of(option.name).more_cut) <= limits.most_lost and bias <= limits.most_bias
+def _below(value: float, limit: float) -> float:
+    """Return by which share of a limit a value is below it."""
+    if limit == 0:
+        return 0.0 if value <= 0 else -inf
+    return 1 - value / limit
 
 
 def _chosen(one: _Outlook, off: _Outlook, reason: str) -> Choice:
-    return Choice(one.option, reason, one.forecast, one.seconds, off.step)
+    below = one.below_bias, one.below_lost
+    return Choice(one.option, reason, one.forecast, one.seconds, off.step, False, *below)
 
 
 def _seconds(one: _Outlook) -> str:

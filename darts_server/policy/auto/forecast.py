@@ -15,7 +15,7 @@ from darts_server.policy.simulation.prediction import predict
 
 Floats = NDArray[np.float64]
 
-MIN_SAMPLES, MAX_SAMPLES, SAMPLED_GROUPS = 2, 4, 256
+MIN_SAMPLES, MAX_SAMPLES, SAMPLED_GROUPS = 2, 8, 256
 """A batch is sampled so often that there are this many groups: a few large batches, more small ones."""
 LONGEST = 1 << 24
 """Tokens at which lengths end where no limit is known."""
@@ -89,6 +89,13 @@ class Forecast:
     mean_length: float
     cut: float
     lost: float
+
+
+def limit_of(share: float, batches: Sequence[Batch]) -> int:
+    """Return the smallest length limit that cuts at most this share of the trajectories that would have ended."""
+    ends = np.concatenate([batch.ends.ravel() for batch in batches])
+    whole = np.sort(np.concatenate([batch.lengths[batch.valid] for batch in batches]))[::-1]
+    return int(whole[min(int(share * ends.size), whole.size - 1)]) if whole.size else int(ends.max())
 
 
 def forecast(

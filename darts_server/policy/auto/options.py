@@ -9,12 +9,15 @@ from darts_server.policy.named_policies import build_policies
 from darts_server.policy.shaping import BudgetKind, Shaping
 
 OFF = "off"
-RULES = ("uniform", "darts", "cut", "cap")
-"""What may be allowed besides `OFF`. ``cut`` is ``darts_cut`` with the same number of candidates for every prompt."""
+RULES = ("uniform", "darts", "cut", "cap", "limit")
+"""What may be allowed besides `OFF`. ``cut`` is ``darts_cut`` with the same number of candidates for every prompt;
+``limit`` is `OFF` with a smaller length limit, the same for all trajectories of a batch."""
 REDUNDANCIES = (1.25, 1.5, 2.0)
 ADAPTIVE_REDUNDANCIES = (1.25, 1.5)
 """Of ``darts``: at 2, its maximum by default, all prompts are saturated."""
 QUANTILES = (0.8, 0.9)
+CUT_SHARES = (0.02, 0.05, 0.1, 0.2)
+"""Of the trajectories, those that a ``limit`` cuts although they would have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,21 @@ class AutoLimits:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One thing that `auto` may do with a batch. ``shaping``: ``None`` shapes nothing."""
+    """One thing that `auto` may do with a batch.
+
+    ``shaping``: ``None`` shapes nothing. ``cut_share``: its deadline is the length that this share of the trajectories
+    exceed; ``None`` leaves the deadline as it is.
+    """
 
     name: str
     shaping: Shaping | None = None
+    cut_share: float | None = None
+
+    def at(self, tokens: int) -> "Option":
+        """Return the option with that deadline, before it is stretched."""
+        assert self.shaping is not None
+        assert self.shaping.deadline is not None
+        return replace(self, shaping=replace(self.shaping, deadline=replace(self.shaping.deadline, tokens=tokens)))
 
 
 UNSHAPED = Option(OFF)
@@ -106,6 +120,9 @@ def _options(base: Shaping, deadline: Deadline, allow: Sequence[str]) -> Iterato
     if "cap" in allow:
         for quantile in QUANTILES:
             yield Option(f"cap at {quantile}", policy("cap", base.redundancy, quantile))
+    for share in CUT_SHARES if "limit" in allow else ():
+        bounded = replace(deadline, bound=1.0)  # every trajectory ends there
+        yield Option(f"limit {share}", build_policies(base, bounded)["cap"], share)
     for redundancy in possible if "cut" in allow else ():
         for quantile in QUANTILES:
             shaping = replace(policy("darts_cut", redundancy, quantile), adaptive=False)

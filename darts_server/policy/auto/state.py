@@ -1,11 +1,11 @@
 """What `auto` has measured: of each option, and of the training between batches. Survives a restart."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from darts_server.policy.auto.options import OFF, rule_of
+from darts_server.policy.auto.options import rule_of
 from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
 
 TRAINED = 32
@@ -16,8 +16,16 @@ SHRINKAGE = 0.1
 """Spread of returned tokens, relative to their mean, below which a difference in training time is taken for chance."""
 MEANS = 256
 """Prompts whose mean lengths stand for those of new ones."""
-TRUST = 2.0
-"""How much more a measurement of an option says about it than those of others."""
+PRIOR = 0.3
+"""Typical error of all forecasts together, in logarithms."""
+RULES_DIFFER, OPTIONS_DIFFER = 0.1, 0.05
+"""By how much the errors of rules typically differ from each other, and those of the options of a rule."""
+FIRST_NOISE, FIRST_BATCHES = 0.01, 2
+"""Variance that measurements are taken to have before there are any, and the batches that this counts as."""
+WEIGHT = 0.15
+"""Least weight of the newest measurement among those of the same kind."""
+MOST_TRIES = (2 - WEIGHT) / WEIGHT
+"""Independent measurements whose plain mean varies as much as one in which the newest always has `WEIGHT`."""
 MAX_OPTIONS = 256
 MOST = 5.0
 """Largest logarithm of a ratio that is accepted."""
@@ -47,6 +55,11 @@ class OptionState:
         for name in ("error", "length_error", "more_cut", "against_off"):
             check_number(name, getattr(self, name), -MOST, MOST)
 
+    @property
+    def effective_tries(self) -> float:
+        """Independent measurements whose plain mean varies as much as what is kept, in which newer ones count more."""
+        return min(self.tries, MOST_TRIES)
+
 
 @dataclass(frozen=True, slots=True)
 class AutoState:
@@ -54,7 +67,10 @@ class AutoState:
 
     ``batches``, ``explored``: how many there were, and how many of them explored. ``options``: by name. ``training``:
     returned tokens and the seconds until the next batch, of the newest batches. ``means``: mean lengths of the
-    newest prompts. ``max_tokens``: at which trajectories were truncated; ``None`` if none was.
+    newest prompts. ``max_tokens``: at which trajectories were truncated; ``None`` if none was. ``noise``,
+    ``length_noise``: variance of an option's ``error`` and ``length_error`` from batch to batch, from ``repeated``
+    batches of options that were measured before. ``spare_bias``, ``spare_lost``: by which share of the user's limits
+    batches were below them so far, and the next one may be above them.
     """
 
     batches: int = 0
@@ -63,10 +79,19 @@ class AutoState:
     training: Sequence[tuple[float, float]] = ()
     means: Sequence[float] = ()
     max_tokens: int | None = None
+    repeated: int = 0
+    noise: float = FIRST_NOISE
+    length_noise: float = FIRST_NOISE
+    spare_bias: float = 0.0
+    spare_lost: float = 0.0
 
     def __post_init__(self) -> None:
-        check_count("batches", self.batches)
-        check_count("explored", self.explored)
+        for name in ("batches", "explored", "repeated"):
+            check_count(name, getattr(self, name))
+        for name in ("noise", "length_noise"):
+            check_number(name, getattr(self, name), 0.0, MOST * MOST)
+        for name in ("spare_bias", "spare_lost"):
+            check_number(name, getattr(self, name), -1.0, 1.0)
         check_length("options", self.options, MAX_OPTIONS)
         check_length("training", self.training, TRAINED)
         options = {
@@ -88,21 +113,28 @@ class AutoState:
     def of(self, name: str) -> OptionState:
         return self.options.get(name, OptionState())
 
+    def tries(self, name: str) -> int:
+        """Return how many batches were measured under options of the same rule."""
+        return sum(option.tries for other, option in self.options.items() if rule_of(other) == rule_of(name))
+
     def errors(self, name: str) -> tuple[float, float]:
         """Return the ``error`` and the ``length_error`` that are to be expected of an option.
 
-        Those that were measured; the first of its own count `TRUST` times as much as all of the other options of its
-        rule, or as those of ``off`` where none of these was measured.
+        What was measured of it, drawn towards what was measured of its rule, and that towards what was measured of all:
+        the more so, the fewer batches there were and the more these vary.
         """
-        own, off = self.of(name), self.of(OFF)
-        alike = [state for other, state in self.options.items() if other != name and rule_of(other) == rule_of(name)]
-        tries = sum(state.tries for state in alike)
-        error, length_error = off.error, off.length_error
-        if tries:
-            error = sum(state.tries * state.error for state in alike) / tries
-            length_error = sum(state.tries * state.length_error for state in alike) / tries
-        trust = own.tries / (own.tries + 1 / TRUST)
-        return trust * own.error + (1 - trust) * error, trust * own.length_error + (1 - trust) * length_error
+        return self._expected(name, "error", self.noise), self._expected(name, "length_error", self.length_noise)
+
+    def _expected(self, name: str, field: str, noise: float) -> float:
+        def mean(options: Iterable[OptionState], prior: float, spread: float) -> float:
+            tries = [(option.effective_tries, getattr(option, field)) for option in options]
+            weight = noise / spread**2  # the prior counts as so many batches
+            total = weight + sum(number for number, _ in tries)
+            return (weight * prior + sum(number * value for number, value in tries)) / total if total else prior
+
+        alike = [option for other, option in self.options.items() if rule_of(other) == rule_of(name)]
+        rule = mean(alike, mean(self.options.values(), 0.0, PRIOR), RULES_DIFFER)
+        return mean([self.of(name)], rule, OPTIONS_DIFFER)
 
     def training_seconds(self, tokens: float) -> float:
         """Return the expected seconds from the end of a batch with so many returned tokens to the next; 0 if unknown.

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.allocation.optimum import allocate_by_std
-from darts_server.policy.deadline import Deadline
+from darts_server.policy.deadline import MIN_GROUPS, Deadline
 from darts_server.policy.selection.rules import InOrder, SelectionRule
 from darts_server.policy.shaping import Shaping
 
@@ -104,8 +104,10 @@ class Plan:
 
     @property
     def deadline(self) -> Deadline | None:
-        """How the groups' deadline is computed; ``None`` if the policy has none."""
-        return None if self.shaping is None else self.shaping.deadline
+        """How the groups' deadline is computed; ``None`` if the policy has none, or too few groups determine it."""
+        rule = None if self.shaping is None else self.shaping.deadline
+        is_known = rule is not None and (rule.fixed is not None or len(self.candidates) >= MIN_GROUPS)
+        return rule if is_known else None
 
     @property
     def mean_candidates(self) -> float:

@@ -15,7 +15,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.deadline import MIN_GROUPS, Deadline
+from darts_server.policy.deadline import Deadline
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.replica import TOLERANCE
@@ -57,17 +57,19 @@ def predict(batch: Batch, plan: Plan, machine: Machine) -> Prediction:
     parts = [Groups.of(batch, plan, rows) for rows in _by_rule(plan)]
     ends = _merge(batch, [(part.rows, part.ends(None, None)) for part in parts])
     clocks = _Clocks.of(batch, plan, machine, ends.run)
-    known = None
-    if plan.deadline is not None and batch.groups >= MIN_GROUPS:
+    known, rule = None, plan.deadline
+    if rule is not None and rule.fixed is not None:
+        known = clocks.known(rule.fixed, rule.bound_of(rule.fixed), 0.0, -1)
+    elif rule is not None:
         needs = np.empty(batch.groups)
         for part in parts:
             needs[part.rows] = part.needs(plan.mean_candidates, counts[part.rows])
-        known = _determine(plan.deadline, needs, ends.completed, clocks)
-        if known is not None:
-            # What is complete before the deadline is known stays as it is.
-            late = known.comes_before(ends.completed)
-            ends = _merge(batch, [(part.rows, part.ends(known.of(part.rows), late[part.rows])) for part in parts])
-            clocks = _Clocks.of(batch, plan, machine, ends.run)
+        known = _determine(rule, needs, ends.completed, clocks)
+    if known is not None:
+        # What is complete before the deadline is known stays as it is.
+        late = known.comes_before(ends.completed)
+        ends = _merge(batch, [(part.rows, part.ends(known.of(part.rows), late[part.rows])) for part in parts])
+        clocks = _Clocks.of(batch, plan, machine, ends.run)
     return _timed(batch, plan, ends, clocks, known)
 
 

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
-from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.events import Complete, Cut, DeadlineSet, Decision, Event, Finished, Progress, Started, Stop
 from darts_server.policy.group import Group
 from darts_server.policy.replay import RecordedDraws
@@ -180,7 +179,7 @@ class _Simulation:
         self._engines = [Replica(machine) for _ in range(machine.replicas)]
         self._placed = place_groups(plan.candidates, machine.replicas)
         self._members = [self._member(batch, number) for number in range(batch.groups)]
-        self._rule = plan.deadline if batch.groups >= MIN_GROUPS else None
+        self._rule = plan.deadline
         self._cohort = CohortDeadline(self._rule, batch.groups)
         self._of = {engine: [m for m in self._members if m.engine is engine] for engine in self._engines}
         self._wakes: dict[Replica, list[tuple[float, int]]] = {engine: [] for engine in self._engines}
@@ -220,6 +219,8 @@ class _Simulation:
             self._act(member, decisions)
         for engine in self._engines:
             self._schedule(engine)
+        if self._cohort.tokens is not None:
+            self._set_deadline(self._engines[0])
         while self._missing:
             self._process(min(self._times, key=self._times.__getitem__))
         return self._outcome()

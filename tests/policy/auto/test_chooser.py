@@ -143,6 +143,36 @@ def test_options_that_return_shorter_ones_than_forecast_are_left_out() -> None:
     assert chosen(state, limits).option.name != choice.option.name
 
 
+@pytest.mark.parametrize(("factor", "least", "most"), [(1.02, 1.0, 1.0), (0.98, 0.5, 0.99), (0.8, 0.0, 0.0)])
+def test_an_option_at_the_edge_of_a_limit_is_chosen_as_often_as_the_average_allows(
+    factor: float, least: float, most: float
+) -> None:
+    """``factor``: the limit, over the bias of the fastest option; ``least``, ``most``: the option's share."""
+    cuts = replace(ALL, allow=("cut",))
+    fastest = chosen(MEASURED, cuts)
+    limits, state, biases, count = replace(cuts, most_bias=factor * (1 - fastest.below_bias)), MEASURED, [], 0
+    for _ in range(20):
+        choice = chosen(state, limits)
+        state = learn(begin(state, choice), choice, measured(choice))
+        biases.append(1 - choice.below_bias)
+        count += choice.option.name == fastest.option.name
+    assert least <= count / 20 <= most
+    assert np.mean(biases) <= 1.005  # of the limit
+
+
+def test_what_is_measured_under_a_noisy_load_is_believed_later() -> None:
+    choice = chosen(MEASURED)
+    quiet = noisy = MEASURED
+    for factor in (1.5, 0.7, 1.6, 0.6, 1.5, 0.7):
+        quiet = learn(quiet, choice, measured(choice, 1.05))
+        noisy = learn(noisy, choice, measured(choice, factor))
+    assert quiet.noise < 0.005 < 0.05 < noisy.noise
+    assert quiet.repeated == noisy.repeated == 5
+    once, shaken = learn(quiet, choice, measured(choice, 2.0)), learn(noisy, choice, measured(choice, 2.0))
+    name = choice.option.name
+    assert once.errors(name)[0] - quiet.errors(name)[0] > shaken.errors(name)[0] - noisy.errors(name)[0]
+
+
 def test_a_price_of_tokens_makes_it_start_fewer_candidates() -> None:
     free = chosen(MEASURED, replace(ALL, allow=("uniform",)))
     assert free.option.name != "off"
@@ -184,8 +214,24 @@ def test_forecasts_are_corrected_by_what_was_measured() -> None:
     choices, state = run(10, lambda _: 3.0)
     for choice in choices[4:]:
         assert choice.forecast is not None
-        assert choice.seconds == pytest.approx(3 * choice.forecast.seconds, rel=0.01)
+        assert choice.seconds == pytest.approx(3 * choice.forecast.seconds, rel=0.05)
     assert state.of("off").error == pytest.approx(np.log(3))
+    assert state.noise < 0.003  # nothing varied
+
+
+@pytest.mark.parametrize(("ratio", "tries", "is_new"), [(0.97, 1, True), (0.97, 2, False), (0.9, 1, False)])
+def test_rules_that_are_about_as_fast_are_measured_before_one_is_preferred(
+    ratio: float, tries: int, is_new: bool
+) -> None:
+    """``ratio``: seconds of the best option over those of the best one of another rule, measured ``tries`` times."""
+    known, other = (chosen(MEASURED, replace(ALL, allow=(rule,))) for rule in ("cut", "cap"))
+    assert known.seconds is not None
+    assert other.seconds is not None
+    error = float(np.log(ratio * other.seconds / known.seconds))
+    options = {known.option.name: OptionState(5, error=error), other.option.name: OptionState(tries)}
+    state = replace(MEASURED, noise=0.0, options={**MEASURED.options, **options})
+    choice = chosen(state, replace(ALL, allow=("cut", "cap")))
+    assert rule_of(choice.option.name) == rule_of((other if is_new else known).option.name)
 
 
 def test_what_is_slower_than_forecast_gives_way_to_another_option() -> None:
@@ -196,9 +242,9 @@ def test_what_is_slower_than_forecast_gives_way_to_another_option() -> None:
 
 
 def test_it_explores_no_more_than_its_share_and_tries_what_is_near_the_best() -> None:
-    choices, state = run(100, limits=replace(ALL, exploration=0.1))
+    choices, state = run(60, limits=replace(ALL, allow=("cut",), exploration=0.1))
     explored = [choice for choice in choices if choice.explores]
-    assert 5 <= len(explored) <= 10
+    assert 3 <= len(explored) <= 6
     assert state.explored == len(explored)
     assert {choice.option.name for choice in choices if not choice.explores}.isdisjoint(
         choice.option.name for choice in explored

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from darts_server.policy.auto.forecast import MAX_SAMPLES, MIN_SAMPLES, Expectation, forecast
+from darts_server.policy.auto.forecast import MAX_SAMPLES, MIN_SAMPLES, Expectation, forecast, limit_of
 from darts_server.policy.auto.options import RULES, UNSHAPED, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.deadline import Deadline
@@ -20,7 +20,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-@pytest.mark.parametrize(("groups", "samples"), [(8, MAX_SAMPLES), (80, 4), (120, 3), (2000, MIN_SAMPLES)])
+@pytest.mark.parametrize(("groups", "samples"), [(8, MAX_SAMPLES), (40, 7), (80, 4), (120, 3), (2000, MIN_SAMPLES)])
 def test_small_batches_are_sampled_more_often(groups: int, samples: int) -> None:
     batches = Expectation([100.0] * groups, [None] * groups, RATIOS).sample(8, rng())
     assert len(batches) == samples
@@ -76,3 +76,15 @@ def test_a_batch_that_ends_with_enough_groups_is_shorter() -> None:
     batches = expectation.sample(8, rng())
     whole = forecast(UNSHAPED, 8, expectation.stds, batches, MACHINE, 32)
     assert forecast(UNSHAPED, 8, expectation.stds, batches, MACHINE, 24).seconds < whole.seconds
+
+
+def test_a_limit_cuts_its_share_of_those_that_end() -> None:
+    batches = Expectation([100.0] * 64, [None] * 64, RATIOS, max_tokens=600).sample(8, rng())
+    lengths, valid = np.concatenate([b.lengths for b in batches]), np.concatenate([b.valid for b in batches])
+    for share in (0.02, 0.1):
+        limit = limit_of(share, batches)
+        assert share - 0.01 < float((valid & (lengths > limit)).mean()) <= share
+        found = forecast(OPTIONS[f"limit {share}"].at(limit), 8, [None] * 64, batches, MACHINE, 64)
+        assert found.lost == pytest.approx(share, abs=0.01)
+    none = Expectation([1e6] * 8, [None] * 8, RATIOS, max_tokens=600).sample(8, rng())
+    assert limit_of(0.1, none) == 600

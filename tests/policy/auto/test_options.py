@@ -9,6 +9,8 @@ from darts_server.policy.shaping import Shaping
 
 ALL = AutoLimits(allow=RULES)
 BASE = Shaping()
+CAPS = ["cap at 0.8", "cap at 0.9", "limit 0.02", "limit 0.05", "limit 0.1", "limit 0.2"]
+"""Options that start no more candidates than they return."""
 
 
 def names(limits: AutoLimits = ALL, base: Shaping = BASE) -> list[str]:
@@ -28,7 +30,7 @@ def test_only_allowed_rules_are_options() -> None:
 
 
 def test_no_option_starts_more_candidates_than_the_maximum() -> None:
-    assert names(base=Shaping(redundancy=1.0, max_redundancy=1.0)) == ["off", "cap at 0.8", "cap at 0.9"]
+    assert names(base=Shaping(redundancy=1.0, max_redundancy=1.0)) == ["off", *CAPS]
     auto = build_auto(Shaping(max_redundancy=1.5), Deadline(), ALL)
     assert auto.max_candidates(8) == 12
     assert not any("2.0" in option.name for option in auto.options)
@@ -48,9 +50,18 @@ def test_each_option_is_its_rule_with_its_own_redundancy_and_quantile() -> None:
     assert darts.adaptive
 
 
+def test_a_limit_ends_every_trajectory_at_its_length() -> None:
+    options = {option.name: option for option in build_auto(BASE, Deadline(bound=3.0, stretch=1.5), ALL).options}
+    shaping = options["limit 0.1"].at(100).shaping
+    assert shaping is not None
+    assert shaping.candidates(8) == 8
+    assert shaping.deadline == Deadline(bound=1.0, stretch=1.5, tokens=100)
+    assert (shaping.deadline.fixed, shaping.deadline.bound_of(150)) == (150, 150)
+
+
 def test_options_that_do_not_support_the_size_are_left_out() -> None:
     auto = build_auto(Shaping(num_longest=4), Deadline(), ALL)
-    assert [option.name for option in auto.of_size(4)] == ["off", "cap at 0.8", "cap at 0.9"]
+    assert [option.name for option in auto.of_size(4)] == ["off", *CAPS]
     assert auto.of_size(8) == list(auto.options)
 
 

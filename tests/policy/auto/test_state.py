@@ -1,6 +1,6 @@
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -13,6 +13,11 @@ STATE = AutoState(
     training=((1000.0, 2.0), (800.0, 1.5)),
     means=(10.0, 20.0),
     max_tokens=256,
+    repeated=2,
+    noise=0.02,
+    length_noise=0.003,
+    spare_bias=0.05,
+    spare_lost=-0.1,
 )
 
 
@@ -26,15 +31,28 @@ def test_an_option_that_was_not_tried_has_the_default() -> None:
     assert STATE.of("uniform 1.5") == OptionState()
 
 
-def test_errors_of_an_option_are_its_own_or_those_of_its_rule_or_of_off() -> None:
-    off, cut = OptionState(5, error=1.0, length_error=0.5), OptionState(3, error=-1.0, length_error=-0.5)
-    state = AutoState(options={"off": off, "cut 1.5 at 0.8": cut})
-    assert state.errors("off") == (1.0, 0.5)
-    assert state.errors("uniform 1.5") == (1.0, 0.5)
-    assert state.errors("cut 1.5 at 0.9") == (-1.0, -0.5)
-    own = state.errors("cut 1.5 at 0.8")
-    assert -1.0 < own[0] < -0.6
-    assert -0.5 < own[1] < -0.3
+def test_tries_count_by_rule() -> None:
+    state = AutoState(
+        options={"cut 1.5 at 0.8": OptionState(2), "cut 2.0 at 0.9": OptionState(1), "cap": OptionState(4)}
+    )
+    assert state.tries("cut 1.25 at 0.8") == 3
+    assert state.tries("uniform 1.5") == 0
+
+
+def test_errors_of_an_option_are_drawn_towards_its_rule_and_that_towards_all() -> None:
+    off, cut = OptionState(5, error=1.0, length_error=0.5), OptionState(5, error=-1.0, length_error=-0.5)
+    exact = AutoState(options={"off": off, "cut 1.5 at 0.8": cut}, noise=0.0, length_noise=0.0)
+    assert exact.errors("off") == (1.0, 0.5)
+    assert exact.errors("cut 1.5 at 0.8") == (-1.0, -0.5)
+    assert exact.errors("cut 1.5 at 0.9") == (-1.0, -0.5)
+    assert exact.errors("uniform 1.5") == pytest.approx((0.0, 0.0))
+    noisy = replace(exact, noise=0.04, length_noise=0.01)
+    assert 0.3 < noisy.errors("off")[0] < 0.9
+    assert 0.25 < noisy.errors("off")[1] < 0.48
+    assert noisy.errors("cut 1.5 at 0.8")[0] < noisy.errors("cut 1.5 at 0.9")[0] < -0.3
+    many = {f"cut {number}": cut for number in range(9)}
+    assert -1.0 < replace(noisy, options={"off": off, **many}).errors("uniform 1.5")[0] < -0.5
+    assert AutoState().errors("off") == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +69,11 @@ def test_errors_of_an_option_are_its_own_or_those_of_its_rule_or_of_off() -> Non
         {"means": [0.0]},
         {"means": [1.0] * 257},
         {"max_tokens": 0},
+        {"repeated": -1},
+        {"noise": -0.1},
+        {"length_noise": 26.0},
+        {"spare_bias": 1.5},
+        {"spare_lost": "x"},
     ],
 )
 def test_a_damaged_state_is_refused(wrong: Mapping[str, object]) -> None:

@@ -35,7 +35,7 @@ def test_where_all_candidates_start_together_the_prediction_is_exact(policy: str
         assert found.returned.tolist() == returned.tolist()
         assert found.truncated.tolist() == truncated.tolist()
         deadlines += found.deadline is not None
-    assert (deadlines > 0) == (policy in ("darts_deadline", "darts_cut", "cap"))
+    assert (deadlines > 0) == (policy in ("darts_deadline", "darts_cut", "cap", "limit"))
 
 
 @pytest.mark.parametrize("policy", ["off", "uniform", "darts", "longest", "none"])

@@ -1,12 +1,12 @@
 """Small random worlds, and a simulation of them token by token, as the oracle."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.random import Generator, default_rng
 
 from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
-from darts_server.policy.deadline import MIN_GROUPS, Deadline
+from darts_server.policy.deadline import Deadline
 from darts_server.policy.events import Complete, Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
 from darts_server.policy.group import Group
 from darts_server.policy.latency.curve import LatencyCurve
@@ -22,8 +22,11 @@ POLICIES: dict[str, Shaping | None] = {
     "off": None,
     "longest": Shaping(tail=Tail.LONGEST),
     "none": Shaping(num_longest=0),
+    "limit": replace(NAMED["cap"], deadline=Deadline(tokens=30, bound=1.0)),
     **{name: NAMED[name] for name in ("uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish")},
 }
+FEW = ("off", "cap", "limit")
+"""Policies that start no more candidates than they return."""
 WHOLE = ("off", "longest", "none", "uniform", "darts", "first_finish")
 """Policies that return trajectories whole."""
 
@@ -41,9 +44,9 @@ def world(policy: str, seed: int, *, replicas: int = 0, room: int | None = None,
     groups, size, longest = groups or int(rng.integers(1, 14)), int(rng.integers(2, 5)), int(rng.integers(20, 90))
     shaping = POLICIES[policy]
     most = size if shaping is None else max(shaping.bounds(size)[1], shaping.candidates(size))
-    least = size if shaping is None or policy == "cap" else size + int(rng.integers(0, 2))
+    least = size if shaping is None or policy in FEW else size + int(rng.integers(0, 2))
     counts = [int(c) for c in rng.integers(least, most + 1, groups)]
-    if policy in ("off", "cap"):
+    if policy in FEW:
         counts = [size] * groups
     means = rng.uniform(0.1, 1.0, groups) * longest
     lengths = np.ceil(means[:, None] * rng.lognormal(0, 0.6, (groups, max(counts)))).astype(np.int64)
@@ -165,8 +168,11 @@ def token_by_token(world: World) -> Outcome:
         engines[replica].waiting += candidates
         place = place_of_need(rule.completion_place, count, plan.mean_candidates)
         members.append(Member(number, engines[replica], group, place, candidates))
-    rule_of_deadline = plan.deadline if batch.groups >= MIN_GROUPS else None
+    rule_of_deadline = plan.deadline
     cohort = CohortDeadline(rule_of_deadline, batch.groups)
+    if rule_of_deadline is not None and rule_of_deadline.fixed is not None:
+        for member in members:
+            member.message = DeadlineSet(rule_of_deadline.fixed, rule_of_deadline.bound_of(rule_of_deadline.fixed))
     completed: dict[int, float] = {}
     missing = plan.enough or batch.groups
     limit_at = [0.0] * len(engines)

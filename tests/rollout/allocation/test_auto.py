@@ -155,6 +155,21 @@ async def test_a_cohort_that_was_cancelled_teaches_nothing() -> None:
     assert made.rollouts.allocator.auto.state(SIZE).of("off").tries == 1
 
 
+async def test_under_a_limit_every_trajectory_ends_at_a_length_that_is_known_from_the_start() -> None:
+    made = harness(limits=replace(LIMITS, allow=("limit",)))
+    for step in range(MIN_OFF + 2):
+        record = await cohort(made, f"step{step}")
+    assert option(record).startswith("limit ")
+    assert record.mean_candidates == SIZE
+    assert record.deadline is not None
+    assert 10 < record.deadline < 400
+    assert record.longest <= record.deadline
+    assert record.cut > 0
+    allocation, *_ = await allocate(made, "next")
+    assert allocation.cohort is not None
+    assert allocation.cohort.tokens == allocation.cohort.bound is not None
+
+
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize("closes_first", [True, False])
 async def test_a_cohort_that_ran_while_the_gate_was_closed_teaches_nothing(opens: bool, closes_first: bool) -> None:
@@ -179,7 +194,7 @@ async def test_a_cohort_that_ran_while_the_gate_was_closed_teaches_nothing(opens
 
 
 async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> None:
-    made = harness()
+    made = harness(limits=replace(LIMITS, allow=("cut",)))
     for step in range(MIN_OFF + 1):
         await cohort(made, f"step{step}")
     plan, names = made.plan(SIZE, AUTO), [f"fewer-{number}" for number in range(GROUPS)]
