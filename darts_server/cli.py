@@ -122,6 +122,12 @@ def _simulate(argv: list[str]) -> int:
     return command.main(argv)
 
 
+def _trace(argv: list[str]) -> int:
+    from darts_server.trace import command
+
+    return command.main(argv)
+
+
 def _version(_: list[str]) -> int:
     from darts_server.vllm.compat import vllm_version
 
@@ -154,6 +160,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (_serve, "serve a model with shaped groups"),
     "demo": (_demo, "see what shaped groups save, on a tiny model"),
     "simulate": (_simulate, "see what policies would bring on your workload, without an engine"),
+    "trace": (_trace, "write what a server has learned of lengths, for simulate"),
     "doctor": (_doctor, "check whether a server could start"),
     "version": (_version, "print the versions of darts-server and vLLM"),
 }
