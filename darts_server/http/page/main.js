@@ -1,5 +1,7 @@
 // Connects the parts, and shows the health of the server.
 const HEALTH_SECONDS = 15; // each request is a line in the server's log
+const MAX_JOBS = 20;
+const WAITS_FOR = { weights: "new weights", consumer: "its consumer" };
 const LEGEND = { ...KINDS, cut: "cut there" };
 
 const model = new Model();
@@ -78,6 +80,18 @@ async function showEngine() {
   say("engine-more", answer ? `health ${answer.status}` : "no connection");
 }
 
+async function showQueue() {
+  const jobs = (await ask("v1/queue").catch(() => null))?.jobs ?? [];
+  byId("queue").hidden = jobs.length === 0;
+  say("queue-more", several(jobs.length, "job"));
+  byId("jobs").replaceChildren(...jobs.slice(0, MAX_JOBS).map((job) => element("li", {}, queued(job))));
+}
+
+function queued(job) {
+  const states = ["queued", "running", "ready", "leased"].map((state) => `${count(job[state])} ${state}`);
+  return `${job.job}: ${states.join(", ")}${job.waits_for && job.queued ? `; waits for ${WAITS_FOR[job.waits_for]}` : ""}`;
+}
+
 // --- user input ---------------------------------------------------
 
 function select(tab, focus = false) {
@@ -135,6 +149,7 @@ byId("key-dialog").addEventListener("close", () => {
   if (byId("key-dialog").returnValue !== "ok") return;
   keys.api = byId("api-key").value;
   showAddress();
+  showQueue();
   following.stop();
   setPaused(false);
 });
@@ -163,6 +178,7 @@ function frame(time) {
 charts.recolour();
 showAddress();
 showEngine();
-setInterval(() => document.hidden || showEngine(), 1000 * HEALTH_SECONDS);
+showQueue();
+setInterval(() => document.hidden || (showEngine(), showQueue()), 1000 * HEALTH_SECONDS);
 following.start();
 requestAnimationFrame(frame);
