@@ -146,8 +146,9 @@ class QueueRunner(Generic[RequestT, OutputT]):
                 if isinstance(error, InvalidRequest) and (bad := _PROMPT_FIELD.match(error.field)):
                     entry = entries.pop(int(bad[1]))
                     await self._fail(entry, attempts[entry.number], _without_number(error))
-                elif isinstance(error, InvalidRequest) and error.field == FIELD and len(entries) > 1:
-                    del entries[len(entries) // 2 :]  # too many at a time for this key: the others are queued again
+                elif len(entries) > 1:
+                    # It is one prompt's, or they are too many at a time for this key: the others are queued again.
+                    del entries[(len(entries) + 1) // 2 :]
                 else:
                     entry = entries.pop()
                     await self._fail(entry, attempts[entry.number], error)

@@ -113,6 +113,36 @@ async def test_a_bad_prompt_fails_alone_and_is_handed_out_once() -> None:
         assert [groups[text]["samples"] for text in ("10", "20", "x", "7")] == [4, 4, 0, 0]
 
 
+async def test_a_prompt_that_its_sampling_parameters_do_not_fit_fails_alone() -> None:
+    class Picky(Texts):
+        async def make_request(
+            self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
+        ) -> str:
+            if prompt.text == "13":
+                raise InvalidRequest("sampling.max_tokens", "is too large for this prompt")
+            return await super().make_request(prompt, sampling, size, request_id)
+
+    harness = Harness(script)
+    with TransactionStore() as disk:
+        queue = Queue(harness.rollouts, Picky(), new_planner, disk, encode)
+        queue.open()
+        await queue.put(ME, put("10", "11", "12", "13", "14"))
+        taking = asyncio.create_task(queue.take(ME, "job", 5, 30, 60))
+        for _ in range(500):
+            await harness.engine.run()
+            await asyncio.sleep(0.005)
+            if taking.done():
+                break
+        errors = {
+            json.loads(group.group)["metadata"]["text"]: json.loads(group.group)["error"] for group in await taking
+        }
+        assert errors == dict.fromkeys(["10", "11", "12", "14"]) | {
+            "13": "sampling.max_tokens: is too large for this prompt"
+        }
+        queue.drain()
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("terms", [terms_of(4, {"any": 1}, {}), terms_of(99, {}, {}), terms_of(4, {}, {"name": "no"})])
 async def test_terms_that_no_prompt_could_run_under_are_refused(terms: object) -> None:
     class Strict(Texts):
