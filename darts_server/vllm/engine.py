@@ -1,11 +1,13 @@
 """vLLM behind the engine port: each candidate is a vLLM request of its own, with final-only output.
 
-It relies on five details of vLLM that are not documented, each covered by a test on the real engine:
+It relies on six details of vLLM that are not documented, each covered by a test on the real engine:
 
 * ``add_request`` returns a collector whose ``request_id`` is vLLM's internal id of the request;
 * ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens generated so far;
 * ``detokenizer.output_token_ids`` and ``logprobs_processor.logprobs`` of that state are append-only, and prefixes of
   the final output, even if a stop string is found;
+* nothing else of a running final-only request reads its detokenizer's text or its log-probs, see
+  :mod:`darts_server.vllm.deferred`;
 * an aborted final-only request still yields the output generated before the abort;
 * ``abort(..., internal=True)`` takes internal ids.
 """
@@ -13,6 +15,7 @@ It relies on five details of vLLM that are not documented, each covered by a tes
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import isnan
 from typing import Any, TypeAlias
 
@@ -31,11 +34,14 @@ from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import BUSY, REFUSALS
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.outputs import aborted_output, strip_logprobs, token_logprobs, truncate_output
+from darts_server.vllm.deferred import CachingTokenizer, Deferred, sampled_logprobs
+from darts_server.vllm.new_states import change_new_states, changing_state
+from darts_server.vllm.outputs import aborted_output, token_logprobs, truncate_output
+from darts_server.vllm.packed_outputs import receive_packed
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import Ranks
-from darts_server.vllm.resume import Resumption, Resumptions, check_resumable
+from darts_server.vllm.resume import Resumption, begin_with, check_resumable
 
 RANK = "data_parallel_rank"
 # vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
@@ -61,15 +67,15 @@ class VllmCandidate:
         collector: RequestOutputCollector,
         aborts: "Aborts",
         on_end: Callable[[], None],
+        deferred: Deferred | None,
         *,
-        logprobs_requested: bool = True,
         constrained: bool = False,
     ) -> None:
         self._states = llm.output_processor.request_states
         self._collector = collector
         self._aborts = aborts
         self._on_end = on_end
-        self._logprobs_requested = logprobs_requested
+        self._deferred = deferred
         self._constrained = constrained
 
     def tokens(self) -> int | None:
@@ -81,9 +87,11 @@ class VllmCandidate:
         if state is None or state.detokenizer is None:
             return None
         tokens = state.detokenizer.output_token_ids[start:]
+        if self._deferred is not None:
+            values = self._deferred.logprobs()
+            return TokenSlice(tokens, None if values is None else values[start:], self._deferred.returns_logprobs)
         logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
-        values = None if logprobs is None else token_logprobs(logprobs[start:], tokens)
-        return TokenSlice(tokens, values, self._logprobs_requested)
+        return TokenSlice(tokens, None if logprobs is None else token_logprobs(logprobs[start:], tokens))
 
     def stop(self) -> int:
         self._aborts.add(self._collector.request_id)
@@ -107,7 +115,8 @@ class VllmCandidate:
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
                 raise translate(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
-        if completion.cumulative_logprob is not None and isnan(completion.cumulative_logprob):
+        values = sampled_logprobs(completion) if self._deferred is None else self._deferred.logprobs()
+        if values is not None and isnan(sum(values)):
             raise CandidateFailed(
                 f"log-probs of request {self._collector.request_id} are NaN: the model's weights are broken, "
                 "or it overflows at this precision"
@@ -115,8 +124,8 @@ class VllmCandidate:
         reason = FINISH_REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
-        if not self._logprobs_requested:
-            output = strip_logprobs(output)
+        if self._deferred is not None:
+            output = self._deferred.output(output)
         return CandidateResult(len(completion.token_ids), reason, output)
 
 
@@ -127,7 +136,8 @@ class VllmEngine:
         self._llm = llm
         self._probes = ProbeReceiver() if probes is None else probes
         self._aborts = Aborts(llm)
-        self._resumptions = Resumptions(llm.output_processor)
+        change_new_states(llm.output_processor)
+        self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
         self._ranks = Ranks(llm.vllm_config.parallel_config.data_parallel_size)
 
     @property
@@ -161,8 +171,9 @@ class VllmEngine:
         self._llm.gate.check()  # raises for groups that were admitted before the engine died
         with ExitStack() as cleanup:
             params = request.params_of(index) if probe is None else self._probed_params(request, index, probe, cleanup)
-            requested = probe is None or not request.adds_logprobs(probe)
-            return await self._add(request, index, request.prompt, params, cleanup, logprobs_requested=requested)
+            deferred = self._defer(params, returns_logprobs=probe is None or not request.adds_logprobs(probe))
+            with changing_state(deferred.begin):
+                return await self._add(request, index, request.prompt, params, cleanup, deferred)
 
     def check_resumable(self, request: PromptRequest) -> None:
         check_resumable(request.params)
@@ -171,11 +182,15 @@ class VllmEngine:
         self._llm.gate.check()
         prompt, params = request.resumed(index, prefix.token_ids)
         whole = Resumption(request.prompt["prompt_token_ids"], request.params_of(index), prefix)
-        child_id = _child_id(request, index)
-        with ExitStack() as cleanup:
-            self._resumptions.add(child_id, whole)
-            cleanup.callback(self._resumptions.discard, child_id)
+        with ExitStack() as cleanup, changing_state(partial(begin_with, whole, self._llm.output_processor.tokenizer)):
             return await self._add(request, index, prompt, params, cleanup)
+
+    def _defer(self, params: SamplingParams, *, returns_logprobs: bool) -> Deferred:
+        """Defer what can be deferred of a candidate that is about to start."""
+        receive_packed(self._llm.engine_core)
+        if self._tokenizer.tokenizer is not self._llm.output_processor.tokenizer:
+            self._tokenizer = CachingTokenizer(self._llm.output_processor.tokenizer)
+        return Deferred(self._tokenizer, stop_strings=bool(params.stop), returns_logprobs=returns_logprobs)
 
     async def _add(
         self,
@@ -184,8 +199,7 @@ class VllmEngine:
         prompt: Any,
         params: SamplingParams,
         cleanup: ExitStack,
-        *,
-        logprobs_requested: bool = True,
+        deferred: Deferred | None = None,
     ) -> VllmCandidate:
         """Add a candidate to the engine. ``cleanup``: taken over, and run when the candidate has finished."""
         rank = self._ranks.enter(request.request_id)
@@ -201,7 +215,7 @@ class VllmEngine:
             collector,
             self._aborts,
             cleanup.pop_all().close,
-            logprobs_requested=logprobs_requested,
+            deferred,
             constrained=params.structured_outputs is not None,
         )
 
@@ -226,9 +240,8 @@ class VllmEngine:
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
         completion = output.outputs[0]
-        tokens = list(completion.token_ids[start:])
-        logprobs = completion.logprobs
-        return TokenSlice(tokens, None if logprobs is None else token_logprobs(logprobs[start:], tokens))
+        values = sampled_logprobs(completion)
+        return TokenSlice(list(completion.token_ids[start:]), None if values is None else values[start:])
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
         return output.prompt_token_ids or (), output.outputs[0].token_ids

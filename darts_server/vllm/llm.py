@@ -23,6 +23,7 @@ from darts_server.rollout.turns.chat_history import ChatHistory, Message
 from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
+from darts_server.vllm.deferred import make_deferred
 from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
 from darts_server.vllm.outputs import merge_outputs, to_choice
 from darts_server.vllm.prompt_request import PromptRequest
@@ -182,7 +183,10 @@ class ShapingLLM(ControlledLLM):
                         async for output in self._stream(request, run.trajectories(), plan.size):
                             yield output
                     else:
-                        selected = {t.index: t.output async for t in run.trajectories()}
+                        selected = {}
+                        async for trajectory in run.trajectories():
+                            await make_deferred(trajectory.output)
+                            selected[trajectory.index] = trajectory.output
                         yield merge_outputs(request.request_id, [selected[index] for index in sorted(selected)])
                 finally:
                     run.leave()
@@ -194,6 +198,7 @@ class ShapingLLM(ControlledLLM):
             # A closed gate must not keep out a request that a running group waits for.
             async with self.gate.enter(skip_wait=joiner.expects(request.join_key)):
                 output = await joiner.join(request, note_shaped)
+            await make_deferred(output)
         yield to_choice(request.request_id, output, 0, last=True)
 
     async def _stream(
@@ -207,6 +212,7 @@ class ShapingLLM(ControlledLLM):
         indices = random.Random(repr(seed) if seed else None).sample(range(size), size)
         is_first = True
         async for trajectory in trajectories:
+            await make_deferred(trajectory.output)
             output = to_choice(request.request_id, trajectory.output, indices.pop(), last=trajectory.last)
             if not is_first:
                 output.prompt_logprobs = None

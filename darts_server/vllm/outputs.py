@@ -78,13 +78,6 @@ def aborted_output(prompt: Any, params: SamplingParams) -> RequestOutput:
     )
 
 
-def strip_logprobs(output: RequestOutput) -> RequestOutput:
-    """Copy an output without its log-probs, as for a request that asks for none."""
-    copied = copy(output)
-    copied.outputs = [replace(whole, logprobs=None, cumulative_logprob=None) for whole in output.outputs]
-    return copied
-
-
 def token_logprobs(logprobs: SampleLogprobs, tokens: Sequence[int]) -> list[float]:
     """Return the log-prob of each sampled token. vLLM's entry for a position also has the top tokens' log-probs."""
     return [position[token].logprob for position, token in zip(logprobs, tokens, strict=True) if position]

@@ -13,7 +13,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.compat.entrypoints import load_chat_template
-from darts_server.vllm.outputs import token_logprobs
+from darts_server.vllm.deferred import sampled_logprobs
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import SamplingReader, named_parameter
 from darts_server.vllm.validation import PROMPT, check_group, check_request
@@ -61,8 +61,8 @@ class VllmPromptRenderer:
     def to_sample(self, output: RequestOutput) -> Sample:
         completion = output.outputs[0]
         tokens = array("i", completion.token_ids)  # batches are kept: a list takes nine times the memory
-        found = completion.logprobs
-        logprobs = None if found is None else array("d", token_logprobs(found, tokens))
+        values = sampled_logprobs(completion)
+        logprobs = None if values is None else array("d", values)
         return Sample(tokens, logprobs, completion.text, FinishReason(completion.finish_reason or ""))
 
     def _limit_max_tokens(self, rendered: Any, max_tokens: int | None) -> int:

@@ -7,12 +7,11 @@ tokens on both sides.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from vllm import SamplingParams
 from vllm.logprobs import Logprob
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine.output_processor import RequestState
 
 from darts_server.engine.port import TokenSlice
 from darts_server.exceptions import InvalidRequest
@@ -39,43 +38,11 @@ class Resumption:
     prefix: TokenSlice
 
 
-class Resumptions:
-    """Let the states of requests begin with the tokens that were generated before, by their external ids."""
-
-    def __init__(self, processor: OutputProcessor) -> None:
-        self._pending: dict[str, Resumption] = {}
-        self._processor = processor
-        self._is_installed = False
-
-    def add(self, request_id: str, resumption: Resumption) -> None:
-        """Announce a request that is added next."""
-        if not self._is_installed:  # vLLM as it is for servers that resume nothing
-            self._install()
-        self._pending[request_id] = resumption
-
-    def discard(self, request_id: str) -> None:
-        """Forget a request that was not added."""
-        self._pending.pop(request_id, None)
-
-    def _install(self) -> None:
-        add_request = self._processor.add_request
-
-        def add_resumed_request(request: EngineCoreRequest, *args: Any, **more: Any) -> None:
-            add_request(request, *args, **more)
-            if (resumption := self._pending.pop(request.external_req_id or "", None)) is not None:
-                begin_with(self._processor, self._processor.request_states[request.request_id], resumption)
-
-        # In the call that creates the state, because the engine's first output may come before `AsyncLLM.add_request`
-        # returns.
-        self._processor.add_request = add_resumed_request  # type: ignore[method-assign]
-        self._is_installed = True
-
-
-def begin_with(processor: OutputProcessor, state: RequestState, resumption: Resumption) -> None:
+def begin_with(resumption: Resumption, tokenizer: TokenizerLike | None, state: RequestState) -> None:
     """Let a new request's state begin with the tokens that were generated before."""
     params, prefix = resumption.params, resumption.prefix
     state.prompt_token_ids = resumption.prompt_token_ids
-    state.detokenizer = new_detokenizer(resumption.prompt_token_ids, params, processor.tokenizer)
+    state.detokenizer = new_detokenizer(resumption.prompt_token_ids, params, tokenizer)
     state.detokenizer.update(list(prefix.token_ids), False)
     logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
     if state.logprobs_processor is not None and logprobs is not None and prefix.logprobs is not None:

@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
-from transformers import TokenizersBackend
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
@@ -28,6 +25,7 @@ from darts_server.vllm.engine import VllmEngine
 from darts_server.vllm.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 from tests.integration.oracle import expected, was_hopeless
+from tests.vllm.tokenizers import multi_byte_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>", "2a+2b+2c+2d+2e+2f+2>", "9a-1b*3c+8d-5e*2f+7g-1>"]
@@ -98,6 +96,42 @@ async def test_groups_equal_the_brute_force_selection(engine: TinyEngine, nightl
     stopped = sum(c.finish_reason is None for r in engine.records.values() for c in r.candidates)
     assert stopped > groups, "the rules must have had something to stop"
     assert len(engine.llm.output_processor.request_states) == 0
+
+
+def flat(logprobs: Any) -> tuple[list[Any], list[float]]:
+    """Return all tokens that log-probs name, in order, and their log-probs."""
+    entries = [entry for position in logprobs or () for entry in position.items()]
+    return [(token, one.decoded_token) for token, one in entries], [one.logprob for _, one in entries]
+
+
+@pytest.mark.parametrize("multi_byte", [False, True], ids=["one byte", "multi-byte"])
+async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
+    engine: TinyEngine, multi_byte: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text and log-probs of candidates are made from what was collected. tests/vllm/test_deferred.py has all cases."""
+    if multi_byte:
+        monkeypatch.setattr(engine.llm.output_processor, "tokenizer", multi_byte_tokenizer())
+
+    async def one(number: int) -> None:
+        params: dict[str, Any] = {"seed": number, "logprobs": [None, 0, 3][number % 3], "max_tokens": 60}
+        if number % 2:
+            params |= {"stop": ["1", "日"], "include_stop_str_in_output": number % 4 == 1}
+        name = f"fields-{multi_byte}-{number}"
+        shaped, raw = await asyncio.gather(
+            engine.generate(PROMPTS[number % 5], name, "shortest", n=SIZE, **params),
+            engine.generate(PROMPTS[number % 5], f"raw-{name}", "off", n=CANDIDATES, **params),
+        )
+        for candidate, choice in zip(engine.records[name].selected, shaped.outputs, strict=True):
+            wanted = raw.outputs[candidate.index]
+            assert (choice.text, choice.finish_reason) == (wanted.text, wanted.finish_reason)
+            assert (choice.token_ids, choice.stop_reason) == (wanted.token_ids, wanted.stop_reason)
+            assert choice.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=1e-3)
+            assert (choice.logprobs is None) == (wanted.logprobs is None) == (params["logprobs"] is None)
+            (tokens, logprobs), (wanted_tokens, wanted_logprobs) = flat(choice.logprobs), flat(wanted.logprobs)
+            assert tokens == wanted_tokens
+            assert logprobs == pytest.approx(wanted_logprobs, abs=1e-4)
+
+    await asyncio.gather(*map(one, range(12)))
 
 
 async def test_unseeded_groups_have_the_shortest_of_the_reported_lengths(engine: TinyEngine) -> None:
@@ -351,26 +385,6 @@ async def test_darts_gives_prompts_with_more_spread_more_candidates_within_the_b
         policy = "shortest" if len(outcomes) == high else "sampled"
         wanted = expected(policy, outcomes, SIZE, tail_draws(engine, text, seed, len(outcomes)))
         assert {c.index for c in record.selected} == wanted
-
-
-def multi_byte_tokenizer() -> TokenizersBackend:
-    """Make a tokenizer of as many tokens, where characters of three bytes have tokens of two and of one byte each."""
-    pieces: list[bytes] = []
-    for number in range(32):
-        encoded = chr(0x65E5 + 77 * number).encode()
-        pieces += [encoded[:2], encoded[2:] + chr(ord("A") + number).encode()]
-    letters = dict(zip(range(256), map(_byte_letter, range(256)), strict=True))
-    vocabulary = {"".join(letters[byte] for byte in piece): number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(WordLevel(vocabulary))
-    tokenizer.decoder = decoders.ByteLevel()
-    return TokenizersBackend(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
-
-
-def _byte_letter(byte: int) -> str:
-    """Return the letter that stands for a byte in the tokens of byte-level tokenizers."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [each for each in range(256) if each not in printable]
-    return chr(byte) if byte in printable else chr(256 + others.index(byte))
 
 
 @pytest.mark.parametrize("multi_byte", [False, True], ids=["one byte", "multi-byte"])

@@ -63,6 +63,7 @@ NEW = {
 # Our calls, as written in the source, and what they call.
 LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 DETOKENIZER = "vllm.v1.engine.detokenizer:IncrementalDetokenizer"
+LOGPROBS = "vllm.v1.engine.logprobs:LogprobsProcessor"
 METHODS = {
     "AsyncEngineArgs.from_cli_args": "vllm.engine.arg_utils:AsyncEngineArgs.from_cli_args",
     "IncrementalDetokenizer.from_new_request": f"{DETOKENIZER}.from_new_request",
@@ -72,6 +73,8 @@ METHODS = {
     "decoder.decode": "vllm.v1.serial_utils:MsgpackDecoder.decode",
     "detokenizer.get_next_output_text": f"{DETOKENIZER}.get_next_output_text",
     "detokenizer.update": f"{DETOKENIZER}.update",
+    "super().update_from_output": f"{LOGPROBS}.update_from_output",
+    "super()._update_sample_logprobs": f"{LOGPROBS}._update_sample_logprobs",
     "encoder.encode": "vllm.v1.serial_utils:MsgpackEncoder.encode",
     "engine_args.create_engine_config": "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
     "finalize_layerwise_reload": "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_reload",

@@ -133,6 +133,8 @@ LEANED_ON = {
         "SchedulerOutput": "finished_req_ids num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens",
     },
     "vllm.v1.engine": {
+        "EngineCoreOutput": "new_logprobs new_prompt_logprobs_tensors",
+        "EngineCoreOutputs": "outputs",
         "EngineCoreRequest": "cache_salt data_parallel_rank lora_request mm_features prompt_token_ids request_id "
         "sampling_params",
         "EngineCoreRequestType": "EXECUTOR_FAILED",
@@ -148,20 +150,23 @@ LEANED_ON = {
     "vllm.v1.engine.core_client": {
         "AsyncMPClient": "core_engines get_output_async",
         "BackgroundResources": "engine_manager",
-        "MPClient": "resources",
+        "MPClient": "decoder resources",
     },
     "vllm.v1.engine.detokenizer": {
         "IncrementalDetokenizer": "from_new_request get_next_output_text num_output_tokens output_token_ids update"
     },
     "vllm.v1.engine.exceptions": {"EngineDeadError": ""},
     "vllm.v1.engine.input_processor": {"InputProcessor": "process_inputs"},
-    "vllm.v1.engine.logprobs": {"LogprobsProcessor": "logprobs"},
+    "vllm.v1.engine.logprobs": {
+        "LogprobsProcessor": "_update_sample_logprobs cumulative_logprob logprobs tokenizer update_from_output"
+    },
     "vllm.v1.engine.output_processor": {
-        "OutputProcessor": "get_num_unfinished_requests propagate_error request_states",
+        "OutputProcessor": "add_request get_num_unfinished_requests propagate_error request_states",
         "RequestOutputCollector": "get output request_id",
         "RequestState": "detokenizer logprobs_processor",
     },
-    "vllm.v1.serial_utils": {"MsgpackDecoder": "decode", "MsgpackEncoder": "encode"},
+    "vllm.v1.outputs": {"LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks"},
+    "vllm.v1.serial_utils": {"MsgpackDecoder": "dec_hook decode ext_hook", "MsgpackEncoder": "encode"},
     "vllm.v1.engine.utils": {"CoreEngineProcManager": "finished_procs"},
     "vllm.v1.metrics.loggers": {"StatLoggerBase": "__init__ log_engine_initialized record"},
     "vllm.v1.worker.gpu.input_batch": {

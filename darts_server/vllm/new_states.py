@@ -1,0 +1,40 @@
+"""Change vLLM's state of a request in this process before the engine's first output for it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+StateChange = Callable[[RequestState], None]
+
+_change: ContextVar[StateChange | None] = ContextVar("change", default=None)
+
+
+def change_new_states(processor: OutputProcessor) -> None:
+    """Let `changing_state` work for requests that are added to this processor. Harmless if it does already.
+
+    In the call that creates the state, because the first output may come before `AsyncLLM.add_request` returns.
+    """
+    if "add_request" in vars(processor):
+        return
+    add_request = processor.add_request
+
+    def add_changed_request(request: EngineCoreRequest, *args: Any, **more: Any) -> None:
+        add_request(request, *args, **more)
+        if (change := _change.get()) is not None:
+            change(processor.request_states[request.request_id])
+
+    processor.add_request = add_changed_request  # type: ignore[method-assign]
+
+
+@contextmanager
+def changing_state(change: StateChange) -> Iterator[None]:
+    """Call ``change`` with the new state of the request that this task adds in the block."""
+    token = _change.set(change)
+    try:
+        yield
+    finally:
+        _change.reset(token)
