@@ -14,6 +14,7 @@ import pytest
 
 from darts_server.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
+from tests.integration.waiting import wait_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 KEY = "Authorization: Bearer secret"
@@ -39,12 +40,13 @@ def test_an_api_key_guards_our_routes_as_it_does_vllms(guarded: Server) -> None:
 
 def test_schemathesis_finds_no_contradiction_to_the_description(guarded: Server, nightly: bool, tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{guarded.url}/openapi.json"]
-    command += ["--include-path-regex", "^/darts/v1", "--header", KEY, "--exclude-checks", NOT_CHECKED]
+    command += ["--include-path-regex", "^/darts/v1", "--exclude-path-regex", "^/darts/v1/queue/groups"]  # it waits
+    command += ["--header", KEY, "--exclude-checks", NOT_CHECKED]
     command += ["--max-examples", "40" if nightly else "10", "--seed", "1", "--request-timeout", "60"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout.partition("= FAILURES =")[2][:5000] + ran.stderr[-2000:]
     assert "nresolvable" not in ran.stdout
-    assert guarded.busy() == 0
+    wait_idle(guarded)  # the queue goes on without its callers
 
 
 ROLLOUTS: dict[str, Any] = {
