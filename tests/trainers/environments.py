@@ -1,0 +1,102 @@
+"""Virtual environments with the trainers, one for each, below `.venv-trainers`.
+
+    python -m tests.trainers.environments            # all
+    python -m tests.trainers.environments areal art  # these
+
+Each sees the packages of `.venv` behind its own. Trainers are installed without what they require, of which only the
+part for their own client code follows: the whole needs GPUs and gigabytes.
+"""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".venv-trainers"
+SECONDS = 900
+"""For one environment to be installed."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """``module``: what must be importable. ``packages``: pip's requirements, the trainer first."""
+
+    module: str
+    packages: tuple[str, ...]
+
+
+HYDRA = ("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3")
+ENVIRONMENTS = {
+    "areal": Environment(
+        "areal.engine.vllm_remote",
+        (
+            *("areal==1.0.4", "aiofiles", "blinker", "colorlog", "flask", *HYDRA, "itsdangerous", "orjson", "pybase64"),
+            *("ray", "tenacity", "torchdata", "werkzeug", "zstandard"),
+        ),
+    ),
+    "art": Environment(
+        "art",
+        (
+            *("openpipe-art==0.5.18", "distro", "fastuuid", "importlib-metadata", "litellm==1.82.0", "nest-asyncio"),
+            *("openai<3", "polars", "polars-runtime-32", "setproctitle", "tblib", "tenacity", "weave", "zipp"),
+        ),
+    ),
+    "openrlhf": Environment("openrlhf.utils.agent", ("openrlhf==0.11.2", "pylatexenc")),
+    "skyrl": Environment(
+        "skyrl", ("skyrl==0.3.0", "skyrl-gym==0.4.0", "omegaconf", "antlr4-python3-runtime==4.9.3", "func_timeout")
+    ),
+    "verifiers": Environment(
+        "verifiers.v1",
+        (
+            *("verifiers==0.4.0", "antlr4-python3-runtime==4.13.2", "aiofiles", "connectrpc<0.12", "distro", "gepa"),
+            *("latex2sympy2-extended", "math-verify", "mcp==2.0.0", "openai<3"),
+            *("openai-harmony", "prime-pydantic-config", "prime-runs", "prime-sandboxes", "prime-traces"),
+            *("prime-tunnel", "protobuf-py==0.1.1", "protobuf-py-ext==0.1.1", "pyqwest", "renderers", "tenacity"),
+        ),
+    ),
+    "verl": Environment(
+        "verl.experimental.agent_loop", ("verl==0.9.1", "codetiming", *HYDRA, "orjson", "pyvers", "ray", "tensordict")
+    ),
+}
+
+
+class NotInstalled(Exception):
+    """A package cannot be downloaded or installed; the message has pip's last lines."""
+
+
+def create(name: str) -> Path:
+    """Create an environment, unless it is there as wanted; return its Python.
+
+    Raises:
+        NotInstalled
+    """
+    home, wanted = FOLDER / name, ENVIRONMENTS[name]
+    python, stamp = home / "bin" / "python", home / "installed"
+    text = "\n".join((sys.prefix, wanted.module, *wanted.packages))
+    if stamp.exists() and stamp.read_text() == text:
+        return python
+    # The Python of .venv, so that compiled packages fit.
+    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)])
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = f"lib/{version}/site-packages"
+    (home / packages / "base.pth").write_text(f"{Path(sys.prefix) / packages}\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    _run([*pip, "install", "-q", "--no-deps", *wanted.packages])
+    _run([str(python), "-c", f"import {wanted.module}"])
+    stamp.write_text(text)
+    return python
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT)
+    except subprocess.TimeoutExpired as error:
+        raise NotInstalled(f"{command[0]} took longer than {SECONDS} s") from error
+    if done.returncode:
+        raise NotInstalled("; ".join((done.stderr or done.stdout).splitlines()[-3:]))
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or ENVIRONMENTS:
+        print(each, create(each))

@@ -1,0 +1,91 @@
+"""Rollouts of TRL's asynchronous trainer with a tool, and weights by `WeightTransfer`."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+from accelerate import PartialState
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
+
+from darts_client.integrations.trl import WeightTransfer
+from darts_server.demo.server import MODEL
+from tests.trainers.programs.steps import SIZE, TEXTS, Trainer, main
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def add(a: int) -> str:
+    """Add.
+
+    Args:
+        a: a number.
+    """
+    return f"{a}a+1b>"
+
+
+def make_tokenizer() -> Any:
+    """The model's, which reads a call of the tool in every answer: the tiny policy makes none."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_schema = {}
+    tokenizer.parse_response = lambda ids, **_: {
+        "role": "assistant",
+        "content": tokenizer.decode(ids, skip_special_tokens=True),
+        "tool_calls": [CALL],
+    }
+    return tokenizer
+
+
+class Trl(Trainer):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        PartialState()
+        self._transfer = WeightTransfer(url)
+        self._transfer.init_weight_transfer()
+        value: Any = SimpleNamespace(value=0)
+        self._loop = _AsyncRolloutLoop(
+            model_name="tiny",
+            dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": TEXTS[0][0]}]}]),
+            reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
+            processing_class=make_tokenizer(),
+            eos_token_ids=[1],
+            rollout_buffer=value,
+            model_version_value=value,
+            heartbeat_value=value,
+            failed_event=value,
+            exception_info_queue=value,
+            metrics_queue=SimpleNamespace(put_nowait=lambda _: None),
+            tools=[add],
+            num_generations=SIZE,
+            vllm_server_url=url,
+            max_tokens=24,
+            max_tool_calling_iterations=1,
+        )
+
+    async def rollout(self, step: int) -> None:
+        async with aiohttp.ClientSession() as self._loop.session:
+            done = await asyncio.gather(*(self._conversation(text) for text in TEXTS[step] for _ in range(SIZE)))
+        for _, _, sequences, calls, failures, _ in done:
+            assert (calls, failures) == (1, 0)
+            assert all(any(each.completion_mask) for each in sequences)
+
+    async def evaluate(self) -> None:
+        """It has no evaluation."""
+
+    def _conversation(self, text: str) -> Any:
+        return self._loop._generate_one([{"role": "user", "content": text}], {"add": add}, [add])
+
+    async def update(self, folder: str, version: int) -> None:
+        self._transfer.pause()
+        weights = load_file(f"{folder}/model.safetensors")
+        await asyncio.to_thread(self._transfer.send_weights, iter(weights.items()))
+        self._transfer.resume()
+
+
+if __name__ == "__main__":
+    main(Trl)

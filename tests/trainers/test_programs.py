@@ -1,0 +1,84 @@
+"""Trainers' own client code in environments of their own, against a real server: see `environments`, `programs`."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import save_file
+
+from darts_server.demo.server import DARTS, MODEL, Server, serving
+from tests.integration.weights import perturbed, status
+from tests.trainers.environments import ENVIRONMENTS, ROOT, NotInstalled, create
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1800)]
+SIZE, PROMPTS, STEPS = 4, 2, 2
+SECONDS = 600
+"""For one program: imports take most of it."""
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with other weights."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "new"
+    shutil.copytree(MODEL, folder)
+    save_file(perturbed(7), folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--group-size", str(SIZE), "--enable-scale-out", "--group-pattern", "(.+)_[0-9]+")
+    dialects = ("--dialect", "areal,skyrl", "--weights-root", str(weights.parent))
+    log = tmp_path_factory.mktemp("trainers") / "log"
+    with serving(DARTS, log, *flags, *dialects, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
+        yield running
+
+
+def run(program: str, python: Path, server: Server, weights: Path) -> list[dict[str, Any]]:
+    """Run a program; return the lines of its steps."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "clients")))
+    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "RAY_USAGE_STATS_ENABLED": "0", "WANDB_MODE": "disabled"}
+    command = [str(python), "-m", f"tests.trainers.programs.{program}", server.url, str(weights)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+
+
+def ended_groups(server: Server) -> list[dict[str, Any]]:
+    """The groups that the monitor still shows, the newest last."""
+    shown = httpx.get(f"{server.url}/darts/v1/live").json()["groups"]
+    ids = [group["group_id"] for group in shown if group.get("outcome")]
+    records = [httpx.get(f"{server.url}/darts/v1/groups/{each}").json()["groups"] for each in ids]
+    return [record for [record] in records]
+
+
+@pytest.mark.parametrize("name", [*ENVIRONMENTS, "trl"])
+def test_two_steps_of_a_trainer_have_its_groups_its_weights_and_a_raw_evaluation(
+    name: str, own: Server, weights: Path
+) -> None:
+    try:
+        python = Path(sys.executable) if name == "trl" else create(name)
+    except NotInstalled as error:
+        pytest.skip(f"{name} cannot be installed here: {error}")
+    version, before = status(own)["version"], {each["group_id"] for each in ended_groups(own)}
+    lines = run(name, python, own, weights)
+    assert [line["groups"] for line in lines] == [PROMPTS] * STEPS + [0]
+    assert status(own)["version"] == version + STEPS - 1
+
+    groups = [each for each in ended_groups(own) if each["group_id"] not in before]
+    assert len(groups) == PROMPTS * STEPS
+    versions = []
+    for group in groups:
+        selected = [each for each in group["candidates"] if each["selected_as"]]
+        assert (group["outcome"], group["group_size"], len(selected)) == ("completed", SIZE, SIZE)
+        [seen] = {each[key] for each in selected for key in ("weight_version_start", "weight_version_end")}
+        versions.append(seen)
+    assert sorted(versions) == [version] * PROMPTS + [version + 1] * PROMPTS
