@@ -3,19 +3,25 @@ from functools import partial
 
 import pytest
 
-from darts_server.demo.server import DARTS, ENVIRONMENT, PLAIN, Server, serving
-from tests.integration.fork_server import ForkServer, Serve, can_fork
+from darts_server.demo.server import DARTS, ENVIRONMENT, PLAIN, Launch, Server, launch, serving
+from tests.integration.fork_server import EAGER, ForkServer, Serve, can_fork
 
 
 @pytest.fixture(scope="session")
-def serve() -> Iterator[Serve]:
-    """`serving` with servers that start fast. Tests of a server's own processes and signals use `serving` itself."""
+def forks() -> Iterator[Launch]:
+    """`darts_server.demo.server.launch` for servers that start fast."""
     if not can_fork():
-        yield serving
+        yield launch
         return
-    forks = ForkServer()
-    yield partial(serving, launch=forks.launch)
-    forks.close()
+    server = ForkServer()
+    yield server.launch
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def serve(forks: Launch) -> Serve:
+    """`serving` with servers that start fast. Tests of a server's own processes and signals use `serving` itself."""
+    return partial(serving, launch=forks)
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +43,7 @@ def plain(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 def environment() -> Iterator[None]:
     """The environment of an engine that is started from this process."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
+        for name, value in (ENVIRONMENT | EAGER).items():
             patch.setenv(name, value)
         yield
 

@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 MAX_REQUEST_BYTES = 1 << 20
 Serve = Callable[..., AbstractContextManager[Server]]
 """Has the parameters of `darts_server.demo.server.serving`."""
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+"""vLLM's sampler compiles its three operations at the first sampled token, which takes longer than most tests."""
 
 
 class ForkServer:
@@ -38,7 +40,7 @@ class ForkServer:
                 [sys.executable, "-m", "tests.integration.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env=ENVIRONMENT | os.environ,
+                env=ENVIRONMENT | os.environ | EAGER,
                 process_group=0,
             )
 
@@ -46,7 +48,7 @@ class ForkServer:
         """Run ``python -m`` with these arguments in a fork."""
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as output:
-            request = json.dumps([list(arguments), dict(env)]).encode()
+            request = json.dumps([list(arguments), dict(env) | EAGER]).encode()
             socket.send_fds(self._requests, [request], [output.fileno(), theirs.fileno()])
         return ForkedProcess(ours)
 

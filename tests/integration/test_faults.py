@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, Server
+from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, Launch, Server, launch
 from darts_server.store import Store
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import engine_processes, wait_started
@@ -86,19 +84,19 @@ def test_a_server_exits_cleanly_on_sigterm(serve: Serve, tmp_path: Path) -> None
     assert stats["candidates"] == 8
 
 
-def test_a_server_stops_on_sigterm_while_its_engine_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spawned", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_server_stops_on_sigterm_while_its_engine_starts(forks: Launch, tmp_path: Path, spawned: bool) -> None:
     log = tmp_path / "log"
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", *DARTS, *FLAGS, "--port", "0"]
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=ENVIRONMENT | os.environ)
+    command = [*DARTS, *FLAGS, "--port", "0", "--worker-extension-cls", "tests.integration.never_ready.Extension"]
+    process = (launch if spawned else forks)(command, log, ENVIRONMENT | os.environ)
     try:
-        while "Initializing a V1 LLM engine" not in log.read_text():
+        while "the engine starts" not in log.read_text():
             assert process.poll() is None, log.read_text()[-2000:]
             time.sleep(0.1)
-        time.sleep(2)
         engine = psutil.Process(process.pid).children(recursive=True)
+        assert len(engine) >= 2
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
         assert psutil.wait_procs(engine, timeout=60)[1] == []
     finally:
-        process.kill()
+        process.send_signal(signal.SIGKILL)
