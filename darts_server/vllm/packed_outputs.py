@@ -37,8 +37,7 @@ class _Unpacked:
         """The arrays, for vLLM's own requests."""
         packed = self.packed_logprobs
         if isinstance(packed, Raw):
-            found = [] if bytes(packed) in NOTHING else unpack(bytes(packed), 1)
-            self.packed_logprobs = found[0] if found else None
+            self.packed_logprobs = None if bytes(packed) in NOTHING else _unpack_one(packed)
         arrays: LogprobsLists | None = self.packed_logprobs
         return arrays
 
@@ -65,6 +64,16 @@ def unpack(packed: bytes | bytearray, outputs: int) -> list[LogprobsLists]:
     """Unpack the log-probs of several outputs, in order. Those of the same width are joined."""
     arrays = _arrays.decode(ARRAY_32 + outputs.to_bytes(4, "big") + packed)
     return [_join(list(alike)) for _, alike in groupby(arrays, _layout)]
+
+
+def _unpack_one(packed: Raw) -> LogprobsLists:
+    # Written out: requests of vLLM's own get every token's arrays by this.
+    (type_1, shape_1, data_1), (type_2, shape_2, data_2), (type_3, shape_3, data_3), _ = _arrays_of_one.decode(packed)
+    return LogprobsLists(
+        np.frombuffer(data_1, type_1).reshape(shape_1),
+        np.frombuffer(data_2, type_2).reshape(shape_2),
+        np.frombuffer(data_3, type_3).reshape(shape_3),
+    )
 
 
 def copied(logprobs: LogprobsLists) -> LogprobsLists:
@@ -121,4 +130,9 @@ def _packed_type() -> Any:
     return _received("PackedOutputs", EngineCoreOutputs, {OUTPUTS: (OUTPUTS, list[output])})
 
 
-_arrays = msgspec.msgpack.Decoder(list[tuple[Array, Array, Array, Any]], ext_hook=lambda _, data: data)
+def _bytes(_: int, data: memoryview) -> memoryview:
+    return data
+
+
+_arrays = msgspec.msgpack.Decoder(list[tuple[Array, Array, Array, Any]], ext_hook=_bytes)
+_arrays_of_one = msgspec.msgpack.Decoder(tuple[Array, Array, Array, Any], ext_hook=_bytes)
