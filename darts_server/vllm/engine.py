@@ -46,7 +46,10 @@ from darts_server.vllm.resume import Resumption, begin_with, check_resumable
 RANK = "data_parallel_rank"
 # vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
-UNUSABLE_GRAMMAR = "the engine cannot compile it, its log says why; correct the schema or grammar, or simplify it"
+UNUSABLE_GRAMMAR = (
+    "the engine cannot compile it, or no token can begin it, its log says which; correct the schema or grammar, or "
+    "simplify it"
+)
 """vLLM's backends check a grammar before it is sent only in part."""
 
 
@@ -111,7 +114,7 @@ class VllmCandidate:
         assert isinstance(output, RequestOutput)
         completion = output.outputs[0]
         if completion.finish_reason == "error":
-            if self._constrained and not completion.token_ids:
+            if self._constrained and len(completion.token_ids) <= 1:  # none: not compiled; one: no token can be first
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
                 raise translate(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")

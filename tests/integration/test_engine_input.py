@@ -157,6 +157,14 @@ def test_structured_outputs_constrain_every_trajectory(server: Server, constrain
         assert re.fullmatch(pattern, trajectory["text"]), trajectory
 
 
+@pytest.mark.parametrize("path", [ROLLOUTS, VOTE, COMPLETIONS])
+def test_structured_outputs_that_no_token_can_begin_are_refused(server: Server, path: str) -> None:
+    answer = post(server, path, {"structured_outputs": {"json": {"$ref": "#"}}})
+    assert "no token can begin it" in answer.text
+    assert answer.status_code == 400
+    check_serves(server)
+
+
 @pytest.mark.parametrize("policy", ["darts", "uniform", "off"])
 def test_the_token_route_streams_all_choices(server: Server, policy: str) -> None:
     body = {"token_ids": [5, 6, 7], "stream": True, "sampling_params": {"n": 6, "max_tokens": 60, "ignore_eos": True}}
