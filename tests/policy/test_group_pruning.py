@@ -49,6 +49,7 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 # --- properties -------------------------------------------------------------
 
 
+@pytest.mark.untraced
 @thoroughly
 @given(
     scored(
@@ -66,6 +67,7 @@ def test_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase)
     event("pruned" if world.pruned else "none pruned")
 
 
+@pytest.mark.untraced
 @thoroughly
 @given(scored(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2, cut=True)))
 def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase) -> None:
@@ -103,6 +105,7 @@ def left(world: ScoredWorld) -> dict[int, Fate]:
     return {i: fate for i, fate in world.fates().items() if i not in world.gone}
 
 
+@pytest.mark.untraced
 @thoroughly
 @given(
     scored(
@@ -176,6 +179,7 @@ def kept_or_pruned(survivals: list[float], size: int, seed: int) -> list[Decisio
     return decisions
 
 
+@pytest.mark.untraced
 def test_inverse_propensity_weights_stay_unbiased_when_the_group_can_spare_no_more() -> None:
     """Of four with the values 1, 2, 3, 4 at most one is pruned; the weighted sum of the others is 10 on average."""
     rng = np.random.default_rng(11)

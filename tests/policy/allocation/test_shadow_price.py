@@ -39,6 +39,7 @@ STREAMS = [
 ]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("target", [8, 8.3, 12, 15.5, 16])
 def test_the_mean_stays_at_the_target(stream: list[float | None], target: float) -> None:

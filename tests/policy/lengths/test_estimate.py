@@ -105,6 +105,7 @@ FIGURES = [
 ROUNDS = 700
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("draw", "stop", "of_12", "of_16"), FIGURES)
 def test_the_bias_of_the_std_is_what_the_docstring_says(
     draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, of_12: float, of_16: float
@@ -133,6 +134,7 @@ def ratios(draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, 
     return statistics.fmean(known_std(o) for o in observed) / whole, naive / whole
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("draw", [NARROW, WIDE, GEOMETRIC, EVEN])
 @pytest.mark.parametrize("stop", [shortest, sampled_tail])
 @pytest.mark.parametrize("candidates", [12, 16])
@@ -148,6 +150,7 @@ def test_the_std_is_near_the_true_one_where_the_naive_one_is_not(
     assert naive < 0.75 * ratio
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("draw", [NARROW, WIDE, GEOMETRIC, EVEN])
 @pytest.mark.parametrize("stop", [shortest, sampled_tail])
 def test_the_mean_is_not_biased_short_either(

@@ -66,6 +66,7 @@ def quantiles(profile: LengthProfile, n: int = 2000) -> Floats:
 # --- against known distributions --------------------------------------------
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("draw", [log_normal(0.3), log_normal(0.5), geometric])
 @pytest.mark.parametrize("stop", [stop_none, shortest, sampled_tail])
 @pytest.mark.parametrize("candidates", [8, 12, 16])
@@ -151,6 +152,7 @@ def test_ratios_off_the_scale_count_in_the_outermost_bins() -> None:
 # --- what is remembered -----------------------------------------------------
 
 
+@pytest.mark.untraced
 def test_old_ratios_fade() -> None:
     rng = np.random.default_rng(0)
     profile = LengthProfile()

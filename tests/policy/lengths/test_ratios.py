@@ -55,6 +55,7 @@ def errors(world: str, drawn: bool, groups: int, corrected: bool = True) -> list
 WORLDS = ("log-normal 0.5", "log-normal 0.8", "exponential")
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("groups", [1, 6])
 def test_without_stopping_mean_and_tail_are_right_although_the_means_are_estimated(world: str, groups: int) -> None:
@@ -66,6 +67,7 @@ def test_without_stopping_mean_and_tail_are_right_although_the_means_are_estimat
     assert highest > 0.75 * fully[2]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     ("world", "groups", "expected", "fully"),
     [

@@ -125,6 +125,7 @@ def test_a_higher_score_never_has_a_lower_chance(labels: list[Label], one: float
     assert 0 < calibrator.probability(low) <= calibrator.probability(high) < 1
 
 
+@pytest.mark.untraced
 def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_scores_auc() -> None:
     rng = np.random.default_rng(0)
     scores = rng.beta(4.0, 3.0, 4300)  # each is the true chance
@@ -186,6 +187,7 @@ def test_the_state_survives_json() -> None:
 # --- labels that are missing not at random ----------------------------------
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("strength", "off"), [(0.5, 0.045), (1.0, 0.09), (2.0, 0.11)])
 def test_under_pruning_plain_labels_are_biased_and_corrected_ones_are_not(strength: float, off: float) -> None:
     """Pruned by the score at one detection point, calibrated at the next; six in ten are right.

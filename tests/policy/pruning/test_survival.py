@@ -87,6 +87,7 @@ def survivors(pruning: Pruning, q: NDArray[np.float64]) -> NDArray[np.bool_]:
     return np.asarray(rng.random(q.size) < [curve.survival(x) for x in q])
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("aimed", [False, True])
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
 def test_the_share_of_survivors_is_the_keep_ratio(share: float, aimed: bool) -> None:
@@ -112,6 +113,7 @@ def test_if_most_are_wrong_the_papers_form_pulls_away_from_rho() -> None:
     assert right[survivors(Pruning(), q)].mean() < right.mean() - 0.015
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("rho", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
 def test_the_aimed_form_pulls_towards_rho_and_not_past_it(share: float, rho: float) -> None:

@@ -1,6 +1,7 @@
 """What a group keeps of its candidates from event to event is what its rule says of them afresh."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from darts_server.policy.events import Deliver, Finished, Lost, Progress, Start, Started
@@ -14,6 +15,7 @@ from tests.policy.world import World
 thoroughly = settings(max_examples=3 * settings().max_examples)
 
 
+@pytest.mark.untraced
 @thoroughly
 @given(cases(WITH_FAILURES, most=40, max_length=20, max_spare=6, cut=True))
 def test_an_assessment_kept_up_to_date_equals_a_new_one(case: Case) -> None:

@@ -359,6 +359,7 @@ def test_with_a_deadline_hopeless_candidates_are_those_that_reached_it(
     assert verdict.settled <= every
 
 
+@pytest.mark.untraced
 @thoroughly
 @given(situations(CUT_TAILS, spare=2), st.booleans(), st.sampled_from([None, 1, 2, 3]), RANDOMS)
 def test_verdicts_of_a_cutting_rule_hold_in_every_future(
