@@ -1,14 +1,15 @@
 """The queue: prompts in, groups out, each acknowledged once."""
 
+import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from ._async_transport import AsyncTransport
-from ._errors import DartsError
-from ._io import async_shield
+from ._errors import DartsError, StatusError
+from ._io import async_shield, async_sleep
 from ._models import Group, parse_response
 from ._prompts import drop_none, list_queue_prompts
 from ._queue import (
@@ -19,14 +20,18 @@ from ._queue import (
     Outcome,
     PutPayload,
     QueuedGroup,
+    StreamPrompts,
     TakenGroupsPayload,
     leases_of,
-    put_body,
+    put_request,
 )
 from ._requests import API, quote_segment
 
+PATH = f"{API}/queue"
 # Proxies close connections that are silent for a minute.
 WAIT_SECONDS = 20.0
+# Between two polls that the server answers sooner than it was to wait, as it does while it shuts down.
+POLL_SECONDS = 1.0
 DELETE_TIMEOUT = 5.0
 
 
@@ -75,22 +80,25 @@ class AsyncQueueApi:
 
         Overloaded while the queue has too many prompts, after some retries.
         """
-        body = put_body(
+        request = put_request(
             list_queue_prompts(prompts),
-            ids,
-            {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
-            | sampling,
-            policy,
             job=job,
             group_size=group_size,
+            max_tokens=max_tokens,
+            ids=ids,
+            temperature=temperature,
+            seed=seed,
+            policy=policy,
+            logprobs=logprobs,
             priority=priority,
             groups_per_version=groups_per_version,
             max_staleness=max_staleness,
             groups_ahead=groups_ahead,
             weight=weight,
+            idempotency_key=idempotency_key,
+            **sampling,
         )
-        headers = {"Idempotency-Key": idempotency_key or uuid4().hex}
-        response = await self._transport.request("POST", f"{API}/queue", json=body, headers=headers)
+        response = await self._transport.request("POST", PATH, **request)
         return parse_response(PutPayload, response).ids
 
     async def take(
@@ -101,10 +109,25 @@ class AsyncQueueApi:
         wait: float = WAIT_SECONDS,
         lease_seconds: float | None = None,
     ) -> list[QueuedGroup]:
-        """Take the next groups of a job: when there are `count`, or those that there are after `wait` seconds."""
-        params = drop_none({"count": count, "job": job, "wait": wait, "lease_seconds": lease_seconds})
-        response = await self._transport.request("GET", f"{API}/queue/groups", params=params)
-        return parse_response(TakenGroupsPayload, response).build()
+        """Take the next groups of a job: when there are `count`, or those that there are after `wait` seconds.
+
+        ConnectionFailed, TimedOut or ServerFault if the answer was lost. The request is not sent again then, since it
+        would take other groups: those of the lost answer are handed out again when their leases have expired.
+        """
+        params = {"count": count, "job": job, "lease_seconds": lease_seconds}
+        return await self._take(params, wait, idempotent=False)
+
+    async def _take(self, params: Mapping[str, Any], wait: float, *, idempotent: bool) -> list[QueuedGroup]:
+        end, left = time.monotonic() + wait, wait
+        while True:
+            response = await self._transport.request(
+                "GET", f"{PATH}/groups", params=drop_none({**params, "wait": left}), idempotent=idempotent
+            )
+            groups = parse_response(TakenGroupsPayload, response).build()
+            if groups or (left := end - time.monotonic()) <= 0:
+                return groups
+            await async_sleep(min(left, POLL_SECONDS))
+            left = max(0.0, end - time.monotonic())
 
     async def ack(self, groups: QueuedGroup | str | Iterable[QueuedGroup | str]) -> list[Outcome]:
         """Acknowledge groups, or leases: they are done for good. Returns for each what that did.
@@ -114,12 +137,12 @@ class AsyncQueueApi:
         leases = leases_of(groups)
         if not leases:
             return []
-        response = await self._transport.request("POST", f"{API}/queue/ack", json={"leases": leases})
+        response = await self._transport.request("POST", f"{PATH}/ack", json={"leases": leases})
         return [lease.outcome for lease in parse_response(AckPayload, response).leases]
 
     async def jobs(self) -> list[JobRecord]:
         """Return your jobs."""
-        return parse_response(JobsPayload, await self._transport.request("GET", f"{API}/queue")).jobs
+        return parse_response(JobsPayload, await self._transport.request("GET", PATH)).jobs
 
     async def delete(self, job: str) -> int:
         """Delete a job with its prompts and groups; returns how many it had. NotFound if there is none."""
@@ -131,28 +154,47 @@ class AsyncQueueApi:
     ) -> AsyncGenerator[Group]:
         """Yield a group for each prompt, in the order in which they are complete, from a job of its own.
 
-        `prompts` may be an iterator without an end: `ahead` of them are in the queue at a time. A group is acknowledged
-        when the next one is asked for. Of a group that failed `error` is set. `options` are those of `put`. At the end,
-        whatever its cause, the job is deleted; after a `break` at once under `aclosing`.
+        `prompts` may be an iterator without an end: `ahead` of them are in the queue at a time, or fewer while the
+        server has no room for more. A group is acknowledged when the next one is asked for. Of a group that failed
+        `error` is set. `options` are those of `put`, but for `job`, `ids` and `idempotency_key`. At the end, whatever
+        its cause, the job is deleted; after a `break` at once under `aclosing`.
         """
-        if ahead < 1:
-            raise ValueError(f"ahead must be at least 1, got {ahead}")
-        job, waiting, in_queue = f"stream-{uuid4().hex}", list_queue_prompts(prompts), 0
+        if own := options.keys() & {"job", "ids", "idempotency_key"}:
+            raise TypeError(
+                f"a stream has its own {', '.join(sorted(own))}; use queue.put and queue.take to choose them"
+            )
+        job = f"stream-{uuid4().hex}"
+        build = partial(put_request, job=job, group_size=group_size, max_tokens=max_tokens, **options)
+        waiting = StreamPrompts(prompts, ahead, build)
         try:
             while True:
-                if new := list(islice(waiting, ahead - in_queue)):
-                    await self.put(new, group_size=group_size, max_tokens=max_tokens, job=job, **options)
-                    in_queue += len(new)
-                if not in_queue:
+                if (put := waiting.next_put()) is not None:
+                    try:
+                        # Groups that this consumer takes make room, so it must not wait for room before.
+                        response = await self._transport.request(
+                            "POST", PATH, retry_overloaded=not waiting.in_queue, **put
+                        )
+                        waiting.put_accepted(parse_response(PutPayload, response).ids)
+                    except StatusError as exc:
+                        waiting.put_failed(exc)
+                if waiting.is_over:
                     return
-                for taken in await self.take(job=job):
-                    yield taken.group
-                    await self.ack(taken)
-                    in_queue -= 1
+                # A lost answer's groups come again, and to nobody else: so this take may be repeated.
+                wait = waiting.seconds_to_wait(WAIT_SECONDS)
+                for taken in await self._take({"job": job}, wait, idempotent=True):
+                    if waiting.is_new(taken.id):
+                        yield taken.group
+                    [outcome] = await self.ack(taken)
+                    waiting.acknowledged(taken.id, outcome)
         finally:
-            with suppress(DartsError), async_shield(DELETE_TIMEOUT):
-                await self._transport.send("DELETE", _job_path(job), timeout=DELETE_TIMEOUT)
+            with async_shield(2 * DELETE_TIMEOUT):
+                if (put := waiting.unanswered_put) is not None:
+                    # With the same key it is served once: not after the deletion, which would create the job again.
+                    with suppress(DartsError):
+                        await self._transport.send("POST", PATH, timeout=DELETE_TIMEOUT, **put)
+                with suppress(DartsError):
+                    await self._transport.send("DELETE", _job_path(job), timeout=DELETE_TIMEOUT)
 
 
 def _job_path(job: str) -> str:
-    return f"{API}/queue/jobs/{quote_segment(job)}"
+    return f"{PATH}/jobs/{quote_segment(job)}"

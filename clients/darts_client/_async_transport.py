@@ -35,12 +35,15 @@ class AsyncTransport:
             transport=transport,
         )
 
-    async def request(self, method: str, path: str, *, idempotent: bool = True, **options: Any) -> httpx.Response:
+    async def request(
+        self, method: str, path: str, *, idempotent: bool = True, retry_overloaded: bool = True, **options: Any
+    ) -> httpx.Response:
         """Send a request until it succeeds, as far as that is safe. `options` are httpx's.
 
-        `idempotent`: serving the request twice has the effect of serving it once.
+        `idempotent`: serving the request twice has the effect of serving it once. `retry_overloaded`: whether to wait
+        for a server that accepts no work at the moment.
         """
-        schedule = RetrySchedule(self.options.retries, idempotent=idempotent)
+        schedule = RetrySchedule(self.options.retries, idempotent=idempotent, retry_overloaded=retry_overloaded)
         while True:
             try:
                 return await self.send(method, path, **options)

@@ -1,15 +1,24 @@
 """`/darts/v1/queue`: requests are built, and the groups of its answers are checked."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
+from uuid import uuid4
 
+from ._errors import NotFound, Overloaded, ServerFault, StatusError
 from ._models import Group, WireModel
-from ._prompts import drop_none, prompt_body
+from ._prompts import drop_none, list_queue_prompts, prompt_body
 from ._rollouts import GroupPayload, RolloutsRequest, build_group, tokens_in_payload
 
 Outcome = Literal["acknowledged", "already", "expired", "unknown"]
 """What an acknowledgement did."""
+
+# A slow iterator of prompts holds groups back for so long, and not until `ahead` prompts were drawn.
+DRAW_SECONDS = 0.1
+# Where the server does not say when there may be room.
+PUT_AGAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +109,144 @@ class DroppedPayload(WireModel):
     dropped: int
 
 
-def put_body(
+def put_request(
     prompts: Iterable[Any],
-    ids: Sequence[str] | None,
-    sampling: Mapping[str, Any],
-    policy: str | Mapping[str, Any] | None,
-    **options: Any,
+    *,
+    job: str,
+    group_size: int,
+    ids: Sequence[str] | None = None,
+    temperature: float = 1.0,
+    policy: str | Mapping[str, Any] | None = None,
+    logprobs: bool = True,
+    priority: int = 0,
+    groups_per_version: int | None = None,
+    max_staleness: int | None = None,
+    groups_ahead: int | None = None,
+    weight: float | None = None,
+    idempotency_key: str | None = None,
+    **sampling: Any,
 ) -> dict[str, Any]:
-    """Build the body of a put. `options` are left out where they are None."""
+    """Build the body and the headers of a put, as httpx takes them. Options that are None are left out."""
     bodies = [prompt_body(prompt) for prompt in prompts]
     if ids is not None:
         if len(ids) != len(bodies):
             raise ValueError(f"ids must have one for each of {len(bodies)} prompts, got {len(ids)}")
         bodies = [body | {"id": name} for body, name in zip(bodies, ids, strict=True)]
-    named = {"name": policy} if isinstance(policy, str) else policy
-    return {"prompts": bodies, "sampling": drop_none(sampling), **drop_none(options | {"policy": named})}
+    options = {
+        "job": job,
+        "group_size": group_size,
+        "policy": {"name": policy} if isinstance(policy, str) else policy,
+        "priority": priority,
+        "groups_per_version": groups_per_version,
+        "max_staleness": max_staleness,
+        "groups_ahead": groups_ahead,
+        "weight": weight,
+    }
+    sampling |= {"temperature": temperature, "logprobs": logprobs or None}
+    return {
+        "json": {"prompts": bodies, "sampling": drop_none(sampling), **drop_none(options)},
+        "headers": {"Idempotency-Key": idempotency_key or uuid4().hex},
+    }
+
+
+class StreamPrompts:
+    """The prompts of a stream: which come next, and which are in the queue.
+
+    `ahead`: how many may be in the queue. `build`: builds the request that puts prompts. `clock`: seconds.
+    """
+
+    def __init__(
+        self,
+        prompts: Any,
+        ahead: int,
+        build: Callable[[Sequence[Any]], dict[str, Any]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if ahead < 1:
+            raise ValueError(f"ahead must be at least 1, got {ahead}")
+        self._prompts = list_queue_prompts(prompts)
+        self._ahead = ahead
+        self._build = build
+        self._clock = clock
+        self._in_queue: set[str] = set()
+        self._put: dict[str, Any] | None = None
+        self._retry_at: float | None = None
+        self._is_slow = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every prompt's group was acknowledged. Valid after `next_put`."""
+        return not self._in_queue and self._put is None
+
+    @property
+    def in_queue(self) -> bool:
+        """Whether there are groups to take."""
+        return bool(self._in_queue)
+
+    @property
+    def unanswered_put(self) -> dict[str, Any] | None:
+        """The put that the server may have served, or may yet serve, without our knowing."""
+        return self._put if self._retry_at is None else None
+
+    def next_put(self) -> dict[str, Any] | None:
+        """Return the next put to send: a refused one again when it is due, else one of new prompts if there is room."""
+        if self._put is None:
+            if prompts := self._draw():
+                self._put = self._build(prompts)
+        elif self._in_queue and self._retry_at is not None and self._clock() < self._retry_at:
+            return None
+        self._retry_at = None
+        return self._put
+
+    def put_accepted(self, ids: Iterable[str]) -> None:
+        """Count the prompts of the put as in the queue."""
+        self._in_queue.update(ids)
+        self._put = None
+
+    def put_failed(self, error: StatusError) -> None:
+        """Keep the prompts for later if there are groups to take until then, whose acknowledgement makes room.
+
+        Raises:
+            StatusError: `error` itself, otherwise.
+        """
+        if isinstance(error, Overloaded) and self._in_queue:
+            self._retry_at = self._clock() + (error.retry_after or PUT_AGAIN_SECONDS)
+            return
+        if not isinstance(error, ServerFault):  # a gateway may have passed the request on
+            self._put = None
+        raise error
+
+    def seconds_to_wait(self, most: float) -> float:
+        """Return how long to wait for groups: until the next put is due, and at most so long."""
+        if self._retry_at is not None:
+            return min(most, max(0.0, self._retry_at - self._clock()))
+        return 0.0 if self._is_slow else most
+
+    def is_new(self, name: str) -> bool:
+        """Whether the group of this prompt has not been yielded: one comes again where its lease expired."""
+        return name in self._in_queue
+
+    def acknowledged(self, name: str, outcome: Outcome) -> None:
+        """Remove a prompt whose group was yielded and acknowledged.
+
+        Raises:
+            NotFound: the job has been deleted, and other groups would never come.
+        """
+        self._in_queue.discard(name)
+        if outcome == "unknown" and self._in_queue:
+            raise NotFound(
+                f"the stream's job was deleted, {len(self._in_queue)} of its prompts have no group", status_code=404
+            )
+
+    def _draw(self) -> list[Any]:
+        room, drawn, end = self._ahead - len(self._in_queue), [], self._clock() + DRAW_SECONDS
+        self._is_slow = False
+        for prompt in islice(self._prompts, room):
+            drawn.append(prompt)
+            if len(drawn) < room and self._clock() >= end:
+                self._is_slow = True
+                break
+        return drawn
 
 
 def leases_of(groups: QueuedGroup | str | Iterable[QueuedGroup | str]) -> list[str]:

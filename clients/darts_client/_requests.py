@@ -88,7 +88,7 @@ class RetrySchedule:
     """The retries of one request.
 
     `idempotent`: the request may be served twice. `retry_timeouts`: a timeout means a lost connection, not a slow
-    answer. `random`: returns numbers in [0, 1).
+    answer. `retry_overloaded`: a refused request is sent again. `random`: returns numbers in [0, 1).
     """
 
     def __init__(
@@ -97,12 +97,14 @@ class RetrySchedule:
         *,
         idempotent: bool,
         retry_timeouts: bool = False,
+        retry_overloaded: bool = True,
         random: Callable[[], float] = random.random,
     ) -> None:
         self._retries_left = retries
         self._delay = FIRST_DELAY
         self._idempotent = idempotent
         self._retry_timeouts = retry_timeouts
+        self._retry_overloaded = retry_overloaded
         self._random = random
 
     def delay_after(self, error: DartsError) -> float:
@@ -122,7 +124,7 @@ class RetrySchedule:
     def _is_retryable(self, error: DartsError) -> bool:
         match error:
             case Overloaded():
-                return error.retry_after is not None and error.retry_after <= MAX_RETRY_AFTER
+                return self._retry_overloaded and error.retry_after is not None and error.retry_after <= MAX_RETRY_AFTER
             case StatusError():
                 return self._idempotent and error.status_code in _GATEWAY
             case ConnectionFailed():
