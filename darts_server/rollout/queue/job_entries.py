@@ -66,11 +66,14 @@ class JobEntries:
     def is_stale(self, entry: Entry, version: int) -> bool:
         return not entry.is_failed and is_stale(self.job.options, entry.version, version)
 
-    def next_ready(self, count: int, version: int, held_above: int | None) -> list[Entry]:
+    def next_ready(self, count: int, at_least: int, version: int, held_above: int | None) -> list[Entry]:
         """Return the groups that go out next, up to ``count``: failed ones, then by version, then as they were ready.
 
-        ``held_above``: groups of newer versions are not handed out; ``None`` if all are.
+        Those that are returned must be moved; if there are fewer than ``at_least``, none are. ``held_above``: groups of
+        newer versions are not handed out; ``None`` if all are.
         """
+        if len(self.ready) < at_least:
+            return []
         chosen: list[Entry] = []
         passed: list[_Due] = []
         open_groups, taken = dict(self._open_versions(held_above)), self.job.taken_under(version)
@@ -88,7 +91,10 @@ class JobEntries:
                 open_groups[entry.version] -= 1
                 taken += 1
             chosen.append(entry)
-        for item in passed:  # those that are leased are skipped the next time
+        if len(chosen) < at_least:
+            chosen = []
+        # Each ready group is in the heap once: one that becomes ready again is pushed then.
+        for item in passed[len(chosen) :]:
             heapq.heappush(self._due, item)
         return chosen
 

@@ -291,9 +291,9 @@ class Ledger:
         """Lease the next groups of a job: up to ``count``, and none if there are fewer than ``at_least``."""
         self.expire(now)
         each = self._jobs.get(job_id)
-        chosen = [] if each is None else each.next_ready(count, self._version, self._held_above)
-        if each is None or len(chosen) < at_least:
+        if each is None:
             return []
+        chosen = each.next_ready(count, at_least, self._version, self._held_above)
         for entry in chosen:
             each.remove(entry)
             if entry.lease is not None:

@@ -32,6 +32,17 @@ def test_nothing_is_leased_until_there_are_as_many_as_wanted() -> None:
     assert len(world.take(2, at_least=2)) == 2
 
 
+def test_a_group_that_came_back_is_handed_out_once_at_a_time() -> None:
+    world = ready("a", "b")
+    assert world.take(3, at_least=3) == []
+    [entry] = world.take(1)
+    world.ledger.release(entry.lease or "")
+    assert [each.name for each in world.take(2)] == ["a", "b"]
+    world.now += LEASE
+    world.ledger.expire(world.now)
+    assert [each.name for each in world.take(3)] == ["a", "b"]
+
+
 def test_a_prompt_with_a_known_id_is_not_added_again_and_another_one_is_a_conflict() -> None:
     world = ready("a")
     result = world.ledger.put(JOB, prompts("a", "b"), TERMS, 0)
@@ -241,7 +252,9 @@ def test_ten_thousand_groups_are_acknowledged_exactly_once_each(tmp_path: Path, 
         rng.shuffle(running)
         for entry in [running.pop() for _ in range(len(running) // 2 + 1) if running]:
             world.end(entry, failed=rng.random() < 0.01)
-        held += [entry.lease or "" for entry in world.take(rng.randint(1, 400))]
+        taken = [entry.lease or "" for entry in world.take(rng.randint(1, 400))]
+        assert len(set(taken)) == len(taken)
+        held += taken
         rng.shuffle(held)
         mine = [held.pop() for _ in range(rng.randint(0, len(held)))]
         done = world.acknowledge(*mine)
