@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from io import BytesIO
 from itertools import islice
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError, model_validator
 from pydantic_core import CoreSchema, SchemaValidator
 from pydantic_core.core_schema import no_info_wrap_validator_function
 from starlette.datastructures import Headers
@@ -31,10 +31,12 @@ MAX_NAME_CHARS = 100
 MAX_JSON_PARTS = 600_000
 """Strings, arrays and objects in a JSON body: 100,000 rewards by id have 500,002. They are what parsing is slow for, up
 to a microsecond and some 100 bytes each; a number takes a tenth of that."""
-MAX_JSON_VALUES = 1024 * 1024
-"""Of what is parsed at once: a prompt, or a body without a list of these. It is as much as the longest contexts."""
+MAX_PARTS_AT_ONCE = 50_000
+"""Strings, arrays and objects of what is parsed at once: a prompt, or all beside the list of these."""
+MAX_VALUES_AT_ONCE = 1024 * 1024
+"""Numbers of it: as many as the longest contexts."""
 INLINE_BYTES = 64 * 1024
-"""Bodies up to this size are validated in the event loop, within a millisecond; larger ones in a thread."""
+"""Bodies up to this size are validated in the event loop, within 20 ms; larger ones in a thread."""
 COUNTED_BYTES = 256 * 1024
 
 _one_at_a_time = anyio.CapacityLimiter(1)  # several threads would take the interpreter from the event loop in turns
@@ -162,14 +164,16 @@ async def parse_body(model: type[ModelT], body: bytes, items: str | None = None)
     """Parse a JSON body, a large one in a thread and one after the other.
 
     The event loop is not served while pydantic reads a text. So a list of objects is read in slices of some 64 KiB, and
-    what is not sliced has few enough values: a million token ids take a tenth of a second, text a thousandth per MB.
+    every text that is read at once has few enough parts and values: a million token ids take a tenth of a second, text
+    a few thousandths per MB.
 
     Args:
         items: the field with that list.
 
     Raises:
         InvalidRequest: names the first invalid field, such as ``prompts[3].text``.
-        TooLarge: more than `MAX_JSON_PARTS`, or more than `MAX_JSON_VALUES` in one object of the list or beside it.
+        TooLarge: more than `MAX_JSON_PARTS`; or more than `MAX_PARTS_AT_ONCE` or `MAX_VALUES_AT_ONCE` in one object
+            of the list, beside it, or in a body whose list has something else in it.
     """
     if len(body) <= INLINE_BYTES:
         return parsed(model, body)
@@ -183,46 +187,54 @@ async def converted(convert: Callable[[ModelT], ValidatedT], body: ModelT, text:
 
 def parsed(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
     """Parse a JSON body. Raises as `parse_body`."""
-    _check_parts(body)
+    everything = (0, len(body))
+    if _parts(body, MAX_JSON_PARTS, everything) > MAX_JSON_PARTS:
+        raise TooLarge("body", f"must have at most {MAX_JSON_PARTS} strings, arrays and objects; send less per request")
     found = None if items is None or len(body) <= INLINE_BYTES else find_objects(body, items)
     if items is None or found is None:
-        _check_values(body, (0, len(body)))
+        _check_at_once(body, everything)
         return _validated(model.model_validate_json, body)
-    _check_values(body, (0, found.start), (found.end, len(body)))
+    _check_at_once(body, (0, found.start), (found.end, len(body)))
     for span in found.spans:
-        _check_values(body, span)
+        _check_at_once(body, span)
     head = body[: found.start] + b"[]" + body[found.end :]
-    whole = _validated(model.model_validate_json, head)
-    if getattr(whole, items):
-        raise InvalidRequest(items, "is given twice")
-    read = _list_reader(model, items)
+    whole = _validated(model.model_validate_json, head, f", counted with {items} as []")
+    count, read = _list_readers(model, items)
+    _validated(count, found.spans, items=items)
     values: list[Any] = []
     for start, end in found.slices(INLINE_BYTES):
-        values += _validated(read, b"[" + body[start:end] + b"]", items, len(values))
+        where = f", counted from {items}[{len(values)}] on"
+        values += _validated(read, b"[" + body[start:end] + b"]", where, items, len(values))
     assign = partial(model.__pydantic_validator__.validate_assignment, whole, items)
-    _validated(assign, values)  # checks their number, and not again each of them
+    _validated(assign, values)  # by what the field requires beyond its items, which are not validated again
     return whole
 
 
 @cache
-def _list_reader(model: type[Body], items: str) -> Callable[[bytes], list[Any]]:
+def _list_readers(model: type[Body], items: str) -> tuple[Callable[[Any], object], Callable[[bytes], list[Any]]]:
+    """Return what checks the number of items of a field, and what reads some of them."""
+    number: TypeAdapter[list[Any]] = TypeAdapter(Annotated[list[Any], Field(), *model.model_fields[items].metadata])
     schema: TypeAdapter[list[Any]] = TypeAdapter(model.__annotations__[items])
-    return schema.validate_json
+    return number.validate_python, schema.validate_json
 
 
 def _validated(
-    validate: Callable[[Any], ValidatedT], value: object, items: str | None = None, number: int = 0
+    validate: Callable[[Any], ValidatedT], value: object, where: str = "", items: str | None = None, number: int = 0
 ) -> ValidatedT:
-    """Validate a value, or objects of the field ``items``, of which the first is that ``number``."""
+    """Validate a value, or items of the field ``items``, of which the first is that ``number``.
+
+    ``where``: says what a position in the text is counted from.
+    """
     try:
         return validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         message = first["msg"].removeprefix("Value error, ")
         loc = first["loc"]
+        if first["type"] == "json_invalid":
+            message += where
         if items is not None:
             loc = (items, number + int(loc[0]), *loc[1:]) if loc else (items,)
-            message += "" if first["loc"] else f", counted from {items}[{number}] on"
         parts = [part for part in loc if part != ""]  # an empty part is the tag of a union
         if isinstance(unknown := first.get("ctx", {}).get("error"), UnknownField):
             parts, message = [*parts, str(unknown)[:MAX_NAME_CHARS]], "is unknown; remove it"
@@ -230,27 +242,48 @@ def _validated(
         raise InvalidRequest(field or "body", message) from None  # the cause would keep the whole body
 
 
-def _check_parts(body: bytes) -> None:
-    """Raise ``TooLarge`` for a body that would take too long to parse."""
-    if _count(body, b'"') // 2 + _count(body, b"[") + _count(body, b"{") <= MAX_JSON_PARTS:
-        return  # without the exact number, which does not include what stands in strings
-    parts = (start for start, _ in strings_and_brackets(body) if body[start] not in b"]}")
-    if next(islice(parts, MAX_JSON_PARTS, None), None) is not None:
-        raise TooLarge("body", f"must have at most {MAX_JSON_PARTS} strings, arrays and objects; send less per request")
-
-
-def _check_values(text: bytes, *spans: tuple[int, int]) -> None:
+def _check_at_once(text: bytes, *spans: tuple[int, int]) -> None:
     """Raise ``TooLarge`` for parts of a text that take too long to parse at once."""
-    if sum(_count(text, b",", start, end) for start, end in spans) <= MAX_JSON_VALUES:
-        return  # likewise
+    if sum(end - start for start, end in spans) <= MAX_PARTS_AT_ONCE:
+        return  # most prompts are: each part has a byte
+    if _parts(text, MAX_PARTS_AT_ONCE, *spans) > MAX_PARTS_AT_ONCE:
+        most = f"{MAX_PARTS_AT_ONCE} strings, arrays and objects"
+    elif _values(text, *spans) > MAX_VALUES_AT_ONCE:
+        most = f"{MAX_VALUES_AT_ONCE} numbers"
+    else:
+        return
+    raise TooLarge(
+        "body",
+        f"must have at most {most} in one prompt or reward, or in all fields beside a list of these alone; send less",
+    )
+
+
+def _parts(text: bytes, most: int, *spans: tuple[int, int]) -> int:
+    """Count strings, arrays and objects, up to one more than ``most``.
+
+    What stands in strings counts, too, if there are no more with it.
+    """
+    upper = sum(
+        _count(text, b'"', *span) // 2 + _count(text, b"[", *span) + _count(text, b"{", *span) for span in spans
+    )
+    if upper <= most:
+        return upper  # not the exact number, which does not include what stands in strings
+    parts = (at for span in spans for at, _ in strings_and_brackets(text, *span) if text[at] not in b"]}")
+    return sum(1 for _ in islice(parts, most + 1))
+
+
+def _values(text: bytes, *spans: tuple[int, int]) -> int:
+    """Count commas. Those in strings count, too, if there are few enough with them."""
+    everywhere = sum(_count(text, b",", *span) for span in spans)
+    if everywhere <= MAX_VALUES_AT_ONCE:
+        return everywhere
     values = 0
     for begin, stop in spans:
         for start, end in strings_and_brackets(text, begin, stop):
             values += _count(text, b",", begin, start)
             begin = end
         values += _count(text, b",", begin, stop)
-    if values > MAX_JSON_VALUES:
-        raise TooLarge("body", f"must have at most {MAX_JSON_VALUES} numbers in a prompt or field; send less")
+    return values
 
 
 def _count(text: bytes, part: bytes, start: int = 0, end: int | None = None) -> int:

@@ -3,6 +3,7 @@
 A parser keeps the interpreter until it has read its whole text. Here no call takes longer than a window does.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ WINDOW_BYTES = 64 * 1024
 SPACE = b" \t\n\r"
 _QUOTE_OR_BRACKET = re.compile(rb'["\[\]{}]')
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
-_ARRAY = re.compile(rb"[ \t\n\r]*+:[ \t\n\r]*+(?=\[)")
+_COLON = re.compile(rb"[ \t\n\r]*+:[ \t\n\r]*+")
+MAX_ESCAPED = len(r"\u0000")
+"""Bytes of a character in a JSON string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """A list of objects in a text, which begins and ends with its brackets. ``spans``: where each object is."""
+    """A list in a text, which begins and ends with its brackets. ``spans``: where each object is."""
 
     start: int
     end: int
@@ -37,30 +40,33 @@ class Objects:
 
 
 def find_objects(text: bytes, field: str) -> Objects | None:
-    """Find the list of objects in a field of the outermost object.
+    """Find the list of objects in a field of the outermost object, the last one if it is given twice.
 
     ``None`` if there is no such list, or it has something else in it. The text inside the objects, and outside the
     list, may still be no JSON.
     """
-    name, depth, begin = f'"{field}"'.encode(), 0, 0
+    depth, begin = 0, 0
     array: int | None = None
+    last: int | None = None
     spans: list[tuple[int, int]] = []
     for start, end in strings_and_brackets(text):
         match text[start : start + 1]:
             case b'"':
-                if array is None and depth == 1 and text[start:end] == name and (colon := _ARRAY.match(text, end)):
-                    array = colon.end()
+                if depth == 1 and _is_name(text, start, end, field) and (colon := _COLON.match(text, end)):
+                    array = colon.end() if text[colon.end() : colon.end() + 1] == b"[" else None
+                    last, spans = None, []
             case b"[" | b"{":
                 depth += 1
                 if depth == 3:
                     begin = start
             case _:
                 depth -= 1
-                if array is not None and depth == 2:
-                    spans.append((begin, end))
-                if array is not None and depth <= 1:
-                    return Objects(array, end, spans) if _is_list(text, array, end, spans) else None
-    return None
+                if array is not None and last is None:
+                    if depth == 2:
+                        spans.append((begin, end))
+                    elif depth <= 1:
+                        last = end
+    return Objects(array, last, spans) if array is not None and last and _is_list(text, array, last, spans) else None
 
 
 def strings_and_brackets(text: bytes, at: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
@@ -75,6 +81,16 @@ def strings_and_brackets(text: bytes, at: int = 0, stop: int | None = None) -> I
         if found[0] == b'"':
             at = _end_of_string(text, at)
         yield found.start(), at
+
+
+def _is_name(text: bytes, start: int, end: int, field: str) -> bool:
+    """Whether a string in the text is that name, which may be written with escapes."""
+    if end - start > MAX_ESCAPED * len(field) + 2:
+        return False
+    try:
+        return bool(json.loads(text[start:end]) == field)
+    except ValueError:
+        return False
 
 
 def _is_list(text: bytes, start: int, end: int, spans: Sequence[tuple[int, int]]) -> bool:

@@ -13,13 +13,15 @@ from darts_server.exceptions import InvalidRequest, TooLarge
 from darts_server.http.body import (
     INLINE_BYTES,
     MAX_JSON_PARTS,
-    MAX_JSON_VALUES,
+    MAX_PARTS_AT_ONCE,
+    MAX_VALUES_AT_ONCE,
     Body,
     fail_fast,
     parse_body,
     parsed,
     read_body,
 )
+from darts_server.http.resources.queue_models import MAX_LEASES, AckIn
 from darts_server.http.resources.rewards import RewardsIn
 from darts_server.http.resources.rollouts_models import RolloutsIn
 from darts_server.http.resources.vote_models import VoteIn
@@ -95,8 +97,8 @@ UNKNOWN = {f"name{i}": 1 for i in range(1000)}
 @pytest.mark.parametrize(
     ("model", "body", "field"),
     [
-        (RolloutsIn, {"prompts": [{"token_ids": WRONG}] * 50, "group_size": 1}, "prompts[0].token_ids[0]"),
-        (RolloutsIn, {"prompts": [{"text": "a"} | UNKNOWN] * 50, "group_size": 1}, "prompts[0].name0"),
+        (RolloutsIn, {"prompts": [{"token_ids": WRONG}] * 20, "group_size": 1}, "prompts[0].token_ids[0]"),
+        (RolloutsIn, {"prompts": [{"text": "a"} | UNKNOWN] * 20, "group_size": 1}, "prompts[0].name0"),
         (RolloutsIn, {"prompts": [{"messages": WRONG}], "group_size": 1}, "prompts[0].messages[0]"),
         (RolloutsIn, {"prompts": [{"text": "a"}], "group_size": 1} | UNKNOWN, "name0"),
         (RewardsIn, {"rewards": WRONG}, "rewards[0]"),
@@ -180,18 +182,69 @@ def test_an_unknown_field_is_named() -> None:
 
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="recursion limit"):
-        parsed(Items, b'{"items":[{"anything":{"a":' + b"[" * 100_000)
+        parsed(Items, b'{"items":[{"anything":{"a":' + b"[" * 40_000)
 
 
 @pytest.mark.parametrize("part", [b"[]", b'"a"', b"{}", b'"\\""', b'"\\\\"'])
 def test_strings_arrays_and_objects_are_limited(part: bytes) -> None:
-    def body(count: int) -> bytes:
-        return b'{"items":[{"anything":{"a":[' + b",".join([part] * count) + b"]}}]}"
+    def body(*counts: int) -> bytes:
+        items = (b'{"anything":{"a":[' + b",".join([part] * count) + b"]}}" for count in counts)
+        return b'{"items":[' + b",".join(items) + b"]}"
 
-    used = 8  # strings, arrays and objects around these
-    parsed(Items, body(MAX_JSON_PARTS - used))
-    with pytest.raises(TooLarge, match="at most 600000 strings, arrays and objects"):
-        parsed(Items, body(MAX_JSON_PARTS - used + 1))
+    many, around, each = 30_000, 3, 5  # strings, arrays and objects: in an item, around the items, and around these
+    full = [many - each] * (MAX_JSON_PARTS // many - 1)
+    parsed(Items, body(*full, many - each - around), "items")
+    with pytest.raises(TooLarge, match="at most 600000 strings, arrays and objects; send less per request"):
+        parsed(Items, body(*full, many - each - around + 1), "items")
+    parsed(Items, body(MAX_PARTS_AT_ONCE - each, MAX_PARTS_AT_ONCE - each), "items")
+    for at_once, items in ((body(1, MAX_PARTS_AT_ONCE - each + 1), "items"), (body(MAX_PARTS_AT_ONCE), None)):
+        with pytest.raises(TooLarge, match="at most 50000 strings, arrays and objects in one prompt"):
+            parsed(Items, at_once, items)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"]}", b",1]}"),
+        (b"[", b"[1,"),
+        (b"]}", b'],"rewards":1}'),
+        (b"rewards", b"reward"),
+    ],
+)
+def test_a_list_that_is_not_read_in_slices_must_be_short(old: bytes, new: bytes) -> None:
+    item = b'{"trajectory_id":"a","reward":0}'
+    for count, error in ((5_000, InvalidRequest), (MAX_PARTS_AT_ONCE // 4, TooLarge)):
+        text = b'{"rewards":[' + b",".join([item] * count) + b"]}"
+        assert len(text) > INLINE_BYTES
+        with pytest.raises(error) as refused:
+            parsed(RewardsIn, text.replace(old, new, 1), "rewards")
+        assert type(refused.value) is error
+
+
+@pytest.mark.parametrize(
+    "name", [b'"rewards"', b'"r\\u0065wards"', b'"\\u0072\\u0065\\u0077\\u0061\\u0072\\u0064\\u0073"']
+)
+def test_a_name_with_escapes_is_read_in_slices(name: bytes) -> None:
+    text = b"{" + name + b":[" + b",".join([b'{"trajectory_id":"a","reward":0}'] * 20_000) + b"]}"
+    assert len(parsed(RewardsIn, text, "rewards").rewards) == 20_000
+
+
+def test_as_many_leases_as_are_allowed_are_read_at_once() -> None:
+    leases = [f"lease-{number}" for number in range(MAX_LEASES)]
+    assert parsed(AckIn, json.dumps({"leases": leases}).encode()).leases == leases
+
+
+@pytest.mark.parametrize("others", [[], [{"text": "b"}], 1])
+@pytest.mark.parametrize("padding", [1, INLINE_BYTES])
+def test_the_last_of_two_lists_counts_in_bodies_of_any_size(others: Any, padding: int) -> None:
+    lists = [[{"text": "a" * padding}], others]
+    for first, second in (lists, lists[::-1]):
+        text = f'{{"prompts":{json.dumps(first)},"group_size":2,"prompts":{json.dumps(second)}}}'.encode()
+        if second == 1:
+            with pytest.raises(InvalidRequest, match="prompts: Input should be a valid"):
+                parsed(RolloutsIn, text, "prompts")
+        else:
+            assert parsed(RolloutsIn, text, "prompts") == RolloutsIn.model_validate_json(text)
 
 
 def test_what_is_in_strings_does_not_count() -> None:
@@ -228,7 +281,6 @@ def test_a_list_that_is_read_in_slices_is_read_as_a_whole(body: dict[str, Any]) 
         (b'{"text":"last"}', b'{"text":"last"},', "body"),
         (b'{"text":"last"}]', b'{"text":"last"}}', "body"),
         (b'"group_size":2', b'"group_size":"2"', "group_size"),
-        (b'"group_size":2', b'"group_size":2,"prompts":[{"text":"a"}]', "prompts"),
         (b'"group_size":2}', b'"group_size":2', "body"),
     ],
 )
@@ -241,6 +293,20 @@ def test_an_error_in_a_slice_names_its_field(old: bytes, new: bytes, field: str)
     assert refused.value.field == field
 
 
+def test_a_position_in_the_text_says_what_it_is_counted_from() -> None:
+    text = json.dumps({"prompts": [PROMPT] * 100, "group_size": 2}).encode()
+    with pytest.raises(InvalidRequest, match=r"column 32, counted with prompts as \[\]$"):
+        parsed(RolloutsIn, text.replace(b"2}", b"2]"), "prompts")
+    with pytest.raises(InvalidRequest, match=r"column \d+, counted from prompts\[\d+\] on$"):
+        parsed(RolloutsIn, text.replace(b"999]}]", b"999,]}]"), "prompts")
+
+
+def test_the_length_of_a_list_is_checked_before_its_items() -> None:
+    text = b'{"rewards":[' + b",".join([b"{}"] * 100_001) + b"]}"
+    with pytest.raises(InvalidRequest, match=r"rewards: List should have at most 100000 items .*not 100001"):
+        parsed(RewardsIn, text, "rewards")
+
+
 def test_the_length_of_a_list_that_is_read_in_slices_is_limited() -> None:
     with pytest.raises(InvalidRequest, match="at most 100000 items") as refused:
         parsed(
@@ -249,7 +315,7 @@ def test_the_length_of_a_list_that_is_read_in_slices_is_limited() -> None:
     assert refused.value.field.startswith("rewards")
 
 
-@pytest.mark.parametrize("many", [b"1," * MAX_JSON_VALUES + b"1,1", b" , " * (MAX_JSON_VALUES + 1)])
+@pytest.mark.parametrize("many", [b"1," * MAX_VALUES_AT_ONCE + b"1,1", b" , " * (MAX_VALUES_AT_ONCE + 1)])
 def test_numbers_that_are_parsed_at_once_are_limited(many: bytes) -> None:
     with pytest.raises(TooLarge, match="at most 1048576 numbers"):
         parsed(VoteIn, b'{"n":2,"pattern":"boxed","prompt":[' + many + b"]}")
@@ -257,7 +323,7 @@ def test_numbers_that_are_parsed_at_once_are_limited(many: bytes) -> None:
         parsed(RolloutsIn, b'{"group_size":2,"prompts":[{"token_ids":[' + many + b"]}]}", "prompts")
     with pytest.raises(TooLarge, match="at most 1048576 numbers"):
         parsed(RolloutsIn, b'{"group_size":2,"prompts":[{"text":"a"}],"sampling":{"a":[' + many + b"]}}", "prompts")
-    text = json.dumps({"group_size": 2, "prompts": [{"text": "," * (MAX_JSON_VALUES + 2)}]}).encode()
+    text = json.dumps({"group_size": 2, "prompts": [{"text": "," * (MAX_VALUES_AT_ONCE + 2)}]}).encode()
     assert parsed(RolloutsIn, text, "prompts").prompts
 
 

@@ -15,7 +15,12 @@ VALUES = st.recursive(
 OBJECTS = st.dictionaries(TEXTS, VALUES, max_size=3)
 
 
-@given(st.lists(OBJECTS, max_size=5), st.dictionaries(TEXTS, VALUES, max_size=3), OBJECTS, st.sampled_from([None, 2]))
+@given(
+    st.lists(OBJECTS, max_size=5),
+    st.dictionaries(TEXTS, VALUES, max_size=3),
+    OBJECTS,
+    st.sampled_from([None, 2]),
+)
 def test_each_object_of_a_list_is_found(
     items: list[Any], before: dict[str, Any], after: dict[str, Any], indent: int | None
 ) -> None:

@@ -15,7 +15,7 @@ from darts_server.rollout.queue.queue import TakenGroup
 
 DEFAULT_JOB = "default"
 MAX_PRIORITY = 2**31 - 1
-MAX_LEASES = 100_000
+MAX_LEASES = 40_000
 JOB_OPTIONS = ("groups_per_version", "max_staleness", "groups_ahead", "weight")
 
 

@@ -80,7 +80,7 @@ def routes(queue: Queue) -> APIRouter:
         raw = await read_body(request, MAX_BODY_BYTES)
         if idempotency_key is not None:
             check_key(idempotency_key)
-        body = await parse_body(QueueIn, raw)
+        body = await parse_body(QueueIn, raw, "prompts")
         digest = "" if idempotency_key is None else await asyncio.to_thread(lambda: hashlib.sha256(raw).hexdigest())
         result = await queue.prompts.put(caller.get(), _put(body, idempotency_key, digest))
         return PutOut(job=body.job, ids=list(result.names), added=result.added)
