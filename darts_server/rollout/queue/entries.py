@@ -68,8 +68,8 @@ class Entry:
     ``number``: in the order of arrival. ``name``: the caller's id of it, unique in its job. ``terms``: number of its
     `Terms`. ``digest``: of its prompt and terms. ``queued_at``: Unix seconds. ``was_restarted``: it goes first.
     ``version``: of the weights of its first token; while it runs, a lower bound of that. ``is_failed``: its group
-    has an error. ``ready_number``: in the order in which groups became ready. ``lease``: the latest one, also after it
-    has expired.
+    has an error. ``aborts``: how often it was aborted from outside. ``ready_number``: in the order in which groups
+    became ready. ``lease``: the latest one, also after it has expired.
     """
 
     number: int
@@ -85,6 +85,7 @@ class Entry:
     was_restarted: bool = False
     version: int = 0
     is_failed: bool = False
+    aborts: int = 0
     group_bytes: int = 0
     ready_number: int = 0
     lease: str | None = None

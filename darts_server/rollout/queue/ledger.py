@@ -282,8 +282,10 @@ class Ledger:
     def give_back(self, number: int, *, aborted: bool = False) -> None:
         """Queue a running entry again, as its group was not started or was aborted from outside."""
         if self.is_running(number):
+            entry = self._entries[number]
             self.counts.aborted += aborted
-            self._queue_again(self._entries[number])
+            entry.aborts += aborted
+            self._queue_again(entry)
 
     # --- groups out ---------------------------------------------------------
 

@@ -33,7 +33,7 @@ TURN_SECONDS = 0.05
 """Between two looks at the engine while prompts are queued: about a decode step."""
 IDLE_SECONDS = 1.0
 RETRY_SECONDS = 0.5
-"""After the engine admitted no more candidates."""
+"""After the engine or the disk refused a prompt for a reason that is not the prompt's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,8 @@ class PromptQueue(Generic[RequestT, OutputT]):
 
     def _start_prompts(self) -> None:
         """Start as many prompts as fill the engine: what starts later is chosen later."""
-        if self._rollouts.gate.closed or time.monotonic() < self._paused_until:
+        gate = self._rollouts.gate
+        if gate.closed or gate.has_failed or time.monotonic() < self._paused_until:
             return
         room = self._rollouts.admission.free - self._runner.preparing
         started: list[Entry] = []

@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import DartsError, EngineDead, GroupAborted, InvalidRequest, Overloaded, ServerStopping
+from darts_server.exceptions import (
+    DartsError,
+    EngineDead,
+    GroupAborted,
+    InvalidRequest,
+    Overloaded,
+    ServerStopping,
+    StateDamaged,
+    StateError,
+)
 from darts_server.rollout.batches.submission import FIELD, BatchRequest, GroupResult, NewPlanner, Submission
 from darts_server.rollout.queue.entries import Entry, Job
 from darts_server.rollout.queue.ledger import PROMPT, Ledger
@@ -27,12 +36,18 @@ Encode = Callable[[GroupResult], bytes]
 _PROMPT_FIELD = re.compile(rf"{FIELD}\[([0-9]+)\]")
 NOT_THEIR_FAULT = (GroupAborted, EngineDead, ServerStopping, Overloaded)
 """Errors after which a prompt is queued again."""
+MAX_ABORTS = 10
+"""Of one prompt: the group of one that is aborted more often has an error."""
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt(Generic[RequestT, OutputT]):
-    """One run of an entry: prompt ``index`` of a ``submission``, which is ``None`` while that is prepared."""
+    """One run of an entry: prompt ``index`` of a ``submission``, which is ``None`` while that is prepared.
 
+    ``prompt``: ``None`` until it was read.
+    """
+
+    prompt: PromptSpec | None = None
     submission: Submission[RequestT, OutputT] | None = None
     index: int = 0
 
@@ -43,7 +58,7 @@ class QueueRunner(Generic[RequestT, OutputT]):
     Args:
         encode: of results, called in a thread.
         on_change: called when a group has ended, or when entries were queued again.
-        on_overload: called when the engine admits no more candidates now.
+        on_refusal: called when the engine or the disk refuses what may succeed later.
     """
 
     def __init__(
@@ -55,7 +70,7 @@ class QueueRunner(Generic[RequestT, OutputT]):
         new_planner: NewPlanner,
         encode: Encode,
         on_change: Callable[[], None],
-        on_overload: Callable[[], None],
+        on_refusal: Callable[[], None],
     ) -> None:
         self._ledger = ledger
         self._saver = saver
@@ -64,7 +79,7 @@ class QueueRunner(Generic[RequestT, OutputT]):
         self._new_planner = new_planner
         self._encode = encode
         self._on_change = on_change
-        self._on_overload = on_overload
+        self._on_refusal = on_refusal
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts: dict[int, _Attempt[RequestT, OutputT]] = {}
         self.preparing = 0
@@ -106,12 +121,12 @@ class QueueRunner(Generic[RequestT, OutputT]):
                     async for result in results:
                         entry = entries[result.number]
                         await self._end(entry, attempts[entry.number], result)
-        except Overloaded:
-            self._on_overload()
+        except (*NOT_THEIR_FAULT, StateError):
+            self._on_refusal()
         except Exception as error:  # a bug of ours: it ends these groups and nothing else
             logger.exception("groups of the queue failed")
             for entry in entries:
-                await self._fail(entry, attempts[entry.number], error)
+                self._fail(entry, attempts[entry.number], error)
         finally:
             for number, attempt in attempts.items():
                 if self._attempts.get(number) is attempt:
@@ -125,13 +140,13 @@ class QueueRunner(Generic[RequestT, OutputT]):
         """Prepare a batch of the entries, without those that fail, which are removed; ``None`` if none is left.
 
         Raises:
-            Overloaded
+            Overloaded, StateError
         """
         terms = self._ledger.terms(entries[0])
         candidates = terms.group_size * len(entries)
         self.preparing += candidates
         try:
-            prompts = {entry.number: await self._prompt(entry) for entry in entries}
+            prompts = await self._read_prompts(entries, attempts)
         finally:
             self.preparing -= candidates
         while entries:
@@ -142,16 +157,18 @@ class QueueRunner(Generic[RequestT, OutputT]):
                 submission = await Submission.prepare(request, self._rollouts, self._renderer, self._new_planner)
             except NOT_THEIR_FAULT:
                 raise
-            except DartsError as error:
+            except Exception as error:
+                if not isinstance(error, DartsError):  # a bug of ours, or in the model's chat template
+                    logger.exception("prompts of the queue cannot be prepared")
                 if isinstance(error, InvalidRequest) and (bad := _PROMPT_FIELD.match(error.field)):
                     entry = entries.pop(int(bad[1]))
-                    await self._fail(entry, attempts[entry.number], _without_number(error))
+                    self._fail(entry, attempts[entry.number], _without_number(error))
                 elif len(entries) > 1:
                     # It is one prompt's, or they are too many at a time for this key: the others are queued again.
                     del entries[(len(entries) + 1) // 2 :]
                 else:
                     entry = entries.pop()
-                    await self._fail(entry, attempts[entry.number], error)
+                    self._fail(entry, attempts[entry.number], error)
             else:
                 for index, entry in enumerate(entries):
                     attempt = attempts[entry.number]
@@ -161,27 +178,56 @@ class QueueRunner(Generic[RequestT, OutputT]):
                 return submission
         return None
 
-    async def _prompt(self, entry: Entry) -> PromptSpec:
-        document = await self._saver.read(PROMPT, str(entry.number))
-        return PromptSpec() if document is None else decode_prompt(document)  # it was deleted meanwhile
+    async def _read_prompts(
+        self, entries: list[Entry], attempts: Mapping[int, _Attempt[RequestT, OutputT]]
+    ) -> dict[int, PromptSpec]:
+        """Read the prompts by number. Entries whose prompt is damaged fail, and are removed.
+
+        Raises:
+            StateError: the disk cannot be read now.
+        """
+        prompts: dict[int, PromptSpec] = {}
+        for entry in list(entries):
+            attempt = attempts[entry.number]
+            try:
+                document = await self._saver.read(PROMPT, str(entry.number))
+                prompt = PromptSpec() if document is None else decode_prompt(document)  # it was deleted meanwhile
+            except (StateDamaged, ValueError, TypeError) as error:
+                entries.remove(entry)
+                self._fail(entry, attempt, error)
+            else:
+                attempt.prompt = prompts[entry.number] = prompt
+        return prompts
 
     async def _end(self, entry: Entry, attempt: _Attempt[RequestT, OutputT], result: GroupResult) -> None:
         if self._attempts.get(entry.number) is not attempt:
             return  # it was stopped, and may run again already
-        if isinstance(result.error, NOT_THEIR_FAULT):
+        is_aborted = isinstance(result.error, GroupAborted)
+        if isinstance(result.error, NOT_THEIR_FAULT) and not (is_aborted and entry.aborts >= MAX_ABORTS):
             del self._attempts[entry.number]
-            self._ledger.give_back(entry.number, aborted=True)
+            self._ledger.give_back(entry.number, aborted=is_aborted)
+            if not is_aborted:
+                self._on_refusal()
             self._on_change()
             return
-        # In a thread: a large group takes a while.
-        group = await asyncio.to_thread(self._encode, replace(result, number=entry.number))
+        try:
+            # In a thread: a large group takes a while.
+            group = await asyncio.to_thread(self._encode, replace(result, number=entry.number))
+        except Exception as error:
+            logger.exception("group %s of the queue cannot be encoded", result.group_id)
+            self._fail(entry, attempt, error)
+            return
         tokens = 0 if result.record is None else result.record.generated_tokens
         self._close(entry, attempt, group, _first_version(result), tokens, failed=result.error is not None)
 
-    async def _fail(self, entry: Entry, attempt: _Attempt[RequestT, OutputT], error: Exception) -> None:
-        """End an entry of which nothing has started."""
-        result = GroupResult(entry.number, f"queue-{entry.number}", entry.prompt_key or "", {}, None, error)
-        group = self._encode(replace(result, metadata=(await self._prompt(entry)).metadata))
+    def _fail(self, entry: Entry, attempt: _Attempt[RequestT, OutputT], error: Exception) -> None:
+        """End an entry that has no group."""
+        metadata = None if attempt.prompt is None else attempt.prompt.metadata
+        result = GroupResult(entry.number, f"queue-{entry.number}", entry.prompt_key or "", {}, None, error, metadata)
+        try:
+            group = self._encode(result)
+        except Exception:  # in what the caller sent with it
+            group = self._encode(replace(result, metadata=None))
         self._close(entry, attempt, group, None, 0, failed=True)
 
     def _close(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import CandidateFailed, InvalidRequest, NotFound
+from darts_server.exceptions import CandidateFailed, InvalidRequest, NotFound, StateDamaged, WeightsLost
 from darts_server.rollout.batches.submission import GroupResult
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.queue.entries import AckOutcome, EntryState
@@ -298,6 +298,80 @@ async def test_groups_that_are_aborted_from_outside_start_again() -> None:
         await run(harness)
         assert content(await taking) == ["50"]
         assert queue.counts.aborted == 1
+
+
+async def test_a_group_that_is_always_aborted_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("darts_server.rollout.queue.queue.RETRY_SECONDS", 0.0)
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("50"))
+        for _ in range(1000):
+            await asyncio.sleep(0.005)
+            harness.rollouts.abort_all("paused")
+            if queue.totals()[EntryState.READY]:
+                break
+        [group] = await queue.take(ME, "job", 1, 0, 60)
+        assert "paused" in json.loads(group.group)["error"]
+
+
+async def test_lost_weights_fail_no_prompt() -> None:
+    harness = Harness(script)
+
+    class Losing(Texts):
+        async def make_request(
+            self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
+        ) -> str:
+            harness.rollouts.gate.fail(WeightsLost("lost"))
+            return await super().make_request(prompt, sampling, size, request_id)
+
+    with TransactionStore() as disk:
+        queue = Queue(harness.rollouts, Losing(), new_planner, disk, encode)
+        queue.open()
+        await queue.put(ME, put("10", "11"))
+        await run(harness)
+        await queue.put(ME, put("12"))
+        await run(harness)
+        assert queue.totals()[EntryState.QUEUED] == 3
+        assert queue.counts.failed == 0
+        queue.drain()
+        await asyncio.sleep(0.01)
+
+
+async def test_errors_that_nobody_expects_fail_their_prompt_alone() -> None:
+    class Broken(Texts):
+        async def make_request(
+            self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
+        ) -> str:
+            if prompt.text == "13":
+                raise RuntimeError("template")
+            return await super().make_request(prompt, sampling, size, request_id)
+
+    class Damaged(TransactionStore):
+        def read(self, kind: str, key: str) -> bytes | None:
+            if (kind, key) == ("prompt", "2"):
+                raise StateDamaged("checksum")
+            return super().read(kind, key)
+
+    def encode_most(result: GroupResult) -> bytes:
+        if b"14" in (result.metadata or b""):
+            raise ValueError("bytes")
+        return encode(result)
+
+    harness = Harness(script)
+    with Damaged() as disk:
+        queue = Queue(harness.rollouts, Broken(), new_planner, disk, encode_most)
+        await queue.put(ME, put("10", "12", "11", "13", "14"))
+        queue.open()
+        taking = asyncio.create_task(queue.take(ME, "job", 5, 5, 60))
+        for _ in range(200):
+            await harness.engine.run()
+            await asyncio.sleep(0.005)
+            if taking.done():
+                break
+        errors = [json.loads(group.group)["error"] for group in sorted(await taking, key=lambda group: group.lease)]
+        assert errors == [None, "checksum", None, "template", "bytes"]
+        queue.drain()
+        await asyncio.sleep(0.01)
 
 
 async def test_a_group_whose_consumer_left_before_it_got_it_goes_to_the_next() -> None:
