@@ -85,12 +85,20 @@ class Coordinator:
         """
         if version == self.version:
             raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
-        self._check_not_lost()
-        if self._source is not None:
-            raise self._update_running()
+        self.check_free()
         self._check_weights_awake()
         self._source = update.source
         self._machine.begin(self.version + 1 if version is None else version)
+
+    def check_free(self) -> None:
+        """Check that no update is in progress.
+
+        Raises:
+            UpdateRunning, WeightsLost
+        """
+        self._check_not_lost()
+        if self._source is not None:
+            raise self._update_running()
 
     def refuse(self, update: Update, error: BaseException) -> None:
         """End an update that failed before it was announced."""

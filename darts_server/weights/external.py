@@ -20,19 +20,24 @@ Step = Callable[[], Awaitable[None]]
 class _Session:
     """A trainer's update, from start to finish.
 
-    ``writes``: calls of /update_weights. ``names``: of the tensors they brought, as far as vLLM reports them.
-    ``in_flight``: calls in progress. ``timer``: ends the session if the trainer does not call again.
+    ``calls``: steps that began. ``writes``: calls of /update_weights. ``names``: of the tensors they brought, as far as
+    vLLM reports them. ``timer``: ends the session if the trainer does not call again.
     """
 
     update: Update
+    calls: int = 0
     writes: int = 0
     names: list[str] = field(default_factory=list)
-    in_flight: int = 0
     timer: asyncio.TimerHandle | None = None
 
 
 class ExternalUpdates:
-    """Coordinates updates whose steps the engine does itself. Steps outside of a session are the engine's to refuse."""
+    """Coordinates updates whose steps the engine does itself. Steps outside of a session are the engine's to refuse.
+
+    The engine sees one step at a time, and none that belongs to another session than it was sent in. Otherwise a start
+    that follows a finish closely is begun by the engine before the finish has ended here: the engine resumes then with
+    a model that has no weights, and dies.
+    """
 
     def __init__(self, coordinator: Coordinator, loaded: LoadedWeights, model: Model) -> None:
         self._coordinator = coordinator
@@ -40,6 +45,7 @@ class ExternalUpdates:
         self._model = model
         self._session: _Session | None = None
         self._timeout_task: asyncio.Task[None] | None = None
+        self._steps = asyncio.Lock()
 
     async def start(self, start: Step) -> None:
         """Begin an update: pause the engine by the server's rule, unless the trainer paused it, and call ``start``.
@@ -48,17 +54,16 @@ class ExternalUpdates:
             UpdateRunning, UpdateFailed, WeightsLost: nothing was changed.
             Exception: of ``start``.
         """
-        if self._session is not None:
-            return await start()  # the engine refuses it
         coordinator = self._coordinator
-        rule = None if coordinator.paused_by_trainer else coordinator.settings.rule
-        update = Update(VLLM_ROUTES, rule, timeout=coordinator.settings.step_timeout)
-        coordinator.begin(update, coordinator.version + 1)
-        await coordinator.pause(update)
-        session = self._session = _Session(update)
-        coordinator.mark_updating()
-        await self._run_step(session, "load", start)
-        return None
+        coordinator.check_free()  # at once: who has the lock may wait for groups
+        async with self._steps:
+            rule = None if coordinator.paused_by_trainer else coordinator.settings.rule
+            update = Update(VLLM_ROUTES, rule, timeout=coordinator.settings.step_timeout)
+            coordinator.begin(update, coordinator.version + 1)
+            await coordinator.pause(update)
+            session = self._session = _Session(update)
+            coordinator.mark_updating()
+            await self._run_step(session, "load", start)
 
     async def write(self, write: Step, names: Sequence[str]) -> None:
         """Write tensors to the model by ``write``. A failure ends the update.
@@ -66,13 +71,12 @@ class ExternalUpdates:
         Raises:
             Exception: of ``write``.
         """
-        session = self._session
-        if session is None:
-            return await write()
-        session.writes += 1
-        session.names += names
-        await self._run_step(session, "transfer", write)
-        return None
+        async with self._steps:
+            if (session := self._session) is None:
+                return await write()
+            session.writes += 1
+            session.names += names
+            return await self._run_step(session, "transfer", write)
 
     async def finish(self, finish: Callable[[int], Awaitable[None]]) -> None:
         """Finish the update. ``finish`` is called with the version that is served from now on.
@@ -80,45 +84,51 @@ class ExternalUpdates:
         Raises:
             Exception: of ``finish``.
         """
-        session = self._session
-        if session is None:
-            return await finish(self._coordinator.version)
-        await self._run_step(session, "load", lambda: finish(self._coordinator.target))
-        self._close(session)
-        if session.update.rule is None:
-            # The trainer's own pause may have kept the caches (clear_cache=false); ours clears them.
-            await self._model.clear_caches()
-        self._loaded.record(None)
-        await self._coordinator.finish(session.update)
-        return None
+        async with self._steps:
+            if (session := self._session) is None:
+                return await finish(self._coordinator.version)
+            await self._run_step(session, "load", lambda: finish(self._coordinator.target))
+            self._close(session)
+            if session.update.rule is None:
+                # The trainer's own pause may have kept the caches (clear_cache=false); ours clears them.
+                await self._model.clear_caches()
+            self._loaded.record(None)
+            return await self._coordinator.finish(session.update)
 
     # --- helpers ------------------------------------------------------------
 
     async def _run_step(self, session: _Session, phase: str, step: Step) -> None:
         self._stop_timer(session)
-        session.in_flight += 1
+        session.calls += 1
         try:
             await session.update.run_phase(phase, step)
         except Exception as error:
             await self._fail(session, error)
             raise
         finally:
-            session.in_flight -= 1
             self._start_timer(session)
 
     def _start_timer(self, session: _Session) -> None:
-        if session is self._session and not session.in_flight:
+        if session is self._session:
             timeout = self._coordinator.settings.step_timeout
-            session.timer = asyncio.get_running_loop().call_later(timeout, self._time_out, session, timeout)
+            session.timer = asyncio.get_running_loop().call_later(
+                timeout, self._time_out, session, session.calls, timeout
+            )
 
     def _stop_timer(self, session: _Session) -> None:
         if session.timer is not None:
             session.timer.cancel()
 
-    def _time_out(self, session: _Session, timeout: float) -> None:
+    def _time_out(self, session: _Session, calls: int, timeout: float) -> None:
         error = UpdateFailed(f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout")
-        self._timeout_task = asyncio.get_running_loop().create_task(self._fail(session, error))
+        self._timeout_task = asyncio.get_running_loop().create_task(self._fail_if_silent(session, calls, error))
         self._timeout_task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _fail_if_silent(self, session: _Session, calls: int, error: Exception) -> None:
+        """End the update, unless the trainer has called again since ``calls`` calls."""
+        async with self._steps:
+            if session.calls == calls:
+                await self._fail(session, error)
 
     def _close(self, session: _Session) -> None:
         self._stop_timer(session)

@@ -230,12 +230,38 @@ async def test_a_trainers_update_excludes_ours_and_leaves_no_files_to_complete_p
     harness.check_serves(4, all=7, layer0=8)
 
 
-async def test_the_engine_refuses_a_second_start_and_the_update_continues(harness: Harness) -> None:
+async def test_a_second_start_is_refused_and_the_update_continues(harness: Harness) -> None:
     await harness.trainer.start()
-    harness.model.fail["start"] = [RuntimeError("already active")]
-    with pytest.raises(RuntimeError, match="already active"):
+    with pytest.raises(UpdateRunning, match="POST /finish_weight_update ends it"):
         await harness.trainer.start()
+    assert harness.model.calls.count("start") == 1
     await harness.trainer.finish()
+    harness.check_serves(1, all=0)
+
+
+async def test_a_start_while_the_update_before_ends_does_not_reach_the_engine(harness: Harness) -> None:
+    """The engine would begin it, and then be resumed at the end of the update before, with a model without weights."""
+    await harness.trainer.start()
+    finish = asyncio.create_task(harness.trainer.finish())
+    await asyncio.sleep(0)
+    for _ in range(20):
+        if finish.done():
+            break
+        with pytest.raises(UpdateRunning):
+            await harness.trainer.start()
+        await asyncio.sleep(0)
+    await finish
+    assert harness.model.calls.count("start") == 1
+    harness.check_serves(1, all=0)
+
+
+async def test_a_second_finish_waits_for_the_first_and_belongs_to_no_update(harness: Harness) -> None:
+    await harness.trainer.start()
+    harness.model.fail["finish"] = [None, RuntimeError("not begun")]
+    first, second = (asyncio.create_task(harness.trainer.finish()) for _ in range(2))
+    await first
+    with pytest.raises(RuntimeError, match="not begun"):
+        await second
     harness.check_serves(1, all=0)
 
 
