@@ -73,10 +73,11 @@ class ExternalUpdates:
         """
         async with self._steps:
             if (session := self._session) is None:
-                return await write()
+                await write()
+                return
             session.writes += 1
             session.names += names
-            return await self._run_step(session, "transfer", write)
+            await self._run_step(session, "transfer", write)
 
     async def finish(self, finish: Callable[[int], Awaitable[None]]) -> None:
         """Finish the update. ``finish`` is called with the version that is served from now on.
@@ -86,14 +87,15 @@ class ExternalUpdates:
         """
         async with self._steps:
             if (session := self._session) is None:
-                return await finish(self._coordinator.version)
+                await finish(self._coordinator.version)
+                return
             await self._run_step(session, "load", lambda: finish(self._coordinator.target))
             self._close(session)
             if session.update.rule is None:
                 # The trainer's own pause may have kept the caches (clear_cache=false); ours clears them.
                 await self._model.clear_caches()
             self._loaded.record(None)
-            return await self._coordinator.finish(session.update)
+            await self._coordinator.finish(session.update)
 
     # --- helpers ------------------------------------------------------------
 
