@@ -1,6 +1,7 @@
 """TRL's trainer and client with the integration, against a fake server."""
 
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -473,3 +474,12 @@ def test_a_server_that_takes_no_weights_ends_the_training_before_it_begins(serve
     server.failing = ("/darts/v1/weights",)
     with pytest.raises(ServerFault):
         WeightTransfer(server.url).init_weight_transfer()
+
+
+def test_the_weight_transfer_waits_for_the_server_as_long_as_it_is_told() -> None:
+    PartialState()
+    with socket.socket() as unused:  # bound, but nothing listens there
+        unused.bind(("127.0.0.1", 0))
+        transfer = WeightTransfer(f"http://127.0.0.1:{unused.getsockname()[1]}", ready_timeout=0)
+        with pytest.raises(TimeoutError, match="after 0s"):
+            transfer.init_weight_transfer()

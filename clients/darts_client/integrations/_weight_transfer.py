@@ -8,7 +8,7 @@ import torch
 from ._server import Server, TensorSpec, TensorStream
 
 READY_TIMEOUT = 240.0
-"""Seconds to wait until the server answers, TRL's own default."""
+"""TRL's own default."""
 
 
 class WeightTransfer:
@@ -23,10 +23,12 @@ class WeightTransfer:
     Args:
         url: of the server, the trainer's `vllm_server_base_url`.
         api_key: with admin rights.
+        ready_timeout: seconds to wait until the server answers, the trainer's `vllm_server_timeout`.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, ready_timeout: float = READY_TIMEOUT) -> None:
         self._server = Server(url, api_key)
+        self._ready_timeout = ready_timeout
         self._specs: list[TensorSpec] | None = None
         self.version: int | None = None
         """Of the weights that were sent last, as the server counts."""
@@ -41,7 +43,7 @@ class WeightTransfer:
         # Not at the top: TRL warns whoever imports what is experimental.
         from trl.experimental.async_grpo.vllm_client import VLLMClient
 
-        waiting: Any = VLLMClient(self._server.url, READY_TIMEOUT)
+        waiting: Any = VLLMClient(self._server.url, self._ready_timeout)
         waiting.wait_for_server_ready()
         self._server.check_weights()
 
@@ -53,7 +55,8 @@ class WeightTransfer:
 
         Raises:
             ValueError: a tensor is neither float32, float16 nor bfloat16, such as those of quantized models.
-            DartsError: the server refused them, and still samples with the old ones.
+            DartsError: the server refused them, and still samples with the old ones. TRL's other processes wait until
+                this one ends.
         """
         try:
             self.version = self._server.push(self._stream(iterator), rule="keep").version
