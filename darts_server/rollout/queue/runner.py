@@ -11,6 +11,7 @@ from typing import Any, Generic
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import (
     DartsError,
+    EngineBusy,
     EngineDead,
     GroupAborted,
     InvalidRequest,
@@ -34,7 +35,7 @@ Encode = Callable[[GroupResult], bytes]
 """Encodes a group as its consumers get it."""
 
 _PROMPT_FIELD = re.compile(rf"{FIELD}\[([0-9]+)\]")
-NOT_THEIR_FAULT = (GroupAborted, EngineDead, ServerStopping, Overloaded)
+NOT_THEIR_FAULT = (GroupAborted, EngineBusy, EngineDead, ServerStopping, Overloaded)
 """Errors after which a prompt is queued again."""
 MAX_ABORTS = 10
 """Of one prompt: the group of one that is aborted more often has an error."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import CandidateFailed, InvalidRequest, NotFound, StateDamaged, WeightsLost
+from darts_server.exceptions import CandidateFailed, EngineBusy, InvalidRequest, NotFound, StateDamaged, WeightsLost
 from darts_server.rollout.batches.submission import GroupResult
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.queue.entries import AckOutcome, EntryState
@@ -395,3 +395,20 @@ async def test_the_callers_context_is_not_that_of_the_request_that_put_the_promp
         await run(harness)
         caller.reset(token)
         assert harness.recorder.records[0].owner == "me"
+
+
+async def test_prompts_for_which_the_engine_has_no_room_start_again_later() -> None:
+    harness = Harness(script)
+    harness.engine.start_error = EngineBusy("the queue is full", 5)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("10", "20"))
+        await run(harness)
+        await wait_for(queue, queued=2)
+        assert queue.counts.aborted == 0
+        harness.engine.start_error = None
+        taking = asyncio.create_task(queue.take(ME, "job", 2, 30, 60))
+        while not taking.done():
+            await run(harness)
+        groups = await taking
+        assert sorted(map(str, content(groups))) == ["10", "20"]
+        assert [json.loads(group.group)["error"] for group in groups] == [None, None]
