@@ -206,6 +206,6 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
         """Return the seed for sampling the group's tail; ``None`` for a random one."""
         ...
 
-    def to_sample(self, output: OutputT_contra) -> Sample:
-        """Convert a trajectory's output to a `Sample`."""
+    async def to_sample(self, output: OutputT_contra) -> Sample:
+        """Convert a trajectory's output to a `Sample`; a long one in several turns of the event loop."""
         ...

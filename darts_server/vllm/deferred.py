@@ -1,8 +1,9 @@
 """Defer the text and the log-probs of candidates until something reads them: of most nothing ever does.
 
 While a candidate runs, its state in vLLM collects token ids, and log-probs as the engine sends them. vLLM's own
-detokenizer and log-probs processor of the request wait, and get everything at once when the text or the log-probs of
-its output are read. So the results are vLLM's, and a candidate that is discarded never costs what they take.
+detokenizer of the request waits, and gets everything when the text of its output is read; vLLM's log-probs processor,
+when its log-probs are. Each is made without the other: native routes read the text alone. So the results are vLLM's,
+and a candidate that is discarded never costs what they take, nor does what is cut off.
 
 The text of a request with stop strings is not deferred, since these are searched for in it as it grows, and neither is
 anything of a candidate that goes on with earlier tokens (:mod:`darts_server.vllm.resume`).
@@ -10,13 +11,19 @@ anything of a candidate that goes on with earlier tokens (:mod:`darts_server.vll
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields
+from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, TypeAlias, cast
 
+import anyio
+import numpy as np
 from msgspec import Raw
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs, create_sample_logprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreOutput
@@ -25,14 +32,21 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.outputs import LogprobsLists
 
-from darts_server.vllm.outputs import token_logprobs
+from darts_server.types import FinishReason
+from darts_server.vllm.compat.engine import truncate_sampling_mask
+from darts_server.vllm.outputs import new_detokenizer, token_logprobs
 from darts_server.vllm.packed_outputs import NOTHING, copied, each_array, unpack
 
 SLICE = 512
 """Tokens that are detokenized, and log-probs that are formatted, before others get a turn: some three milliseconds."""
-LOGPROBS = ["logprobs", "cumulative_logprob"]
+PACKED_BYTES = 8192
+"""Packed log-probs that are collected before they are unpacked: some two hundred tokens, half a millisecond."""
+TEXT, LOGPROBS = "text", ("logprobs", "cumulative_logprob")
 STOP = "stop"
 """vLLM's finish reason of an output whose last token may be no part of its text."""
+Part: TypeAlias = Callable[[CompletionOutput], Iterator[None]]
+"""Makes fields of an output, with a pause after each slice."""
+_one_at_a_time = anyio.CapacityLimiter(1)  # several tasks would each make a slice in every turn of the event loop
 
 
 class CachingTokenizer:
@@ -61,12 +75,13 @@ class CollectedLogprobs(LogprobsProcessor):
     """
 
     def __init__(self, processor: LogprobsProcessor, tokenizer: CachingTokenizer) -> None:
-        super().__init__(**{field.name: getattr(processor, field.name) for field in fields(processor)})
+        super().__init__(**_fields(processor))
         if self.tokenizer is not None:
             self.tokenizer = cast(TokenizerLike, tokenizer)
         self._packed, self._packed_outputs = bytearray(), 0
         self._arrays: list[LogprobsLists] = []
         self._values = array("d")
+        self._has_nan = False
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
         packed = getattr(output, "packed_logprobs", None)
@@ -74,6 +89,8 @@ class CollectedLogprobs(LogprobsProcessor):
             if (data := bytes(packed)) not in NOTHING:
                 self._packed += data
                 self._packed_outputs += 1
+            if len(self._packed) >= PACKED_BYTES:  # not all at the end, where hundreds may be aborted at once
+                self._unpack()
             output.packed_logprobs = None  # type: ignore[attr-defined]
         super().update_from_output(output)
 
@@ -86,16 +103,31 @@ class CollectedLogprobs(LogprobsProcessor):
         self._unpack()
         return self._values
 
-    def process(self) -> Iterator[None]:
-        """Process everything collected as vLLM does, with a pause after each slice. Called once, at the end."""
+    def has_nan(self) -> bool:
+        """Whether the log-prob of a generated token is NaN."""
         self._unpack()
-        arrays, self._arrays = self._arrays, []
-        for one in arrays:
-            tokens = max(1, SLICE // one.logprobs.shape[1])
-            for start in range(0, len(one.logprobs), tokens):
-                part = slice(start, start + tokens)
-                super()._update_sample_logprobs(each_array(one, itemgetter(part)))
-                yield
+        return self._has_nan
+
+    def process(self, tokens: int | None, completion: CompletionOutput) -> Iterator[None]:
+        """Process the log-probs of the first ``tokens`` tokens, or of all, as vLLM does, for an output of these."""
+        left = len(self.values()) if tokens is None else tokens
+        empty = {
+            "logprobs": create_sample_logprobs(isinstance(self.logprobs, FlatLogprobs)),
+            "cumulative_logprob": 0.0,
+        }
+        processor = LogprobsProcessor(**(_fields(self) | empty))
+        entries = 0
+        for one in self._arrays:
+            rows, step = min(left, len(one.logprobs)), max(1, SLICE // one.logprobs.shape[1])
+            for start in range(0, rows, step):
+                part = slice(start, min(start + step, rows))
+                processor._update_sample_logprobs(each_array(one, itemgetter(part)))
+                entries += one.logprobs[part].size
+                if entries >= SLICE:
+                    entries = 0
+                    yield
+            left -= rows
+        completion.logprobs, completion.cumulative_logprob = processor.logprobs, processor.cumulative_logprob
 
     def _unpack(self) -> None:
         if self._packed_outputs:
@@ -106,7 +138,9 @@ class CollectedLogprobs(LogprobsProcessor):
 
     def _add(self, arrays: LogprobsLists) -> None:
         self._arrays.append(arrays)
-        self._values.extend(arrays.logprobs[:, 0].tolist())  # the sampled token's is the first
+        sampled = arrays.logprobs[:, 0].astype(np.float64)  # the sampled token's is the first
+        self._values.frombytes(sampled.tobytes())
+        self._has_nan |= bool(np.isnan(sampled).any())
 
 
 class Deferred:
@@ -133,83 +167,140 @@ class Deferred:
             self._logprobs = CollectedLogprobs(state.logprobs_processor, self._tokenizer)
             state.logprobs_processor = self._logprobs
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Fields of the output that are made when they are read."""
-        names = [] if self._detokenizer is None else ["text"]
-        return names + LOGPROBS if self._logprobs is not None and self.returns_logprobs else names
-
     def logprobs(self) -> Sequence[float] | None:
         """Return the log-prob of each token generated so far; ``None`` if the engine computes none."""
         return None if self._logprobs is None else self._logprobs.values()
 
-    def output(self, collected: RequestOutput) -> RequestOutput:
-        """Return the candidate's output."""
-        output = copy(collected)
-        output.outputs = [DeferredCompletion.of(completion, self) for completion in collected.outputs]
-        return output
+    def has_nan(self) -> bool:
+        """Whether the log-prob of a token generated so far is NaN."""
+        return self._logprobs is not None and self._logprobs.has_nan()
 
-    def make(self, completion: CompletionOutput) -> Iterator[None]:
-        """Make the missing fields of the output, with a pause after each slice. Called once."""
-        if self._detokenizer is not None:
-            tokens, has_stop = list(completion.token_ids), completion.finish_reason == STOP
-            for start in range(0, len(tokens), SLICE):
-                end = start + SLICE
-                self._detokenizer.update(tokens[start:end], has_stop and end >= len(tokens))
-                yield
-            completion.text = self._detokenizer.get_next_output_text(finished=True, delta=False)
-        if self._logprobs is not None and self.returns_logprobs:
-            yield from self._logprobs.process()
-            completion.logprobs = self._logprobs.logprobs
-            completion.cumulative_logprob = self._logprobs.cumulative_logprob
+    def output(self, collected: RequestOutput) -> RequestOutput:
+        """Return the candidate's output. Called once."""
+        (completion,) = collected.outputs
+        detokenizer, self._detokenizer = self._detokenizer, None
+        text = None if detokenizer is None else partial(_detokenize, lambda: detokenizer)
+        returned = self._logprobs if self.returns_logprobs else None
+        changes = {} if self.returns_logprobs else dict.fromkeys(LOGPROBS)
+        output = copy(collected)
+        output.outputs = [DeferredCompletion.of(completion, text, returned, changes)]
+        return output
 
 
 class DeferredCompletion(CompletionOutput):
-    """vLLM's output of a candidate, without the fields that are deferred until one of them is read."""
+    """vLLM's output of a candidate, without the fields that are deferred until they are read."""
 
-    _deferred: Deferred
-    _making: Iterator[None] | None = None
+    collected: CollectedLogprobs | None = None
+    """The log-probs of its tokens, and maybe of more, if they are deferred."""
+    _parts: Mapping[str, Part] = MappingProxyType({})
+    _making: dict[Part, Iterator[None] | Exception]
 
     @classmethod
-    def of(cls, completion: CompletionOutput, deferred: Deferred) -> "DeferredCompletion":
+    def of(
+        cls,
+        completion: CompletionOutput,
+        text: Part | None,
+        collected: CollectedLogprobs | None,
+        changes: Mapping[str, Any],
+        tokens: int | None = None,
+    ) -> "DeferredCompletion":
+        """Copy an output with changes, and defer its text and log-probs, these of the first ``tokens`` tokens.
+
+        ``None`` for ``text`` or ``collected``: that is not deferred.
+        """
+        parts: dict[str, Part] = {} if text is None else {TEXT: text}
+        if collected is not None:
+            parts |= dict.fromkeys(LOGPROBS, partial(collected.process, tokens))
         made = cls.__new__(cls)
-        vars(made).update(vars(completion), _deferred=deferred)
-        if not deferred.returns_logprobs:
-            made.logprobs = made.cumulative_logprob = None
-        for name in deferred.names:
-            del vars(made)[name]
+        vars(made).update({name: value for name, value in vars(completion).items() if name not in parts})
+        vars(made).update(changes, collected=collected, _parts=parts, _making={})
         return made
 
-    def __getattr__(self, name: str) -> Any:  # called only for what is missing
-        deferred = vars(self).get("_deferred")
-        if deferred is None or name not in deferred.names:
-            raise AttributeError(name)
-        for _ in self.make():
+    # In place of fields of the base class: one that is missing is made, also if vLLM gives it a default.
+    text = cached_property(lambda self: self._read("text"))
+    logprobs = cached_property(lambda self: self._read("logprobs"))
+    cumulative_logprob = cached_property(lambda self: self._read("cumulative_logprob"))
+
+    def _read(self, name: str) -> Any:
+        for _ in self.make(name):
             pass
         return vars(self)[name]
 
-    def make(self) -> Iterator[None]:
-        """Make what was deferred, with a pause after each slice; may be left, and called again."""
-        if "_deferred" in vars(self) and any(name not in vars(self) for name in self._deferred.names):
-            if self._making is None:
-                self._making = self._deferred.make(self)
-            for _ in self._making:  # not `yield from`, which would close it with this one
-                yield
-            self._making = None
+    def make(self, *names: str) -> Iterator[None]:
+        """Make fields, or all, if they are deferred, with a pause after each slice; may be left, and called again.
+
+        What cannot be made raises the same error each time.
+        """
+        for name in names or (TEXT, *LOGPROBS):
+            part = self._parts.get(name)
+            if part is None or name in vars(self):
+                continue
+            making = self._making.setdefault(part, part(self))
+            if isinstance(making, Exception):
+                raise making
+            try:
+                for _ in making:  # not `yield from`, which would close it with this one
+                    yield
+            except Exception as error:
+                self._making[part] = error
+                raise
+            self._making.pop(part, None)
+            self._parts = {other: made for other, made in self._parts.items() if made is not part}  # frees what it has
 
 
-async def make_deferred(output: RequestOutput) -> None:
-    """Make what was deferred of an output, and let other tasks have their turns meanwhile."""
+def truncate_output(
+    output: RequestOutput, tokens: int, params: SamplingParams, tokenizer: TokenizerLike | None
+) -> RequestOutput:
+    """Truncate an output as if ``tokens`` had been its ``max_tokens``: ids, log-probs, text and finish reason.
+
+    What is deferred of it stays so, and its text is deferred in any case.
+    """
+    whole = output.outputs[0]
+    changes: dict[str, Any] = {
+        "token_ids": list(whole.token_ids[:tokens]),
+        "finish_reason": FinishReason.LENGTH.value,
+        "stop_reason": None,
+        **truncate_sampling_mask(whole, tokens),
+    }
+    collected = whole.collected if isinstance(whole, DeferredCompletion) else None
+    if collected is None and whole.logprobs is not None:
+        changes["logprobs"] = whole.logprobs[:tokens]
+        changes["cumulative_logprob"] = sum(token_logprobs(changes["logprobs"], changes["token_ids"]))
+    # Decoding all tokens at once can give another text, for example around special tokens and incomplete characters.
+    new = partial(new_detokenizer, output.prompt_token_ids or [], params, tokenizer)
+    copied = copy(output)
+    copied.outputs = [DeferredCompletion.of(whole, partial(_detokenize, new), collected, changes, tokens)]
+    return copied
+
+
+async def make_deferred(output: RequestOutput, *names: str) -> None:
+    """Make fields of an output, or all, if they are deferred, and let other tasks have their turns meanwhile."""
     for completion in output.outputs:
         if isinstance(completion, DeferredCompletion):
-            for _ in completion.make():
-                await asyncio.sleep(0)
+            async with _one_at_a_time:
+                for _ in completion.make(*names):
+                    await asyncio.sleep(0)
 
 
 def sampled_logprobs(completion: CompletionOutput) -> Sequence[float] | None:
     """Return the log-prob of each generated token of an output; ``None`` if it has none. Makes nothing deferred."""
-    deferred: Deferred | None = vars(completion).get("_deferred")
-    if deferred is not None and deferred.returns_logprobs:
-        return deferred.logprobs()
+    if isinstance(completion, DeferredCompletion) and completion.collected is not None:
+        return completion.collected.values()[: len(completion.token_ids)]
     logprobs = completion.logprobs
     return None if logprobs is None else token_logprobs(logprobs, completion.token_ids)
+
+
+def _detokenize(new: Callable[[], IncrementalDetokenizer], completion: CompletionOutput) -> Iterator[None]:
+    """Detokenize an output incrementally, as vLLM does while it generates."""
+    detokenizer = new()
+    tokens, has_stop = list(completion.token_ids), completion.finish_reason == STOP
+    for start in range(0, len(tokens), SLICE):
+        end = start + SLICE
+        if detokenizer.update(tokens[start:end], has_stop and end >= len(tokens)) is not None:
+            break  # what it has generated after a stop string, in the same step, is no part of its text
+        yield
+    completion.text = detokenizer.get_next_output_text(finished=True, delta=False)
+
+
+def _fields(processor: LogprobsProcessor) -> dict[str, Any]:
+    return {field.name: getattr(processor, field.name) for field in fields(LogprobsProcessor)}

@@ -20,7 +20,7 @@ from math import isnan
 from typing import Any, TypeAlias
 
 from vllm import SamplingParams
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -34,9 +34,9 @@ from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import BUSY, REFUSALS
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.deferred import CachingTokenizer, Deferred, sampled_logprobs
+from darts_server.vllm.deferred import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.new_states import change_new_states, changing_state
-from darts_server.vllm.outputs import aborted_output, token_logprobs, truncate_output
+from darts_server.vllm.outputs import aborted_output, token_logprobs
 from darts_server.vllm.packed_outputs import receive_packed
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
@@ -118,8 +118,7 @@ class VllmCandidate:
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
                 raise translate(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
-        values = sampled_logprobs(completion) if self._deferred is None else self._deferred.logprobs()
-        if values is not None and isnan(sum(values)):
+        if self._has_nan(completion):
             raise CandidateFailed(
                 f"log-probs of request {self._collector.request_id} are NaN: the model's weights are broken, "
                 "or it overflows at this precision"
@@ -130,6 +129,11 @@ class VllmCandidate:
         if self._deferred is not None:
             output = self._deferred.output(output)
         return CandidateResult(len(completion.token_ids), reason, output)
+
+    def _has_nan(self, completion: CompletionOutput) -> bool:
+        if self._deferred is not None:
+            return self._deferred.has_nan()
+        return isnan(sum(sampled_logprobs(completion) or ()))
 
 
 class VllmEngine:

@@ -1,4 +1,4 @@
-"""Build vLLM's request outputs: merge candidates into one response, truncate a candidate."""
+"""Build vLLM's request outputs: merge candidates into one response, or make one of an aborted candidate."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -11,9 +11,6 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-from darts_server.types import FinishReason
-from darts_server.vllm.compat.engine import truncate_sampling_mask
 
 ABORTED = "abort"
 """vLLM's finish reason of requests that were aborted."""
@@ -33,28 +30,6 @@ def to_choice(request_id: str, output: RequestOutput, index: int, *, last: bool)
     choice.outputs = [replace(output.outputs[0], index=index)]
     choice.finished = last
     return choice
-
-
-def truncate_output(
-    output: RequestOutput, tokens: int, params: SamplingParams, tokenizer: TokenizerLike | None
-) -> RequestOutput:
-    """Truncate an output as if ``tokens`` had been its ``max_tokens``: ids, log-probs, text and finish reason."""
-    whole = output.outputs[0]
-    token_ids = list(whole.token_ids)[:tokens]
-    logprobs = whole.logprobs[:tokens] if whole.logprobs is not None else None
-    truncated = replace(
-        whole,
-        token_ids=token_ids,
-        text=_text_of(token_ids, output.prompt_token_ids or [], params, tokenizer),
-        logprobs=logprobs,
-        cumulative_logprob=_total(token_ids, logprobs) if whole.cumulative_logprob is not None else None,
-        finish_reason=FinishReason.LENGTH.value,
-        stop_reason=None,
-        **truncate_sampling_mask(whole, tokens),
-    )
-    copied = copy(output)
-    copied.outputs = [truncated]
-    return copied
 
 
 def aborted_output(prompt: Any, params: SamplingParams) -> RequestOutput:
@@ -83,12 +58,6 @@ def token_logprobs(logprobs: SampleLogprobs, tokens: Sequence[int]) -> list[floa
     return [position[token].logprob for position, token in zip(logprobs, tokens, strict=True) if position]
 
 
-def _total(token_ids: Sequence[int], logprobs: SampleLogprobs | None) -> float | None:
-    if logprobs is None:
-        return None
-    return sum(token_logprobs(logprobs, token_ids))
-
-
 def new_detokenizer(
     prompt_token_ids: Sequence[int], params: SamplingParams, tokenizer: TokenizerLike | None
 ) -> IncrementalDetokenizer:
@@ -105,15 +74,3 @@ def new_detokenizer(
         data_parallel_rank=None,
     )
     return IncrementalDetokenizer.from_new_request(tokenizer if params.detokenize else None, request)
-
-
-def _text_of(
-    token_ids: list[int], prompt_token_ids: list[int], params: SamplingParams, tokenizer: TokenizerLike | None
-) -> str:
-    """Detokenize incrementally, as vLLM does while it generates.
-
-    Decoding all tokens at once can give another text, for example around special tokens and incomplete characters.
-    """
-    detokenizer = new_detokenizer(prompt_token_ids, params, tokenizer)
-    detokenizer.update(token_ids, False)
-    return detokenizer.get_next_output_text(finished=True, delta=False)

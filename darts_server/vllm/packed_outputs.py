@@ -41,6 +41,11 @@ class _Unpacked:
         arrays: LogprobsLists | None = self.packed_logprobs
         return arrays
 
+    @new_logprobs.setter
+    def new_logprobs(self, arrays: LogprobsLists | None) -> None:
+        """Replace them, as vLLM does from 0.32 on where a stop string ends in the middle of a step's tokens."""
+        self.packed_logprobs = arrays
+
 
 def receive_packed(engine_core: Any) -> None:
     """Let the engine's outputs have their log-probs packed from now on, as bytes in ``packed_logprobs``.

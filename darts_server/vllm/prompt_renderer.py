@@ -13,7 +13,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.compat.entrypoints import load_chat_template
-from darts_server.vllm.deferred import sampled_logprobs
+from darts_server.vllm.deferred import TEXT, make_deferred, sampled_logprobs
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import SamplingReader, named_parameter
 from darts_server.vllm.validation import PROMPT, check_group, check_request
@@ -58,7 +58,8 @@ class VllmPromptRenderer:
     def tail_seed(self, request: PromptRequest) -> Sequence[int] | None:
         return request.tail_seed
 
-    def to_sample(self, output: RequestOutput) -> Sample:
+    async def to_sample(self, output: RequestOutput) -> Sample:
+        await make_deferred(output, TEXT)
         completion = output.outputs[0]
         tokens = array("i", completion.token_ids)  # batches are kept: a list takes nine times the memory
         values = sampled_logprobs(completion)

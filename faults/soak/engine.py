@@ -98,7 +98,7 @@ class Texts:
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
 
-    def to_sample(self, output: list[int]) -> Sample:
+    async def to_sample(self, output: list[int]) -> Sample:
         return Sample(output, slice_from(output, 0).logprobs, f"#{len(output) % 3}", FinishReason.STOP)
 
 

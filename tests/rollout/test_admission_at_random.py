@@ -79,7 +79,7 @@ class Texts:
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
 
-    def to_sample(self, output: list[int]) -> Sample:
+    async def to_sample(self, output: list[int]) -> Sample:
         return Sample(output, None, f"#{len(output) % 2}", FinishReason.STOP)
 
 

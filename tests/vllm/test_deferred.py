@@ -1,7 +1,7 @@
 """What was deferred is, field by field, what vLLM makes as the tokens come, from the same messages of the engine."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from random import Random
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
@@ -31,6 +31,7 @@ from darts_server.vllm.deferred import (
     DeferredCompletion,
     make_deferred,
     sampled_logprobs,
+    truncate_output,
 )
 from darts_server.vllm.new_states import change_new_states, changing_state
 from darts_server.vllm.packed_outputs import receive_packed
@@ -100,7 +101,11 @@ def draw_message(random: Random, params: SamplingParams, count: int, *, first: b
         output.stop_reason = random.choice([None, 3]) if output.finish_reason is FinishReason.STOP else None
     other = EngineCoreOutput("another", [1], new_logprobs=draw_logprobs(random, params, [1]))
     outputs = random.choice([[output], [other, output], [output, other]])
-    frames: Sequence[Any] = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=1.0))
+    return encoded(EngineCoreOutputs(outputs=outputs, timestamp=1.0))
+
+
+def encoded(outputs: EngineCoreOutputs) -> list[bytearray]:
+    frames: Sequence[Any] = MsgpackEncoder().encode(outputs)
     return [bytearray(bytes(frame)) for frame in frames]  # writable as the socket's are: torch warns of others
 
 
@@ -216,6 +221,72 @@ def test_log_probs_can_be_read_while_a_candidate_runs(random: Random) -> None:
     assert_same(output, wanted)
 
 
+@given(st.randoms(use_true_random=False))
+def test_text_and_log_probs_are_made_without_each_other(random: Random) -> None:
+    case = draw_case(random)
+    output, wanted = run(DeferringFrontend(case)), run(Frontend(case))
+    (completion,) = output.outputs
+    names = random.sample(["text", "logprobs", "cumulative_logprob"], 3)
+    deferred = {name for name in names if name not in vars(completion)}
+    assert deferred >= ({"logprobs", "cumulative_logprob"} if case.params.logprobs is not None else set())
+    assert deferred >= (set() if case.params.stop else {"text"})
+    assert getattr(completion, names[0]) == getattr(wanted.outputs[0], names[0])
+    with_it = {"text"} if names[0] == "text" else {"logprobs", "cumulative_logprob"}
+    assert {name for name in names if name not in vars(completion)} == deferred - with_it
+    assert_same(output, wanted)
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_truncated_output_is_that_of_a_request_with_so_many_tokens(random: Random) -> None:
+    case = draw_case(random)
+    outputs = [run(DeferringFrontend(case)), run(Frontend(case))]
+    (whole,) = outputs[1].outputs
+    tokens = random.randint(1, len(whole.token_ids))
+    wanted = run(Frontend(first_tokens(case, tokens)))
+    assume(wanted.outputs[0].finish_reason == "length")  # and not a stop string of its last step
+    if random.random() < 0.5:  # cut twice
+        longer = random.randint(tokens, len(whole.token_ids))
+        outputs = [truncate_output(output, longer, case.params, tokenizer(case.tokenizer)) for output in outputs]
+    if random.random() < 0.3:
+        assert outputs[0].outputs[0].text is not None  # made already
+    deferred, plain = (truncate_output(output, tokens, case.params, tokenizer(case.tokenizer)) for output in outputs)
+    if case.params.logprobs is not None:
+        assert "logprobs" not in vars(deferred.outputs[0])
+    values = sampled_logprobs(deferred.outputs[0])
+    assert (None if values is None else list(values)) == sampled_logprobs(wanted.outputs[0])
+    assert_same(deferred, wanted)
+    for name in ("text", "token_ids", "finish_reason", "stop_reason"):
+        assert getattr(plain.outputs[0], name) == getattr(wanted.outputs[0], name)
+    assert entries(plain.outputs[0].logprobs) == entries(wanted.outputs[0].logprobs)
+
+
+def first_tokens(case: Case, tokens: int) -> Case:
+    """What the engine sends if ``max_tokens`` is so many."""
+    messages, decoder = [], MsgpackDecoder(EngineCoreOutputs)
+    for message in case.messages:
+        decoded: EngineCoreOutputs = decoder.decode(message)
+        (output,) = (output for output in decoded.outputs if output.request_id == ID)
+        taken = min(tokens, len(output.new_token_ids))
+        output.new_token_ids = output.new_token_ids[:taken]
+        if output.new_logprobs is not None:
+            output.new_logprobs = output.new_logprobs.slice_request(0, taken)
+        tokens -= taken
+        output.finish_reason, output.stop_reason = None if tokens else FinishReason.LENGTH, None
+        messages.append(encoded(decoded))
+        if not tokens:
+            break
+    return replace(case, messages=messages, aborted=False)
+
+
+def test_an_output_is_whole_after_one_of_it_was_truncated() -> None:
+    case = long_case()
+    output, wanted = run(DeferringFrontend(case)), run(Frontend(case))
+    cut = truncate_output(output, 9, case.params, tokenizer(case.tokenizer)).outputs[0]
+    assert cut.logprobs == (wanted.outputs[0].logprobs or [])[:9]
+    assert cut.text == truncate_output(wanted, 9, case.params, tokenizer(case.tokenizer)).outputs[0].text
+    assert_same(output, wanted)
+
+
 @cache
 def long_case() -> Case:
     random = Random(5)
@@ -270,6 +341,66 @@ def test_log_probs_that_only_the_scorer_requested_are_not_returned() -> None:
     assert (completion.logprobs, completion.cumulative_logprob, sampled_logprobs(completion)) == (None, None, None)
     assert completion.text == run(Frontend(case)).outputs[0].text
     assert len(frontend.deferred.logprobs() or ()) == len(completion.token_ids)
+
+
+def test_what_cannot_be_made_is_the_same_error_each_time_it_is_read() -> None:
+    def fail(_: CompletionOutput) -> Iterator[None]:
+        yield
+        raise ZeroDivisionError
+
+    wanted = run(Frontend(long_case())).outputs[0]
+    completion = DeferredCompletion.of(wanted, fail, None, {})
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            completion.text  # noqa: B018
+    assert completion.logprobs == wanted.logprobs
+
+
+def test_pauses_come_once_for_so_many_log_probs_however_they_were_sent() -> None:
+    random = Random(6)
+    params = SamplingParams(logprobs=70, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=64)
+    messages = [draw_message(random, params, 1, first=False, last=end == 63) for end in range(64)]
+    completion = run(DeferringFrontend(Case(params, messages, "tiny", aborted=False))).outputs[0]
+    assert isinstance(completion, DeferredCompletion)
+    assert 1 < sum(1 for _ in completion.make("logprobs")) <= 64 * 153 / SLICE
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nan_is_found_wherever_it_is(packed: bool) -> None:
+    random = Random(7)
+    params = SamplingParams(logprobs=0 if packed else 70, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=600)
+    for place in (None, 0, 300, 599):
+        messages = [draw_message(random, params, 1, first=False, last=end == 599) for end in range(600)]
+        if place is not None:
+            decoded = MsgpackDecoder(EngineCoreOutputs).decode(messages[place])
+            for output in decoded.outputs:
+                arrays = output.new_logprobs
+                changed = arrays.logprobs.copy()
+                changed[:, 0] = float("nan")
+                output.new_logprobs = arrays._replace(logprobs=changed)
+            messages[place] = encoded(decoded)
+        frontend = DeferringFrontend(Case(params, messages, "tiny", aborted=False))
+        run(frontend)
+        assert frontend.deferred.has_nan() is (place is not None)
+
+
+@pytest.mark.parametrize("deferring", [False, True])
+def test_log_probs_of_tokens_behind_a_stop_string_can_be_cut_off(deferring: bool) -> None:
+    """As vLLM does from 0.32 on."""
+    params = SamplingParams(logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=9)
+    case = Case(params, [draw_message(Random(8), params, 3, first=False, last=True)], "tiny", aborted=False)
+    frontend = DeferringFrontend(case) if deferring else Frontend(case)
+    receive_packed(SimpleNamespace(decoder=frontend.decoder))
+    frontend.add()
+    decoded = frontend.decoder.decode(case.messages[0]).outputs
+    for output in decoded:
+        if output.request_id == ID:
+            output.new_token_ids = output.new_token_ids[:1]
+            assert output.new_logprobs is not None
+            output.new_logprobs = output.new_logprobs.slice_request(0, 1)
+    frontend.processor.process_outputs(decoded, 1.0, None)
+    (completion,) = frontend.end().outputs
+    assert len(sampled_logprobs(completion) or ()) == len(completion.logprobs or ()) == len(completion.token_ids) == 1
 
 
 def test_an_unknown_field_is_an_attribute_error() -> None:

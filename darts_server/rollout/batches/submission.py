@@ -389,7 +389,7 @@ class Submission(Generic[RequestT, OutputT]):
                 observer.group_started(group.number, run)
             async with aclosing(run.trajectories()) as trajectories:
                 async for trajectory in trajectories:
-                    sample = samples[trajectory.index] = self._renderer.to_sample(trajectory.output)
+                    sample = samples[trajectory.index] = await self._renderer.to_sample(trajectory.output)
                     if observer is not None:
                         observer.trajectory_selected(group.number, trajectory.index, sample)
         except DartsError as error:

@@ -229,7 +229,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
         async with aclosing(run.trajectories()) as trajectories:
             async for trajectory in trajectories:
                 collected.add(trajectory.index)
-                await box.add(trajectory.index, self._renderer.to_sample(trajectory.output))
+                await box.add(trajectory.index, await self._renderer.to_sample(trajectory.output))
                 if run.has_ended or run.has_deliveries:  # others have finished already, and count whether needed or not
                     continue
                 if len(collected) % interval:

@@ -46,7 +46,7 @@ class Texts:
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return (1,)
 
-    def to_sample(self, output: list[int]) -> Sample:
+    async def to_sample(self, output: list[int]) -> Sample:
         return Sample(output, slice_from(output, 0).logprobs, "", FinishReason.STOP)
 
 

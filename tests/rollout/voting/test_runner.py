@@ -99,7 +99,7 @@ class Election(VoteObserver):
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
 
-    def to_sample(self, output: list[int]) -> Sample:
+    async def to_sample(self, output: list[int]) -> Sample:
         voter = self._voters[len(output)]
         logprobs = [voter.logprob] * len(output) if self.sampling.get("logprobs") else None
         text = "no answer" if voter.answer is None else f"so it is #{voter.answer}"
@@ -462,7 +462,7 @@ def electorates(draw: st.DrawFn) -> list[Voter]:
 async def collect_all(votes: VoteRunner[str, list[int]], run: GroupRun[str, list[int]], box: BallotBox) -> bool:
     """Collect all ballots, even when the vote is decided."""
     async for trajectory in run.trajectories():
-        await box.add(trajectory.index, votes._renderer.to_sample(trajectory.output))
+        await box.add(trajectory.index, await votes._renderer.to_sample(trajectory.output))
         box.is_decided([])  # a ballot keeps its first score
     return False
 
