@@ -236,6 +236,7 @@ def make_rooms(
         QueueLimits(settings.queue_prompts, settings.queue_bytes // 2),
         settings.max_staleness,
         QueueMetrics(engine.model_name, queue_sources),
+        engine.source,
     )
     answer_search = AnswerSearch()
     closing.callback(answer_search.close)

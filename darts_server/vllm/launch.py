@@ -23,7 +23,8 @@ from darts_server.weights.updates import Updates
 class RunningEngine:
     """A started engine.
 
-    ``port``: runs candidates. ``renderer``: renders prompts. ``model``: takes new weights.
+    ``port``: runs candidates. ``renderer``: renders prompts. ``model``: takes new weights. ``source``: path or
+    name of its weights.
     """
 
     llm: ShapingLLM
@@ -31,6 +32,7 @@ class RunningEngine:
     renderer: VllmPromptRenderer
     model: VllmModel
     model_name: str
+    source: str
     _steps: Steps
 
     def shape(self, rollouts: VllmRollouts, merge_options: MergeOptions, updates: Updates | None = None) -> None:
@@ -68,7 +70,8 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
             model = VllmModel(llm)
             llm.loras = model.loras
             renderer = VllmPromptRenderer(llm, args.chat_template)
-            yield RunningEngine(llm, VllmEngine(llm, probes), renderer, model, args.served_model_name[0], steps)
+            port = VllmEngine(llm, probes)
+            yield RunningEngine(llm, port, renderer, model, args.served_model_name[0], args.model, steps)
     finally:
         if llm.rollouts is not None:
             llm.rollouts.statistics.flush()

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from darts_server.rollout.queue.entries import Entry, EntryState, Job
 from darts_server.rollout.queue.order import PromptOrder
@@ -58,34 +58,30 @@ class JobEntries:
             if not self._open[entry.version]:
                 del self._open[entry.version]
 
-    def startable(self, version: int, held_above: int | None) -> float:
-        """Return how many prompts may be started. ``held_above``: see `next_ready`."""
-        count = sum(self._open_versions(held_above).values())
-        return startable(self.job.options, count, self.job.taken_under(version))
+    def startable(self, version: int) -> float:
+        """Return how many prompts may be started."""
+        return startable(self.job.options, self._open.total(), self.job.taken_under(version))
 
     def is_stale(self, entry: Entry, version: int) -> bool:
         return not entry.is_failed and is_stale(self.job.options, entry.version, version)
 
-    def next_ready(self, count: int, at_least: int, version: int, held_above: int | None) -> list[Entry]:
+    def next_ready(self, count: int, at_least: int, version: int) -> list[Entry]:
         """Return the groups that go out next, up to ``count``: failed ones, then by version, then as they were ready.
 
-        Those that are returned must be moved; if there are fewer than ``at_least``, none are. ``held_above``: groups of
-        newer versions are not handed out; ``None`` if all are.
+        Those that are returned must be moved; if there are fewer than ``at_least``, none are.
         """
         if len(self.ready) < at_least:
             return []
         chosen: list[Entry] = []
         passed: list[_Due] = []
-        open_groups, taken = dict(self._open_versions(held_above)), self.job.taken_under(version)
+        open_groups, taken = dict(self._open), self.job.taken_under(version)
         while self._due and len(chosen) < count:
             item = heapq.heappop(self._due)
             entry = self.ready.get(item[-1])
-            if entry is None or item != _due(entry):
+            if entry is None or item != _due(entry) or item in passed[-1:]:
                 continue
             passed.append(item)
             if not entry.is_failed:
-                if entry.version not in open_groups:
-                    break  # held, as all that follow
                 if not may_hand_out(self.job.options, open_groups, taken, version, entry.version):
                     break  # those that follow are not older
                 open_groups[entry.version] -= 1
@@ -93,15 +89,10 @@ class JobEntries:
             chosen.append(entry)
         if len(chosen) < at_least:
             chosen = []
-        # Each ready group is in the heap once: one that becomes ready again is pushed then.
+        # Those that are chosen are pushed when they become ready again.
         for item in passed[len(chosen) :]:
             heapq.heappush(self._due, item)
         return chosen
-
-    def _open_versions(self, held_above: int | None) -> Mapping[int, int]:
-        if held_above is None:
-            return self._open
-        return {version: count for version, count in self._open.items() if version <= held_above}
 
 
 def _due(entry: Entry) -> _Due:

@@ -28,8 +28,10 @@ from darts_server.rollout.queue.order import FairShare
 RETRY_SECONDS = 5
 MAX_JOBS = 1_000
 """Of each owner."""
-JOB, TERMS, ENTRY, PROMPT, GROUP = "job", "terms", "entry", "prompt", "group"
+MODEL, JOB, TERMS, ENTRY, PROMPT, GROUP = "model", "job", "terms", "entry", "prompt", "group"
 """Kinds of what is on the disk, with those of `history`."""
+LOST_VERSION = -(2**40)
+"""Of groups whose weights are not those that have their number now: they are too old for every job."""
 REMEDY = "take and acknowledge groups, and retry"
 
 
@@ -90,7 +92,7 @@ class Ledger:
         self._default_options = JobOptions(max_staleness=default_staleness)
         self._new_name = new_name
         self._version = 0
-        self._was_updated = False
+        self._model = ""
         self._entries: dict[int, Entry] = {}
         self._jobs: dict[JobId, JobEntries] = {}
         self._terms: dict[int, tuple[JobId, Terms]] = {}
@@ -109,6 +111,8 @@ class Ledger:
 
     def load(self, items: Callable[[str], Iterable[tuple[str, bytes]]]) -> None:
         """Read everything that was written. ``items``: yields keys and values of a kind."""
+        for _, value in items(MODEL):
+            self._model = value.decode()
         for _, value in items(JOB):
             job = Job.decode(value)
             self._jobs[job.id] = JobEntries(job)
@@ -124,28 +128,43 @@ class Ledger:
 
     # --- versions -----------------------------------------------------------
 
-    def set_version(self, version: int) -> None:
-        """Set the version of the served weights after the start.
+    def set_version(self, version: int, model: str = "") -> None:
+        """Set the version of the weights that the server starts with, and the model.
 
-        Until the first update, groups of newer versions from before a restart of the server are held: the update shows
-        whether the trainer goes on with these versions.
+        What was generated under other weights starts again: their number says nothing any more, as the server counts
+        from its own start. Nothing counts as taken, so no job waits for an update that was lost.
         """
+        is_other_model = self._model not in ("", model)
         self._version = version
+        if model != self._model:
+            self._model = model
+            self.changes[MODEL, ""] = model.encode()
+        for each in self._jobs.values():
+            if each.job.taken:
+                each.job.taken = 0
+                self._save_job(each.job)
+            for entry in [*each.ready.values(), *each.leased.values()]:
+                entry.leased_version = LOST_VERSION
+                if is_other_model or entry.version != version:
+                    each.remove(entry)
+                    entry.version = LOST_VERSION
+                    each.place(entry, entry.state)
+                self._save(entry)
+        self.restart_stale(version)
 
     @property
     def version(self) -> int:
         return self._version
 
     def update(self, version: int) -> None:
-        """Follow an update: what is too old now, or of a version that does not exist yet, starts again."""
-        self._version, self._was_updated = version, True
+        """Follow an update: what is too old now, or of a version that is gone, starts again."""
+        self._version = version
         self.restart_stale(version)
 
-    def restart_stale(self, version: int) -> None:
-        """Start all groups again that would be too old under a version, whether they run or are ready."""
+    def restart_stale(self, version: int, *, ready: bool = True) -> None:
+        """Start all groups again that run and would be too old under a version, and those that are ``ready``."""
         for each in self._jobs.values():
-            for entry in [*each.running.values(), *each.ready.values()]:
-                self._restart_if_stale(each, entry, version)
+            self._restart_stale(each, version, ready=ready)
 
     def begun_under(self, number: int, version: int) -> None:
         """Set the version of the first token of a running group, as far as it is known."""
@@ -235,7 +254,7 @@ class Ledger:
         owner = self._owners.choose(able)
         job_id = self._shares.setdefault(owner, FairShare()).choose(able[owner])
         each = self._jobs[job_id]
-        most = each.startable(self._version, self._held_above)
+        most = each.startable(self._version)
         entry = self._entries[each.order.pop(most, self._entries, expected)]
         each.remove(entry)
         entry.version = self._version
@@ -249,7 +268,7 @@ class Ledger:
         each = self._jobs[job_id]
         if self._bytes[job_id[0]] >= self.limits.bytes and self._has_groups(job_id[0]):
             return "consumer"
-        if each.startable(self._version, self._held_above) > 0:
+        if each.startable(self._version) > 0:
             return None
         size = each.job.options.groups_per_version or 0
         return "consumer" if each.job.taken_under(self._version) < size else "weights"
@@ -295,7 +314,7 @@ class Ledger:
         each = self._jobs.get(job_id)
         if each is None:
             return []
-        chosen = each.next_ready(count, at_least, self._version, self._held_above)
+        chosen = each.next_ready(count, at_least, self._version)
         for entry in chosen:
             each.remove(entry)
             if entry.lease is not None:
@@ -381,10 +400,6 @@ class Ledger:
 
     # --- helpers ------------------------------------------------------------
 
-    @property
-    def _held_above(self) -> int | None:
-        return None if self._was_updated else self._version
-
     def _new_names(self, job_id: JobId, prompts: Sequence[NewPrompt]) -> set[str]:
         """Return the callers' ids that are not known.
 
@@ -436,6 +451,7 @@ class Ledger:
             each = self._jobs[job_id] = JobEntries(Job(job_id, self._default_options, is_admin, self._version))
         each.job.options = replace(each.job.options, **options)  # type: ignore[arg-type]
         self._save_job(each.job)
+        self._restart_stale(each, self._version)
         return each
 
     def _terms_number(self, job_id: JobId, terms: Terms) -> int:
@@ -483,8 +499,12 @@ class Ledger:
             self.stopped.append(entry.number)
             self._charge(entry, -self._charged.pop(entry.number))
 
+    def _restart_stale(self, each: JobEntries, version: int, *, ready: bool = True) -> None:
+        for entry in [*each.running.values(), *(each.ready.values() if ready else ())]:
+            self._restart_if_stale(each, entry, version)
+
     def _restart_if_stale(self, each: JobEntries, entry: Entry, version: int) -> None:
-        of_the_future = self._was_updated and not entry.is_failed and entry.version > version
+        of_the_future = not entry.is_failed and entry.version > version
         if of_the_future or each.is_stale(entry, version):
             self.counts.stale += 1
             self._queue_again(entry)

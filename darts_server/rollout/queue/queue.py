@@ -75,6 +75,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
         encode: of groups, as consumers get them; called in a thread.
         max_staleness: of jobs that name none.
         observer: notified of what happens.
+        model: what is served; groups of another one start again.
         clock: Unix seconds.
     """
 
@@ -88,6 +89,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
         limits: QueueLimits | None = None,
         max_staleness: int = 1,
         observer: QueueObserver | None = None,
+        model: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._rollouts = rollouts
@@ -97,7 +99,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._clock = clock
         self._ledger = Ledger(limits or QueueLimits(), max_staleness, lambda: secrets.token_urlsafe(12))
         self._ledger.load(disk.items)
-        self._ledger.set_version(rollouts.weight_version)
+        self._ledger.set_version(rollouts.weight_version, model)
         self._saver = Saver(disk, self._ledger.changes)
         self._runner = QueueRunner(
             self._ledger,
@@ -251,7 +253,8 @@ class PromptQueue(Generic[RequestT, OutputT]):
     def update_announced(self, version: int) -> None:
         """Stop groups that would be too old after the update, so that it does not wait for them."""
         self._see_versions(self._ledger.version)
-        self._ledger.restart_stale(version)
+        # Ready ones are waited for by nobody, and stay good if the update fails.
+        self._ledger.restart_stale(version, ready=False)
         self._stop_unwanted()
 
     def update_ended(self, record: UpdateRecord) -> None:

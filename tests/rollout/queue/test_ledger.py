@@ -215,20 +215,46 @@ def test_after_a_restart_running_groups_start_again_and_others_are_what_they_wer
     assert world.ledger.terms(world.take()[0]) == TERMS
 
 
-def test_groups_of_versions_from_before_a_restart_wait_for_the_update_that_shows_where_the_trainer_is() -> None:
-    for version, state in ((57, READY), (58, READY), (59, QUEUED), (3, QUEUED)):
-        world = World()
-        world.version = 57
-        world.ledger.set_version(57)
-        world.put("a", "b", groups_per_version=1)
-        world.end(world.start()[0])
-        world.commit()
-        world.version = 0
-        world.kill()
-        assert world.take() == [], "version 0 is not that of the trainer"
-        assert [entry.name for entry in world.start()] == ["b"], "and it keeps nothing from starting"
-        world.update(version)
-        assert world.names(state) >= {"a"}
+def test_groups_of_weights_that_the_server_no_longer_has_start_again_after_a_restart() -> None:
+    world = ready("a", "b")
+    [leased] = world.take()
+    world.update()
+    world.put("c")
+    [entry] = world.start()
+    world.end(entry)
+    world.commit()
+    world.version, world.model = 0, "model"
+    world.kill()
+    assert (world.names(READY), world.names(QUEUED)) == ({"b"}, {"c"}), "the weights of the start are the same"
+    world.update()  # it has the number of the weights of c, and is another update
+    world.now += LEASE
+    assert [(entry.name, entry.version) for entry in world.take(3)] == [("a", 0), ("b", 0)]
+    world.commit()
+    world.version, world.model = 0, "other"
+    world.kill()
+    world.now += LEASE
+    assert world.take(3) == []
+    assert world.names(QUEUED) == {"a", "b", "c"}
+    assert world.acknowledge(leased.lease or "") == [AckOutcome.EXPIRED]
+
+
+def test_nothing_counts_as_taken_after_a_restart() -> None:
+    world = ready("a", "b", max_staleness=0, groups_per_version=1)
+    [taken] = world.take()
+    world.kill()
+    assert [entry.name for entry in world.start()] == ["b"]
+    world.now += LEASE
+    world.ledger.expire(world.now)
+    assert world.ledger.job(JOB).taken == 0  # type: ignore[union-attr]
+    assert taken.name == "a"
+
+
+def test_a_smaller_bound_holds_for_groups_that_are_ready_too() -> None:
+    world = ready("a", max_staleness=1)
+    world.update()
+    world.put(max_staleness=0)
+    assert world.take() == []
+    assert world.names(QUEUED) == {"a"}
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.nightly)])

@@ -47,6 +47,7 @@ class World:
         self._names = map(str, count())
         self.now = 0.0
         self.version = 0
+        self.model = ""
         self.disk: Disk | TransactionStore = Disk() if folder is None else TransactionStore(folder)
         self.ledger = self._open()
         self.acknowledged: list[str] = []
@@ -54,7 +55,7 @@ class World:
     def _open(self) -> Ledger:
         ledger = Ledger(self._limits, self._staleness, lambda: next(self._names))
         ledger.load(self.disk.items)
-        ledger.set_version(self.version)
+        ledger.set_version(self.version, self.model)
         return ledger
 
     def commit(self) -> None:
