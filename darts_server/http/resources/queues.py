@@ -2,16 +2,18 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from darts_server.exceptions import Forbidden, InvalidRequest
-from darts_server.http.body import parse_body, read_body
+from darts_server.exceptions import Forbidden, InvalidRequest, ServerStopping
+from darts_server.http.body import converted, parse_body, read_body
 from darts_server.http.disconnect import while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.queue_models import (
@@ -31,7 +33,7 @@ from darts_server.http.resources.rollouts import ANSWERS, KEY, MAX_BODY_BYTES, c
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode_text
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
 from darts_server.rollout.queue.entries import AckOutcome
-from darts_server.rollout.queue.queue import PromptQueue, Put, terms_of
+from darts_server.rollout.queue.queue import PromptQueue, Put, TakenGroup, terms_of
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import PromptSpec
 
@@ -82,7 +84,9 @@ def routes(queue: Queue) -> APIRouter:
             check_key(idempotency_key)
         body = await parse_body(QueueIn, raw, "prompts")
         digest = "" if idempotency_key is None else await asyncio.to_thread(lambda: hashlib.sha256(raw).hexdigest())
-        result = await queue.prompts.put(caller.get(), _put(body, idempotency_key, digest))
+        result = await queue.prompts.put(
+            caller.get(), await converted(partial(_put, key=idempotency_key, digest=digest), body, raw)
+        )
         return PutOut(job=body.job, ids=list(result.names), added=result.added)
 
     @api.get("/queue")
@@ -114,8 +118,8 @@ def routes(queue: Queue) -> APIRouter:
             events = event_chunks(queue.prompts, who, job, count, seconds)
             return EventStream(events, nullcontext(), send_timeout=STALL_SECONDS)
         groups = await while_connected(request, queue.prompts.take(who, job, count, wait, seconds))
-        texts = ",".join(map(TakenOut.encode, groups))
-        return Response(f'{{"groups":[{texts}]}}', media_type="application/json", headers=NO_STORE)
+        # In a thread: a large answer takes a while.
+        return Response(await asyncio.to_thread(_encode, groups), media_type="application/json", headers=NO_STORE)
 
     @api.post("/queue/ack", openapi_extra=json_body(AckIn))
     async def acknowledge(request: Request) -> AckOut:
@@ -147,9 +151,22 @@ async def event_chunks(
         if len(leases) >= count:
             await prompts.wait_for_change(1.0)
             continue
-        for taken in await prompts.take(who, job, 1, 1.0, lease_seconds):
+        try:
+            groups = await prompts.take(who, job, 1, 1.0, lease_seconds)
+        except ServerStopping:
+            return
+        for taken in groups:
             leases.append(taken.lease)
             yield encode_text("group", TakenOut.encode(taken))
+
+
+def _encode(groups: Sequence[TakenGroup]) -> bytes:
+    answer = BytesIO()  # it does not copy the whole answer at once, for which the event loop would have to wait
+    answer.write(b'{"groups":[')
+    for place, group in enumerate(groups):
+        answer.write(b"," * (place > 0) + TakenOut.encode(group).encode())
+    answer.write(b"]}")
+    return answer.getvalue()
 
 
 def _put(body: QueueIn, key: str | None, digest: str) -> Put:

@@ -37,6 +37,7 @@ HEALTH = ("/health", "/ping")
 FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """What the names of headers begin with that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
+ACK = "/darts/v1/queue/ack"
 POLICY_VIOLATION = 1008
 """Close code of a websocket."""
 
@@ -159,9 +160,9 @@ def _trace(scope: Scope) -> dict[str, str]:
 
 
 def _is_refused_at_shutdown(scope: Scope) -> bool:
-    """Return whether a stopping server refuses the request. Results can still be fetched, and rewards reported."""
+    """Return whether a stopping server refuses the request. What it has can be fetched, acknowledged and rewarded."""
     path = get_route_path(scope)
-    return path in HEALTH or (scope.get("method") not in SAFE and path != REWARDS)
+    return path in HEALTH or (scope.get("method") not in SAFE and path not in (REWARDS, ACK))
 
 
 def _is_route(scope: Scope) -> bool:

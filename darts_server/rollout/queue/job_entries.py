@@ -8,6 +8,8 @@ from darts_server.rollout.queue.entries import Entry, EntryState, Job
 from darts_server.rollout.queue.order import PromptOrder
 from darts_server.rollout.queue.staleness import is_stale, may_hand_out, startable
 
+MAX_TAKEN_BYTES = 1 << 26
+"""Of groups that are handed out together, but for the last one."""
 _Due = tuple[bool, int, int, int]
 
 
@@ -69,10 +71,12 @@ class JobEntries:
         """Return the groups that go out next, up to ``count``: failed ones, then by version, then as they were ready.
 
         Those that are returned must be moved; if there are fewer than ``at_least``, none are.
+        `MAX_TAKEN_BYTES` are always enough.
         """
-        if len(self.ready) < at_least:
+        if not self.ready or (len(self.ready) < at_least and self.bytes < MAX_TAKEN_BYTES):
             return []
         chosen: list[Entry] = []
+        size = 0
         passed: list[_Due] = []
         open_groups, taken = dict(self._open), self.job.taken_under(version)
         while self._due and len(chosen) < count:
@@ -87,7 +91,10 @@ class JobEntries:
                 open_groups[entry.version] -= 1
                 taken += 1
             chosen.append(entry)
-        if len(chosen) < at_least:
+            size += entry.group_bytes
+            if size >= MAX_TAKEN_BYTES:
+                break
+        if len(chosen) < at_least and size < MAX_TAKEN_BYTES:
             chosen = []
         # Those that are chosen are pushed when they become ready again.
         for item in passed[len(chosen) :]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import DartsError, StateError
+from darts_server.exceptions import DartsError, ServerStopping, StateError
 from darts_server.observers import QUEUE_EVENTS, QueueObserver
 from darts_server.rollout.batches.submission import BatchRequest, NewPlanner, check_terms
 from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState, JobId, Terms
@@ -160,12 +160,14 @@ class PromptQueue(Generic[RequestT, OutputT]):
         ``wait``: seconds. ``at_least``: that are enough; ``None`` for ``count``.
 
         Raises:
-            StateError
+            StateError, ServerStopping
         """
         loop, job_id = asyncio.get_running_loop(), (who.name or "", job)
         deadline = loop.time() + wait
         while True:
-            is_over = self._is_stopping or loop.time() >= deadline
+            if self._is_stopping:
+                raise ServerStopping("the server is stopping, and its groups wait for the next one; retry then", 5)
+            is_over = loop.time() >= deadline
             changed = self._changed
             self._follow_weights()
             enough = 1 if is_over else at_least or count

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import CandidateFailed, EngineBusy, InvalidRequest, NotFound, StateDamaged, WeightsLost
+from darts_server.exceptions import (
+    CandidateFailed,
+    EngineBusy,
+    InvalidRequest,
+    NotFound,
+    ServerStopping,
+    StateDamaged,
+    WeightsLost,
+)
 from darts_server.rollout.batches.submission import GroupResult
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.queue.entries import AckOutcome, EntryState
@@ -312,6 +320,23 @@ async def test_a_group_that_is_always_aborted_ends_with_an_error(monkeypatch: py
                 break
         [group] = await queue.take(ME, "job", 1, 0, 60)
         assert "paused" in json.loads(group.group)["error"]
+
+
+async def test_a_stopping_server_leases_nothing_and_acknowledges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("darts_server.rollout.queue.job_entries.MAX_TAKEN_BYTES", 1)
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("10", "11"))
+        await run(harness)
+        [group] = await queue.take(ME, "job", 2, 30, 60)  # as many bytes as go out together
+        waiting = asyncio.create_task(queue.take(ME, "none", 1, 30, 60))
+        await asyncio.sleep(0)
+        queue.drain()
+        for taking in (waiting, queue.take(ME, "job", 1, 30, 60)):
+            with pytest.raises(ServerStopping):
+                await taking
+        assert queue.totals()[EntryState.READY] == 1
+        assert await queue.acknowledge(ME, [group.lease]) == [AckOutcome.ACKNOWLEDGED]
 
 
 async def test_lost_weights_fail_no_prompt() -> None:
