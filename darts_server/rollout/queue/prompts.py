@@ -26,7 +26,11 @@ def decode_prompt(document: bytes) -> PromptSpec:
     return PromptSpec(**values, metadata=None if metadata is None else metadata.encode())
 
 
-def digest_of(document: bytes, terms: Terms, priority: int) -> str:
+def encode_terms(terms: Terms, priority: int) -> bytes:
+    """Encode what prompts that are put together have in common, for `digest_of`."""
+    return json.dumps([asdict(terms), priority], sort_keys=True).encode()
+
+
+def digest_of(document: bytes, terms: bytes) -> str:
     """Return a hash of a prompt and all that its group depends on."""
-    rest = json.dumps([asdict(terms), priority], sort_keys=True).encode()
-    return hashlib.sha256(document + b"\0" + rest).hexdigest()
+    return hashlib.sha256(document + b"\0" + terms).hexdigest()

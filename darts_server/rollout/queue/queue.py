@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import DartsError, ServerStopping, StateError
+from darts_server.exceptions import DartsError, ServerStopping, StateError, TooLarge
 from darts_server.observers import QUEUE_EVENTS, QueueObserver
 from darts_server.rollout.batches.submission import BatchRequest, NewPlanner, check_terms
 from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState, JobId, Terms
 from darts_server.rollout.queue.history import PutResult
 from darts_server.rollout.queue.job_entries import JobEntries
 from darts_server.rollout.queue.ledger import GROUP, Counts, Ledger, NewPrompt, QueueLimits
-from darts_server.rollout.queue.prompts import digest_of, encode_prompt
+from darts_server.rollout.queue.prompts import digest_of, encode_prompt, encode_terms
 from darts_server.rollout.queue.runner import Encode, QueueRunner, by_terms
 from darts_server.rollout.queue.saving import Saver
 from darts_server.rollout.rollouts import Rollouts
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 TURN_SECONDS = 0.05
 """Between two looks at the engine while prompts are queued: about a decode step."""
 IDLE_SECONDS = 1.0
+MAX_TERMS_BYTES = 1 << 20
+"""Of the sampling parameters and policy of a put."""
 RETRY_SECONDS = 0.5
 """After the engine or the disk refused a prompt for a reason that is not the prompt's."""
 
@@ -177,7 +179,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await changed.wait()
-        return await self._hand_out(entries)
+        return await self._hand_out(entries) if entries else []
 
     def unacknowledged(self, leases: Sequence[str]) -> list[str]:
         """Return those of the leases that have neither been acknowledged nor expired."""
@@ -390,9 +392,12 @@ class PromptQueue(Generic[RequestT, OutputT]):
 
 
 def _new_prompts(put: Put) -> list[NewPrompt]:
+    terms = encode_terms(put.terms, put.priority)
+    if len(terms) > MAX_TERMS_BYTES:
+        raise TooLarge("sampling", f"and policy must have at most {MAX_TERMS_BYTES} bytes in the queue; send less")
     documents = [encode_prompt(prompt) for prompt in put.prompts]
     return [
-        NewPrompt(document, digest_of(document, put.terms, put.priority), name, prompt.key, f"prompts[{number}]")
+        NewPrompt(document, digest_of(document, terms), name, prompt.key, f"prompts[{number}]")
         for number, (prompt, document, name) in enumerate(zip(put.prompts, documents, put.names, strict=True))
     ]
 

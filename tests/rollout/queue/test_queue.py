@@ -16,6 +16,7 @@ from darts_server.exceptions import (
     NotFound,
     ServerStopping,
     StateDamaged,
+    TooLarge,
     WeightsLost,
 )
 from darts_server.rollout.batches.submission import GroupResult
@@ -337,6 +338,25 @@ async def test_a_stopping_server_leases_nothing_and_acknowledges(monkeypatch: py
                 await taking
         assert queue.totals()[EntryState.READY] == 1
         assert await queue.acknowledge(ME, [group.lease]) == [AckOutcome.ACKNOWLEDGED]
+
+
+async def test_terms_are_bounded() -> None:
+    class Any(Texts):
+        def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
+            return {}
+
+    with TransactionStore() as disk:
+        queue = Queue(Harness(script).rollouts, Any(), new_planner, disk, encode)
+        with pytest.raises(TooLarge, match="sampling"):
+            await queue.put(ME, Put("job", [PromptSpec(text="1")], [None], terms_of(4, {"stop": "a" * (1 << 20)}, {})))
+        assert queue.jobs(ME) == []
+
+
+async def test_a_consumer_that_gets_nothing_wakes_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TransactionStore() as disk:
+        queue = Queue(Harness(script).rollouts, Texts(), new_planner, disk, encode)
+        monkeypatch.setattr(queue, "_wake_up", lambda: pytest.fail("it woke others up"))
+        assert await queue.take(ME, "job", 1, 0, 60) == []
 
 
 async def test_lost_weights_fail_no_prompt() -> None:
