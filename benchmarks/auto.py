@@ -133,13 +133,14 @@ def mean_length(steps: list[Step]) -> float:
 
 
 def cut_share(steps: list[Step]) -> float:
-    """Share of the returned trajectories that are cut although they would have ended."""
+    """Share that is cut of the returned trajectories that would have ended."""
     return float(
         np.mean(
             [
-                one.tokens < step.batch.ends[one.group, one.index] and step.batch.valid[one.group, one.index]
+                one.tokens < step.batch.ends[one.group, one.index]
                 for step in steps
                 for one in step.rollout.returned
+                if step.batch.valid[one.group, one.index]
             ]
         )
     )

@@ -111,7 +111,7 @@ class Settings(BaseSettings):
         0.2,
         ge=0,
         le=1,
-        description="auto: maximum share of the returned trajectories that may be cut although they would have ended.",
+        description="auto: maximum share of those returned trajectories that would have ended that may be cut.",
     )
     most_bias: Runtime[float] = Field(
         0.5,

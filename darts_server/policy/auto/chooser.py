@@ -6,9 +6,9 @@ corrects the forecasts of its option and, less so, those of the others; the more
 that was slower than ``off`` is expected to be is withdrawn, each time for longer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import exp, inf, log
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import exp, inf, log, sqrt
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from darts_server.policy.auto.forecast import Expectation, Forecast, forecast, l
 from darts_server.policy.auto.options import OFF, UNSHAPED, Auto, AutoLimits, Option
 from darts_server.policy.auto.state import (
     FIRST_BATCHES,
+    FIRST_NOISE,
     MAX_OPTIONS,
     MEANS,
     MOST,
@@ -41,6 +42,8 @@ EDGE = 0.1
 """By which share of a limit a batch may be expected to exceed it, as far as those before it were below. Limits hold on
 average over batches: an option that is just inside would otherwise be left out in each batch where it is just outside
 by chance, or by the error of the forecast."""
+OUTLIER, FEW = 3.0, 3
+"""Standard deviations by which a measurement counts as different at most, once an option has a few."""
 LOSS, FIRST_LOSS = 0.02, 0.2
 """By how much longer than ``off`` an option may take, in logarithms; and how much so in its first batch."""
 REST = 16
@@ -56,8 +59,8 @@ class Choice:
 
     ``forecast``: of the model; ``None`` where nothing was forecast. ``seconds``: expected of the rollout, corrected;
     ``None`` likewise. ``off_seconds``: expected of a step under ``off``. ``explores``: whether another option was
-    expected to be faster. ``below_bias``, ``below_lost``: by which share of the user's limits it is expected to be
-    below them.
+    expected to be faster. ``below_bias``, ``below_lost``: by which share of the user's ``limits`` it is expected to be
+    below them. ``groups``: of the batch; 0 where nothing was forecast. ``usual_length``: mean length expected of all.
     """
 
     option: Option
@@ -68,6 +71,9 @@ class Choice:
     explores: bool = False
     below_bias: float = 1.0
     below_lost: float = 1.0
+    groups: int = 0
+    usual_length: float = 0.0
+    limits: AutoLimits = field(default_factory=AutoLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,10 @@ class _Outlook:
     below_bias: float = 1.0
     below_lost: float = 1.0
 
-    def is_within(self, state: AutoState) -> bool:
+    def is_within(self, state: AutoState, groups: int) -> bool:
         """Whether it is within the user's limits, on average with the batches before it."""
-        return self.below_bias + state.spare_bias >= 0 and self.below_lost + state.spare_lost >= 0
+        spares = ((self.below_bias, state.spare_bias), (self.below_lost, state.spare_lost))
+        return all(below >= -EDGE and below * groups + spare >= 0 for below, spare in spares)
 
 
 def choose_by_size(auto: Auto, size: int, groups: int) -> Choice | None:
@@ -132,8 +139,25 @@ def choose(
     options = auto.of_size(size)
     batches = expectation.sample(auto.max_candidates(size), rng)
     off = _look(UNSHAPED, forecast(UNSHAPED, size, expectation.stds, batches, machine, enough), state, auto.limits)
+    usual_length = off.forecast.mean_length * exp(state.length_error(OFF))
+
+    def chosen(one: _Outlook, reason: str, *, explores: bool = False) -> Choice:
+        return Choice(
+            one.option,
+            reason,
+            one.forecast,
+            one.seconds,
+            off.step,
+            explores,
+            one.below_bias,
+            one.below_lost,
+            expectation.groups,
+            usual_length,
+            auto.limits,
+        )
+
     if state.of(UNSHAPED.name).tries < MIN_OFF:
-        return _chosen(off, off, f"is measured {MIN_OFF} times before anything else")
+        return chosen(off, f"is measured {MIN_OFF} times before anything else, without pauses and weight updates")
     outlooks = [off]
     for option in options[1:]:
         if state.of(option.name).until > state.batches:
@@ -142,7 +166,7 @@ def choose(
             option = option.at(limit_of(option.cut_share, batches))
         found = forecast(option, size, expectation.stds, batches, machine, enough)
         outlook = _look(option, found, state, auto.limits, off.forecast)
-        if outlook.is_within(state):
+        if outlook.is_within(state, expectation.groups):
             outlooks.append(outlook)
     best = min(outlooks[1:], key=lambda one: one.cost, default=off)
     if best.cost > (1 - MARGIN) * off.cost:
@@ -158,20 +182,15 @@ def choose(
         least = min(others, key=lambda one: (state.of(one.option.name).tries, one.cost), default=None)
         if least is not None:
             reason = f"explored: {_seconds(least)} a step, {_named(best)}, {_named(off)}"
-            return replace(_chosen(least, off, reason), explores=True)
-    return _chosen(best, off, reason)
+            return chosen(least, reason, explores=True)
+    return chosen(best, reason)
 
 
 def begin(state: AutoState, choice: Choice) -> AutoState:
-    """Count a batch that begins."""
+    """Count a batch that begins, with what is expected of it."""
     batches, explored = min(state.batches + 1, LARGEST), min(state.explored + choice.explores, LARGEST)
-    return replace(
-        state,
-        batches=batches,
-        explored=explored,
-        spare_bias=_spare(state.spare_bias + choice.below_bias),
-        spare_lost=_spare(state.spare_lost + choice.below_lost),
-    )
+    state = _book(state, choice.groups, choice.below_bias, choice.below_lost)
+    return replace(state, batches=batches, explored=explored)
 
 
 def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
@@ -183,17 +202,24 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     if choice.forecast is None or measured.seconds <= 0 or measured.mean_length <= 0:
         return state
     name, before = choice.option.name, state.of(choice.option.name)
+    state = _learn_limits(state, choice, choice.forecast, measured)
     weight = max(1 / (before.tries + 1), WEIGHT)
-    error = _clip(log(measured.seconds / choice.forecast.seconds))
-    length_error = _clip(log(measured.mean_length / choice.forecast.mean_length))
-    state = _learn_noise(state, before, error, length_error)
+    found = {
+        "error": _clip(log(measured.seconds / choice.forecast.seconds)),
+        "length_error": _clip(log(measured.mean_length / choice.forecast.mean_length)),
+        "more_cut": _clip(measured.cut - choice.forecast.cut),
+    }
+    usual = {key: _without_outlier(state, before, key, value) for key, value in found.items()}
+    kept = found if before.tries < FEW else usual
     after = replace(
         before,
         tries=min(before.tries + 1, LARGEST),
-        error=_mix(before.error, error, weight),
-        length_error=_mix(before.length_error, length_error, weight),
-        more_cut=_mix(before.more_cut, measured.cut - choice.forecast.cut, weight),
+        last=state.batches,
+        error=_mix(before.error, kept["error"], weight),
+        length_error=_mix(before.length_error, kept["length_error"], weight),
+        more_cut=_mix(before.more_cut, kept["more_cut"], weight),
     )
+    state = _learn_noise(state, before, usual, cuts=choice.forecast.cut > 0)
     if choice.option.shaping is not None and choice.off_seconds is not None:
         step = measured.seconds + state.training_seconds(measured.returned)
         after = _judge(after, log(step / choice.off_seconds), state.batches)
@@ -221,19 +247,47 @@ def _judge(option: OptionState, against_off: float, batches: int) -> OptionState
     return replace(option, against_off=0.0, withdrawals=withdrawals, until=min(batches + rest, LARGEST))
 
 
-def _learn_noise(state: AutoState, before: OptionState, error: float, length_error: float) -> AutoState:
-    """Learn how much measurements of an option differ from those of the same one before."""
+def _learn_limits(state: AutoState, choice: Choice, forecast: Forecast, measured: Measured) -> AutoState:
+    """Correct by what was measured what `begin` has counted as below the limits, so that these hold for the former."""
+    if choice.option.shaping is None:
+        return state
+    limits = choice.limits
+    bias = _below(1 - measured.mean_length / choice.usual_length, limits.most_bias)
+    lost = _below(_lost(forecast, measured.cut - forecast.cut), limits.most_lost)
+    return _book(state, choice.groups, bias - choice.below_bias, lost - choice.below_lost)
+
+
+def _book(state: AutoState, groups: int, bias: float, lost: float) -> AutoState:
+    """Add to what batches were below the limits. One batch changes that by no more than as many groups as it has."""
+
+    def spare(before: float, change: float) -> float:
+        return min(max(before + change * groups, min(before, -groups)), max(before, groups)) if groups else before
+
+    return replace(state, spare_bias=spare(state.spare_bias, bias), spare_lost=spare(state.spare_lost, lost))
+
+
+_NOISES = {"error": "noise", "length_error": "length_noise", "more_cut": "cut_noise"}
+
+
+def _without_outlier(state: AutoState, before: OptionState, key: str, value: float) -> float:
+    """Return a measurement, or the nearest value that differs from those before by no more than is usual."""
+    mean: float = getattr(before, key)
+    most = OUTLIER * sqrt(max(getattr(state, _NOISES[key]), FIRST_NOISE))
+    return min(max(value, mean - most), mean + most)
+
+
+def _learn_noise(state: AutoState, before: OptionState, found: Mapping[str, float], *, cuts: bool) -> AutoState:
+    """Learn how much measurements of an option differ from those of the same one before; ``cuts``: if it cuts any."""
     if not before.tries:
         return state
     weight = max(1 / (FIRST_BATCHES + state.repeated + 1), WEIGHT)
     share = before.effective_tries / (before.effective_tries + 1)  # the mean of those before varies, too
-    noise, length_noise = _clip(error - before.error) ** 2, _clip(length_error - before.length_error) ** 2
-    return replace(
-        state,
-        repeated=min(state.repeated + 1, LARGEST),
-        noise=(1 - weight) * state.noise + weight * share * noise,
-        length_noise=(1 - weight) * state.length_noise + weight * share * length_noise,
-    )
+    noises = {
+        _NOISES[key]: (1 - weight) * getattr(state, _NOISES[key]) + weight * share * (value - getattr(before, key)) ** 2
+        for key, value in found.items()
+        if key != "more_cut" or cuts
+    }
+    return replace(state, repeated=min(state.repeated + 1, LARGEST), **noises)
 
 
 def _mix(old: float, new: float, weight: float) -> float:
@@ -244,25 +298,25 @@ def _clip(value: float) -> float:
     return min(max(value, -MOST), MOST)
 
 
-def _spare(value: float) -> float:
-    return min(max(value, -EDGE), EDGE)
-
-
 def _look(
     option: Option, found: Forecast, state: AutoState, limits: AutoLimits, off: Forecast | None = None
 ) -> _Outlook:
-    error, length_error = state.errors(option.name)
-    seconds = found.seconds * exp(error)
+    seconds = found.seconds * exp(state.error(option.name))
     step = seconds + state.training_seconds(found.returned)
     if off is None:
         return _Outlook(option, found, seconds, step, step)
-    off_error, off_length_error = state.errors(OFF)
-    off_step = off.seconds * exp(off_error) + state.training_seconds(off.returned)
+    off_step = off.seconds * exp(state.error(OFF)) + state.training_seconds(off.returned)
     price = limits.tokens_price * off_step * max(0.0, found.generated - found.returned) / off.generated
-    bias = 1 - exp(length_error - off_length_error) * found.mean_length / off.mean_length
-    lost = found.lost + max(0.0, state.of(option.name).more_cut)
+    length = found.mean_length * exp(state.length_error(option.name))
+    bias = 1 - length / (off.mean_length * exp(state.length_error(OFF)))
+    lost = _lost(found, state.more_cut(option.name))
     below = _below(bias, limits.most_bias), _below(lost, limits.most_lost)
     return _Outlook(option, found, seconds, step, step + price, *below)
+
+
+def _lost(found: Forecast, more_cut: float) -> float:
+    """Return the share that is lost where more or fewer are cut than forecast; all of the former would have ended."""
+    return max(0.0, found.lost + max(more_cut, more_cut * found.lost / found.cut if found.cut else 0.0))
 
 
 def _below(value: float, limit: float) -> float:
@@ -270,11 +324,6 @@ def _below(value: float, limit: float) -> float:
     if limit == 0:
         return 0.0 if value <= 0 else -inf
     return 1 - value / limit
-
-
-def _chosen(one: _Outlook, off: _Outlook, reason: str) -> Choice:
-    below = one.below_bias, one.below_lost
-    return Choice(one.option, reason, one.forecast, one.seconds, off.step, False, *below)
 
 
 def _seconds(one: _Outlook) -> str:

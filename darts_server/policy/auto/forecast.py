@@ -80,7 +80,7 @@ class Forecast:
     """What an option would do, on average over the samples of a batch.
 
     ``seconds``: of the rollout. ``generated``, ``returned``: tokens. ``mean_length``: of what is returned. ``cut``:
-    share of the returned trajectories that the rule cuts; ``lost``: share of those that would have ended.
+    share of the returned trajectories that the rule cuts; ``lost``: the same of those only that would have ended.
     """
 
     seconds: float
@@ -93,9 +93,8 @@ class Forecast:
 
 def limit_of(share: float, batches: Sequence[Batch]) -> int:
     """Return the smallest length limit that cuts at most this share of the trajectories that would have ended."""
-    ends = np.concatenate([batch.ends.ravel() for batch in batches])
     whole = np.sort(np.concatenate([batch.lengths[batch.valid] for batch in batches]))[::-1]
-    return int(whole[min(int(share * ends.size), whole.size - 1)]) if whole.size else int(ends.max())
+    return int(whole[int(share * whole.size)]) if whole.size else max(int(batch.ends.max()) for batch in batches)
 
 
 def forecast(
@@ -119,7 +118,7 @@ def forecast(
                 returned,
                 returned / count,
                 cut.sum() / count,
-                (cut & part.valid).sum() / count,
+                (cut & part.valid).sum() / max(1, int((is_returned & part.valid).sum())),
             )
         )
     return Forecast(*(float(value) for value in np.mean(found, axis=0)))

@@ -17,15 +17,15 @@ ADAPTIVE_REDUNDANCIES = (1.25, 1.5)
 """Of ``darts``: at 2, its maximum by default, all prompts are saturated."""
 QUANTILES = (0.8, 0.9)
 CUT_SHARES = (0.02, 0.05, 0.1, 0.2)
-"""Of the trajectories, those that a ``limit`` cuts although they would have ended."""
+"""Of the trajectories that would have ended, those that a ``limit`` cuts."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoLimits:
     """What the user allows.
 
-    ``allow``: of `RULES`. ``most_lost``: largest share of the returned trajectories that may be cut by a rule although
-    they would have ended. ``most_bias``: largest share by which their mean length may be below that of all
+    ``allow``: of `RULES`. ``most_lost``: of the returned trajectories that would have ended, the largest share that a
+    rule may cut. ``most_bias``: largest share by which their mean length may be below that of all
     trajectories. ``tokens_price``: how many per cent of a step's time one per cent of tokens is worth: those that are
     generated and not returned, of those that ``off`` generates. ``exploration``: largest share of batches that try
     another option than the one that is expected to be the fastest.
@@ -56,7 +56,7 @@ class Option:
     """One thing that `auto` may do with a batch.
 
     ``shaping``: ``None`` shapes nothing. ``cut_share``: its deadline is the length that this share of the trajectories
-    exceed; ``None`` leaves the deadline as it is.
+    that would have ended exceed; ``None`` leaves the deadline as it is.
     """
 
     name: str

@@ -18,8 +18,8 @@ from darts_server.policy.auto.chooser import (
     learn,
     learn_training,
 )
-from darts_server.policy.auto.forecast import Expectation
-from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto, rule_of
+from darts_server.policy.auto.forecast import Expectation, Forecast
+from darts_server.policy.auto.options import RULES, UNSHAPED, Auto, AutoLimits, build_auto, rule_of
 from darts_server.policy.auto.state import MAX_OPTIONS, AutoState, OptionState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency.curve import LatencyCurve
@@ -168,9 +168,125 @@ def test_what_is_measured_under_a_noisy_load_is_believed_later() -> None:
         noisy = learn(noisy, choice, measured(choice, factor))
     assert quiet.noise < 0.005 < 0.05 < noisy.noise
     assert quiet.repeated == noisy.repeated == 5
-    once, shaken = learn(quiet, choice, measured(choice, 2.0)), learn(noisy, choice, measured(choice, 2.0))
     name = choice.option.name
-    assert once.errors(name)[0] - quiet.errors(name)[0] > shaken.errors(name)[0] - noisy.errors(name)[0]
+    once, shaken = (
+        learn(state, choice, measured(choice, 1.3 * np.exp(state.of(name).error))) for state in (quiet, noisy)
+    )
+    assert once.error(name) - quiet.error(name) > shaken.error(name) - noisy.error(name)
+
+
+def only(name: str, limits: AutoLimits) -> Auto:
+    return Auto(limits, tuple(option for option in auto().options if option.name in ("off", name)))
+
+
+def run_only(
+    name: str, limits: AutoLimits, batches: int, measure: Callable[[Choice, np.random.Generator], Measured]
+) -> list[tuple[Choice, Measured]]:
+    """Run batches of which only one option besides ``off`` may be chosen, from when ``off`` was measured."""
+    rng, state, done = np.random.default_rng(1), MEASURED, []
+    for number in range(batches):
+        draws = np.random.default_rng(number)
+        choice = choose(only(name, limits), state, SIZE, expected(), EMPTY, GROUPS, draws)
+        found = measured(choice) if choice.option.name == "off" else measure(choice, rng)
+        state = learn(begin(state, choice), choice, found)
+        done.append((choice, found))
+    return done
+
+
+def forecast_of(name: str) -> Forecast:
+    forecast = choose(only(name, ALL), MEASURED, SIZE, expected(), EMPTY, GROUPS, np.random.default_rng(0)).forecast
+    assert forecast is not None
+    return forecast
+
+
+CUT = "cut 2.0 at 0.8"
+
+
+@pytest.mark.parametrize("ratio", [1.1, 1.3])
+def test_no_option_is_locked_out_by_chance(ratio: float) -> None:
+    """``ratio``: the limit over the option's true share of lost trajectories, which is as forecast."""
+    forecast = forecast_of(CUT)
+
+    def measure(choice: Choice, rng: np.random.Generator) -> Measured:
+        assert choice.forecast is not None
+        return replace(measured(choice), cut=choice.forecast.cut + 0.2 * rng.standard_normal())
+
+    done = run_only(CUT, replace(ALL, most_lost=ratio * forecast.lost), 160, measure)
+    assert sum(choice.option.name == CUT for choice, _ in done[80:]) > 20
+
+
+def test_what_is_lost_is_within_the_limit_on_average_as_measured() -> None:
+    limits = replace(ALL, most_lost=1.2 * forecast_of(CUT).lost)
+
+    def measure(choice: Choice, rng: np.random.Generator) -> Measured:
+        assert choice.forecast is not None
+        return replace(measured(choice), cut=choice.forecast.cut + limits.most_lost + 0.2 * rng.standard_normal())
+
+    done = run_only(CUT, limits, 200, measure)
+    more = [0.0 if choice.forecast is None else found.cut - choice.forecast.cut for choice, found in done]
+    lost = [choice.forecast.lost + extra for (choice, _), extra in zip(done, more, strict=True) if choice.forecast]
+    assert 0 < sum(choice.option.name == CUT for choice, _ in done) < 100
+    for first in (0, 50, 100):
+        assert np.mean(lost[first : first + 100]) < 1.05 * limits.most_lost
+
+
+def test_lengths_are_within_the_limit_on_average_as_measured_however_much_they_vary() -> None:
+    usual = expected().sample(SIZE, np.random.default_rng(0))[0].lengths.mean()
+    limits = replace(ALL, most_bias=1 - 0.9 * forecast_of(CUT).mean_length / usual)
+
+    def measure(choice: Choice, rng: np.random.Generator) -> Measured:
+        assert choice.forecast is not None
+        length = choice.forecast.mean_length * np.exp(-0.25 + 0.3 * rng.standard_normal())
+        return replace(measured(choice), mean_length=float(length))
+
+    done = run_only(CUT, limits, 200, measure)
+    bias = [
+        0.0 if choice.option.name == "off" else 1 - found.mean_length / choice.usual_length for choice, found in done
+    ]
+    for first in (0, 50, 100):
+        assert np.mean(bias[first : first + 100]) < 1.05 * limits.most_bias
+
+
+@pytest.mark.parametrize("outlier", [15.0, 1 / 15])
+def test_one_batch_that_is_off_does_not_erase_what_was_learned(outlier: float) -> None:
+    off, cut = (
+        choose(only(CUT, replace(ALL, allow=allow)), state, SIZE, expected(), EMPTY, GROUPS, np.random.default_rng(0))
+        for allow, state in (((), AutoState()), (RULES, MEASURED))
+    )
+    assert off.option.name == "off"
+    assert cut.option.name == CUT
+    state, factor = MEASURED, float(np.exp(0.3))
+    for number in range(20):
+        for choice, times in ((off, 1.0), (cut, factor)):
+            length = measured(choice).mean_length / times
+            vary = 1 + 0.05 * (-1) ** number
+            state = learn(state, choice, replace(measured(choice, times * vary), mean_length=length * vary))
+    once = learn(state, off, replace(measured(off, outlier), mean_length=measured(off).mean_length / outlier))
+    assert once.error(CUT) > 0.8 * state.error(CUT) > 0.2
+    assert once.length_error(CUT) < 0.8 * state.length_error(CUT) < -0.2
+    assert once.length_error(CUT) - once.length_error("off") < -0.2
+
+
+def test_a_batch_counts_for_a_limit_by_its_groups_and_none_repays_what_others_exceeded() -> None:
+    choice = replace(chosen(MEASURED), groups=256, below_bias=-0.5, below_lost=0.5)
+    large = begin(MEASURED, choice)
+    assert (large.spare_bias, large.spare_lost) == (-128, 128)
+    small = begin(large, replace(choice, groups=8, below_bias=1.0, below_lost=1.0))
+    assert (small.spare_bias, small.spare_lost) == (-120, 128)
+    twice = begin(begin(small, choice), choice)
+    assert (twice.spare_bias, twice.spare_lost) == (-256, 256)
+    assert begin(MEASURED, Choice(UNSHAPED, "")).spare_bias == 0
+
+
+def test_fewer_cut_trajectories_than_forecast_are_believed() -> None:
+    forecast = forecast_of(CUT)
+    state = replace(MEASURED, options={**MEASURED.options, CUT: OptionState(12, more_cut=-forecast.cut)})
+    limits = replace(ALL, most_lost=0.7 * forecast.lost)
+    names = [
+        choose(only(CUT, limits), each, SIZE, expected(), EMPTY, GROUPS, np.random.default_rng(0)).option.name
+        for each in (MEASURED, replace(state, batches=0, cut_noise=0.001))
+    ]
+    assert names == ["off", CUT]
 
 
 def test_a_price_of_tokens_makes_it_start_fewer_candidates() -> None:

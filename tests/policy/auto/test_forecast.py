@@ -83,8 +83,16 @@ def test_a_limit_cuts_its_share_of_those_that_end() -> None:
     lengths, valid = np.concatenate([b.lengths for b in batches]), np.concatenate([b.valid for b in batches])
     for share in (0.02, 0.1):
         limit = limit_of(share, batches)
-        assert share - 0.01 < float((valid & (lengths > limit)).mean()) <= share
+        assert share - 0.01 < float((lengths > limit)[valid].mean()) <= share
         found = forecast(OPTIONS[f"limit {share}"].at(limit), 8, [None] * 64, batches, MACHINE, 64)
         assert found.lost == pytest.approx(share, abs=0.01)
+    few = Expectation([1e4] * 64, [None] * 64, np.geomspace(0.05, 20, 200), max_tokens=1200).sample(8, rng())
+    lengths, valid = np.concatenate([b.lengths for b in few]), np.concatenate([b.valid for b in few])
+    assert 0.1 < valid.mean() < 0.2
+    limit = limit_of(0.2, few)
+    assert float((lengths > limit)[valid].mean()) == pytest.approx(0.2, abs=0.02)
+    assert forecast(OPTIONS["limit 0.2"].at(limit), 8, [None] * 64, few, MACHINE, 64).lost == pytest.approx(
+        0.2, abs=0.02
+    )
     none = Expectation([1e6] * 8, [None] * 8, RATIOS, max_tokens=600).sample(8, rng())
     assert limit_of(0.1, none) == 600

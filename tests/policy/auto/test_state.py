@@ -42,17 +42,17 @@ def test_tries_count_by_rule() -> None:
 def test_errors_of_an_option_are_drawn_towards_its_rule_and_that_towards_all() -> None:
     off, cut = OptionState(5, error=1.0, length_error=0.5), OptionState(5, error=-1.0, length_error=-0.5)
     exact = AutoState(options={"off": off, "cut 1.5 at 0.8": cut}, noise=0.0, length_noise=0.0)
-    assert exact.errors("off") == (1.0, 0.5)
-    assert exact.errors("cut 1.5 at 0.8") == (-1.0, -0.5)
-    assert exact.errors("cut 1.5 at 0.9") == (-1.0, -0.5)
-    assert exact.errors("uniform 1.5") == pytest.approx((0.0, 0.0))
+    assert (exact.error("off"), exact.length_error("off")) == (1.0, 0.5)
+    assert (exact.error("cut 1.5 at 0.8"), exact.length_error("cut 1.5 at 0.8")) == (-1.0, -0.5)
+    assert (exact.error("cut 1.5 at 0.9"), exact.length_error("cut 1.5 at 0.9")) == (-1.0, -0.5)
+    assert (exact.error("uniform 1.5"), exact.length_error("uniform 1.5")) == pytest.approx((0.0, 0.0))
     noisy = replace(exact, noise=0.04, length_noise=0.01)
-    assert 0.3 < noisy.errors("off")[0] < 0.9
-    assert 0.25 < noisy.errors("off")[1] < 0.48
-    assert noisy.errors("cut 1.5 at 0.8")[0] < noisy.errors("cut 1.5 at 0.9")[0] < -0.3
+    assert 0.3 < noisy.error("off") < 0.9
+    assert 0.48 < noisy.length_error("off") < 0.5
+    assert noisy.error("cut 1.5 at 0.8") < noisy.error("cut 1.5 at 0.9") < -0.3
     many = {f"cut {number}": cut for number in range(9)}
-    assert -1.0 < replace(noisy, options={"off": off, **many}).errors("uniform 1.5")[0] < -0.5
-    assert AutoState().errors("off") == (0.0, 0.0)
+    assert -1.0 < replace(noisy, options={"off": off, **many}).error("uniform 1.5") < -0.5
+    assert (AutoState().error("off"), AutoState().length_error("off")) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,25 @@ def test_errors_of_an_option_are_drawn_towards_its_rule_and_that_towards_all() -
         {"repeated": -1},
         {"noise": -0.1},
         {"length_noise": 26.0},
-        {"spare_bias": 1.5},
+        {"cut_noise": -1.0},
+        {"options": {"off": {"last": -1}}},
+        {"spare_bias": float("inf")},
         {"spare_lost": "x"},
     ],
 )
 def test_a_damaged_state_is_refused(wrong: Mapping[str, object]) -> None:
     with pytest.raises(ValueError, match="must"):
         AutoState(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_was_measured_long_ago_counts_less_except_of_off() -> None:
+    options = {"off": OptionState(5, length_error=0.3), "cut": OptionState(20, length_error=-0.3, more_cut=0.2)}
+    state = AutoState(options=options)
+    assert state.length_error("cut") < -0.2
+    assert state.more_cut("cut") > 0.15
+    later = replace(state, batches=500)
+    assert abs(later.more_cut("cut")) < 0.01
+    assert later.length_error("off") == state.length_error("off")
 
 
 def test_training_is_a_line_through_what_was_measured() -> None:
