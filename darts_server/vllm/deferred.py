@@ -23,7 +23,6 @@ import anyio
 import numpy as np
 from msgspec import Raw
 from vllm import SamplingParams
-from vllm.logprobs import FlatLogprobs, create_sample_logprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreOutput
@@ -33,7 +32,7 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.outputs import LogprobsLists
 
 from darts_server.types import FinishReason
-from darts_server.vllm.compat.engine import truncate_sampling_mask
+from darts_server.vllm.compat.engine import truncate_optional
 from darts_server.vllm.outputs import new_detokenizer, token_logprobs
 from darts_server.vllm.packed_outputs import NOTHING, copied, each_array, unpack
 
@@ -111,10 +110,8 @@ class CollectedLogprobs(LogprobsProcessor):
     def process(self, tokens: int | None, completion: CompletionOutput) -> Iterator[None]:
         """Process the log-probs of the first ``tokens`` tokens, or of all, as vLLM does, for an output of these."""
         left = len(self.values()) if tokens is None else tokens
-        empty = {
-            "logprobs": create_sample_logprobs(isinstance(self.logprobs, FlatLogprobs)),
-            "cumulative_logprob": 0.0,
-        }
+        assert self.logprobs is not None
+        empty = {"logprobs": type(self.logprobs)(), "cumulative_logprob": 0.0}
         processor = LogprobsProcessor(**(_fields(self) | empty))
         entries = 0
         for one in self._arrays:
@@ -260,7 +257,7 @@ def truncate_output(
         "token_ids": list(whole.token_ids[:tokens]),
         "finish_reason": FinishReason.LENGTH.value,
         "stop_reason": None,
-        **truncate_sampling_mask(whole, tokens),
+        **truncate_optional(whole, tokens),
     }
     collected = whole.collected if isinstance(whole, DeferredCompletion) else None
     if collected is None and whole.logprobs is not None:

@@ -74,7 +74,7 @@ METHODS = {
     "detokenizer.get_next_output_text": f"{DETOKENIZER}.get_next_output_text",
     "detokenizer.update": f"{DETOKENIZER}.update",
     "super().update_from_output": f"{LOGPROBS}.update_from_output",
-    "super()._update_sample_logprobs": f"{LOGPROBS}._update_sample_logprobs",
+    "processor._update_sample_logprobs": f"{LOGPROBS}._update_sample_logprobs",
     "encoder.encode": "vllm.v1.serial_utils:MsgpackEncoder.encode",
     "engine_args.create_engine_config": "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
     "finalize_layerwise_reload": "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_reload",
@@ -319,15 +319,27 @@ def test_rejected_requests_are_distinguished_from_failures(vllm: Fake) -> None:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_the_sampling_mask_is_truncated_if_there_is_one() -> None:
+def test_fields_that_only_some_versions_have_are_truncated() -> None:
     @dataclass
     class Mask:
         token_ids: list[list[int]]
 
-    truncate = import_module("darts_server.vllm.compat.engine").truncate_sampling_mask
+    @dataclass
+    class Span:
+        version: str
+        start: int
+        end: int
+
+    truncate = import_module("darts_server.vllm.compat.engine").truncate_optional
     assert truncate(SimpleNamespace(), 1) == truncate(SimpleNamespace(sampling_mask=None), 1) == {}
     truncated = truncate(SimpleNamespace(sampling_mask=Mask([[1], [2, 3], [4]])), 2)
     assert truncated == {"sampling_mask": Mask([[1], [2, 3]])}
+    spans = [Span("a", 0, 1), Span("b", 1, 3), Span("c", 3, 4)]
+    completion = SimpleNamespace(token_ids=[7] * 4, routed_experts=[*range(6)], weight_versions=spans)
+    assert truncate(completion, 2) == {
+        "routed_experts": [0, 1, 2, 3],
+        "weight_versions": [Span("a", 0, 1), Span("b", 1, 2)],
+    }
 
 
 @pytest.mark.anyio

@@ -16,10 +16,20 @@ REFUSALS: tuple[type[Exception], ...] = (
 BUSY: tuple[type[Exception], ...] = (exceptions.GracefulHTTPError,) if hasattr(exceptions, "GracefulHTTPError") else ()
 
 
-def truncate_sampling_mask(completion: CompletionOutput, tokens: int) -> dict[str, Any]:
-    """Return the changed field if an output has a sampling mask (which tokens could be sampled); 0.26 has none."""
-    mask = getattr(completion, "sampling_mask", None)
-    return {} if mask is None else {"sampling_mask": replace(mask, token_ids=mask.token_ids[:tokens])}
+def truncate_optional(completion: CompletionOutput, tokens: int) -> dict[str, Any]:
+    """Return the fields of a truncated output that only some versions and options of vLLM give it, if it has them.
+
+    They are the sampling mask (which tokens could be sampled), the experts of each token, those of the prompt first,
+    and the weight versions.
+    """
+    changes: dict[str, Any] = {}
+    if (mask := getattr(completion, "sampling_mask", None)) is not None:
+        changes["sampling_mask"] = replace(mask, token_ids=mask.token_ids[:tokens])
+    if (experts := getattr(completion, "routed_experts", None)) is not None:
+        changes["routed_experts"] = experts[: len(experts) - max(0, len(completion.token_ids) - tokens)]
+    if (spans := getattr(completion, "weight_versions", None)) is not None:
+        changes["weight_versions"] = [replace(one, end=min(one.end, tokens)) for one in spans if one.start < tokens]
+    return changes
 
 
 async def set_weight_version(llm: Any, version: int) -> None:
