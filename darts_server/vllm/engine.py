@@ -4,8 +4,8 @@ It relies on six details of vLLM that are not documented, each covered by a test
 
 * ``add_request`` returns a collector whose ``request_id`` is vLLM's internal id of the request;
 * ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens generated so far;
-* ``detokenizer.output_token_ids`` and ``logprobs_processor.logprobs`` of that state are append-only, and prefixes of
-  the final output, even if a stop string is found;
+* ``detokenizer.output_token_ids`` of that state is append-only, and a prefix of the final output, even if a stop string
+  is found; so is ``logprobs_processor.logprobs`` of one that was resumed;
 * nothing else of a running final-only request reads its detokenizer's text or its log-probs, see
   :mod:`darts_server.vllm.deferred`;
 * an aborted final-only request still yields the output generated before the abort;

@@ -10,7 +10,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 StateChange = Callable[[RequestState], None]
 
-_change: ContextVar[StateChange | None] = ContextVar("change", default=None)
+_changes: ContextVar[list[StateChange] | None] = ContextVar("changes", default=None)
 
 
 def change_new_states(processor: OutputProcessor) -> None:
@@ -24,17 +24,24 @@ def change_new_states(processor: OutputProcessor) -> None:
 
     def add_changed_request(request: EngineCoreRequest, *args: Any, **more: Any) -> None:
         add_request(request, *args, **more)
-        if (change := _change.get()) is not None:
-            change(processor.request_states[request.request_id])
+        if changes := _changes.get():
+            changes.pop()(processor.request_states[request.request_id])
 
     processor.add_request = add_changed_request  # type: ignore[method-assign]
 
 
 @contextmanager
 def changing_state(change: StateChange) -> Iterator[None]:
-    """Call ``change`` with the new state of the request that this task adds in the block."""
-    token = _change.set(change)
+    """Call ``change`` with the new state of the request that this task adds in the block.
+
+    Raises:
+        RuntimeError: it was not called: this version of vLLM adds requests in another way.
+    """
+    changes = [change]  # emptied by the call: tasks of vLLM's that begin in the block keep this context
+    token = _changes.set(changes)
     try:
         yield
     finally:
-        _change.reset(token)
+        _changes.reset(token)
+    if changes:
+        raise RuntimeError("vLLM has added a request without OutputProcessor.add_request, which its state depends on")
