@@ -344,7 +344,11 @@ def test_rules_that_are_about_as_fast_are_measured_before_one_is_preferred(
     assert known.seconds is not None
     assert other.seconds is not None
     error = float(np.log(ratio * other.seconds / known.seconds))
-    options = {known.option.name: OptionState(5, error=error), other.option.name: OptionState(tries)}
+    now = MEASURED.batches
+    options = {
+        known.option.name: OptionState(5, error=error, last=now),
+        other.option.name: OptionState(tries, last=now),
+    }
     state = replace(MEASURED, noise=0.0, options={**MEASURED.options, **options})
     choice = chosen(state, replace(ALL, allow=("cut", "cap")))
     assert rule_of(choice.option.name) == rule_of((other if is_new else known).option.name)
