@@ -48,7 +48,9 @@ def full_app() -> Iterator[FastAPI]:
         args.enable_fault_tolerance = True
         built = build_app(args, tuple(tasks(SupportedTask)))
         port, llm = ScriptedEngine(lambda *_: Script(1)), SimpleNamespace(gate=Gate())
-        engine: Any = SimpleNamespace(llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="routes")
+        engine: Any = SimpleNamespace(
+            llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="routes", source="routes"
+        )
         defaults = settings.load({"dialect": "areal,nemo-rl,prime-rl,skyrl"}, None)
         stores = app.Stores(store, closing.enter_context(TransactionStore()))
         rooms = app.make_rooms(defaults, engine, stores, staging, [], closing)
