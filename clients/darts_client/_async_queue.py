@@ -155,7 +155,7 @@ class AsyncQueueApi:
         """Yield a group for each prompt, in the order in which they are complete, from a job of its own.
 
         `prompts` may be an iterator without an end: `ahead` of them are in the queue at a time, or fewer while the
-        server has no room for more. A group is acknowledged when the next one is asked for. Of a group that failed
+        server has no room for more. A group is acknowledged when the next one is requested. Of a group that failed
         `error` is set. `options` are those of `put`, but for `job`, `ids` and `idempotency_key`. At the end, whatever
         its cause, the job is deleted; after a `break` at once under `aclosing`.
         """
@@ -179,7 +179,7 @@ class AsyncQueueApi:
                         waiting.put_failed(exc)
                 if waiting.is_over:
                     return
-                # A lost answer's groups come again, and to nobody else: so this take may be repeated.
+                # A lost answer's groups come again, and to this consumer alone: so this take may be repeated.
                 wait = waiting.seconds_to_wait(WAIT_SECONDS)
                 for taken in await self._take({"job": job}, wait, idempotent=True):
                     if waiting.is_new(taken.id):

@@ -20,7 +20,7 @@ under any policy, of requests to /v1 under any but off: use shadow:uniform or au
 
 EPILOG = """\
 A trace has one prompt a line: {"step": 0, "prompt_tokens": 512, "lengths": [450, 396, 274], "cap": 10112}. The server
-keeps no list of lengths, and of candidates that it stopped nobody knows what they would have become. What it has
+keeps no list of lengths, and what the candidates that it stopped would have become is not known. What it has
 learned is the mean length of each prompt and, over all prompts, the distribution of lengths around these means, in
 which stopped candidates count as longer ones. The lengths of a trace are drawn from both; step is the weight version of
 the prompt's last group. Lengths of the prompt itself are not learned: say them with --prompt-tokens.

@@ -49,7 +49,7 @@ _one_at_a_time = anyio.CapacityLimiter(1)  # several tasks would each make a sli
 
 
 class CachingTokenizer:
-    """A tokenizer that remembers the text of single tokens, which log-probs name each time anew."""
+    """A tokenizer that remembers the text of single tokens, which log-probs name again and again."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -103,5 +103,5 @@ class JobEntries:
 
 
 def _due(entry: Entry) -> _Due:
-    """Return the place of a ready group: failed ones first, as nobody has to wait for them."""
+    """Return the place of a ready group: failed ones first, as they need no tokens."""
     return (not entry.is_failed, entry.version, entry.ready_number, entry.number)

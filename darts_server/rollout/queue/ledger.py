@@ -77,7 +77,7 @@ class Ledger:
     Args:
         limits: of each owner.
         default_staleness: of jobs that name none.
-        new_name: returns a string that nobody can guess and that is never used twice.
+        new_name: returns a string that cannot be guessed and that is never used twice.
     """
 
     def __init__(self, limits: QueueLimits, default_staleness: int, new_name: Callable[[], str]) -> None:
@@ -536,7 +536,7 @@ class Ledger:
     def _acknowledge(self, lease: str, may_see: Callable[[str], bool]) -> AckOutcome:
         entry = self._leases.get(lease)
         if entry is not None and may_see(entry.owner):
-            if entry.state is not EntryState.LEASED:  # it expired, but nobody else got it
+            if entry.state is not EntryState.LEASED:  # it expired, but was not handed out again
                 self._count_taken(entry, 1)
             self._remove(entry)
             self._acknowledgements.add(Acknowledged(entry.number, entry.job, entry.name, entry.digest, lease))

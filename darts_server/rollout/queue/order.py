@@ -26,7 +26,7 @@ class FairShare(Generic[T]):
         self._now = 0.0
 
     def choose(self, users: Iterable[T]) -> T:
-        """Return who goes next; at least one of them has something to do, and nobody else has."""
+        """Return who goes next; at least one of them has something to do, and no other has."""
         candidates = list(users)
         for user in candidates:
             if user not in self._active:

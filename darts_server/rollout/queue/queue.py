@@ -257,7 +257,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
     def update_announced(self, version: int) -> None:
         """Stop groups that would be too old after the update, so that it does not wait for them."""
         self._see_versions(self._ledger.version)
-        # Ready ones are waited for by nobody, and stay good if the update fails.
+        # The update does not wait for ready ones, and they stay good if it fails.
         self._ledger.restart_stale(version, ready=False)
         self._stop_unwanted()
 

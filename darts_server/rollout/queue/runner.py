@@ -255,7 +255,7 @@ def _first_version(result: GroupResult) -> int | None:
 
 
 def _without_number(error: InvalidRequest) -> InvalidRequest:
-    """Name the field of the prompt alone: its number in a batch that nobody sees says nothing."""
+    """Name the field of the prompt alone: its number in an internal batch says nothing."""
     return type(error)(_PROMPT_FIELD.sub("prompt", error.field), error.message)
 
 
