@@ -157,7 +157,11 @@ async def test_a_trainers_evaluation_is_raw_and_its_answers_have_the_same_fields
 
 
 def fields_of(value: object) -> object:
-    """The names of all fields of an answer; of lists, those of the first item. Names that are tokens do not count."""
+    """The names of all fields of an answer; of lists, those of the first item.
+
+    Names that are tokens do not count, nor do the details that only a trajectory cut by its limit has.
+    """
     if isinstance(value, dict):
-        return {name: None if name == "top_logprobs" else fields_of(each) for name, each in value.items()}
+        without = ("top_logprobs", "incomplete_details")
+        return {name: None if name in without else fields_of(each) for name, each in value.items()}
     return [fields_of(value[0])] if isinstance(value, list) and value else None

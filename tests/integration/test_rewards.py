@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from random import Random
+from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
@@ -44,7 +45,12 @@ def report(server: Server, rewards: Sequence[Named]) -> dict[str, Any]:
 
 
 def groups_of(server: Server, name: str) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = httpx.get(f"{server.url}/darts/v1/groups/{name}").json()["groups"]
+    """The records of a request. A shadow's is written when the candidates that it still watches have ended."""
+    deadline = monotonic() + 60
+    while (answer := httpx.get(f"{server.url}/darts/v1/groups/{name}")).status_code == 404 and monotonic() < deadline:
+        sleep(0.1)
+    assert answer.status_code == 200, answer.text
+    groups: list[dict[str, Any]] = answer.json()["groups"]
     return groups
 
 
@@ -137,7 +143,9 @@ def test_batches_are_rewarded_under_every_policy(server: Server, policy: str) ->
         "sampling": {"max_tokens": 250},
         "policy": {"name": policy} if policy == "off" else {"name": policy, "exploration": 0.0},
     }
-    groups = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=120).json()["groups"]
+    batch = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=120)
+    assert batch.status_code == 200, batch.text
+    groups = batch.json()["groups"]
     for number, group in enumerate(groups):
         prompt = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": posed[number].prompt}).json()[
             "tokens"
