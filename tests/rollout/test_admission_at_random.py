@@ -17,8 +17,8 @@ from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngi
 from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.registry import BatchRegistry
+from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat
-from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner

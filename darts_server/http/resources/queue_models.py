@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 from darts_server.http.body import Body
 from darts_server.http.resources.rollouts_models import MAX_PROMPTS, GroupOut, PromptIn
 from darts_server.identifiers import Name
-from darts_server.rollout.batches.submission import GroupResult
+from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.queue.entries import AckOutcome
 from darts_server.rollout.queue.job_entries import JobEntries
 from darts_server.rollout.queue.queue import TakenGroup

@@ -26,8 +26,8 @@ from darts_server.http.sse import MEDIA_TYPE
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
+from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.serving.admission import caller
 from darts_server.types import PromptSpec
 

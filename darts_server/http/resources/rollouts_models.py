@@ -35,7 +35,7 @@ from darts_server.http.resources.trajectories import (
 )
 from darts_server.identifiers import Name
 from darts_server.rollout.batches.carried import Carry
-from darts_server.rollout.batches.submission import GroupResult, Unfinished
+from darts_server.rollout.batches.results import GroupResult, Unfinished
 from darts_server.types import CandidateRecord
 
 MAX_PROMPTS = 100_000

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from darts_server.rollout.batches.submission import GroupResult, Unfinished
+from darts_server.rollout.batches.results import GroupResult, Unfinished
 from darts_server.types import DiscardReason, Sample
 
 

@@ -17,7 +17,7 @@ from darts_server.rollout.batches.events import (
     GroupEnded,
     TrajectorySelected,
 )
-from darts_server.rollout.batches.submission import GroupResult
+from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.run import GroupRun
 from darts_server.types import DiscardReason, Sample
 

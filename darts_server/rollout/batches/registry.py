@@ -12,8 +12,10 @@ from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
 from darts_server.rollout.batches.carried import CarriedPrompts, CarryLimits
 from darts_server.rollout.batches.events import BatchDone
+from darts_server.rollout.batches.request import BatchRequest, NewPlanner
+from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.rollout.batches.submission import BatchRequest, GroupResult, NewPlanner, Submission
+from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import RETRY_SECONDS, caller
 from darts_server.types import Sample

@@ -12,7 +12,8 @@ from typing import Any, Self
 from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.rollout.batches.events import BatchDone, BatchEnd, BatchFailed, BatchStarted, Event
 from darts_server.rollout.batches.feed import EventFeed
-from darts_server.rollout.batches.submission import GroupResult, Submission
+from darts_server.rollout.batches.results import GroupResult
+from darts_server.rollout.batches.submission import Submission
 from darts_server.serving.admission import caller
 
 logger = logging.getLogger(__name__)

@@ -4,12 +4,12 @@ import asyncio
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Generic
 
-from darts_server.engine.port import OutputT, PromptRenderer, RequestT, TokenSlice
+from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, GroupAborted, InvalidRequest
 from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
@@ -22,96 +22,19 @@ from darts_server.rollout.batches.carried import (
     Identity,
     match,
 )
-from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
+from darts_server.rollout.batches.request import BatchRequest, NewPlanner, check_numbers, check_resumable, check_terms
+from darts_server.rollout.batches.results import BatchObserver, GroupResult, Unfinished
+from darts_server.rollout.plan import Plan
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Ticket, caller
-from darts_server.types import GroupRecord, PromptSpec, RequestOptions, Sample
+from darts_server.types import PromptSpec, Sample
 
 logger = logging.getLogger(__name__)
 
 FIELD = "prompts"
 """Named where a batch has more candidates than are admitted."""
-
-NewPlanner = Callable[[Mapping[str, object]], Planner]
-"""Creates the planner under a caller's policy overrides; raises ``InvalidRequest`` for an impossible one."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """A batch as its caller submits it: a group of ``group_size`` for each prompt.
-
-    Args:
-        prompts: at least one, or ``carried``.
-        group_size: M, trajectories per group.
-        sampling: the engine's sampling parameters by name.
-        policy: overrides of the server's policy settings by name, and under ``name`` which policy.
-        budget: candidates in all; ``None`` leaves it to the policy.
-        num_groups: complete groups that are enough, the first to be decided; ``None`` for all.
-        survivors: return all trajectories that are not pruned, more or fewer than ``group_size``; ``None`` leaves it to
-            the policy.
-        partial: with survivors, return the prefixes of pruned candidates too.
-        carry: what happens to prompts that are not decided. Unless they are dropped, prompts of this batch that were
-            carried over from earlier ones start first.
-        carried: all other prompts of the caller that were carried over are part of this batch, after ``prompts``.
-    """
-
-    prompts: Sequence[PromptSpec]
-    group_size: int
-    sampling: Mapping[str, object] = field(default_factory=dict)
-    policy: Mapping[str, object] = field(default_factory=dict)
-    budget: int | None = None
-    num_groups: int | None = None
-    survivors: bool | None = None
-    partial: bool = False
-    carry: Carry = Carry.DROP
-    carried: bool = False
-
-    @property
-    def takes_carried(self) -> bool:
-        """Whether it takes prompts that were carried over."""
-        return self.carried or self.carry is not Carry.DROP
-
-
-@dataclass(frozen=True, slots=True)
-class GroupResult:
-    """The outcome of the group of prompt ``number``.
-
-    ``samples``: returned trajectories by candidate index; empty with an ``error``, which ends this group alone.
-    ``prefixes``: tokens of pruned candidates by index, up to where they were pruned; ``None`` if not requested.
-    """
-
-    number: int
-    group_id: str
-    prompt_key: str
-    samples: Mapping[int, Sample]
-    record: GroupRecord | None
-    error: Exception | None = None
-    metadata: bytes | None = None
-    prefixes: Mapping[int, TokenSlice] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """A prompt whose group was stopped because enough others were decided. ``carry``: how it is kept."""
-
-    number: int
-    prompt_key: str
-    metadata: bytes | None
-    carry: Carry = Carry.DROP
-
-
-class BatchObserver(Protocol):
-    """Follow the groups of a batch while they run. Called synchronously: return fast and never raise."""
-
-    def group_started(self, number: int, run: GroupRun[Any, Any]) -> None:
-        """Called when the group of prompt ``number`` has started."""
-        ...
-
-    def trajectory_selected(self, number: int, index: int, sample: Sample) -> None:
-        """Called when candidate ``index`` is known to belong to its group."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +132,9 @@ class Submission(Generic[RequestT, OutputT]):
                 prompts.append(other.prompt)
                 identities.append(other.identity)
                 carried.append(other)
-            _check_numbers(batch, plan, len(prompts))
+            check_numbers(batch, plan, len(prompts))
             if batch.carry is Carry.RESUME:
-                _check_resumable(rollouts, plan, requests)
+                check_resumable(rollouts, plan, requests)
             terms, keys = _terms(plan, sampling), [key for key, _ in identities]
             resumed = [_resumed(batch, terms, each, kept.limits, rollouts.weight_version) for each in carried]
             chosen = await rollouts.allocator.choose(plan, keys, batch.num_groups)
@@ -401,58 +324,6 @@ class Submission(Generic[RequestT, OutputT]):
         return replace(result, samples=dict(sorted(samples.items())), record=run.record, prefixes=prefixes)
 
 
-def check_terms(
-    batch: BatchRequest,
-    rollouts: Rollouts[RequestT, OutputT],
-    renderer: PromptRenderer[RequestT, OutputT],
-    new_planner: NewPlanner,
-) -> tuple[Plan, Mapping[str, object]]:
-    """Check all of a batch but its prompts; return its plan and the sampling parameters in force.
-
-    Raises:
-        InvalidRequest: names the field.
-    """
-    plan = _plan(batch, new_planner(batch.policy))
-    rollouts.check_scorable(plan)
-    return plan, renderer.effective_sampling(batch.sampling)
-
-
-def _plan(batch: BatchRequest, planner: Planner) -> Plan:
-    if not batch.prompts and not batch.carried:
-        raise InvalidRequest("prompts", "must have at least one prompt, got none")
-    plan = planner.plan(batch.group_size, RequestOptions()) or Plan(OFF, UNSHAPED, batch.group_size)
-    if batch.survivors or (batch.survivors is None and plan.shaping.may_return_survivors):
-        plan = _with_survivors(plan)
-    if batch.partial and not plan.shaping.return_survivors:
-        raise InvalidRequest(
-            "partial",
-            f"policy {plan.policy!r} does not return all survivors here; leave it out, or use a policy that prunes, "
-            "such as 'roulette', and not \"survivors\": false",
-        )
-    if batch.budget is not None and plan.auto is not None:
-        raise InvalidRequest("budget", f"policy {plan.policy!r} chooses the number of candidates itself; leave it out")
-    return plan
-
-
-def _check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
-    """Check what depends on the number of prompts, those that were carried over included.
-
-    Raises:
-        InvalidRequest
-    """
-    if not prompts:
-        raise InvalidRequest("prompts", "must have at least one prompt, got none, and none was carried over")
-    low, high = (prompts * bound for bound in plan.shaping.bounds(plan.size))
-    if batch.budget is not None and not low <= batch.budget <= high:
-        raise InvalidRequest(
-            "budget",
-            f"must be {low} to {high} for {prompts} groups of {plan.size} under policy {plan.policy!r}, "
-            f"got {batch.budget}; change it, or leave it out",
-        )
-    if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
-        raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
-
-
 def _allocate(
     rollouts: Rollouts[RequestT, OutputT],
     ticket: Ticket,
@@ -482,25 +353,6 @@ def _allocate(
             allocation.drop()
         raise
     return allocations
-
-
-def _check_resumable(rollouts: Rollouts[RequestT, OutputT], plan: Plan, requests: Sequence[RequestT]) -> None:
-    """
-    Raises:
-        InvalidRequest: candidates cannot go on as if they had not been stopped.
-    """
-    if plan.auto is not None:
-        raise InvalidRequest(
-            "carry",
-            f"'resume' does not work under policy {plan.policy!r}, which may do something else next; use 'restart'",
-        )
-    if plan.shaping.prunes or plan.shaping.shadow:
-        raise InvalidRequest(
-            "carry",
-            f"'resume' does not work under policy {plan.policy!r}, whose decisions depend on more than lengths; use "
-            "'restart'",
-        )
-    rollouts.check_resumable(requests[0])  # all have the same sampling parameters
 
 
 def _terms(plan: Plan, sampling: Mapping[str, object]) -> object:
@@ -537,12 +389,3 @@ def _identity(renderer: PromptRenderer[RequestT, OutputT], prompt: PromptSpec, r
 def _without(prompts: Sequence[CarriedPrompt], others: Sequence[CarriedPrompt | None]) -> list[CarriedPrompt]:
     known = {id(other) for other in others}
     return [prompt for prompt in prompts if id(prompt) not in known]
-
-
-def _with_survivors(plan: Plan) -> Plan:
-    if not plan.shaping.prunes:
-        raise InvalidRequest(
-            "survivors",
-            f"policy {plan.policy!r} does not prune; leave it out, or use a policy that prunes, such as 'arrol'",
-        )
-    return replace(plan, shaping=replace(plan.shaping, return_survivors=True))

@@ -14,7 +14,7 @@ from typing import Any, Generic
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, ServerStopping, StateError, TooLarge
 from darts_server.observers import QUEUE_EVENTS, QueueObserver
-from darts_server.rollout.batches.submission import BatchRequest, NewPlanner, check_terms
+from darts_server.rollout.batches.request import BatchRequest, NewPlanner, check_terms
 from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState, JobId, Terms
 from darts_server.rollout.queue.history import PutResult
 from darts_server.rollout.queue.job_entries import JobEntries

@@ -20,7 +20,9 @@ from darts_server.exceptions import (
     StateDamaged,
     StateError,
 )
-from darts_server.rollout.batches.submission import FIELD, BatchRequest, GroupResult, NewPlanner, Submission
+from darts_server.rollout.batches.request import BatchRequest, NewPlanner
+from darts_server.rollout.batches.results import GroupResult
+from darts_server.rollout.batches.submission import FIELD, Submission
 from darts_server.rollout.queue.entries import Entry, Job
 from darts_server.rollout.queue.ledger import PROMPT, Ledger
 from darts_server.rollout.queue.prompts import decode_prompt

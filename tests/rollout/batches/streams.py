@@ -12,8 +12,8 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.batches.events import CandidateDiscarded, Event, GroupEnded, TokenDelta, TrajectorySelected
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, IdempotencyKey
+from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, PromptSpec
 from tests.rollout.batches.test_submission import Texts

@@ -14,8 +14,9 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
+from darts_server.rollout.batches.request import BatchRequest
+from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, StreamMode
-from darts_server.rollout.batches.submission import BatchRequest, GroupResult
 from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.serving.admission import Caller, caller

@@ -17,8 +17,8 @@ from darts_server.exceptions import (
 )
 from darts_server.rollout.batches.events import BatchDone, BatchFailed
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, kept_bytes
+from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun
-from darts_server.rollout.batches.submission import BatchRequest
 from darts_server.types import Outcome, PromptSpec
 from tests.rollout.batches.streams import (
     batch_request,

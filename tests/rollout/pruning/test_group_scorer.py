@@ -16,7 +16,8 @@ from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.batches.submission import BatchRequest, Submission
+from darts_server.rollout.batches.request import BatchRequest
+from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.pruning.group_scorer import GroupScorer

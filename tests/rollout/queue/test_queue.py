@@ -19,7 +19,7 @@ from darts_server.exceptions import (
     TooLarge,
     WeightsLost,
 )
-from darts_server.rollout.batches.submission import GroupResult
+from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.queue.entries import AckOutcome, EntryState
 from darts_server.rollout.queue.ledger import QueueLimits

@@ -1,0 +1,50 @@
+"""What a batch gives: groups, the prompts that were not decided, and what an observer sees of the groups that run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from darts_server.engine.port import TokenSlice
+from darts_server.rollout.batches.carried import Carry
+from darts_server.rollout.run import GroupRun
+from darts_server.types import GroupRecord, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """The outcome of the group of prompt ``number``.
+
+    ``samples``: returned trajectories by candidate index; empty with an ``error``, which ends this group alone.
+    ``prefixes``: tokens of pruned candidates by index, up to where they were pruned; ``None`` if not requested.
+    """
+
+    number: int
+    group_id: str
+    prompt_key: str
+    samples: Mapping[int, Sample]
+    record: GroupRecord | None
+    error: Exception | None = None
+    metadata: bytes | None = None
+    prefixes: Mapping[int, TokenSlice] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A prompt whose group was stopped because enough others were decided. ``carry``: how it is kept."""
+
+    number: int
+    prompt_key: str
+    metadata: bytes | None
+    carry: Carry = Carry.DROP
+
+
+class BatchObserver(Protocol):
+    """Follow the groups of a batch while they run. Called synchronously: return fast and never raise."""
+
+    def group_started(self, number: int, run: GroupRun[Any, Any]) -> None:
+        """Called when the group of prompt ``number`` has started."""
+        ...
+
+    def trajectory_selected(self, number: int, index: int, sample: Sample) -> None:
+        """Called when candidate ``index`` is known to belong to its group."""
+        ...
