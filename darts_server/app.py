@@ -54,7 +54,7 @@ from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
 from darts_server.rollout.queue.entries import EntryState
-from darts_server.rollout.queue.ledger import QueueLimits
+from darts_server.rollout.queue.owners import QueueLimits
 from darts_server.rollout.queue.queue import PromptQueue
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.saved_state import check_document

@@ -15,6 +15,7 @@ from darts_server.store.schema import connect, refuse_special_files, translate_e
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "queue.db"
+MEMORY = ":memory:"
 BUSY_MILLISECONDS = 500
 """How long the start waits for a server that is ending on the same folder."""
 VERSION = 1
@@ -44,16 +45,21 @@ class TransactionStore(AbstractContextManager["TransactionStore"]):
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._path = Path(":memory:") if folder is None else folder / FILE_NAME
+        self._path = Path(MEMORY) if folder is None else folder / FILE_NAME
         self._lock = threading.Lock()
         with translate_errors(self._path), ExitStack() as opened:
             if folder is None:
-                connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+                connection = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
             else:
                 connection = _open(folder, self._path)
             self._connection = opened.enter_context(closing(connection))
             self._prepare()
             self._closing = opened.pop_all()
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what is written is on the disk, not in memory."""
+        return str(self._path) != MEMORY
 
     def read(self, kind: str, key: str) -> bytes | None:
         """Return the value, or ``None``.

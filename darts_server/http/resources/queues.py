@@ -33,7 +33,8 @@ from darts_server.http.resources.rollouts import ANSWERS, KEY, MAX_BODY_BYTES, c
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode_text
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
 from darts_server.rollout.queue.entries import AckOutcome
-from darts_server.rollout.queue.queue import PromptQueue, Put, TakenGroup, terms_of
+from darts_server.rollout.queue.puts import Put, terms_of
+from darts_server.rollout.queue.queue import PromptQueue, TakenGroup
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import PromptSpec
 
@@ -93,7 +94,7 @@ def routes(queue: Queue) -> APIRouter:
     async def status() -> QueueOut:
         """Return your jobs."""
         prompts = queue.prompts
-        jobs = [JobOut.of(each, prompts.version, prompts.waits_for(each.job.id)) for each in prompts.jobs(caller.get())]
+        jobs = [JobOut.of(each, prompts.version, prompts.waits_for(each)) for each in prompts.jobs(caller.get())]
         return QueueOut(weight_version=prompts.version, jobs=jobs)
 
     @api.get("/queue/groups", response_model=TakenGroupsOut, responses=ANSWERS)
@@ -149,7 +150,7 @@ async def event_chunks(
     while not prompts.is_stopping:
         leases = prompts.unacknowledged(leases)
         if len(leases) >= count:
-            await prompts.wait_for_change(1.0)
+            await prompts.wait_for_change(who, job, 1.0)
             continue
         try:
             groups = await prompts.take(who, job, 1, 1.0, lease_seconds)

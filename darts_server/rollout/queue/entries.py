@@ -8,6 +8,9 @@ from typing import Any, Self
 JobId = tuple[str, str]
 """Name of the owner, empty for callers without a key, and name of the job."""
 
+MODEL, JOB, TERMS, ENTRY, PROMPT, GROUP = "model", "job", "terms", "entry", "prompt", "group"
+"""Kinds of what is on the disk, with those of `history`."""
+
 
 class EntryState(StrEnum):
     """Where an entry is between `put` and its acknowledgement."""
@@ -43,22 +46,32 @@ class JobOptions:
     ``groups_per_version``: how many groups its consumers take under each weight version; ``None`` if they say nothing.
     ``max_staleness``: weight versions between the first token of a group and when it is handed out.
     ``groups_ahead``: that are started in addition to those that can be handed out in time; those that are not taken in
-    time start again. ``weight``: its share of the tokens of its owner, relative to its other jobs.
+    time start again. ``weight``: its share of the tokens of its owner, relative to its other jobs. ``expires_after``:
+    seconds without a put, take or acknowledgement after which it is dropped; ``None`` for never.
     """
 
     groups_per_version: int | None = None
     max_staleness: int = 1
     groups_ahead: int = 0
     weight: float = 1.0
+    expires_after: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What prompts that were put together have in common. ``sampling``, ``policy``: as their caller sent them."""
+    """What prompts that were put together have in common. ``sampling``, ``policy``: as their caller sent them.
+
+    ``encoded``: all of it as JSON, the same text for equal terms.
+    """
 
     group_size: int
     sampling: dict[str, Any]
     policy: dict[str, Any]
+    encoded: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        values = {"group_size": self.group_size, "sampling": self.sampling, "policy": self.policy}
+        object.__setattr__(self, "encoded", json.dumps(values, sort_keys=True))
 
 
 @dataclass(slots=True)
@@ -69,7 +82,7 @@ class Entry:
     `Terms`. ``digest``: of its prompt and terms. ``queued_at``: Unix seconds. ``was_restarted``: it goes first.
     ``version``: of the weights of its first token; while it runs, a lower bound of that. ``is_failed``: its group
     has an error. ``aborts``: how often it was aborted from outside. ``ready_number``: in the order in which groups
-    became ready. ``lease``: the latest one, also after it has expired.
+    became ready. ``lease``: the latest one, also after it has expired. ``take_key``: of the request that took it.
     """
 
     number: int
@@ -91,6 +104,7 @@ class Entry:
     lease: str | None = None
     lease_until: float = 0.0
     leased_version: int = 0
+    take_key: str | None = None
 
     @property
     def owner(self) -> str:
@@ -138,7 +152,7 @@ class Job:
     @classmethod
     def decode(cls, value: bytes) -> Self:
         values = _known(cls, json.loads(value))
-        values["id"], values["options"] = tuple(values["id"]), JobOptions(**values["options"])
+        values["id"], values["options"] = tuple(values["id"]), JobOptions(**_known(JobOptions, values["options"]))
         return cls(**values)
 
 

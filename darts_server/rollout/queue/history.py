@@ -1,20 +1,35 @@
 """What was done before, remembered for a while so that repeated requests change nothing."""
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from darts_server.exceptions import Conflict
 from darts_server.rollout.queue.entries import Acknowledged, JobId
 
-KEPT_ACKNOWLEDGED = 20_000
-"""Of each owner: an acknowledgement, or a put with the same id, may be repeated while so many newer ones came."""
+KEPT_ACKNOWLEDGED = 40_000
+"""Of each owner: an acknowledgement, or a put with the same id, may be repeated while so many newer ones came. It is as
+many as a request acknowledges."""
 KEPT_NAMES = 100_000
 """Of each owner: ids that puts with an idempotency key returned."""
 
 ACKNOWLEDGED, PUT = "acknowledged", "put"
 Changes = dict[tuple[str, str], bytes | None]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened since the start. ``stale``, ``aborted``: groups that started again, and why."""
+
+    put: int = 0
+    handed_out: int = 0
+    acknowledged: int = 0
+    expired: int = 0
+    failed: int = 0
+    stale: int = 0
+    aborted: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +46,21 @@ class Acknowledgements:
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._by_owner: dict[str, OrderedDict[int, Acknowledged]] = {}
-        self._by_name: dict[tuple[JobId, str], Acknowledged] = {}
+        self._by_job: dict[JobId, dict[str, Acknowledged]] = {}
 
     def add(self, done: Acknowledged) -> None:
-        kept = self._by_owner.setdefault(done.job[0], OrderedDict())
-        kept[done.number] = done
-        self._by_name[done.job, done.name] = done
+        kept = self._keep(done)
         self._changes[ACKNOWLEDGED, str(done.number)] = done.encode()
         while len(kept) > KEPT_ACKNOWLEDGED:
             self._forget(kept.popitem(last=False)[1])
 
     def load(self, values: Iterator[bytes]) -> None:
         for done in sorted(map(Acknowledged.decode, values), key=lambda done: done.number):
-            self._by_owner.setdefault(done.job[0], OrderedDict())[done.number] = done
-            self._by_name[done.job, done.name] = done
+            self._keep(done)
 
-    def named(self, job_id: JobId, name: str) -> Acknowledged | None:
-        """Find what was acknowledged of a job under a caller's id."""
-        return self._by_name.get((job_id, name))
+    def of_job(self, job_id: JobId) -> Mapping[str, Acknowledged]:
+        """Return what was acknowledged of a job, by the caller's ids."""
+        return self._by_job.get(job_id, {})
 
     def numbered(self, number: int, may_see: Callable[[str], bool]) -> Acknowledged | None:
         """Find what was acknowledged, if it is the caller's."""
@@ -57,15 +69,22 @@ class Acknowledgements:
     def drop(self, job_id: JobId) -> None:
         """Forget everything of a job."""
         kept = self._by_owner.get(job_id[0], OrderedDict())
-        for number in [number for number, done in kept.items() if done.job == job_id]:
-            self._forget(kept.pop(number))
+        for done in self._by_job.pop(job_id, {}).values():
+            del kept[done.number]
+            self._changes[ACKNOWLEDGED, str(done.number)] = None
 
     @property
     def last_number(self) -> int:
         return max((number for kept in self._by_owner.values() for number in kept), default=0)
 
+    def _keep(self, done: Acknowledged) -> OrderedDict[int, Acknowledged]:
+        self._by_job.setdefault(done.job, {})[done.name] = done
+        kept = self._by_owner.setdefault(done.job[0], OrderedDict())
+        kept[done.number] = done
+        return kept
+
     def _forget(self, done: Acknowledged) -> None:
-        self._by_name.pop((done.job, done.name), None)
+        del self._by_job[done.job][done.name]
         self._changes[ACKNOWLEDGED, str(done.number)] = None
 
 
@@ -75,6 +94,8 @@ class Puts:
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._by_owner: dict[str, OrderedDict[str, tuple[str, PutResult]]] = {}
+        self._names: Counter[str] = Counter()
+        self._last = 0
 
     def find(self, owner: str, key: str, digest: str) -> PutResult | None:
         """Find the result of the same request.
@@ -90,19 +111,26 @@ class Puts:
         return PutResult(found[1].names, 0)
 
     def add(self, owner: str, key: str, digest: str, result: PutResult) -> None:
-        kept = self._by_owner.setdefault(owner, OrderedDict())
-        kept[key] = digest, result
-        self._changes[PUT, _put_key(owner, key)] = json.dumps([owner, key, digest, list(result.names)]).encode()
-        total = sum(len(each.names) + 1 for _, each in kept.values())
-        while total > KEPT_NAMES and len(kept) > 1:
+        kept = self._keep(owner, key, digest, result)
+        self._last += 1
+        row = [owner, key, digest, list(result.names), self._last]
+        self._changes[PUT, _put_key(owner, key)] = json.dumps(row).encode()
+        while self._names[owner] > KEPT_NAMES and len(kept) > 1:
             old, (_, each) = kept.popitem(last=False)
-            total -= len(each.names) + 1
+            self._names[owner] -= len(each.names) + 1
             self._changes[PUT, _put_key(owner, old)] = None
 
     def load(self, values: Iterator[bytes]) -> None:
-        for value in values:
-            owner, key, digest, names = json.loads(value)
-            self._by_owner.setdefault(owner, OrderedDict())[key] = digest, PutResult(names, 0)
+        rows = [(*json.loads(value), 0)[:5] for value in values]  # those of earlier versions have no number
+        for owner, key, digest, names, number in sorted(rows, key=lambda row: row[4]):
+            self._keep(owner, key, digest, PutResult(names, 0))
+            self._last = number
+
+    def _keep(self, owner: str, key: str, digest: str, result: PutResult) -> OrderedDict[str, tuple[str, PutResult]]:
+        kept = self._by_owner.setdefault(owner, OrderedDict())
+        kept[key] = digest, result
+        self._names[owner] += len(result.names) + 1
+        return kept
 
 
 def _put_key(owner: str, key: str) -> str:

@@ -2,9 +2,9 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from darts_server.rollout.queue.entries import Entry, EntryState, Job
+from darts_server.rollout.queue.entries import Entry, EntryState, Job, JobId
 from darts_server.rollout.queue.order import PromptOrder
 from darts_server.rollout.queue.staleness import is_stale, may_hand_out, startable
 
@@ -14,16 +14,24 @@ _Due = tuple[bool, int, int, int]
 
 
 class JobEntries:
-    """Keep the entries of a job. `place` and `remove` are all that moves one."""
+    """Keep the entries of a job. `place`, `extend` and `remove` are all that moves one.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        changed: gets the job's id when other groups than before may be handed out, or leased ones are gone.
+        used_at: Unix seconds of the last put, take or acknowledgement.
+    """
+
+    def __init__(self, job: Job, changed: set[JobId] | None = None, used_at: float = 0.0) -> None:
         self.job = job
+        self.used_at = used_at
         self.order = PromptOrder()
         self.running: dict[int, Entry] = {}
         self.ready: dict[int, Entry] = {}
         self.leased: dict[int, Entry] = {}
         self.names: dict[str, Entry] = {}
         self.bytes = 0
+        self._changed = set() if changed is None else changed
+        self._ready_bytes = 0
         self._due: list[_Due] = []  # a heap of ready ones; those that were moved since are skipped
         self._open: Counter[int] = Counter()  # groups that run or are ready, by version
 
@@ -42,14 +50,26 @@ class JobEntries:
                 self.running[entry.number] = entry
             case EntryState.READY:
                 self.ready[entry.number] = entry
+                self._ready_bytes += entry.group_bytes
+                self._changed.add(self.job.id)
                 heapq.heappush(self._due, _due(entry))
             case EntryState.LEASED:
                 self.leased[entry.number] = entry
         if state.is_open and not entry.is_failed:
             self._open[entry.version] += 1
 
+    def extend(self, new: Mapping[str, Entry]) -> None:
+        """Add new entries, by name, that are queued and have the same priority."""
+        self.names.update(new)
+        self.bytes += sum(entry.prompt_bytes for entry in new.values())
+        self.order.extend(new.values())
+
     def remove(self, entry: Entry) -> None:
         """Remove an entry, before anything of it changes."""
+        if entry.state in (EntryState.READY, EntryState.LEASED):
+            self._changed.add(self.job.id)
+        if entry.state is EntryState.READY:
+            self._ready_bytes -= entry.group_bytes
         del self.names[entry.name]
         self.bytes -= entry.size
         self.order.discard(entry.number)
@@ -64,6 +84,10 @@ class JobEntries:
         """Return how many prompts may be started."""
         return startable(self.job.options, self._open.total(), self.job.taken_under(version))
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.names
+
     def is_stale(self, entry: Entry, version: int) -> bool:
         return not entry.is_failed and is_stale(self.job.options, entry.version, version)
 
@@ -73,7 +97,7 @@ class JobEntries:
         Those that are returned must be moved; if there are fewer than ``at_least``, none are.
         `MAX_TAKEN_BYTES` are always enough.
         """
-        if not self.ready or (len(self.ready) < at_least and self.bytes < MAX_TAKEN_BYTES):
+        if not self.ready or (len(self.ready) < at_least and self._ready_bytes < MAX_TAKEN_BYTES):
             return []
         chosen: list[Entry] = []
         size = 0

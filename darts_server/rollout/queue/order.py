@@ -1,7 +1,7 @@
 """Which of several jobs goes next, and which prompt of a job."""
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Generic, TypeVar
 
 from darts_server.rollout.queue.entries import Entry
@@ -25,14 +25,13 @@ class FairShare(Generic[T]):
         self._active: set[T] = set()
         self._now = 0.0
 
-    def choose(self, users: Iterable[T]) -> T:
+    def choose(self, users: Collection[T]) -> T:
         """Return who goes next; at least one of them has something to do, and no other has."""
-        candidates = list(users)
-        for user in candidates:
-            if user not in self._active:
-                self._times[user] = max(self._times.get(user, 0.0), self._now)
-        self._active = set(candidates)
-        chosen = min(candidates, key=lambda user: self._times[user])
+        able = set(users)
+        for user in able - self._active:
+            self._times[user] = max(self._times.get(user, 0.0), self._now)
+        self._active = able
+        chosen = min(users, key=self._times.__getitem__)
         self._now = max(self._now, self._times[chosen])
         return chosen
 
@@ -70,18 +69,28 @@ class PromptOrder:
         if self._round and entry.priority > self._priority:
             self._end_round()
 
+    def extend(self, entries: Iterable[Entry]) -> None:
+        """Add new entries of the same priority."""
+        new = [(-entry.priority, not entry.was_restarted, entry.number) for entry in entries]
+        self._numbers.update(number for _, _, number in new)
+        self._waiting += new
+        heapq.heapify(self._waiting)
+        if self._round and new and -new[0][0] > self._priority:
+            self._end_round()
+
     def discard(self, number: int) -> None:
         self._numbers.discard(number)
+        if self._round and self._round[-1] == number:
+            self._round.pop()
 
-    def pop(self, most: float, entries: dict[int, Entry], expected: Callable[[Entry], float]) -> int:
-        """Remove and return the number of the next prompt. ``most``: how many may start now, at least one."""
+    def peek(self, most: float, entries: dict[int, Entry], expected: Callable[[Entry], float]) -> int:
+        """Return the number of the next prompt. ``most``: how many may start now, at least one."""
         while True:
             if not self._round:
                 self._begin_round(most, entries, expected)
-            number = self._round.pop()
-            if number in self._numbers:
-                self._numbers.remove(number)
-                return number
+            if self._round[-1] in self._numbers:
+                return self._round[-1]
+            self._round.pop()
 
     def _begin_round(self, most: float, entries: dict[int, Entry], expected: Callable[[Entry], float]) -> None:
         chosen: list[Entry] = []

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import asdict
 
 from darts_server.rollout.queue.entries import Terms
 from darts_server.types import PromptSpec
@@ -28,7 +27,7 @@ def decode_prompt(document: bytes) -> PromptSpec:
 
 def encode_terms(terms: Terms, priority: int) -> bytes:
     """Encode what prompts that are put together have in common, for `digest_of`."""
-    return json.dumps([asdict(terms), priority], sort_keys=True).encode()
+    return f"[{terms.encoded}, {priority}]".encode()
 
 
 def digest_of(document: bytes, terms: bytes) -> str:

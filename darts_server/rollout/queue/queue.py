@@ -1,59 +1,41 @@
 """The queue: callers put prompts in and take groups out, while the engine goes on with the next prompts."""
 
 import asyncio
-import json
 import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import DartsError, ServerStopping, StateError, TooLarge
+from darts_server.exceptions import DartsError, ServerStopping, StateError
 from darts_server.observers import QUEUE_EVENTS, QueueObserver
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner, check_terms
-from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState, JobId, Terms
-from darts_server.rollout.queue.history import PutResult
+from darts_server.rollout.queue.consumers import Consumers
+from darts_server.rollout.queue.entries import GROUP, AckOutcome, Entry, EntryState
+from darts_server.rollout.queue.history import Counts, PutResult
 from darts_server.rollout.queue.job_entries import JobEntries
-from darts_server.rollout.queue.ledger import GROUP, Counts, Ledger, NewPrompt, QueueLimits
-from darts_server.rollout.queue.prompts import digest_of, encode_prompt, encode_terms
-from darts_server.rollout.queue.runner import Encode, QueueRunner, by_terms
+from darts_server.rollout.queue.ledger import Ledger
+from darts_server.rollout.queue.owners import QueueLimits
+from darts_server.rollout.queue.puts import Put
+from darts_server.rollout.queue.runner import Encode, QueueRunner
 from darts_server.rollout.queue.saving import Saver
+from darts_server.rollout.queue.starting import Starter
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import Caller
 from darts_server.store.transactions import TransactionStore
-from darts_server.types import PromptSpec, UpdateRecord
+from darts_server.types import UpdateRecord
 
 logger = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.05
 """Between two looks at the engine while prompts are queued: about a decode step."""
 IDLE_SECONDS = 1.0
-MAX_TERMS_BYTES = 1 << 20
-"""Of the sampling parameters and policy of a put."""
-RETRY_SECONDS = 0.5
-"""After the engine or the disk refused a prompt for a reason that is not the prompt's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """Prompts that a caller puts into a job.
-
-    ``names``: the caller's ids, ``None`` for one of ours. ``options``: of the job, those that change; see `JobOptions`.
-    ``key``, ``digest``: an idempotency key, and a hash of the request.
-    """
-
-    job: str
-    prompts: Sequence[PromptSpec]
-    names: Sequence[str | None]
-    terms: Terms
-    priority: int = 0
-    options: Mapping[str, object] | None = None
-    key: str | None = None
-    digest: str = ""
+ACKNOWLEDGED_AT_ONCE = 500
+"""Leases that are acknowledged in one turn of the event loop: ten milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +81,8 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._new_planner = new_planner
         self._observer = observer or QueueObserver()
         self._clock = clock
-        self._ledger = Ledger(limits or QueueLimits(), max_staleness, lambda: secrets.token_urlsafe(12))
-        self._ledger.load(disk.items)
+        self._ledger = Ledger(limits or QueueLimits(), max_staleness, new_name)
+        self._ledger.load(disk.items, clock())
         self._ledger.set_version(rollouts.weight_version, model)
         self._saver = Saver(disk, self._ledger.changes)
         self._runner = QueueRunner(
@@ -113,13 +95,15 @@ class PromptQueue(Generic[RequestT, OutputT]):
             self._wake_up,
             self._pause,
         )
+        self._starter = Starter(self._ledger, rollouts, renderer, new_planner, self._runner)
+        self._consumers = Consumers()
+        self._is_durable = disk.is_durable
         self._wake = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._paused_until = 0.0
         self._is_stopping = False
         self._task: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._last_turn = time.monotonic()
+        self._look_for_unused_at = 0.0
         self._observed = Counts()
 
     def open(self) -> None:
@@ -138,14 +122,17 @@ class PromptQueue(Generic[RequestT, OutputT]):
         if put.prompts:
             request = BatchRequest(put.prompts, put.terms.group_size, put.terms.sampling, put.terms.policy)
             check_terms(request, self._rollouts, self._renderer, self._new_planner)
-        new = await asyncio.to_thread(_new_prompts, put)
+        job_id, now = (who.name or "", put.job), self._clock()
+        numbers = self._ledger.reserve_numbers(job_id, put.terms, len(put.prompts))
+        # In a thread: many prompts take a while.
+        new = await asyncio.to_thread(put.build, job_id, numbers, now, new_name)
         result = self._ledger.put(
-            (who.name or "", put.job),
+            job_id,
             new,
             put.terms,
-            self._clock(),
-            priority=put.priority,
+            now,
             options=put.options,
+            taken=put.taken,
             is_admin=who.is_admin,
             key=put.key,
             digest=put.digest,
@@ -154,12 +141,28 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._wake_up()
         return result
 
+    def count_consumer(self, who: Caller) -> AbstractContextManager[None]:
+        """Count a request that takes groups until the block ends.
+
+        Raises:
+            QuotaReached: the caller has too many.
+        """
+        return self._consumers.count(who.name or "")
+
     async def take(
-        self, who: Caller, job: str, count: int, wait: float, lease_seconds: float, at_least: int | None = None
+        self,
+        who: Caller,
+        job: str,
+        count: int,
+        wait: float,
+        lease_seconds: float,
+        at_least: int | None = None,
+        key: str | None = None,
     ) -> list[TakenGroup]:
         """Lease the next groups of a job of the caller: when there are ``count``, or those that there are after a wait.
 
-        ``wait``: seconds. ``at_least``: that are enough; ``None`` for ``count``.
+        ``wait``: seconds. ``at_least``: that are enough; ``None`` for ``count``. ``key``: an idempotency key; a request
+        with the same one gets the groups that it has leased and still has, so that no answer is lost.
 
         Raises:
             StateError, ServerStopping
@@ -170,26 +173,22 @@ class PromptQueue(Generic[RequestT, OutputT]):
             if self._is_stopping:
                 raise ServerStopping("the server is stopping, and its groups wait for the next one; retry then", 5)
             is_over = loop.time() >= deadline
-            changed = self._changed
             self._follow_weights()
             enough = 1 if is_over else at_least or count
-            entries = self._ledger.take(job_id, count, enough, self._clock(), lease_seconds)
+            entries = self._ledger.leases.take(job_id, count, enough, self._clock(), lease_seconds, key)
+            self._notify()
             if entries or is_over:
                 break
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
-                    await changed.wait()
-        return await self._hand_out(entries) if entries else []
+            await self._consumers.wait(job_id, deadline - loop.time())
+        return await self._hand_out(entries, key) if entries else []
 
     def unacknowledged(self, leases: Sequence[str]) -> list[str]:
         """Return those of the leases that have neither been acknowledged nor expired."""
-        return [lease for lease in leases if self._ledger.is_leased(lease)]
+        return [lease for lease in leases if self._ledger.leases.is_valid(lease)]
 
-    async def wait_for_change(self, seconds: float) -> None:
-        """Wait until something may have happened to the queue, or for so long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
+    async def wait_for_change(self, who: Caller, job: str, seconds: float) -> None:
+        """Wait until something has happened to a job's groups, or for so long."""
+        await self._consumers.wait((who.name or "", job), seconds)
 
     async def acknowledge(self, who: Caller, leases: Sequence[str]) -> list[AckOutcome]:
         """Acknowledge leases of the caller's groups. They are done for good when this returns.
@@ -197,29 +196,38 @@ class PromptQueue(Generic[RequestT, OutputT]):
         Raises:
             StateError
         """
-        outcomes = self._ledger.acknowledge(leases, lambda owner: who.may_see(owner or None))
+        outcomes: list[AckOutcome] = []
+        for start in range(0, len(leases), ACKNOWLEDGED_AT_ONCE):
+            some = leases[start : start + ACKNOWLEDGED_AT_ONCE]
+            outcomes += self._ledger.leases.acknowledge(some, lambda owner: who.may_see(owner or None), self._clock())
+            await asyncio.sleep(0)
         await self._saver.save()
         self._wake_up()
         return outcomes
 
-    async def drop(self, who: Caller, job: str) -> int:
-        """Delete a job of the caller; how many prompts and groups it had.
+    async def drop(self, who: Caller, job: str, owner: str | None = None) -> int:
+        """Delete a job of the caller; how many prompts and groups it had. ``owner``: whose job instead, for admins.
 
         Raises:
             NotFound, StateError
         """
-        dropped = self._ledger.drop((who.name or "", job))
+        dropped = self._ledger.drop((who.name or "" if owner is None else owner, job))
         await self._saver.save()
         self._wake_up()
         return dropped
 
     def jobs(self, who: Caller) -> list[JobEntries]:
         """Return the caller's jobs; for an admin, all."""
-        return list(self._ledger.jobs(lambda owner: who.may_see(owner or None)))
+        return [each for each in self._ledger.jobs if who.may_see(each.job.id[0] or None)]
 
-    def waits_for(self, job_id: JobId) -> str | None:
+    def waits_for(self, job: JobEntries) -> str | None:
         """Return why no prompt of a job may start, see `Ledger.waits_for`."""
-        return self._ledger.waits_for(job_id)
+        return self._ledger.waits_for(job)
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether it outlives the server."""
+        return self._is_durable
 
     @property
     def is_stopping(self) -> bool:
@@ -240,7 +248,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
     def totals(self) -> Counter[EntryState]:
         """Return the number of prompts in each state."""
         totals: Counter[EntryState] = Counter()
-        for each in self._ledger.jobs():
+        for each in self._ledger.jobs:
             totals[EntryState.QUEUED] += len(each.order)
             totals[EntryState.RUNNING] += len(each.running)
             totals[EntryState.READY] += len(each.ready)
@@ -249,7 +257,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
 
     def age(self) -> float:
         """Return since how many seconds the oldest prompt waits for its acknowledgement; 0 without one."""
-        oldest = self._ledger.oldest()
+        oldest = self._ledger.entries.oldest()
         return 0.0 if oldest is None else max(0.0, self._clock() - oldest)
 
     # --- weights and the server's end ---------------------------------------
@@ -270,6 +278,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._is_stopping = True
         self._ending = asyncio.get_running_loop().create_task(self._runner.stop_all())
         self._wake_up()
+        self._consumers.notify_all()
 
     def fail(self, error: DartsError) -> None:
         """Stop everything."""
@@ -293,11 +302,21 @@ class PromptQueue(Generic[RequestT, OutputT]):
 
     def _turn(self) -> None:
         self._follow_weights()
-        self._ledger.expire(self._clock())
+        self._ledger.leases.expire(self._clock())
         self._stop_unwanted()
-        self._start_prompts()
+        self._drop_unused()
+        self._starter.start()
         self._observe()
         self._notify()
+
+    def _drop_unused(self) -> None:
+        """Drop jobs that nobody has used for as long as their options say."""
+        if time.monotonic() < self._look_for_unused_at:
+            return
+        self._look_for_unused_at = time.monotonic() + IDLE_SECONDS
+        for job_id in self._ledger.jobs.unused(self._clock()):
+            dropped = self._ledger.drop(job_id)
+            logger.warning("job %r of the queue was not used for its expires_after: %d dropped", job_id[1], dropped)
 
     def _observe(self) -> None:
         now, totals = time.monotonic(), self.totals()
@@ -310,36 +329,17 @@ class PromptQueue(Generic[RequestT, OutputT]):
                 self._observer.queue_events(event, more)
         self._observed = replace(counts)
 
-    def _start_prompts(self) -> None:
-        """Start as many prompts as fill the engine: what starts later is chosen later."""
-        gate = self._rollouts.gate
-        if gate.closed or gate.has_failed or time.monotonic() < self._paused_until:
-            return
-        room = self._rollouts.admission.free - self._runner.preparing
-        started: list[Entry] = []
-        while room > 0 and (entry := self._ledger.start_next(self._expected_tokens)) is not None:
-            room -= self._ledger.terms(entry).group_size
-            started.append(entry)
-        for entries in by_terms(started).values():
-            job = self._ledger.job(entries[0].job)
-            assert job is not None
-            self._runner.start(job, entries)
-
-    def _expected_tokens(self, entry: Entry) -> float:
-        statistics = self._rollouts.statistics
-        mean = None if entry.prompt_key is None else statistics.prompts.mean(entry.prompt_key)
-        return (mean or statistics.dataset.stats.mean or 1.0) * self._ledger.terms(entry).group_size
-
     def _follow_weights(self) -> None:
         """Follow a change of the weights."""
         if (version := self._rollouts.weight_version) != self._ledger.version:
             self._see_versions(version)
             self._ledger.update(version)
             self._stop_unwanted()
+            self._consumers.notify_all()
 
     def _see_versions(self, version: int) -> None:
         """See which versions running groups have begun under. ``version``: of those that have not begun."""
-        for each in self._ledger.jobs():
+        for each in self._ledger.jobs:
             for number in list(each.running):
                 first = self._runner.first_version(number)
                 self._ledger.begun_under(number, version if first is None else first)
@@ -349,21 +349,25 @@ class PromptQueue(Generic[RequestT, OutputT]):
             self._runner.stop(number)
         self._ledger.stopped.clear()
 
-    async def _hand_out(self, entries: list[Entry]) -> list[TakenGroup]:
-        """Return groups that were leased, when the leases are on the disk. If that fails they are taken back."""
+    async def _hand_out(self, entries: list[Entry], key: str | None) -> list[TakenGroup]:
+        """Return groups that were leased, when the leases are on the disk.
+
+        If that fails they are taken back, or wait for the request that comes again with its ``key``.
+        """
         version = self._ledger.version
         leases = [(entry, entry.lease or "", entry.lease_until, max(0, version - entry.version)) for entry in entries]
         try:
             await self._saver.save()
             groups = [await self._saver.read(GROUP, str(entry.number)) for entry in entries]
         except BaseException:
-            for _, lease, _, _ in leases:
-                self._ledger.release(lease)
-            self._wake_up()
+            if key is None:
+                for _, lease, _, _ in leases:
+                    self._ledger.leases.release(lease)
+                self._wake_up()
             raise
-        for staleness in self._ledger.staleness:
+        for staleness in self._ledger.leases.staleness:
             self._observer.group_handed_out(staleness)
-        self._ledger.staleness.clear()
+        self._ledger.leases.staleness.clear()
         self._wake_up()
         return [
             TakenGroup(entry.name, lease, until, staleness, group)
@@ -373,35 +377,24 @@ class PromptQueue(Generic[RequestT, OutputT]):
 
     def _interval(self) -> float:
         """Return after how many seconds the next turn is due."""
-        if any(len(each.order) for each in self._ledger.jobs()):
+        if any(len(each.order) for each in self._ledger.jobs):
             return TURN_SECONDS
-        expiry = self._ledger.next_expiry
+        expiry = self._ledger.leases.next_expiry
         return IDLE_SECONDS if expiry is None else min(IDLE_SECONDS, max(TURN_SECONDS, expiry - self._clock()))
 
-    def _pause(self) -> None:
-        self._paused_until = time.monotonic() + RETRY_SECONDS
+    def _pause(self, owner: str | None) -> None:
+        self._starter.pause(owner)
 
     def _wake_up(self) -> None:
         self._wake.set()
         self._notify()
 
     def _notify(self) -> None:
-        """Let everyone look who waits for groups."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Let consumers look whose jobs have changed."""
+        self._consumers.notify(self._ledger.jobs.changed)
+        self._ledger.jobs.changed.clear()
 
 
-def _new_prompts(put: Put) -> list[NewPrompt]:
-    terms = encode_terms(put.terms, put.priority)
-    if len(terms) > MAX_TERMS_BYTES:
-        raise TooLarge("sampling", f"and policy must have at most {MAX_TERMS_BYTES} bytes in the queue; send less")
-    documents = [encode_prompt(prompt) for prompt in put.prompts]
-    return [
-        NewPrompt(document, digest_of(document, terms), name, prompt.key, f"prompts[{number}]")
-        for number, (prompt, document, name) in enumerate(zip(put.prompts, documents, put.names, strict=True))
-    ]
-
-
-def terms_of(group_size: int, sampling: Mapping[str, Any], policy: Mapping[str, Any]) -> Terms:
-    """Return terms that are the same after they were written and read."""
-    return Terms(group_size, json.loads(json.dumps(dict(sampling))), json.loads(json.dumps(dict(policy))))
+def new_name() -> str:
+    """Return a string that cannot be guessed."""
+    return secrets.token_urlsafe(12)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from darts_server.exceptions import (
     GroupAborted,
     InvalidRequest,
     Overloaded,
+    QuotaReached,
     ServerStopping,
     StateDamaged,
     StateError,
@@ -23,8 +25,8 @@ from darts_server.exceptions import (
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.submission import FIELD, Submission
-from darts_server.rollout.queue.entries import Entry, Job
-from darts_server.rollout.queue.ledger import PROMPT, Ledger
+from darts_server.rollout.queue.entries import PROMPT, Entry, Job
+from darts_server.rollout.queue.ledger import Ledger
 from darts_server.rollout.queue.prompts import decode_prompt
 from darts_server.rollout.queue.saving import Saver
 from darts_server.rollout.rollouts import Rollouts
@@ -61,7 +63,8 @@ class QueueRunner(Generic[RequestT, OutputT]):
     Args:
         encode: of results, called in a thread.
         on_change: called when a group has ended, or when entries were queued again.
-        on_refusal: called when the engine or the disk refuses what may succeed later.
+        on_refusal: called when the engine or the disk refuses what may succeed later, with the owner whose quota it is,
+            or ``None``.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class QueueRunner(Generic[RequestT, OutputT]):
         new_planner: NewPlanner,
         encode: Encode,
         on_change: Callable[[], None],
-        on_refusal: Callable[[], None],
+        on_refusal: Callable[[str | None], None],
     ) -> None:
         self._ledger = ledger
         self._saver = saver
@@ -85,14 +88,14 @@ class QueueRunner(Generic[RequestT, OutputT]):
         self._on_refusal = on_refusal
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts: dict[int, _Attempt[RequestT, OutputT]] = {}
-        self.preparing = 0
-        """Candidates of entries that were not admitted yet."""
+        self.preparing: Counter[str] = Counter()
+        """Candidates of entries that were not admitted yet, by owner."""
 
-    def start(self, job: Job, entries: Sequence[Entry]) -> None:
-        """Start entries of one job with the same terms."""
+    def start(self, job: Job, entries: Sequence[Entry], candidates: int) -> None:
+        """Start entries of one job with the same terms. ``candidates``: that they are admitted with."""
         attempts: dict[int, _Attempt[RequestT, OutputT]] = {entry.number: _Attempt() for entry in entries}
         self._attempts |= attempts
-        task = asyncio.get_running_loop().create_task(self._run(job, list(entries), attempts))
+        task = asyncio.get_running_loop().create_task(self._run(job, list(entries), attempts, candidates))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -115,17 +118,19 @@ class QueueRunner(Generic[RequestT, OutputT]):
             return None
         return self._rollouts.first_version(attempt.submission.group_id(attempt.index))
 
-    async def _run(self, job: Job, entries: list[Entry], attempts: dict[int, _Attempt[RequestT, OutputT]]) -> None:
+    async def _run(
+        self, job: Job, entries: list[Entry], attempts: dict[int, _Attempt[RequestT, OutputT]], candidates: int
+    ) -> None:
         caller.set(Caller(job.id[0] or None, is_admin=job.is_admin))
         try:
-            submission = await self._prepare(entries, attempts)
+            submission = await self._prepare(entries, attempts, candidates)
             if submission is not None:
                 async with aclosing(submission.results()) as results:
                     async for result in results:
                         entry = entries[result.number]
                         await self._end(entry, attempts[entry.number], result)
-        except (*NOT_THEIR_FAULT, StateError):
-            self._on_refusal()
+        except (*NOT_THEIR_FAULT, StateError) as error:
+            self._on_refusal(_owner_at_quota(job.id[0], error))
         except Exception as error:  # a bug of ours: it ends these groups and nothing else
             logger.exception("groups of the queue failed")
             for entry in entries:
@@ -138,20 +143,19 @@ class QueueRunner(Generic[RequestT, OutputT]):
             self._on_change()
 
     async def _prepare(
-        self, entries: list[Entry], attempts: Mapping[int, _Attempt[RequestT, OutputT]]
+        self, entries: list[Entry], attempts: Mapping[int, _Attempt[RequestT, OutputT]], candidates: int
     ) -> Submission[RequestT, OutputT] | None:
         """Prepare a batch of the entries, without those that fail, which are removed; ``None`` if none is left.
 
         Raises:
             Overloaded, StateError
         """
-        terms = self._ledger.terms(entries[0])
-        candidates = terms.group_size * len(entries)
-        self.preparing += candidates
+        owner, terms = entries[0].owner, self._ledger.entries.terms_of(entries[0])
+        self.preparing[owner] += candidates
         try:
             prompts = await self._read_prompts(entries, attempts)
         finally:
-            self.preparing -= candidates
+            self.preparing -= Counter({owner: candidates})  # without those that are 0
         while entries:
             try:
                 request = BatchRequest(
@@ -210,7 +214,7 @@ class QueueRunner(Generic[RequestT, OutputT]):
             del self._attempts[entry.number]
             self._ledger.give_back(entry.number, aborted=is_aborted)
             if not is_aborted:
-                self._on_refusal()
+                self._on_refusal(_owner_at_quota(entry.owner, result.error))
             self._on_change()
             return
         try:
@@ -247,6 +251,11 @@ class QueueRunner(Generic[RequestT, OutputT]):
             del self._attempts[entry.number]
             self._ledger.end(entry.number, group, version, tokens, failed=failed)
             self._on_change()
+
+
+def _owner_at_quota(owner: str, error: Exception | None) -> str | None:
+    """Return the owner if it alone has to wait."""
+    return owner if isinstance(error, QuotaReached) else None
 
 
 def _first_version(result: GroupResult) -> int | None:

@@ -4,11 +4,16 @@ from pathlib import Path
 import pytest
 
 from darts_server.exceptions import Conflict, NotFound, QuotaReached, TooLarge
-from darts_server.rollout.queue.entries import AckOutcome, EntryState
-from darts_server.rollout.queue.ledger import NewPrompt, QueueLimits
+from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState
+from darts_server.rollout.queue.new_entries import NewPrompt
+from darts_server.rollout.queue.owners import QueueLimits
 from tests.rollout.queue.world import JOB, LEASE, TERMS, World, prompts
 
 RUNNING, READY, QUEUED, LEASED = EntryState.RUNNING, EntryState.READY, EntryState.QUEUED, EntryState.LEASED
+
+
+def length(entry: Entry) -> float:
+    return float(entry.name)
 
 
 def ready(*names: str, **options: object) -> World:
@@ -36,33 +41,33 @@ def test_a_group_that_came_back_is_handed_out_once_at_a_time() -> None:
     world = ready("a", "b")
     assert world.take(3, at_least=3) == []
     [entry] = world.take(1)
-    world.ledger.release(entry.lease or "")
+    world.ledger.leases.release(entry.lease or "")
     assert [each.name for each in world.take(2)] == ["a", "b"]
     world.now += LEASE
-    world.ledger.expire(world.now)
+    world.ledger.leases.expire(world.now)
     assert [each.name for each in world.take(3)] == ["a", "b"]
 
 
 def test_a_prompt_with_a_known_id_is_not_added_again_and_another_one_is_a_conflict() -> None:
     world = ready("a")
-    result = world.ledger.put(JOB, prompts("a", "b"), TERMS, 0)
+    result = world.put_to(JOB, prompts("a", "b"))
     assert (result.names, result.added) == (["a", "b"], 1)
-    with pytest.raises(Conflict, match=r"prompts\.id"):
-        world.ledger.put(JOB, [NewPrompt(b"", "other", "a")], TERMS, 0)
+    with pytest.raises(Conflict, match=r"prompts\[0\]\.id"):
+        world.put_to(JOB, [NewPrompt(b"", "other", "a")])
     world.acknowledge(world.take()[0].lease or "")
-    assert world.ledger.put(JOB, prompts("a"), TERMS, 0).added == 0, "also after it was acknowledged"
+    assert world.put_to(JOB, prompts("a")).added == 0, "also after it was acknowledged"
 
 
 def test_the_same_idempotency_key_adds_nothing_also_after_a_restart() -> None:
     world = World()
     document = [NewPrompt(b"p", "p")]
-    first = world.ledger.put(JOB, document, TERMS, 0, key="k", digest="1")
+    first = world.put_to(JOB, document, key="k", digest="1")
     world.commit()
     world.kill()
-    again = world.ledger.put(JOB, document, TERMS, 0, key="k", digest="1")
+    again = world.put_to(JOB, document, key="k", digest="1")
     assert (again.names, again.added) == (list(first.names), 0)
     with pytest.raises(Conflict, match="Idempotency-Key"):
-        world.ledger.put(JOB, document, TERMS, 0, key="k", digest="2")
+        world.put_to(JOB, document, key="k", digest="2")
 
 
 def test_a_lease_that_expires_is_handed_out_again_and_its_acknowledgement_comes_too_late() -> None:
@@ -81,7 +86,7 @@ def test_a_late_acknowledgement_counts_while_nobody_else_has_the_group() -> None
     world = ready("a", "b")
     [lease, other] = [entry.lease or "" for entry in world.take(2)]
     world.now += LEASE
-    world.ledger.expire(world.now)
+    world.ledger.leases.expire(world.now)
     assert world.names(READY) == {"a", "b"}
     assert world.acknowledge(lease) == [AckOutcome.ACKNOWLEDGED]
     for _ in range(2):
@@ -96,7 +101,7 @@ def test_leases_of_others_and_of_nobody_are_unknown() -> None:
     world = ready("a")
     [entry] = world.take()
     for lease in (entry.lease or "", "99-x", "", "x", "1" * 30, f"{entry.number}-x"):
-        assert world.ledger.acknowledge([lease], lambda owner: owner == "other") == [AckOutcome.UNKNOWN]
+        assert world.ledger.leases.acknowledge([lease], lambda owner: owner == "other", 0) == [AckOutcome.UNKNOWN]
     assert world.names(LEASED) == {"a"}
 
 
@@ -110,26 +115,25 @@ def test_a_failed_group_is_handed_out_once_and_first() -> None:
     [more] = world.start()
     world.end(more)
     assert [entry.is_failed for entry in world.take(2)] == [True, False]
-    assert world.ledger.job(JOB).taken == 1, "a failed one is not one of those of the version"  # type: ignore[union-attr]
+    assert world.ledger.jobs[JOB].job.taken == 1, "a failed one is not one of those of the version"
 
 
 def test_prompts_of_a_higher_priority_go_first_and_then_the_longest_of_a_round() -> None:
     world = World()
-    world.ledger.put(JOB, prompts("10", "30", "20"), TERMS, 0)
-    order = [world.ledger.start_next(lambda entry: float(entry.name))]
-    world.ledger.put(JOB, prompts("5"), TERMS, 0, priority=1)
-    order += [world.ledger.start_next(lambda entry: float(entry.name)) for _ in range(3)]
-    assert [entry and entry.name for entry in order] == ["30", "5", "20", "10"]
+    world.put_to(JOB, prompts("10", "30", "20"))
+    order = world.start(1, length)
+    world.put_to(JOB, prompts("5"), priority=1)
+    order += world.start(3, length)
+    assert [entry.name for entry in order] == ["30", "5", "20", "10"]
 
 
 def test_all_of_a_round_start_before_those_that_come_later() -> None:
     world = World()
-    world.ledger.put(JOB, prompts("1", "9"), TERMS, 0)
+    world.put_to(JOB, prompts("1", "9"))
     names = []
     for number in range(10, 20):
         world.put(str(number))
-        entry = world.ledger.start_next(lambda entry: float(entry.name))
-        names.append(entry and entry.name)
+        names += [entry.name for entry in world.start(1, length)]
     assert names.index("1") < 4
 
 
@@ -138,11 +142,10 @@ def test_jobs_get_tokens_in_proportion_to_their_weights_and_owners_the_same() ->
     tokens = {("a", "light"): 0, ("a", "heavy"): 0, ("b", "only"): 0}
     for job_id in tokens:
         weight = 3.0 if job_id[1] == "heavy" else 1.0
-        world.ledger.put(job_id, prompts(*map(str, range(2000))), TERMS, 0, options={"weight": weight})
+        world.put_to(job_id, prompts(*map(str, range(2000))), options={"weight": weight})
     rng = random.Random(0)
     while sum(tokens.values()) < 100_000:
-        entry = world.ledger.start_next(lambda _: 50.0)
-        assert entry is not None
+        [entry] = world.start(1, lambda _: 50.0)
         generated = rng.randint(10, 300 if entry.owner == "b" else 100)
         tokens[entry.job] += generated
         world.ledger.end(entry.number, b"", None, generated, failed=False)
@@ -152,10 +155,10 @@ def test_jobs_get_tokens_in_proportion_to_their_weights_and_owners_the_same() ->
 
 def test_a_job_that_was_idle_does_not_get_everything_afterwards() -> None:
     world = World()
-    world.ledger.put(("a", "x"), prompts(*map(str, range(100))), TERMS, 0)
-    world.ledger.put(("b", "x"), prompts("0"), TERMS, 0)
+    world.put_to(("a", "x"), prompts(*map(str, range(100))))
+    world.put_to(("b", "x"), prompts("0"))
     world.start(50)
-    world.ledger.put(("b", "x"), prompts(*map(str, range(1, 100))), TERMS, 0)
+    world.put_to(("b", "x"), prompts(*map(str, range(1, 100))))
     owners = [entry.owner for entry in world.start(10)]
     assert owners.count("a") == 5
 
@@ -173,7 +176,7 @@ def test_what_is_too_much_is_refused_and_nothing_is_changed() -> None:
         world.put("c" * 9)
     assert not world.ledger.changes
     world.put("c")
-    world.ledger.put(("other", "job"), prompts("d" * 9), TERMS, 0)
+    world.put_to(("other", "job"), prompts("d" * 9))
 
 
 def test_no_prompt_starts_while_groups_that_nobody_takes_have_too_many_bytes() -> None:
@@ -182,7 +185,7 @@ def test_no_prompt_starts_while_groups_that_nobody_takes_have_too_many_bytes() -
     [first] = world.start(1)
     world.ledger.end(first.number, b"x" * 20, None, 1, failed=False)
     assert world.start() == []
-    assert world.ledger.waits_for(JOB) == "consumer"
+    assert world.ledger.waits_for(world.ledger.jobs[JOB]) == "consumer"
     world.acknowledge(world.take()[0].lease or "")
     assert [entry.name for entry in world.start()] == ["b"]
 
@@ -199,7 +202,7 @@ def test_a_deleted_job_is_gone_from_the_disk_too() -> None:
     assert not world.disk.rows  # type: ignore[union-attr]
     with pytest.raises(NotFound):
         world.ledger.drop(JOB)
-    assert world.ledger.oldest() is None
+    assert world.ledger.entries.oldest() is None
 
 
 def test_after_a_restart_running_groups_start_again_and_others_are_what_they_were() -> None:
@@ -212,7 +215,7 @@ def test_after_a_restart_running_groups_start_again_and_others_are_what_they_wer
     world.kill()
     assert (world.names(QUEUED), world.names(READY), world.names(LEASED)) == ({"c", "d"}, {"b"}, {"a"})
     assert world.acknowledge(leased.lease or "") == [AckOutcome.ACKNOWLEDGED]
-    assert world.ledger.terms(world.take()[0]) == TERMS
+    assert world.ledger.entries.terms_of(world.take()[0]) == TERMS
 
 
 def test_groups_of_weights_that_the_server_no_longer_has_start_again_after_a_restart() -> None:
@@ -244,8 +247,8 @@ def test_nothing_counts_as_taken_after_a_restart() -> None:
     world.kill()
     assert [entry.name for entry in world.start()] == ["b"]
     world.now += LEASE
-    world.ledger.expire(world.now)
-    assert world.ledger.job(JOB).taken == 0  # type: ignore[union-attr]
+    world.ledger.leases.expire(world.now)
+    assert world.ledger.jobs[JOB].job.taken == 0
     assert taken.name == "a"
 
 
@@ -295,12 +298,12 @@ def test_ten_thousand_groups_are_acknowledged_exactly_once_each(tmp_path: Path, 
         if rng.random() < 0.1:
             world.update()
         if rng.random() < 0.05:
-            world.take(50) if rng.random() < 0.5 else world.ledger.take(JOB, 50, 1, world.now, LEASE)
+            world.take(50) if rng.random() < 0.5 else world.ledger.leases.take(JOB, 50, 1, world.now, LEASE)
             world.kill()
             running = []
         if not world.names(QUEUED) and not running:
             world.now += LEASE / 10
     assert sorted(world.acknowledged, key=int) == [str(number) for number in range(size)]
-    counts = sum(len(list(each)) for each in world.ledger.jobs())
+    counts = sum(len(list(each)) for each in world.ledger.jobs)
     assert counts == 0
     world.close()

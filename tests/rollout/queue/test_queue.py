@@ -22,8 +22,9 @@ from darts_server.exceptions import (
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.queue.entries import AckOutcome, EntryState
-from darts_server.rollout.queue.ledger import QueueLimits
-from darts_server.rollout.queue.queue import PromptQueue, Put, TakenGroup, terms_of
+from darts_server.rollout.queue.owners import QueueLimits
+from darts_server.rollout.queue.puts import Put, terms_of
+from darts_server.rollout.queue.queue import PromptQueue, TakenGroup
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.store.transactions import TransactionStore
 from darts_server.types import PromptSpec, UpdateOutcome, UpdateRecord
@@ -291,7 +292,7 @@ async def test_one_step_off_the_engine_runs_while_the_consumer_trains() -> None:
             await queue.acknowledge(ME, [group.lease for group in groups])
             await run(harness)
             assert queue.totals()[EntryState.READY] == 4, "nothing more starts until the update"
-            assert queue.waits_for(("me", "job")) == "weights"
+            assert queue.waits_for(queue.jobs(ME)[0]) == "weights"
             updated(harness, queue)
         assert queue.counts.stale == 0
 
@@ -310,7 +311,7 @@ async def test_groups_that_are_aborted_from_outside_start_again() -> None:
 
 
 async def test_a_group_that_is_always_aborted_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("darts_server.rollout.queue.queue.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("darts_server.rollout.queue.starting.RETRY_SECONDS", 0.0)
     harness = Harness(script)
     async with opened(harness) as queue:
         await queue.put(ME, put("50"))

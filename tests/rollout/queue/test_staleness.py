@@ -12,7 +12,7 @@ from tests.rollout.queue.world import JOB, World
 
 
 def open_groups(world: World) -> list[Entry]:
-    [each] = world.ledger.jobs()
+    [each] = world.ledger.jobs
     return [*each.running.values(), *each.ready.values()]
 
 
@@ -45,7 +45,7 @@ def test_groups_are_never_too_old_and_none_starts_again_for_a_consumer_that_take
         for entry in rng.sample(running, rng.randint(0, len(running))):
             running.remove(entry)
             world.end(entry)
-        left = size - world.ledger.job(JOB).taken_under(world.version)  # type: ignore[union-attr]
+        left = size - world.ledger.jobs[JOB].job.taken_under(world.version)
         wanted = 1 if one_by_one else left
         for entry in world.take(wanted, at_least=wanted) if rng.random() < 0.7 else []:
             assert world.version - entry.version <= staleness
@@ -56,7 +56,7 @@ def test_groups_are_never_too_old_and_none_starts_again_for_a_consumer_that_take
     assert most_open <= (staleness + 1) * size + (size if ahead else 0)
     if not ahead:
         assert world.ledger.counts.stale == 0, "nothing was thrown away"
-    assert set(world.ledger.staleness) <= set(range(staleness + 1))
+    assert set(world.ledger.leases.staleness) <= set(range(staleness + 1))
 
 
 @given(seed=st.integers(0, 2**32), size=st.none() | st.integers(1, 4), staleness=st.integers(0, 2))
@@ -71,7 +71,7 @@ def test_groups_are_never_too_old_whatever_the_consumer_does(seed: int, size: in
                 for entry in world.start(rng.randint(1, 5)):
                     first_token[entry.number] = world.version
             case 1 | 2:
-                for entry in [*next(iter(world.ledger.jobs())).running.values()]:
+                for entry in [*next(iter(world.ledger.jobs)).running.values()]:
                     if rng.random() < 0.5:
                         world.end(entry)
             case 3:
@@ -103,10 +103,10 @@ def test_with_no_staleness_what_starts_under_a_version_is_handed_out_under_it() 
             world.end(entry)
         taken = world.take(4, at_least=4)
         assert world.start() == []
-        assert world.ledger.waits_for(JOB) == "weights"
+        assert world.ledger.waits_for(world.ledger.jobs[JOB]) == "weights"
         world.acknowledge(*[entry.lease or "" for entry in taken])
         world.update()
-    assert world.ledger.staleness == [0] * 20
+    assert world.ledger.leases.staleness == [0] * 20
     assert world.ledger.counts.stale == 0
 
 

@@ -1,12 +1,15 @@
 """A queue with a disk, consumers and a clock of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState, Terms
-from darts_server.rollout.queue.history import Changes
-from darts_server.rollout.queue.ledger import Ledger, NewPrompt, QueueLimits
+from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState, JobId, Terms
+from darts_server.rollout.queue.history import Changes, PutResult
+from darts_server.rollout.queue.ledger import Ledger
+from darts_server.rollout.queue.new_entries import NewPrompt, build_entries
+from darts_server.rollout.queue.owners import QueueLimits
 from darts_server.store.transactions import TransactionStore
 
 JOB = ("owner", "train")
@@ -54,7 +57,7 @@ class World:
 
     def _open(self) -> Ledger:
         ledger = Ledger(self._limits, self._staleness, lambda: next(self._names))
-        ledger.load(self.disk.items)
+        ledger.load(self.disk.items, self.now)
         ledger.set_version(self.version, self.model)
         return ledger
 
@@ -74,26 +77,28 @@ class World:
             self.disk.close()
 
     def put(self, *names: str, **options: object) -> None:
-        self.ledger.put(JOB, prompts(*names), TERMS, self.now, options=options)
+        self.put_to(JOB, prompts(*names), options=options)
         self.commit()
 
-    def start(self, most: int = 1000) -> list[Entry]:
-        started: list[Entry] = []
-        while len(started) < most and (entry := self.ledger.start_next(lambda _: 1.0)) is not None:
-            started.append(entry)
-        return started
+    def put_to(self, job: JobId, new: list[NewPrompt], *, priority: int = 0, **more: Any) -> PutResult:
+        numbers = self.ledger.reserve_numbers(job, TERMS, len(new))
+        entries = build_entries(job, new, numbers, self.now, lambda: next(self._names), priority)
+        return self.ledger.put(job, entries, TERMS, self.now, **more)
+
+    def start(self, most: int = 1000, expected: Callable[[Entry], float] = lambda _: 1.0) -> list[Entry]:
+        return self.ledger.start(most, expected)
 
     def end(self, entry: Entry, *, failed: bool = False) -> None:
         self.ledger.end(entry.number, b"group", None, 10, failed=failed)
 
-    def take(self, most: int = 1, at_least: int = 1) -> list[Entry]:
-        taken = self.ledger.take(JOB, most, at_least, self.now, LEASE)
+    def take(self, most: int = 1, at_least: int = 1, key: str | None = None) -> list[Entry]:
+        taken = self.ledger.leases.take(JOB, most, at_least, self.now, LEASE, key)
         self.commit()
         return taken
 
     def acknowledge(self, *leases: str) -> list[AckOutcome]:
         names = dict(self._named(leases))
-        outcomes = self.ledger.acknowledge(leases, lambda _: True)
+        outcomes = self.ledger.leases.acknowledge(leases, lambda _: True, self.now)
         self.commit()
         self.acknowledged += [
             names[lease] for lease, done in zip(leases, outcomes, strict=True) if done is AckOutcome.ACKNOWLEDGED
@@ -105,9 +110,9 @@ class World:
         self.ledger.update(self.version)
 
     def names(self, state: EntryState) -> set[str]:
-        return {entry.name for each in self.ledger.jobs() for entry in each if entry.state is state}
+        return {entry.name for each in self.ledger.jobs for entry in each if entry.state is state}
 
     def _named(self, leases: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         for lease in leases:
-            if (entry := self.ledger.entry(int(lease.partition("-")[0]))) is not None:
+            if (entry := self.ledger.entries.by_number.get(int(lease.partition("-")[0]))) is not None:
                 yield lease, entry.name
