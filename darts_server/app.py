@@ -67,7 +67,7 @@ from darts_server.serving.loop_lag import LoopLag
 from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.store import Store
-from darts_server.store.transactions import TransactionStore, open_queue
+from darts_server.store.transactions import QueueFile
 from darts_server.types import GroupRecord
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmQueue, VllmRollouts, VllmVoteRunner
@@ -96,10 +96,10 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         check_listening(args.host, access, settings.allow_unauthenticated)
     with (
         Store(settings.state_dir, check=check_document) as store,
-        open_queue(settings.state_dir) as queue_store,
+        QueueFile(settings.state_dir) as queue_file,
         Staging(settings.weights_staging) as staging,
     ):
-        return server.run(args, lambda: _serve(settings, args, access, Stores(store, queue_store), staging))
+        return server.run(args, lambda: _serve(settings, args, access, Stores(store, queue_file), staging))
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
@@ -134,7 +134,7 @@ class Stores:
     """What is kept on the disk: ``learned`` state, and the ``queue``."""
 
     learned: Store
-    queue: TransactionStore
+    queue: QueueFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ def make_rooms(
         rollouts,
         engine.renderer,
         control.new_planner,
-        stores.queue,
+        stores.queue.open(),
         encode_group,
         QueueLimits(settings.queue_prompts, settings.queue_bytes // 2),
         settings.max_staleness,

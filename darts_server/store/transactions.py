@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "queue.db"
 MEMORY = ":memory:"
 BUSY_MILLISECONDS = 500
-"""How long the start waits for a server that is ending on the same folder."""
+"""How long opening waits for another server on the same folder."""
 VERSION = 1
 APPLICATION_ID = 0x44415251  # "DARQ"
 _TABLE = (
@@ -133,23 +133,47 @@ class TransactionStore(AbstractContextManager["TransactionStore"]):
         )
 
 
-def open_queue(folder: Path | None) -> TransactionStore:
-    """Open the folder's file, or one in memory, with a warning, if another server uses it.
+class QueueFile(AbstractContextManager["QueueFile"]):
+    """The queue's file in a folder; without a folder, memory.
+
+    It is opened now, so that a file that cannot be used ends the start. While another server uses it, it is opened when
+    it is needed: a server that was ending has ended by then.
 
     Raises:
         StateError: as `TransactionStore`.
     """
-    try:
-        return TransactionStore(folder)
-    except StateError as error:
-        if getattr(error.__cause__, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
-            raise
-        logger.warning(
-            "another server keeps its queue in %s: what is put into the queue of this one does not outlive it; give "
-            "this one a --state-dir of its own",
-            folder,
-        )
-        return TransactionStore()
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._store = self._open_unless_used()
+
+    def open(self) -> TransactionStore:
+        """Return the file's store, or one in memory, with a warning, if another server still uses the file.
+
+        Raises:
+            StateError: as `TransactionStore`.
+        """
+        self._store = self._store or self._open_unless_used()
+        if self._store is None:
+            logger.warning(
+                "another server keeps its queue in %s: what is put into the queue of this one does not outlive it; "
+                "give this one a --state-dir of its own",
+                self._folder,
+            )
+            self._store = TransactionStore()
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    def _open_unless_used(self) -> TransactionStore | None:
+        try:
+            return TransactionStore(self._folder)
+        except StateError as error:
+            if getattr(error.__cause__, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
+                raise
+            return None
 
 
 def _open(folder: Path, path: Path) -> sqlite3.Connection:
