@@ -51,7 +51,9 @@ def list_rollout_prompts(prompts: RolloutPrompts) -> list[dict[str, Any]]:
 
 
 def list_queue_prompts(prompts: Any) -> Iterator[Any]:
-    """Iterate over one prompt or several, or over what an iterator yields."""
+    """Iterate over one prompt or several, none for an empty list, or over what an iterator yields."""
+    if isinstance(prompts, list | tuple) and not prompts:
+        return iter(())  # a put without prompts changes its job alone
     return prompts if isinstance(prompts, Iterator) else iter(_as_list(prompts))
 
 

@@ -19,6 +19,8 @@ Outcome = Literal["acknowledged", "already", "expired", "unknown"]
 DRAW_SECONDS = 0.1
 # Where the server does not say when there may be room.
 PUT_AGAIN_SECONDS = 5.0
+# A stream's job is deleted when it was not used for so long, which is more than a step of a trainer takes.
+STREAM_EXPIRES_SECONDS = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,11 @@ class JobRecord(WireModel):
     """A job of the queue: how many prompts it has in each state, their `bytes`, and its options.
 
     `taken`: groups that were handed out under the served weights. `waits_for`: why none of its prompts may start.
+    `owner`: for admins, the name of its key, empty for callers without one.
     """
 
     job: str
+    owner: str | None = None
     queued: int
     running: int
     ready: int
@@ -53,6 +57,7 @@ class JobRecord(WireModel):
     max_staleness: int
     groups_ahead: int = 0
     weight: float = 1.0
+    expires_after: float | None = None
     taken: int = 0
     waits_for: str | None = None
 
@@ -123,6 +128,8 @@ def put_request(
     max_staleness: int | None = None,
     groups_ahead: int | None = None,
     weight: float | None = None,
+    expires_after: float | None = None,
+    taken: int | None = None,
     idempotency_key: str | None = None,
     **sampling: Any,
 ) -> dict[str, Any]:
@@ -141,6 +148,8 @@ def put_request(
         "max_staleness": max_staleness,
         "groups_ahead": groups_ahead,
         "weight": weight,
+        "expires_after": expires_after,
+        "taken": taken,
     }
     sampling |= {"temperature": temperature, "logprobs": logprobs or None}
     return {
@@ -233,7 +242,16 @@ class StreamPrompts:
             NotFound: the job has been deleted, and other groups would never come.
         """
         self._in_queue.discard(name)
-        if outcome == "unknown" and self._in_queue:
+        if outcome == "unknown":
+            self.job_deleted()
+
+    def job_deleted(self) -> None:
+        """End the stream if it waits for groups of its job, which was deleted.
+
+        Raises:
+            NotFound
+        """
+        if self._in_queue:
             raise NotFound(
                 f"the stream's job was deleted, {len(self._in_queue)} of its prompts have no group", status_code=404
             )

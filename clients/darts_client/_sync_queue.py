@@ -13,6 +13,7 @@ from ._io import shield, sleep
 from ._models import Group, parse_response
 from ._prompts import drop_none, list_queue_prompts
 from ._queue import (
+    STREAM_EXPIRES_SECONDS,
     AckPayload,
     DroppedPayload,
     JobRecord,
@@ -67,6 +68,8 @@ class QueueApi:
         max_staleness: int | None = None,
         groups_ahead: int | None = None,
         weight: float | None = None,
+        expires_after: float | None = None,
+        taken: int | None = None,
         idempotency_key: str | None = None,
         **sampling: Any,
     ) -> list[str]:
@@ -77,7 +80,9 @@ class QueueApi:
 
         `groups_per_version`: how many groups the job's consumers take under each weight version; no more are started
         than can be handed out within `max_staleness` versions of their first token. `groups_ahead` are started in
-        addition, and start again if they come too late. `weight` is the job's share of tokens.
+        addition, and start again if they come too late. `weight` is the job's share of tokens. The job is deleted when
+        it was not used for `expires_after` seconds. `taken` groups count as taken under the served weights from now on:
+        0 after a restart of a trainer that took some and will not make the update that they were for.
 
         Overloaded while the queue has too many prompts, after some retries.
         """
@@ -96,6 +101,8 @@ class QueueApi:
             max_staleness=max_staleness,
             groups_ahead=groups_ahead,
             weight=weight,
+            expires_after=expires_after,
+            taken=taken,
             idempotency_key=idempotency_key,
             **sampling,
         )
@@ -112,17 +119,14 @@ class QueueApi:
     ) -> list[QueuedGroup]:
         """Take the next groups of a job: when there are `count`, or those that there are after `wait` seconds.
 
-        ConnectionFailed, TimedOut or ServerFault if the answer was lost. The request is not sent again then, since it
-        would take other groups: those of the lost answer are handed out again when their leases have expired.
+        A request whose answer was lost is sent again, and gets the same groups.
         """
         params = {"count": count, "job": job, "lease_seconds": lease_seconds}
-        return self._take(params, wait, idempotent=False)
-
-    def _take(self, params: Mapping[str, Any], wait: float, *, idempotent: bool) -> list[QueuedGroup]:
+        headers = {"Idempotency-Key": uuid4().hex}
         end, left = time.monotonic() + wait, wait
         while True:
             response = self._transport.request(
-                "GET", f"{PATH}/groups", params=drop_none({**params, "wait": left}), idempotent=idempotent
+                "GET", f"{PATH}/groups", params=drop_none({**params, "wait": left}), headers=headers
             )
             groups = parse_response(TakenGroupsPayload, response).build()
             if groups or (left := end - time.monotonic()) <= 0:
@@ -145,9 +149,12 @@ class QueueApi:
         """Return your jobs."""
         return parse_response(JobsPayload, self._transport.request("GET", PATH)).jobs
 
-    def delete(self, job: str) -> int:
-        """Delete a job with its prompts and groups; returns how many it had. NotFound if there is none."""
-        response = self._transport.request("DELETE", _job_path(job))
+    def delete(self, job: str, *, owner: str | None = None) -> int:
+        """Delete a job with its prompts and groups; returns how many it had. NotFound if there is none.
+
+        `owner`: for admins, whose job, as in its `JobRecord`.
+        """
+        response = self._transport.request("DELETE", _job_path(job), params=drop_none({"owner": owner}))
         return parse_response(DroppedPayload, response).dropped
 
     def stream(
@@ -158,13 +165,15 @@ class QueueApi:
         `prompts` may be an iterator without an end: `ahead` of them are in the queue at a time, or fewer while the
         server has no room for more. A group is acknowledged when the next one is requested. Of a group that failed
         `error` is set. `options` are those of `put`, but for `job`, `ids` and `idempotency_key`. At the end, whatever
-        its cause, the job is deleted; after a `break` at once under `closing`.
+        its cause, the job is deleted; after a `break` at once under `closing`. That of a process that is killed is
+        deleted after `expires_after` seconds, six hours by default.
         """
         if own := options.keys() & {"job", "ids", "idempotency_key"}:
             raise TypeError(
                 f"a stream has its own {', '.join(sorted(own))}; use queue.put and queue.take to choose them"
             )
         job = f"stream-{uuid4().hex}"
+        options = {"expires_after": STREAM_EXPIRES_SECONDS} | options
         build = partial(put_request, job=job, group_size=group_size, max_tokens=max_tokens, **options)
         waiting = StreamPrompts(prompts, ahead, build)
         try:
@@ -178,9 +187,11 @@ class QueueApi:
                         waiting.put_failed(exc)
                 if waiting.is_over:
                     return
-                # A lost answer's groups come again, and to this consumer alone: so this take may be repeated.
                 wait = waiting.seconds_to_wait(WAIT_SECONDS)
-                for taken in self._take({"job": job}, wait, idempotent=True):
+                groups = self.take(job=job, wait=wait)
+                if not groups and wait == WAIT_SECONDS and all(each.job != job for each in self.jobs()):
+                    waiting.job_deleted()
+                for taken in groups:
                     if waiting.is_new(taken.id):
                         yield taken.group
                     [outcome] = self.ack(taken)

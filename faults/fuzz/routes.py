@@ -52,6 +52,8 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
             "max_staleness": 0,
             "groups_ahead": 1,
             "weight": 2.0,
+            "expires_after": 3600.0,
+            "taken": 0,
         },
     ],
     ("POST", "/darts/v1/queue/ack"): [{"leases": ["1-a", "2-b"]}],

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import aclosing, closing
 from typing import Any
 
+import httpx
 import pytest
 
 from darts_client import AsyncClient, BadRequest, Client, NotFound, PromptSpec
@@ -28,7 +29,9 @@ def server() -> Iterator[RunningServer]:
 def test_what_is_put_is_taken_and_acknowledged_once(server: RunningServer) -> None:
     with Client(server.url) as client:
         prompts = ["a", [1, 2, 3], PromptSpec("b", key="key", metadata={"answer": 8})]
-        ids = client.queue.put(prompts, job="mine/1", ids=["1", "2", "3"], groups_per_version=8, **SIZES)
+        ids = client.queue.put(
+            prompts, job="mine/1", ids=["1", "2", "3"], groups_per_version=8, expires_after=600, **SIZES
+        )
         assert ids == ["1", "2", "3"]
         taken = client.queue.take(3, job="mine/1")
         assert sorted(each.id for each in taken) == ids
@@ -38,6 +41,9 @@ def test_what_is_put_is_taken_and_acknowledged_once(server: RunningServer) -> No
         assert tuple(len(t.logprobs or ()) for t in by_id["1"].group.trajectories) == by_id["1"].group.lengths
         [job] = client.queue.jobs()
         assert (job.leased, job.groups_per_version, job.taken) == (3, 8, 3)
+        assert (job.expires_after, job.owner) == (600, None)
+        client.queue.put([], job="mine/1", taken=1, **SIZES)
+        assert [job.taken for job in client.queue.jobs()] == [1]
         assert client.queue.ack(taken[:1]) == ["acknowledged"]
         assert client.queue.ack([*taken, "99-x"]) == ["already", "acknowledged", "acknowledged", "unknown"]
         assert client.queue.ack([]) == []
@@ -54,6 +60,15 @@ def test_a_group_that_failed_has_its_error(server: RunningServer) -> None:
         assert [each.group.error is None for each in taken] == [False, True]
         assert isinstance(taken[0].group.error, BadRequest)
         client.queue.ack(taken)
+
+
+@pytest.mark.parametrize("accept", ["application/json", "text/event-stream"])
+def test_requests_that_take_groups_are_limited(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, accept: str
+) -> None:
+    monkeypatch.setattr("darts_server.rollout.queue.consumers.MAX_CONSUMERS", 0)
+    answer = httpx.get(f"{server.url}/darts/v1/queue/groups", headers={"Accept": accept})
+    assert (answer.status_code, answer.headers.get("Retry-After")) == (429, "5")
 
 
 def test_ids_are_one_for_each_prompt(server: RunningServer) -> None:

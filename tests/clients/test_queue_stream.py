@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_client import AsyncClient, Client, ConnectionFailed, NotFound, Overloaded, ServerFault
+from darts_client import AsyncClient, Client, ConnectionFailed, NotFound, Overloaded
 from darts_client._queue import StreamPrompts
 
 URL = "http://server"
@@ -27,6 +27,8 @@ class FakeQueue:
         busy_until: until then takes are answered at once with nothing, as while a server stops.
         lose_takes, lose_puts: so many answers are lost after the request was served.
         slow_put: seconds until a put is served, also where its caller is gone.
+        drop_next: each job is deleted as soon as prompts are put into it.
+        options: of the last put.
     """
 
     def __init__(self) -> None:
@@ -34,6 +36,8 @@ class FakeQueue:
         self.busy_until = 0.0
         self.lose_takes = self.lose_puts = 0
         self.slow_put = 0.0
+        self.drop_next = False
+        self.options: dict[str, Any] = {}
         self.requests: list[str] = []
         self.jobs: dict[str, list[str]] = {}
         self.leased: dict[str, str] = {}
@@ -55,6 +59,9 @@ class FakeQueue:
             case "POST", "/darts/v1/queue/ack":
                 leases = json.loads(request.content)["leases"]
                 return httpx.Response(200, json={"leases": [{"outcome": self.ack(lease)} for lease in leases]})
+            case "GET", "/darts/v1/queue":
+                counts = dict.fromkeys(("queued", "running", "ready", "leased", "bytes", "max_staleness"), 0)
+                return httpx.Response(200, json={"jobs": [{"job": job, **counts} for job in self.jobs]})
             case "DELETE", path:
                 found = self.jobs.pop(path.rpartition("/")[2], None)
                 return httpx.Response(404) if found is None else httpx.Response(200, json={"dropped": len(found)})
@@ -80,6 +87,9 @@ class FakeQueue:
                 return REFUSED
             self.keys[key] = [prompt["text"] for prompt in body["prompts"]]
             self.jobs.setdefault(body["job"], []).extend(self.keys[key])
+        self.options = {name: value for name, value in body.items() if name != "prompts"}
+        if self.drop_next:
+            self.jobs.clear()
         if self.lose_puts:
             self.lose_puts -= 1
             raise httpx.ReadError("lost", request=request)
@@ -246,16 +256,21 @@ async def test_a_take_waits_as_long_as_the_server_says() -> None:
 
 
 @pytest.mark.parametrize("status", [None, 502, 504])
-def test_a_take_whose_answer_is_lost_is_not_sent_again(queue: FakeQueue, status: int | None) -> None:
+def test_a_take_whose_answer_is_lost_is_sent_again_with_its_key(queue: FakeQueue, status: int | None) -> None:
+    keys: list[str] = []
+
     def handle(request: httpx.Request) -> httpx.Response:
-        queue.requests.append("take")
+        keys.append(request.headers["idempotency-key"])
+        if len(keys) > 1:
+            return queue(request)
         if status is None:
             raise httpx.ReadError("lost", request=request)
         return httpx.Response(status)
 
-    with Client(URL, transport=httpx.MockTransport(handle)) as client, pytest.raises((ConnectionFailed, ServerFault)):
-        client.queue.take()
-    assert queue.requests == ["take"]
+    with Client(URL, transport=httpx.MockTransport(handle)) as client:
+        assert client.queue.take(wait=0) == []
+        client.queue.take(wait=0)
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_a_take_that_was_never_sent_is_repeated(queue: FakeQueue) -> None:
@@ -286,6 +301,25 @@ def test_a_stream_whose_job_was_deleted_raises(queue: FakeQueue, client: Client)
     queue.leased.clear()
     with pytest.raises(NotFound, match="deleted"):
         next(groups)
+
+
+def test_a_stream_that_waits_for_groups_of_a_job_that_was_deleted_raises(
+    queue: FakeQueue, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("darts_client._sync_queue.WAIT_SECONDS", 0.01)
+    queue.busy_until = time.monotonic() + 0.1
+    groups = client.stream(iter(["a", "b"]), ahead=1, **SIZES)
+    assert next(groups).group_id == "a", "while it is there, the stream waits"
+    queue.drop_next = True
+    with pytest.raises(NotFound, match="deleted"):
+        next(groups)
+
+
+def test_the_job_of_a_stream_expires(queue: FakeQueue, client: Client) -> None:
+    cases: list[tuple[dict[str, Any], float]] = [({}, 21_600.0), ({"expires_after": 600.0}, 600.0)]
+    for options, expected in cases:
+        assert len(list(client.stream(["a"], **SIZES, **options))) == 1
+        assert queue.options["expires_after"] == expected
 
 
 def state_of(waiting: StreamPrompts) -> tuple[object, ...]:

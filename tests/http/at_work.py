@@ -58,7 +58,7 @@ class Work:
         self.live = Monitor(self.rollouts)
         self.rollouts.observe(self.provenance, self.reward_matcher, self.live)
         self.jobs: list[JobEntries] = []
-        self.queue = Mock(version=0, jobs=lambda who: self.jobs, waits_for=lambda job_id: "weights")
+        self.queue = Mock(version=0, is_durable=True, jobs=lambda who: self.jobs, waits_for=lambda each: "weights")
         self.stopping: Callable[[], bool] = lambda: False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._groups: set[asyncio.Task[object]] = set()

@@ -94,6 +94,8 @@ def test_a_bad_prompt_fails_alone(server: Server, job: str) -> None:
         ({"policy": {"name": "none"}}, "policy"),
         ({"weight": 0}, "weight"),
         ({"groups_per_version": 0}, "groups_per_version"),
+        ({"expires_after": 60}, "expires_after"),
+        ({"taken": -1}, "taken"),
         ({"job": ""}, "job"),
         ({"nothing": 1}, "nothing"),
     ],
@@ -151,12 +153,27 @@ def test_a_stream_goes_on_as_groups_are_acknowledged_and_a_stalled_one_costs_nob
     assert httpx.delete(f"{server.url}/darts/v1/queue/jobs/{job}").json()["dropped"] == 1
 
 
+def test_a_take_that_is_sent_again_with_its_key_gets_the_same_groups(server: Server, job: str) -> None:
+    put(server, job, 2, expires_after=3600)
+    assert (status(server, job)["expires_after"], status(server, job)["owner"]) == (3600, None)
+    params: dict[str, Any] = {"job": job, "wait": 30}
+    keys = [{"Idempotency-Key": name} for name in ("one", "one", "two")]
+    url = f"{server.url}/darts/v1/queue/groups"
+    answers = [httpx.get(url, params=params, headers=key, timeout=60) for key in keys]
+    assert answers[0].json() == answers[1].json() != answers[2].json()
+    assert httpx.get(url, params=params, headers={"Idempotency-Key": "a" * 300}).status_code == 400
+    acknowledge(server, *answers[0].json()["groups"], *answers[2].json()["groups"])
+    assert httpx.delete(f"{server.url}/darts/v1/queue/jobs/{job}?owner=x").status_code in (403, 404)
+    httpx.delete(f"{server.url}/darts/v1/queue/jobs/{job}")
+
+
 @pytest.mark.nightly
 def test_a_server_that_is_killed_loses_nothing_and_hands_nothing_out_twice(tmp_path: Path) -> None:
     flags = ("--state-dir", str(tmp_path / "state"), "--queue-lease-seconds", "3600")
     done: list[str] = []
     held: list[dict[str, Any]] = []
     with serving(DARTS, tmp_path / "log", *flags) as server:
+        assert httpx.get(f"{server.url}/darts/v1/queue").json()["durable"]
         put(server, "job", 40)
         held = take(server, "job", 10)
         done += [group["id"] for group in held[:5]]

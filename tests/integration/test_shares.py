@@ -189,4 +189,8 @@ def test_what_is_in_the_queue_belongs_to_its_key(server: Server) -> None:
     jobs = {key: call(server, "GET", "/darts/v1/queue", key).json()["jobs"] for key in (ONE, OTHER, ADMIN)}
     assert [len(jobs[key]) for key in (ONE, OTHER, ADMIN)] == [1, 0, 1]
     assert call(server, "POST", "/darts/v1/queue/ack", json=leases).json()["acknowledged"] == 1
-    assert call(server, "DELETE", "/darts/v1/queue/jobs/mine").status_code == 200
+    owner = jobs[ADMIN][0]["owner"]
+    assert (bool(owner), jobs[ONE][0]["owner"]) == (True, None)
+    deleted = "/darts/v1/queue/jobs/mine?owner=" + owner
+    assert [call(server, "DELETE", deleted, key).status_code for key in (OTHER, ONE, ADMIN)] == [403, 403, 200]
+    assert call(server, "DELETE", "/darts/v1/queue/jobs/mine").status_code == 404

@@ -89,7 +89,8 @@ async function showQueue() {
 
 function queued(job) {
   const states = ["queued", "running", "ready", "leased"].map((state) => `${count(job[state])} ${state}`);
-  return `${job.job}: ${states.join(", ")}${job.waits_for && job.queued ? `; waits for ${WAITS_FOR[job.waits_for]}` : ""}`;
+  const owner = job.owner ? ` of ${job.owner.slice(0, 8)}` : "";
+  return `${job.job}${owner}: ${states.join(", ")}${job.waits_for && job.queued ? `; waits for ${WAITS_FOR[job.waits_for]}` : ""}`;
 }
 
 // --- user input ---------------------------------------------------

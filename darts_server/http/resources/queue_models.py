@@ -16,7 +16,10 @@ from darts_server.rollout.queue.queue import TakenGroup
 DEFAULT_JOB = "default"
 MAX_PRIORITY = 2**31 - 1
 MAX_LEASES = 40_000
-JOB_OPTIONS = ("groups_per_version", "max_staleness", "groups_ahead", "weight")
+JOB_OPTIONS = ("groups_per_version", "max_staleness", "groups_ahead", "weight", "expires_after")
+MIN_EXPIRES_AFTER = 120
+"""Seconds: a request that waits for groups waits no longer than half of it."""
+MAX_EXPIRES_AFTER = 2_592_000
 
 
 class QueuedPromptIn(PromptIn):
@@ -64,6 +67,20 @@ class QueueIn(Body):
     )
     weight: float | None = Field(
         None, ge=0.001, le=1000, description="Of the job: its share of tokens, relative to your other jobs. Default: 1."
+    )
+    expires_after: float | None = Field(
+        None,
+        ge=MIN_EXPIRES_AFTER,
+        le=MAX_EXPIRES_AFTER,
+        description="Of the job: seconds without a put, take or acknowledgement after which it is deleted with all "
+        "that is in it, unless a group is leased. Default: never.",
+    )
+    taken: int | None = Field(
+        None,
+        ge=0,
+        le=1_000_000,
+        description="Of the job: how many groups count as taken under the served weights from now on. 0 after a "
+        "restart of a trainer that took groups and will not make the update that they were for.",
     )
 
     @property
@@ -130,6 +147,9 @@ class JobOut(BaseModel):
     """A job of the queue."""
 
     job: str
+    owner: str | None = Field(
+        None, description="Name of its key, empty for callers without one; for admins, null for others."
+    )
     queued: int
     running: int
     ready: int
@@ -139,6 +159,7 @@ class JobOut(BaseModel):
     max_staleness: int
     groups_ahead: int
     weight: float
+    expires_after: float | None
     taken: int = Field(description="Groups that were handed out under the served weights.")
     waits_for: Literal["weights", "consumer"] | None = Field(
         description="Why no prompt of it may start: `weights`, as its consumers have taken all groups of this "
@@ -146,10 +167,11 @@ class JobOut(BaseModel):
     )
 
     @classmethod
-    def of(cls, each: JobEntries, version: int, waits_for: str | None) -> Self:
+    def of(cls, each: JobEntries, version: int, waits_for: str | None, *, for_admin: bool) -> Self:
         options = each.job.options
         return cls(
             job=each.job.id[1],
+            owner=each.job.id[0] if for_admin else None,
             queued=len(each.order),
             running=len(each.running),
             ready=len(each.ready),
@@ -159,6 +181,7 @@ class JobOut(BaseModel):
             max_staleness=options.max_staleness,
             groups_ahead=options.groups_ahead,
             weight=options.weight,
+            expires_after=options.expires_after,
             taken=each.job.taken_under(version),
             waits_for=waits_for,  # type: ignore[arg-type]
         )
@@ -168,6 +191,10 @@ class QueueOut(BaseModel):
     """State of the queue."""
 
     weight_version: int
+    durable: bool = Field(
+        description="Whether it is kept across restarts: false without --state-dir, and where another server uses its "
+        "file in that folder."
+    )
     jobs: list[JobOut] = Field(description="Yours; for an admin, all.")
 
 

@@ -3,13 +3,12 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
 from darts_server.exceptions import Forbidden, InvalidRequest, ServerStopping
@@ -32,6 +31,7 @@ from darts_server.http.resources.queue_models import (
 from darts_server.http.resources.rollouts import ANSWERS, KEY, MAX_BODY_BYTES, check_key
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode_text
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
+from darts_server.rollout.batches.registry import KEY_HEADER
 from darts_server.rollout.queue.entries import AckOutcome
 from darts_server.rollout.queue.puts import Put, terms_of
 from darts_server.rollout.queue.queue import PromptQueue, TakenGroup
@@ -64,6 +64,16 @@ LeaseSeconds = Annotated[
         ge=1, le=604800, description="Seconds until the groups are handed out again. Default: --queue-lease-seconds."
     ),
 ]
+TAKE_KEY = Header(
+    alias=KEY_HEADER,
+    description="A name of your choice. A request with the same name gets the groups again that the first one has "
+    "leased, while they are; for requests whose answer was lost. Not for streams.",
+    json_schema_extra={"minLength": 1, "maxLength": NAME_CHARS},
+)
+Owner = Annotated[
+    str | None,
+    Query(max_length=NAME_CHARS, description="For admins: whose job, as `owner` in `GET /darts/v1/queue`."),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +103,12 @@ def routes(queue: Queue) -> APIRouter:
     @api.get("/queue")
     async def status() -> QueueOut:
         """Return your jobs."""
-        prompts = queue.prompts
-        jobs = [JobOut.of(each, prompts.version, prompts.waits_for(each)) for each in prompts.jobs(caller.get())]
-        return QueueOut(weight_version=prompts.version, jobs=jobs)
+        prompts, who = queue.prompts, caller.get()
+        jobs = [
+            JobOut.of(each, prompts.version, prompts.waits_for(each), for_admin=who.is_admin)
+            for each in prompts.jobs(who)
+        ]
+        return QueueOut(weight_version=prompts.version, durable=prompts.is_durable, jobs=jobs)
 
     @api.get("/queue/groups", response_model=TakenGroupsOut, responses=ANSWERS)
     async def take(
@@ -104,6 +117,7 @@ def routes(queue: Queue) -> APIRouter:
         job: JobName = DEFAULT_JOB,
         wait: Wait = 10.0,
         lease_seconds: LeaseSeconds = None,
+        idempotency_key: Annotated[str | None, TAKE_KEY] = None,
     ) -> Response:
         """Take the next complete groups of a job; with ``Accept: text/event-stream``, one after the other for ever.
 
@@ -113,12 +127,15 @@ def routes(queue: Queue) -> APIRouter:
             raise Forbidden("web pages of other sites may not take groups")
         if not is_name(job):
             raise InvalidRequest("job", f"must be {RULE}")
+        if idempotency_key is not None:
+            check_key(idempotency_key)
         seconds = queue.lease_seconds if lease_seconds is None else lease_seconds
-        who = caller.get()
+        who, prompts = caller.get(), queue.prompts
         if MEDIA_TYPE in request.headers.get("accept", ""):
-            events = event_chunks(queue.prompts, who, job, count, seconds)
-            return EventStream(events, nullcontext(), send_timeout=STALL_SECONDS)
-        groups = await while_connected(request, queue.prompts.take(who, job, count, wait, seconds))
+            events = event_chunks(prompts, who, job, count, seconds)
+            return EventStream(events, prompts.count_consumer(who), send_timeout=STALL_SECONDS)
+        with prompts.count_consumer(who):
+            groups = await while_connected(request, prompts.take(who, job, count, wait, seconds, key=idempotency_key))
         # In a thread: a large answer takes a while.
         return Response(await asyncio.to_thread(_encode, groups), media_type="application/json", headers=NO_STORE)
 
@@ -135,9 +152,12 @@ def routes(queue: Queue) -> APIRouter:
         )
 
     @api.delete("/queue/jobs/{job:path}")  # callers' own names may have slashes
-    async def drop(job: str) -> DroppedOut:
+    async def drop(job: str, owner: Owner = None) -> DroppedOut:
         """Delete a job with its prompts and groups. What runs is stopped."""
-        return DroppedOut(job=job, dropped=await queue.prompts.drop(caller.get(), job))
+        who = caller.get()
+        if owner is not None and not who.is_admin:
+            raise Forbidden("owner is for admins; leave it out to delete a job of yours")
+        return DroppedOut(job=job, dropped=await queue.prompts.drop(who, job, owner))
 
     return api
 
@@ -178,6 +198,7 @@ def _put(body: QueueIn, key: str | None, digest: str) -> Put:
         terms=terms_of(body.group_size, body.sampling, body.policy),
         priority=body.priority,
         options=body.options,
+        taken=body.taken,
         key=key,
         digest=digest,
     )

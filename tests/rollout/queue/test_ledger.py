@@ -97,6 +97,141 @@ def test_a_late_acknowledgement_counts_while_nobody_else_has_the_group() -> None
     assert len(world.ledger.stopped) == 1
 
 
+def test_a_take_that_is_repeated_with_its_key_gets_the_groups_that_it_still_has() -> None:
+    world = ready("a", "b", "c", "d")
+    first = world.take(2, key="k")
+    leases = [entry.lease or "" for entry in first]
+    assert world.take(3, at_least=3, key="k") == first
+    assert [entry.lease for entry in first] == leases
+    world.acknowledge(leases[0])
+    world.kill()
+    assert [entry.lease for entry in world.take(2, key="k")] == leases[1:], "also after a restart"
+    assert world.take(1, key="other")[0].name == "c"
+    world.acknowledge(leases[1])
+    assert [entry.name for entry in world.take(2, key="k")] == ["d"], "it has none any more"
+    assert world.ledger.counts.handed_out == 2, "since the restart"
+
+
+def test_a_repeated_take_gets_no_group_that_has_expired_or_is_too_old_by_then() -> None:
+    world = ready("a", "b", max_staleness=0)
+    [first] = world.take(1, key="k")
+    lease = first.lease
+    world.now += LEASE
+    [again] = world.take(1, key="k")
+    assert (again.name, again.lease == lease) == ("a", False)
+    world.update()
+    assert world.take(1, key="k") == []
+    assert world.names(QUEUED) == {"a", "b"}
+    world.ledger.drop(JOB)
+    assert world.take(1, key="k") == []
+
+
+def test_leases_that_are_gone_are_not_kept_until_they_would_have_expired() -> None:
+    world = World()
+    for _ in range(30):
+        world.put(*map(str, range(100)))
+        for entry in world.start():
+            world.end(entry)
+        world.acknowledge(*(entry.lease or "" for entry in world.take(100)))
+        world.ledger.drop(JOB)
+    assert len(world.ledger.leases._index._expiries) <= 1100
+    assert world.ledger.leases.next_expiry is not None
+
+
+def test_what_counts_as_taken_can_be_reset_by_a_trainer_that_lost_its_update() -> None:
+    world = ready("a", "b", max_staleness=0, groups_per_version=1)
+    [taken] = world.take()
+    assert world.start() == []
+    world.put_to(JOB, [], taken=0)
+    world.commit()
+    assert [entry.name for entry in world.start()] == ["b"]
+    world.now += LEASE
+    world.ledger.leases.expire(world.now)
+    assert world.ledger.jobs[JOB].job.taken == 0, "what comes back was not counted"
+    assert world.acknowledge(taken.lease or "") == [AckOutcome.ACKNOWLEDGED]
+    assert world.ledger.jobs[JOB].job.taken == 0
+
+
+def test_a_job_that_is_not_used_is_dropped_but_not_while_a_group_is_leased() -> None:
+    world = World()
+    world.put("a", "b", expires_after=1000)
+    world.put_to(("owner", "other"), prompts("c"))
+    [first, *_] = world.start()
+    world.end(first)
+
+    def unused_after(seconds: float) -> bool:
+        world.now += seconds
+        return world.ledger.jobs.unused(world.now) == [JOB]
+
+    assert not unused_after(900)
+    [taken] = world.take()
+    taken.lease_until = world.now + 5000
+    assert not unused_after(2000)
+    assert world.acknowledge(taken.lease or "") == [AckOutcome.ACKNOWLEDGED]
+    assert not unused_after(900)
+    world.put()
+    assert not unused_after(900)
+    assert unused_after(100)
+    world.kill()
+    assert world.ledger.jobs[JOB].job.options.expires_after == 1000
+    assert not unused_after(900), "it counts from the start of the server"
+    assert unused_after(100)
+
+
+def test_an_empty_job_that_was_not_used_makes_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("darts_server.rollout.queue.jobs.MAX_JOBS", 3)
+    world = World()
+    for name, new in (("full", "a"), ("old", None), ("young", None)):
+        world.put_to(("owner", name), prompts(*filter(None, [new])))
+        world.now += 10
+    with pytest.raises(QuotaReached, match="3 jobs"):
+        world.put_to(("owner", "more"), [])
+    world.put_to(("other", "more"), [])
+    world.now += 3600
+    world.put_to(("owner", "more"), prompts("b"))
+    assert [each.job.id[1] for each in world.ledger.jobs if each.job.id[0] == "owner"] == ["full", "young", "more"]
+
+
+def test_idempotency_keys_are_forgotten_in_their_order_also_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("darts_server.rollout.queue.history.KEPT_NAMES", 5)
+    world = World()
+    for key in "ba":
+        world.put_to(JOB, prompts(f"{key}1"), key=key, digest=key)
+    world.commit()
+    world.kill()
+    world.put_to(JOB, prompts("c1"), key="c", digest="c")
+    with pytest.raises(Conflict):
+        world.put_to(JOB, [], key="a", digest="x")
+    assert world.put_to(JOB, prompts("d1"), key="b", digest="x").added == 1, "the oldest"
+
+
+def test_prompts_of_an_owner_that_may_start_none_do_not_stop_those_of_others() -> None:
+    world = World()
+    world.put_to(("a", "x"), prompts("1", "2"))
+    world.put_to(("b", "x"), prompts("3", "4"))
+    started = world.ledger.start(10, lambda _: 1.0, may_start=lambda entry: entry.owner == "b")
+    assert [entry.name for entry in started] == ["3", "4"]
+    assert [entry.name for entry in world.start()] == ["1", "2"]
+
+
+def test_ids_that_come_twice_in_a_put_are_one_prompt_or_a_conflict() -> None:
+    world = World()
+    result = world.put_to(JOB, prompts("a", "b", "a"))
+    assert (result.names, result.added) == (["a", "b", "a"], 2)
+    with pytest.raises(Conflict, match=r"prompts\[1\]\.id"):
+        world.put_to(JOB, [*prompts("c"), NewPrompt(b"", "other", "c")])
+
+
+@pytest.mark.parametrize(
+    "lease", ["", "-", "x-y", "-1-x", "0-x", "\uff11-x", "1.5-x", "9" * 19 + "-x", "1-" + "x" * 10_000]
+)
+def test_any_text_may_be_acknowledged(lease: str) -> None:
+    world = ready("a")
+    world.take()
+    expected = AckOutcome.EXPIRED if lease.startswith("1-") else AckOutcome.UNKNOWN
+    assert world.ledger.leases.acknowledge([lease], lambda _: True, 0) == [expected]
+
+
 def test_leases_of_others_and_of_nobody_are_unknown() -> None:
     world = ready("a")
     [entry] = world.take()

@@ -14,6 +14,7 @@ from darts_server.exceptions import (
     EngineBusy,
     InvalidRequest,
     NotFound,
+    QuotaReached,
     ServerStopping,
     StateDamaged,
     TooLarge,
@@ -458,3 +459,108 @@ async def test_prompts_for_which_the_engine_has_no_room_start_again_later() -> N
         groups = await taking
         assert sorted(map(str, content(groups))) == ["10", "20"]
         assert [json.loads(group.group)["error"] for group in groups] == [None, None]
+
+
+async def test_ready_groups_outlive_an_update_that_was_announced_and_failed() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("10", "5000", max_staleness=0))
+        await wait_for(queue, running=2)
+        await settle()
+        while not queue.totals()[EntryState.READY]:
+            await harness.engine.step()
+            await asyncio.sleep(0.001)
+        queue.update_announced(1)
+        assert queue.totals()[EntryState.READY] == 1
+        queue.update_ended(UpdateRecord(0, UpdateOutcome.FAILED, "push", "finish", False, {}))
+        [group] = await queue.take(ME, "job", 1, 0, 60)
+        assert (content([group]), group.staleness) == (["10"], 0)
+        assert queue.counts.stale == 1, "the running one was stopped"
+
+
+async def test_a_take_whose_answer_was_lost_gets_its_groups_again() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("10", "11"))
+        await run(harness)
+        [first] = await queue.take(ME, "job", 1, 30, 60, key="k")
+        assert await queue.take(ME, "job", 1, 30, 60, key="k") == [first]
+        cancelled = asyncio.create_task(queue.take(ME, "job", 1, 30, 60, key="other"))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        assert await queue.take(ME, "job", 1, 0, 60) == [], "it waits for the request that comes again"
+        assert content(await queue.take(ME, "job", 1, 0, 60, key="other")) == ["11"]
+
+
+async def test_a_job_that_is_not_used_is_dropped_with_what_runs() -> None:
+    harness, now = Harness(script), 0.0
+    with TransactionStore() as disk:
+        queue = Queue(harness.rollouts, Texts(), new_planner, disk, encode, clock=lambda: now)
+        queue.open()
+        await queue.put(ME, put("5000", expires_after=200.0))
+        await wait_for(queue, running=1)
+        await settle()
+        now = 200.0
+        for _ in range(500):
+            if not queue.jobs(ME):
+                break
+            await asyncio.sleep(0.01)
+        assert not queue.jobs(ME)
+        await run(harness)
+        assert (queue.counts.dropped, harness.rollouts.running) == (1, 0)
+        queue.drain()
+        await asyncio.sleep(0.01)
+
+
+async def test_admins_delete_jobs_of_others() -> None:
+    async with opened(Harness(script)) as queue:
+        await queue.put(ME, put("5000"))
+        with pytest.raises(NotFound):
+            await queue.drop(ADMIN, "job")
+        assert await queue.drop(ADMIN, "job", "me") == 1
+
+
+async def test_one_keys_quota_stops_its_own_prompts_alone() -> None:
+    harness = Harness(script)
+    harness.rollouts.admission = Admission(lambda: harness.engine.unfinished, None, Bounds(None, max_per_caller=9))
+    async with opened(harness) as queue:
+        await queue.put(ME, put(*["5000"] * 3))
+        await queue.put(OTHER, put("10", "11", "12"))
+        taking = asyncio.create_task(queue.take(OTHER, "job", 3, 30, 60))
+        while not taking.done():
+            await harness.engine.step()
+            await asyncio.sleep(0.001)
+        assert content(await taking) == ["10", "11", "12"]
+        states = {each.job.id[0]: (len(each.running), len(each.order)) for each in queue.jobs(ADMIN)}
+        assert states["me"] == (1, 2), "as many as the quota has room for, which one direct request may exceed"
+
+
+async def test_consumers_are_limited_and_woken_by_their_own_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("darts_server.rollout.queue.consumers.MAX_CONSUMERS", 1)
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        with queue.count_consumer(ME), queue.count_consumer(OTHER), pytest.raises(QuotaReached):
+            queue.count_consumer(ME).__enter__()
+        with queue.count_consumer(ME):
+            pass
+        waiting = asyncio.create_task(queue.wait_for_change(ME, "job", 30))
+        await queue.put(ME, put("10", job="other"))
+        await run(harness)
+        assert len(await queue.take(ME, "other", 1, 30, 60)) == 1
+        assert not waiting.done()
+        await queue.put(ME, put("10"))
+        await run(harness)
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_many_acknowledgements_leave_others_their_turn() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        acknowledging = asyncio.create_task(queue.acknowledge(ME, ["1-x"] * 5000))
+        turns = 0
+        while not acknowledging.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= 10
+        assert await acknowledging == [AckOutcome.UNKNOWN] * 5000
