@@ -1,6 +1,7 @@
 """Translate our exceptions to HTTP responses in OpenAI's error form."""
 
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -69,18 +70,21 @@ def status_of(error: DartsError) -> HTTPStatus:
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 
-def body_of(error: DartsError) -> dict[str, object]:
+def fields_of(error: DartsError) -> dict[str, Any]:
     """Return OpenAI's error object."""
     status = status_of(error)
     cause = error.__cause__ if isinstance(error, EngineRefused) else error
     return {
-        "error": {
-            "message": str(error),
-            "type": TYPES.get(status, "InternalServerError"),
-            "param": cause.field if isinstance(cause, InvalidRequest) else None,
-            "code": status.value,
-        }
+        "message": str(error),
+        "type": TYPES.get(status, "InternalServerError"),
+        "param": cause.field if isinstance(cause, InvalidRequest) else None,
+        "code": status.value,
     }
+
+
+def body_of(error: DartsError) -> dict[str, object]:
+    """Return the body of an error's answer."""
+    return {"error": fields_of(error)}
 
 
 def headers_of(error: DartsError) -> dict[str, str]:

@@ -15,7 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.serving.lifecycle import Drainable
-from darts_server.vllm import control_routes
+from darts_server.vllm import control_routes, route_errors
 from darts_server.vllm.compat import version_warning, vllm_version
 from darts_server.vllm.compat.entrypoints import (
     build_app,
@@ -101,9 +101,16 @@ def bound_socket(args: Namespace) -> Iterator[socket.socket]:
 
 
 async def make_app(
-    llm: ShapingLLM, args: Namespace, read_options: ReadOptions, extensions: Iterable[Extension] = ()
+    llm: ShapingLLM,
+    args: Namespace,
+    read_options: ReadOptions,
+    error_fields: route_errors.ErrorFields,
+    extensions: Iterable[Extension] = (),
 ) -> FastAPI:
-    """Build vLLM's app on this engine; its generation routes read our options from headers and model names."""
+    """Build vLLM's app on this engine; its generation routes read our options from headers and model names.
+
+    ``error_fields``: of our errors in its answers.
+    """
     tasks = await llm.get_supported_tasks()
     application = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, application.state, args, tasks)
@@ -111,6 +118,7 @@ async def make_app(
     raw_names = set(names[len(names) // 2 :])
     attach(application.state, read_options, raw_names, llm.check_options, llm.add_messages, extensions)
     control_routes.attach(application)
+    route_errors.attach(application.state, error_fields)
     announce_choices(application.state)
     if llm.loras is not None:
         llm.loras.attach(application.state.openai_serving_models, raw_names)

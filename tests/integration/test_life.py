@@ -23,6 +23,15 @@ LONG = {"model": "tiny", "prompt": PROMPT, "n": 8, "max_tokens": 300, "ignore_eo
 RAW = {"model": "tiny:raw", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
 SINGLE = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5}
 BATCH = {"prompts": [{"text": PROMPT}] * 4, "group_size": 8, "sampling": {"max_tokens": 300, "ignore_eos": True}}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 300}
+IDS = {"token_ids": [5, 6, 7], "sampling_params": {"n": 8, "max_tokens": 300, "ignore_eos": True}}
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", LONG),
+    ("/v1/chat/completions", CHAT | {"n": 8, "ignore_eos": True}),
+    ("/inference/v1/generate", IDS),
+    ("/v1/responses", {"model": "tiny", "input": PROMPT, "max_output_tokens": 300}),
+    ("/v1/messages", CHAT),
+]
 Answers = list[httpx.Response]
 
 
@@ -63,7 +72,9 @@ async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_th
     assert all(answer.status_code == 200 or is_503(answer) for answer in plain)
     assert any(map(is_503, plain)), "the grace time is too short for all of them"
     assert all("[DONE]" in answer.text for answer in streamed[:-1])
-    assert any("error" in answer.text for answer in streamed[:-1])
+    errors = [event["error"]["code"] for answer in streamed[:-1] if "error" in (event := last_event(answer))]
+    assert errors
+    assert {*errors} == {503}
     assert streamed[-1].text.rsplit("event: ", 1)[1].startswith("error")
     assert psutil.wait_procs(engines, timeout=30)[1] == []
     with Store(tmp_path / "s") as store:
@@ -87,18 +98,30 @@ async def check_refuses(client: httpx.AsyncClient) -> None:
     assert (await client.get("/darts/v1/policy")).status_code == 200
 
 
+def last_event(answer: httpx.Response) -> dict[str, Any]:
+    """Parse the last event of a stream."""
+    assert answer.status_code == 200
+    data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    event: dict[str, Any] = json.loads(data[-1])
+    return event
+
+
 async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve: Serve, tmp_path: Path) -> None:
-    with serve(DARTS, tmp_path / "log", "--engine-watchdog", "4", "--max-num-seqs", "16") as server:
+    flags = ("--engine-watchdog", "4", "--max-num-seqs", "16", "--enable-scale-out")
+    with serve(DARTS, tmp_path / "log", *flags) as server:
         engines = engine_processes(server)
         try:
             async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
                 requests = send(client, "/v1/completions", LONG, 8) + send(client, "/v1/completions", RAW, 4)
-                streams = send(client, "/v1/completions", LONG | {"stream": True}, 2)
-                await asyncio.to_thread(wait_started, server, 12 * 10)
+                await asyncio.to_thread(wait_started, server, 12 * 8)
+                messages = send(client, "/v1/messages", CHAT)
+                streams = [task for path, body in ROUTES for task in send(client, path, body | {"stream": True})]
+                await asyncio.to_thread(wait_started, server, 12 * 11)
                 for engine in engines:
                     os.kill(engine, signal.SIGSTOP)
                 answers: Answers = await asyncio.gather(*requests)
                 streamed: Answers = await asyncio.gather(*streams)
+                (message,) = await asyncio.gather(*messages)
             assert await asyncio.to_thread(server.process.wait, 60) == 1, server.log_tail()
         finally:
             for engine in engines:
@@ -107,7 +130,15 @@ async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve: Serve
     failed = [answer for answer in answers if answer.status_code != 200]
     assert failed, "16 at a time: not all can have been done before"
     assert all(is_503(answer) and "hung" in answer.json()["error"]["message"] for answer in failed)
-    assert any("hung" in answer.text for answer in streamed)
+    error = failed[0].json()["error"]
+    of_messages = {"type": error["type"], "message": error["message"]}
+    assert message.status_code == 503
+    assert message.json()["error"] == of_messages
+    *openai, response, of_anthropic = map(last_event, streamed)
+    assert openai == [{"error": error}] * 3
+    assert response.pop("sequence_number") > 0
+    assert response == {"type": "error", "message": error["message"], "param": None, "code": "503"}
+    assert of_anthropic == {"type": "error", "error": of_messages}
     assert not [engine for engine in engines if psutil.pid_exists(engine)]
     logged = [line for line in server.log.read_text().splitlines() if "(darts-server" in line or "(APIServer" in line]
     assert "CRITICAL" in logged[-1]

@@ -17,7 +17,7 @@ from pydantic import (
 
 from darts_server.exceptions import DartsError
 from darts_server.http.body import Body
-from darts_server.http.errors import body_of
+from darts_server.http.errors import fields_of
 from darts_server.http.resources.trajectories import (
     Counted,
     Cut,
@@ -273,7 +273,4 @@ def _checkpoints(candidate: CandidateRecord) -> list[CheckpointOut]:
 
 def error_object(error: Exception) -> dict[str, Any]:
     """Return OpenAI's error object."""
-    error_of_ours = error if isinstance(error, DartsError) else DartsError(f"{type(error).__name__}: {error}")
-    inner = body_of(error_of_ours)["error"]
-    assert isinstance(inner, dict)
-    return inner
+    return fields_of(error if isinstance(error, DartsError) else DartsError(f"{type(error).__name__}: {error}"))
