@@ -113,7 +113,7 @@ def _encode(batch: BatchRun, done: BatchDone) -> bytes:
         sampling=dict(batch.sampling),
         unfinished=[UnfinishedOut.of(prompt) for prompt in done.unfinished],
         carried=done.carried,
-        usage=usage_of(done.results, done.seconds),
+        usage=usage_of(done),
     )
     before, after = head.model_dump_json().encode().split(b'"groups":[]', 1)
     answer = BytesIO()  # it does not copy the whole answer at once, for which the event loop would have to wait

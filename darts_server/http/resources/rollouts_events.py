@@ -59,9 +59,9 @@ def _name_and_data(event: Event, stream: StreamMode) -> tuple[str, dict[str, Any
         case BatchStarted(batch_id, policy, groups, survivors, sampling):
             what = {"id": batch_id, "policy": policy, "groups": groups}
             return "batch", {**what, "survivors": survivors, "sampling": sampling}
-        case BatchDone(batch_id, results, unfinished, seconds, carried):
-            usage = usage_of(results, seconds).model_dump(mode="json")
-            left = [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in unfinished]
-            return "done", {"id": batch_id, "usage": usage, "unfinished": left, "carried": carried}
+        case BatchDone():
+            usage = usage_of(event).model_dump(mode="json")
+            left = [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in event.unfinished]
+            return "done", {"id": event.batch_id, "usage": usage, "unfinished": left, "carried": event.carried}
         case BatchFailed(error):
             return "error", {"error": error_object(error)}

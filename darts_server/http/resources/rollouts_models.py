@@ -1,7 +1,6 @@
 """Request and response models of ``/darts/v1/rollouts``."""
 
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -35,6 +34,7 @@ from darts_server.http.resources.trajectories import (
 )
 from darts_server.identifiers import Name
 from darts_server.rollout.batches.carried import Carry
+from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.results import GroupResult, Unfinished
 from darts_server.types import CandidateRecord
 
@@ -201,11 +201,10 @@ class GroupOut(BaseModel):
         )
 
 
-def usage_of(groups: Sequence[GroupResult], seconds: float) -> UsageOut:
+def usage_of(done: BatchDone) -> UsageOut:
     """Sum up the tokens of a batch."""
-    generated = sum(g.record.generated_tokens for g in groups if g.record is not None)
-    returned = sum(len(sample.token_ids) for g in groups for sample in g.samples.values())
-    return UsageOut.of(generated, returned, seconds)
+    returned = sum(len(sample.token_ids) for g in done.results for sample in g.samples.values())
+    return UsageOut.of(done.generated, returned, done.seconds)
 
 
 class UnfinishedOut(BaseModel):

@@ -69,14 +69,15 @@ class GroupEnded:
 class BatchDone:
     """The batch is complete.
 
-    ``results``: in the order in which groups ended. ``seconds``: since it started. ``carried``: number of prompts that
-    are kept for later batches of its caller.
+    ``results``: in the order in which groups ended. ``seconds``: since it started. ``generated``: tokens, also of
+    groups that failed or were stopped. ``carried``: number of prompts that are kept for later batches of its caller.
     """
 
     batch_id: str
     results: Sequence[GroupResult]
     unfinished: Sequence[Unfinished]
     seconds: float
+    generated: int
     carried: int = 0
 
 

@@ -133,7 +133,8 @@ class BatchRun:
             if self.end is None:
                 carried = submission.keep_undecided()
                 seconds = self._clock() - self._started_at
-                self._finish(BatchDone(self.batch_id, results, submission.unfinished, seconds, carried))
+                generated = submission.generated_tokens
+                self._finish(BatchDone(self.batch_id, results, submission.unfinished, seconds, generated, carried))
         finally:
             if isinstance(self.end, BatchFailed):  # its caller has no more than the groups that it was streamed
                 submission.give_back(delivered=self.answer_format.stream is not StreamMode.OFF)

@@ -80,6 +80,8 @@ class Submission(Generic[RequestT, OutputT]):
         self.plan = plan
         self.sampling = sampling
         """The sampling parameters in force."""
+        self.generated_tokens = 0
+        """By the groups that have ended, also by those that failed or were stopped."""
         self._groups = groups
         self._wanted = len(groups) if batch.num_groups is None else batch.num_groups
         self._started: set[int] = set()
@@ -281,6 +283,7 @@ class Submission(Generic[RequestT, OutputT]):
         group_id = self.group_id(group.number)
         result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.prompt.metadata)
         samples: dict[int, Sample] = {}
+        run: GroupRun[RequestT, OutputT] | None = None
         if group.number in self._dropped:
             return replace(result, error=GroupAborted("the group was stopped before it started"))
         try:
@@ -320,6 +323,9 @@ class Submission(Generic[RequestT, OutputT]):
         except Exception as error:  # a bug of ours: it ends this group and no other
             logger.exception("group %s failed", group_id)
             return replace(result, error=error)
+        finally:  # also of a group that failed, or is stopped because enough others are complete
+            if run is not None and run.record is not None:
+                self.generated_tokens += run.record.generated_tokens
         prefixes = dict(sorted(run.prefixes.items())) if self._partial else None
         return replace(result, samples=dict(sorted(samples.items())), record=run.record, prefixes=prefixes)
 

@@ -119,6 +119,8 @@ def test_undecided_prompts_start_first_in_the_next_batch_that_has_them() -> None
         assert decided(done) == ["10", "20"]
         assert [(u.number, u.carry) for u in done.unfinished] == [(0, Carry.RESTART), (3, Carry.RESTART)]
         assert done.carried == 2
+        complete = sum(r.record.generated_tokens for r in done.results if r.record is not None)
+        assert done.generated == sum(r.generated_tokens for r in harness.recorder.records) >= complete + 2 * SIZE * 20
         harness.engine.started.clear()
         done = await run_batch(harness, registry, request("50", "31", "11"))
         assert started(harness)[0] == "31"
@@ -254,6 +256,7 @@ def test_candidates_go_on_from_what_they_had_generated_and_say_with_which_weight
         registry = new_registry(harness, "shortest")
         done = await run_batch(harness, registry, resumed("30", "10", "50", num_groups=1))
         assert decided(done) == ["10"]
+        assert done.generated == harness.recorder.records[0].generated_tokens, "others count in the next batch"
         assert spans(done)["10"] == [((0, 10),)] * 4
         reasons = {c.reason for r in harness.recorder.records[1:] for c in r.candidates}
         assert reasons == {DiscardReason.CARRIED}
