@@ -1,6 +1,6 @@
 """Read and validate request bodies, limited in size, structure and time."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache, partial
@@ -35,9 +35,15 @@ MAX_PARTS_AT_ONCE = 50_000
 """Strings, arrays and objects of what is parsed at once: a prompt, or all beside the list of these."""
 MAX_VALUES_AT_ONCE = 1024 * 1024
 """Numbers of it: as many as the longest contexts."""
+MAX_UNQUOTED_AT_ONCE = 16 * 1024 * 1024
+"""Bytes of it outside strings: numbers of 15 digits each, or fewer longer ones."""
+MAX_DIGITS = 500
+"""In a row in a number. Reading and writing an integer takes a time that grows with the square of its digits; the
+largest float has 309."""
 INLINE_BYTES = 64 * 1024
 """Bodies up to this size are validated in the event loop, within 20 ms; larger ones in a thread."""
 COUNTED_BYTES = 256 * 1024
+DIGITS = b"0123456789"
 
 _one_at_a_time = anyio.CapacityLimiter(1)  # several threads would take the interpreter from the event loop in turns
 
@@ -171,9 +177,10 @@ async def parse_body(model: type[ModelT], body: bytes, items: str | None = None)
         items: the field with that list.
 
     Raises:
-        InvalidRequest: names the first invalid field, such as ``prompts[3].text``.
-        TooLarge: more than `MAX_JSON_PARTS`; or more than `MAX_PARTS_AT_ONCE` or `MAX_VALUES_AT_ONCE` in one object
-            of the list, beside it, or in a body whose list has something else in it.
+        InvalidRequest: names the first invalid field, such as ``prompts[3].text``; or a number has too many digits.
+        TooLarge: more than `MAX_JSON_PARTS`; or more than `MAX_PARTS_AT_ONCE`, `MAX_VALUES_AT_ONCE` or
+            `MAX_UNQUOTED_AT_ONCE` in one object of the list, beside it, or in a body whose list has something else
+            in it.
     """
     if len(body) <= INLINE_BYTES:
         return parsed(model, body)
@@ -190,6 +197,8 @@ def parsed(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT
     everything = (0, len(body))
     if _parts(body, MAX_JSON_PARTS, everything) > MAX_JSON_PARTS:
         raise TooLarge("body", f"must have at most {MAX_JSON_PARTS} strings, arrays and objects; send less per request")
+    if has_long_number(body):
+        raise InvalidRequest("body", f"has a number of more than {MAX_DIGITS} digits; send it as a string")
     found = None if items is None or len(body) <= INLINE_BYTES else find_objects(body, items)
     if items is None or found is None:
         _check_at_once(body, everything)
@@ -250,6 +259,8 @@ def _check_at_once(text: bytes, *spans: tuple[int, int]) -> None:
         most = f"{MAX_PARTS_AT_ONCE} strings, arrays and objects"
     elif _values(text, *spans) > MAX_VALUES_AT_ONCE:
         most = f"{MAX_VALUES_AT_ONCE} numbers"
+    elif _unquoted(text, *spans) > MAX_UNQUOTED_AT_ONCE:
+        most = f"{MAX_UNQUOTED_AT_ONCE} bytes outside strings"
     else:
         return
     raise TooLarge(
@@ -277,13 +288,44 @@ def _values(text: bytes, *spans: tuple[int, int]) -> int:
     everywhere = sum(_count(text, b",", *span) for span in spans)
     if everywhere <= MAX_VALUES_AT_ONCE:
         return everywhere
-    values = 0
-    for begin, stop in spans:
-        for start, end in strings_and_brackets(text, begin, stop):
-            values += _count(text, b",", begin, start)
-            begin = end
-        values += _count(text, b",", begin, stop)
-    return values
+    return sum(_count(text, b",", *between) for span in spans for between in _between_strings(text, *span))
+
+
+def _unquoted(text: bytes, *spans: tuple[int, int]) -> int:
+    """Count the bytes outside strings and brackets. Those in strings count, too, if there are few enough with them."""
+    everywhere = sum(end - start for start, end in spans)
+    if everywhere <= MAX_UNQUOTED_AT_ONCE:
+        return everywhere
+    return sum(end - start for span in spans for start, end in _between_strings(text, *span))
+
+
+def _between_strings(text: bytes, begin: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield start and end of what stands between strings and brackets."""
+    for start, end in strings_and_brackets(text, begin, stop):
+        yield begin, start
+        begin = end
+    yield begin, stop
+
+
+def has_long_number(text: bytes) -> bool:
+    """Whether a number in a JSON text has more than `MAX_DIGITS` digits in a row."""
+    if not _has_long_run(text, 0, len(text)):
+        return False
+    return any(_has_long_run(text, *between) for between in _between_strings(text, 0, len(text)))  # not in a string
+
+
+def _has_long_run(text: bytes, start: int, end: int) -> bool:
+    """Whether a part of a text has more than `MAX_DIGITS` digits in a row.
+
+    Such a row contains a whole step of half that length, wherever it begins.
+    """
+    step = MAX_DIGITS // 2
+    for at in range(start, end - step + 1, step):
+        if text[at : at + step].isdigit():
+            before, after = text[max(start, at - MAX_DIGITS) : at], text[at : min(end, at + MAX_DIGITS + 1)]
+            if len(before) - len(before.rstrip(DIGITS)) + len(after) - len(after.lstrip(DIGITS)) > MAX_DIGITS:
+                return True
+    return False
 
 
 def _count(text: bytes, part: bytes, start: int = 0, end: int | None = None) -> int:

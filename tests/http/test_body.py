@@ -7,16 +7,21 @@ import anyio
 import pytest
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError, model_validator
 
 from darts_server.exceptions import InvalidRequest, TooLarge
 from darts_server.http.body import (
     INLINE_BYTES,
+    MAX_DIGITS,
     MAX_JSON_PARTS,
     MAX_PARTS_AT_ONCE,
+    MAX_UNQUOTED_AT_ONCE,
     MAX_VALUES_AT_ONCE,
     Body,
     fail_fast,
+    has_long_number,
     parse_body,
     parsed,
     read_body,
@@ -324,6 +329,39 @@ def test_numbers_that_are_parsed_at_once_are_limited(many: bytes) -> None:
     with pytest.raises(TooLarge, match="at most 1048576 numbers"):
         parsed(RolloutsIn, b'{"group_size":2,"prompts":[{"text":"a"}],"sampling":{"a":[' + many + b"]}}", "prompts")
     text = json.dumps({"group_size": 2, "prompts": [{"text": "," * (MAX_VALUES_AT_ONCE + 2)}]}).encode()
+    assert parsed(RolloutsIn, text, "prompts").prompts
+
+
+def metadata(text: bytes) -> bytes:
+    return b'{"group_size":2,"prompts":[{"text":"a","metadata":{"a":[%b]}}]}' % text
+
+
+def test_digits_of_a_number_are_limited() -> None:
+    whole = b"7" * MAX_DIGITS
+    assert parsed(RolloutsIn, metadata(b",".join([whole, b"-" + whole, b"0." + whole])), "prompts").prompts
+    for number in (b"7" * (MAX_DIGITS + 1), b"-0." + b"7" * (MAX_DIGITS + 1), b"7" * 4301, b"7" * 10**6):
+        with pytest.raises(InvalidRequest, match="body: has a number of more than 500 digits; send it as a string"):
+            parsed(RolloutsIn, metadata(b"1," * 99 + number), "prompts")
+    in_strings = json.dumps({"a": "7" * 10**6, "b": '"' + "7" * 600 + "\\"}).encode()
+    assert parsed(RolloutsIn, metadata(in_strings), "prompts").prompts
+    with pytest.raises(InvalidRequest, match="more than 500 digits"):
+        parsed(RolloutsIn, metadata(in_strings + b"," + b"7" * 501), "prompts")
+
+
+@given(
+    st.lists(st.sampled_from(["7" * n for n in (1, 249, 250, 499, 500, 501, 502, 751)] + [",", '"7,7"', "[", "]", "."]))
+)
+def test_a_long_number_is_found_wherever_it_is(parts: list[str]) -> None:
+    text = "".join(parts)
+    outside = re.sub('"[^"]*"', '"', text)
+    assert has_long_number(text.encode()) == any(len(run) > MAX_DIGITS for run in re.findall("[0-9]+", outside))
+
+
+def test_what_is_parsed_at_once_outside_of_strings_is_limited() -> None:
+    numbers = b",".join([b"7" * MAX_DIGITS] * (MAX_UNQUOTED_AT_ONCE // MAX_DIGITS))
+    with pytest.raises(TooLarge, match="at most 16777216 bytes outside strings in one prompt"):
+        parsed(RolloutsIn, metadata(numbers), "prompts")
+    text = json.dumps({"group_size": 2, "prompts": [{"text": " " * (MAX_UNQUOTED_AT_ONCE + 1)}]}).encode()
     assert parsed(RolloutsIn, text, "prompts").prompts
 
 

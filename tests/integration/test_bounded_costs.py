@@ -102,6 +102,15 @@ def test_a_body_of_many_small_parts_is_too_large(server: Server) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (413, "body")
 
 
+def test_integers_of_thousands_of_digits_are_refused_before_they_are_converted(server: Server) -> None:
+    numbers = b",".join([b"7" * 4300] * 10_000)
+    body = b'{"prompts": [{"text": "a", "metadata": {"a": [%b]}}], "group_size": 1}' % numbers
+    with served_meanwhile(server):
+        answer = post(server, "rollouts", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+    assert "more than 500 digits; send it as a string" in answer.json()["error"]["message"]
+
+
 def test_kept_metadata_takes_little_more_than_its_json(server: Server) -> None:
     numbers = b",".join([b"1.5"] * 500_000)
     body = b'{"prompts": [{"text": "7a>", "metadata": {"a": [%b]}}], "group_size": 1, "sampling": {"max_tokens": 1}}'
