@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import DartsError, InvalidRequest, Overloaded
+from darts_server.exceptions import InvalidRequest, Overloaded
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner, check_terms
 from darts_server.rollout.batches.submission import FIELD
 from darts_server.rollout.queue.entries import Entry
@@ -82,7 +82,7 @@ class Starter(Generic[RequestT, OutputT]):
         batch = BatchRequest([PromptSpec()], terms.group_size, terms.sampling, terms.policy)
         try:
             plan, _ = check_terms(batch, self._rollouts, self._renderer, self._new_planner)
-        except DartsError:  # settings have changed since the put, and it fails alone
+        except Exception:  # settings have changed since the put: it fails alone, when it is prepared
             return terms.group_size
         return self._rollouts.usual_candidates(plan)
 

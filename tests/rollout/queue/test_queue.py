@@ -536,6 +536,28 @@ async def test_one_keys_quota_stops_its_own_prompts_alone() -> None:
         assert states["me"] == (1, 2), "as many as the quota has room for, which one direct request may exceed"
 
 
+async def test_terms_that_cannot_be_planned_any_more_fail_their_prompt_and_leave_none_running() -> None:
+    plans = 0
+
+    def planner(overrides: Mapping[str, object]) -> Planner:
+        nonlocal plans
+        plans += 1
+        if plans > 1:  # after the put
+            raise RuntimeError("settings")
+        return new_planner(overrides)
+
+    harness = Harness(script)
+    with TransactionStore() as disk:
+        queue = Queue(harness.rollouts, Texts(), planner, disk, encode)
+        queue.open()
+        await queue.put(ME, put("10"))
+        await run(harness)
+        [group] = await queue.take(ME, "job", 1, 5, 60)
+        assert json.loads(group.group)["error"] == "settings"
+        queue.drain()
+        await asyncio.sleep(0.01)
+
+
 async def test_consumers_are_limited_and_woken_by_their_own_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("darts_server.rollout.queue.consumers.MAX_CONSUMERS", 1)
     harness = Harness(script)
