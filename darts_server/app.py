@@ -43,6 +43,7 @@ from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.report import TrainerReport
+from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.carried import CarryLimits
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.learned.prompts import KIND
@@ -70,7 +71,7 @@ from darts_server.store import Store
 from darts_server.store.transactions import QueueFile
 from darts_server.types import GroupRecord
 from darts_server.vllm import server
-from darts_server.vllm.engine import VllmBatches, VllmPort, VllmQueue, VllmRollouts, VllmVoteRunner
+from darts_server.vllm.engine import VllmAborter, VllmBatches, VllmPort, VllmQueue, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.pull import AllowedHosts
@@ -148,6 +149,7 @@ class Rooms:
     batches: VllmBatches
     queue: VllmQueue
     votes: VllmVoteRunner
+    aborter: VllmAborter
     updates: Updates
     control: Control
     dialect_controls: Controls
@@ -243,13 +245,16 @@ def make_rooms(
     closing.callback(answer_search.close)
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, answer_search, metrics)
 
+    aborter: VllmAborter = TrajectoryAborter(rollouts, engine.renderer, provenance)
+
     limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_observers = (WeightMetrics(engine.model_name), event_log, queue)
     hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts, hosts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
     return Rooms(
-        *(provenance, rollouts, reward_matcher, monitor, batches, queue, votes, updates, control, dialect_controls)
+        *(provenance, rollouts, reward_matcher, monitor, batches, queue, votes, aborter, updates, control),
+        dialect_controls,
     )
 
 
@@ -284,6 +289,7 @@ def extend(
             rooms.batches,
             queues.Queue(rooms.queue, settings.queue_lease_seconds),
             rooms.votes,
+            rooms.aborter,
             rooms.reward_matcher,
             rooms.updates,
             monitored,

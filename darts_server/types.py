@@ -31,6 +31,8 @@ class DiscardReason(StrEnum):
     """Stopped because only the tail was left for it, and others were sampled for the tail."""
     FAILED = "failed"
     """The engine failed on it, or aborted it without a request from us."""
+    ABORTED = "aborted"
+    """Its caller aborted it, and got what it had generated."""
     SHADOW = "shadow"
     """Ran only to measure what shaping would have done with it."""
     CANCELLED = "cancelled"
@@ -43,7 +45,7 @@ class DiscardReason(StrEnum):
     """Its group goes on in a later batch, with what it has generated."""
 
 
-UNCOUNTED = frozenset({DiscardReason.FAILED, DiscardReason.SHADOW})
+UNCOUNTED = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED, DiscardReason.SHADOW})
 """Of candidates that were never to be chosen from: others replaced them, or they only ran to be observed."""
 
 
@@ -414,9 +416,12 @@ class PromptSpec:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The content of a trajectory. ``logprobs``: one per token, ``None`` if the request asks for none."""
+    """The content of a trajectory.
+
+    ``logprobs``: one per token, ``None`` if the request asks for none. ``finish_reason``: ``None`` if it was aborted.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None

@@ -24,6 +24,7 @@ from ._errors import (
     Unauthorized,
 )
 from ._models import (
+    AbortedTrajectory,
     Checkpoint,
     Delta,
     Discard,
@@ -58,6 +59,7 @@ from ._sync_rollouts import Rollouts
 from ._votes import Vote, Voter
 
 __all__ = [
+    "AbortedTrajectory",
     "AsyncClient",
     "AsyncRollouts",
     "BadRequest",

@@ -100,6 +100,22 @@ class PartialTrajectory(WireModel):
     checkpoints: tuple[Checkpoint, ...]
 
 
+class AbortedTrajectory(WireModel):
+    """What a trajectory had generated when it was aborted. `logprobs` are None when none were requested.
+
+    `version_spans`: the weights that sampled its tokens, in their order, each with its number of tokens.
+    """
+
+    trajectory_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[FiniteFloat, ...] | None
+    text: str
+    finish_reason: Literal["abort"]
+    weight_version_start: int | None = None
+    weight_version_end: int | None = None
+    version_spans: tuple[tuple[int, int], ...] = ()
+
+
 class Discarded(WireModel):
     """A candidate that was not returned: the tokens it had generated, and the reason."""
 

@@ -8,10 +8,19 @@ import httpx
 
 from ._completions import completion_request, first_model, parse_groups, parse_models
 from ._io import Lock, sleep
-from ._models import Event, Group, WireModel, parse_response
+from ._models import AbortedTrajectory, Event, Group, WireModel, parse_response
 from ._progress import progress_bar
 from ._prompts import Chat, Prompts, RolloutPrompts
-from ._requests import API, HEALTH_TIMEOUT, STARTING_ERRORS, HealthDeadline, TimeLimit, TransportOptions, batch_path
+from ._requests import (
+    API,
+    HEALTH_TIMEOUT,
+    STARTING_ERRORS,
+    HealthDeadline,
+    TimeLimit,
+    TransportOptions,
+    batch_path,
+    quote_segment,
+)
 from ._rewards import RewardCounts, Rewarded, Values, as_rewards, rewards_body, split_rewards
 from ._rollouts import Carry, RolloutsRequest, rollouts_request
 from ._stream import BatchReader, completed_group, every_event
@@ -272,6 +281,15 @@ class Client:
     def cancel(self, batch_id: str) -> bool:
         """Cancel a batch, durable or not, whoever reads it. False if it was complete; NotFound if it is unknown."""
         return parse_response(_Cancelled, self._transport.request("DELETE", batch_path(batch_id))).cancelled
+
+    def abort(self, trajectory_id: str) -> AbortedTrajectory:
+        """Stop one running trajectory, and return what it has generated. Its group goes on without it.
+
+        NotFound if it is unknown, BadRequest if it has ended: the message says how. Not sent again after a lost
+        answer, as what it had generated is returned once.
+        """
+        path = f"{API}/trajectories/{quote_segment(trajectory_id)}:abort"
+        return parse_response(AbortedTrajectory, self._transport.request("POST", path, idempotent=False))
 
     def rewards(self, rewarded: Rewarded, values: Values | None = None) -> RewardCounts:
         """Report the rewards of trajectories, in several requests if there are many. Repeated ones change nothing.

@@ -7,9 +7,10 @@ from fastapi import APIRouter, Depends
 
 from darts_server.exceptions import NotFound
 from darts_server.http.openapi import BEARER, FAILURES
-from darts_server.http.resources import lora, monitor, policy, queues, rewards, rollouts, state, vote, weights
+from darts_server.http.resources import aborts, lora, monitor, policy, queues, rewards, rollouts, state, vote, weights
 from darts_server.http.resources.groups import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
 from darts_server.identifiers import from_header
+from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards, summarize
@@ -29,6 +30,7 @@ def router(
     batches: BatchRegistry[Any, Any],
     queue: queues.Queue,
     votes: VoteRunner[Any, Any],
+    aborter: TrajectoryAborter[Any, Any],
     reward_matcher: RewardMatcher,
     updates: Updates,
     monitored: monitor.MonitorSources,
@@ -65,6 +67,7 @@ def router(
     api.include_router(rollouts.routes(batches))
     api.include_router(queues.routes(queue))
     api.include_router(vote.routes(votes))
+    api.include_router(aborts.routes(aborter))
     api.include_router(rewards.routes(reward_matcher))
     api.include_router(state.routes(store))
     api.include_router(policy.routes(control))

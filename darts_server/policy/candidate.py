@@ -100,7 +100,8 @@ class Candidate:
             self._record(event)
         self.state = following
         if isinstance(event, Failed | Lost) and self.reason is None:
-            self.reason = DiscardReason.FAILED
+            by_caller = isinstance(event, Lost) and event.by_caller
+            self.reason = DiscardReason.ABORTED if by_caller else DiscardReason.FAILED
 
     def _record(self, event: CandidateEvent) -> None:
         match event:

@@ -61,9 +61,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The engine aborted a candidate that the group had not stopped."""
+    """A candidate was aborted that the group had not stopped. ``by_caller``: not by the engine."""
 
     index: int
+    by_caller: bool = False
 
 
 @dataclass(frozen=True, slots=True)

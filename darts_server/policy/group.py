@@ -226,7 +226,7 @@ class Group:
             return []
         decisions = list(self._close(Outcome.CANCELLED, DiscardReason.CARRIED))
         for candidate in self.candidates[self.restarted_from :]:
-            if candidate.reason not in (None, DiscardReason.FAILED):
+            if candidate.reason not in (None, DiscardReason.FAILED, DiscardReason.ABORTED):
                 candidate.reason = DiscardReason.CARRIED
         return decisions
 
@@ -300,8 +300,10 @@ class Group:
                 if not retryable:
                     self._failed_for_good = True
                     self._replacements_left = 0
-            case Lost(index=index) if was_running:
-                self._last_error = GroupAborted(f"the engine aborted candidate {index}")
+            case Lost(index=index, by_caller=by_caller) if was_running:
+                self._last_error = GroupAborted(
+                    f"the {'caller' if by_caller else 'engine'} aborted candidate {index}, and too few others are left"
+                )
         if was_running and not isinstance(event, Started | Scored):
             self._update(candidate)
 

@@ -316,7 +316,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             if seat.request_id != request_id or caller is None or caller.done() or self._run.has_ended:
                 continue
             seat.aborted = True
-            self._run.abort_candidate(seat.request).add_done_callback(partial(_pass_on, caller))
+            nothing = self._run.aborted_output(seat.request)
+            self._run.abort_request(seat.request).add_done_callback(partial(_pass_on, caller, nothing))
 
     def _stop_if_unattended(self) -> None:
         if not self._ended and not any(seat.is_waiting for seat in self._seats):
@@ -371,8 +372,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             for seat in free:
                 if seat.request is request and number == 0:
                     return seat
-            owners = {id(self._run.request_of(other)[0]) for other in self._run.aborted}
-            free = [seat for seat in free if id(seat.request) not in owners] or free
+            free = [seat for seat in free if not self._run.owns_aborted(seat.request)] or free
         return self._rng.choice(free)
 
     def _answer_seat(self, seat: _Seat[RequestT, OutputT], output: OutputT) -> None:
@@ -386,11 +386,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                 seat.caller.set_exception(error)
 
 
-def _pass_on(caller: asyncio.Future[OutputT], output: asyncio.Future[OutputT]) -> None:
-    """Answer a caller with a result, or an error, that was waited for."""
-    if caller.done():
-        return
-    if (error := output.exception()) is not None:
-        caller.set_exception(error)
-    else:
-        caller.set_result(output.result())
+def _pass_on(caller: asyncio.Future[OutputT], nothing: OutputT, output: asyncio.Future[OutputT | None]) -> None:
+    """Answer a caller with what its candidate has generated, or with ``nothing``."""
+    if not caller.done():
+        result = output.result()
+        caller.set_result(nothing if result is None else result)

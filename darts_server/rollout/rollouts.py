@@ -233,6 +233,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         run = self._runs.get(group_id)
         return None if run is None else run.first_version
 
+    def find(self, group_id: str) -> GroupRun[RequestT, OutputT] | None:
+        """Find a running group."""
+        return self._runs.get(group_id)
+
     @property
     def newest(self) -> Iterator[GroupRun[RequestT, OutputT]]:
         """Running groups, the newest first."""

@@ -41,6 +41,9 @@ from darts_server.types import CandidateRecord, DiscardReason, GroupRecord
 
 logger = logging.getLogger(__name__)
 
+GONE = (DiscardReason.FAILED, DiscardReason.ABORTED)
+"""Reasons of candidates that no other run goes on with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(Generic[OutputT]):
@@ -97,6 +100,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._carried = dict(enumerate(carried))
         self._results: dict[int, CandidateResult[OutputT]] = {}  # of all that ended, if they can be carried over
         self._cuts: dict[int, int] = {}
+        self._aborts: dict[int, asyncio.Future[OutputT | None]] = {}  # what they had generated, once that is known
         self._tasks: set[asyncio.Task[None]] = set()
         self._deliveries: asyncio.Queue[int | BaseException] = asyncio.Queue()
         self._delivered: set[int] = set()
@@ -217,7 +221,8 @@ class GroupRun(Generic[RequestT, OutputT]):
     async def carry(self) -> list[CarriedCandidate[OutputT]]:
         """End the group, and return what its candidates have generated, for another run that goes on with it.
 
-        Without those that failed, and those from before a restart. The group must not have ended: it was counted.
+        Without those that failed or were aborted, and those from before a restart. The group must not have ended: it
+        was counted.
         """
         assert not self.has_ended
         self._act(self._group.carry())
@@ -225,7 +230,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._tasks:
             await asyncio.wait(self._tasks)  # for the engine's outputs, which have the tokens up to the abort
         candidates = self._group.candidates[self._group.restarted_from :]
-        return [self._carry_candidate(c.index) for c in candidates if c.reason is not DiscardReason.FAILED]
+        return [self._carry_candidate(c.index) for c in candidates if c.reason not in GONE]
 
     def weights_change(self) -> None:
         """Record which tokens the present weights have sampled, before the paused engine gets others."""
@@ -254,20 +259,41 @@ class GroupRun(Generic[RequestT, OutputT]):
         for index in chosen:
             self._deliver(index)
 
-    def abort_candidate(self, request: RequestT) -> asyncio.Future[OutputT]:
-        """Stop the candidate that was started for one of the group's requests, and return what it has generated.
+    def abort_candidate(self, index: int) -> asyncio.Future[OutputT | None]:
+        """Stop a candidate for its caller, and return what it has generated; ``None`` if it has ended otherwise.
 
-        Nothing, if it does not run any more: then it may be another caller's.
+        The group goes on without it. All that abort the same candidate share the future: do not cancel it.
+        """
+        waiting = self._aborts.get(index)
+        if waiting is not None and not waiting.done():
+            return waiting
+        output: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
+        if not self._is_running(index):
+            output.set_result(None)
+            return output
+        self._aborts[index] = output
+        if (running := self._running.get(index)) is not None:
+            running.stop()
+        elif index not in self._carried:  # one that was carried over goes on first, so that its tokens have a text
+            self._feed(Lost(index, by_caller=True))
+            self._answer_abort(index, self.aborted_output(self.request_of(index)[0]))
+        return output
+
+    def abort_request(self, request: RequestT) -> asyncio.Future[OutputT | None]:
+        """Abort the candidate that was started for one of the group's requests, see `abort_candidate`.
+
+        ``None`` if it does not run any more: then it may be another caller's.
         """
         for index in reversed(self._outputs):
             if self.request_of(index)[0] is request and self._is_running(index):
-                self.aborted |= {index}
-                self._stop(index)
-                self._feed(Lost(index))
-                return self._outputs[index]
-        nothing: asyncio.Future[OutputT] = asyncio.get_running_loop().create_future()
-        nothing.set_result(self.aborted_output(request))
+                return self.abort_candidate(index)
+        nothing: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
+        nothing.set_result(None)
         return nothing
+
+    def owns_aborted(self, request: RequestT) -> bool:
+        """Whether a candidate that was started with this request was aborted, alone or with its group."""
+        return any(self.request_of(index)[0] is request for index in (*self._aborts, *self.aborted))
 
     def aborted_output(self, request: RequestT) -> OutputT:
         """The output of a request that was aborted before anything was generated for it."""
@@ -284,6 +310,11 @@ class GroupRun(Generic[RequestT, OutputT]):
     def has_ended(self) -> bool:
         """Whether it has its outcome, though its caller may not have taken all trajectories yet."""
         return self._group.outcome is not None
+
+    @property
+    def owner(self) -> str | None:
+        """Name of the caller that started it; ``None`` for callers without a key."""
+        return self.recorder.owner
 
     @property
     def first_version(self) -> int | None:
@@ -358,7 +389,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                     *([Progress(index, carried.tokens)] if carried.tokens else []),
                     *([] if self._group_scorer is None else self._group_scorer.mark_started(index)),
                 )
-            else:  # it was stopped while the engine was starting it
+            if index in self._aborts or not self._is_running(index):  # since before the engine had started it
                 running.stop()
             result = await running.result()
         except EngineError as error:
@@ -390,11 +421,16 @@ class GroupRun(Generic[RequestT, OutputT]):
         elif index in self.aborted:
             self._set_output(index, result.output)
         elif self._is_running(index):
-            if result.finish_reason is None:
-                self._feed(Lost(index))
-            else:
+            if result.finish_reason is not None:
                 self._outputs[index].set_result(result.output)
                 self._feed(Finished(index, result.tokens, result.finish_reason))
+            elif index in self._aborts:
+                self.recorder.candidate_stopped(index, result.tokens)
+                self._feed(Lost(index, by_caller=True))
+            else:
+                self._feed(Lost(index))
+        is_whole = result.finish_reason is not None or index in self._cuts
+        self._answer_abort(index, None if is_whole else result.output)
 
     def _handle_failure(self, index: int, error: EngineError) -> None:
         if index in self._cuts:
@@ -414,6 +450,11 @@ class GroupRun(Generic[RequestT, OutputT]):
             None if result.finish_reason is None else result,
         )
 
+    def _answer_abort(self, index: int, output: OutputT | None) -> None:
+        """Answer those that have aborted a candidate, if any. ``None``: it has ended otherwise."""
+        if (waiting := self._aborts.get(index)) is not None and not waiting.done():
+            waiting.set_result(output)
+
     def _set_aborted(self, index: int) -> None:
         """Return an aborted candidate that has generated nothing."""
         if index in self.aborted:
@@ -432,6 +473,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     def _finish_task(self, index: int, task: asyncio.Task[None]) -> None:
         """Deliver an unexpected error of a candidate's task, which nothing awaits, to the group's caller."""
         self._tasks.discard(task)
+        self._answer_abort(index, None)  # it failed, or was stopped before it reached the engine
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("group %s failed", self.spec.group_id, exc_info=error)
             self._fail_output(index, error)

@@ -26,6 +26,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from darts_server.engine.port import CandidateResult, Engine, Probe, TokenSlice
 from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineError, EngineRefused, InvalidRequest
+from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.queue.queue import PromptQueue
 from darts_server.rollout.rollouts import Rollouts
@@ -58,6 +59,7 @@ VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
 VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
 VllmQueue: TypeAlias = PromptQueue[PromptRequest, RequestOutput]
+VllmAborter: TypeAlias = TrajectoryAborter[PromptRequest, RequestOutput]
 VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 
 

@@ -14,6 +14,7 @@ from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.compat.entrypoints import load_chat_template
 from darts_server.vllm.deferred import TEXT, make_deferred, sampled_logprobs
+from darts_server.vllm.outputs import ABORTED
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import SamplingReader, named_parameter
 from darts_server.vllm.validation import PROMPT, check_group, check_request
@@ -64,7 +65,8 @@ class VllmPromptRenderer:
         tokens = array("i", completion.token_ids)  # batches are kept: a list takes nine times the memory
         values = sampled_logprobs(completion)
         logprobs = None if values is None else array("d", values)
-        return Sample(tokens, logprobs, completion.text, FinishReason(completion.finish_reason or ""))
+        reason = None if completion.finish_reason == ABORTED else FinishReason(completion.finish_reason or "")
+        return Sample(tokens, logprobs, completion.text, reason)
 
     def _limit_max_tokens(self, rendered: Any, max_tokens: int | None) -> int:
         """Limit ``max_tokens`` to what the prompt leaves of the model's context, as vLLM's routes do."""

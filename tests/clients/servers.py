@@ -18,6 +18,7 @@ from darts_server.http import errors
 from darts_server.http.resources.queue_models import encode_group
 from darts_server.http.resources.queues import Queue
 from darts_server.http.routes import router
+from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
@@ -186,6 +187,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             batches=batches,
             queue=Queue(queue, 600.0),
             votes=votes,
+            aborter=TrajectoryAborter(rollouts, Texts(), provenance),
             reward_matcher=reward_matcher,
             updates=Mock(),
             monitored=Mock(),

@@ -140,6 +140,7 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
             batches=Mock(),
             queue=Mock(prompts=work.queue),
             votes=Mock(),
+            aborter=Mock(),
             reward_matcher=work.reward_matcher,
             updates=updates,
             monitored=monitored,

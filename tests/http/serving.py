@@ -71,6 +71,7 @@ def client(
                 batches=Mock(),
                 queue=Mock(),
                 votes=Mock(),
+                aborter=Mock(),
                 reward_matcher=reward_matcher,
                 updates=updates or Mock(spec=Updates),
                 monitored=Mock(),

@@ -132,6 +132,13 @@ def test_a_failed_candidate_is_discarded_as_failed(state: State, event: Candidat
     assert not c.running
 
 
+@pytest.mark.parametrize("state", [State.REQUESTED, State.RUNNING])
+def test_one_that_its_caller_aborted_is_discarded_as_aborted(state: State) -> None:
+    c = candidate(state)
+    c.apply(Lost(0, by_caller=True))
+    assert (c.state, c.reason) == (State.DISCARDED, DiscardReason.ABORTED)
+
+
 def test_a_running_candidate_sorts_with_one_token_more() -> None:
     assert candidate(State.RUNNING, tokens=3).sort_key == (4, 0)
     assert candidate(State.FINISHED, tokens=3).sort_key == (3, 0)

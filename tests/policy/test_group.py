@@ -212,6 +212,22 @@ def test_an_unopened_group_that_is_cancelled_stops_its_candidates() -> None:
     assert group.handle(stop(1, 4), Failed(2, RuntimeError(), retryable=False)) == []
 
 
+def test_a_candidate_that_its_caller_aborts_is_replaced_if_the_group_needs_it_and_does_not_count() -> None:
+    group = opened(Shortest(2), 3, spare=1)
+    assert group.handle(Lost(0, by_caller=True)) == []
+    assert group.handle(Lost(1, by_caller=True)) == [Start((3,))]
+    group.handle(Started(3), stop(2, 4), stop(3, 5))
+    assert group.outcome is Outcome.COMPLETED
+    assert reasons(group) == [DiscardReason.ABORTED, DiscardReason.ABORTED, None, None]
+    assert group.weights() == {2: 1.0, 3: 1.0}
+
+
+def test_a_group_of_which_too_many_are_aborted_names_the_caller() -> None:
+    [gave_up] = opened(Shortest(1), 1).handle(Lost(0, by_caller=True))
+    assert isinstance(gave_up, GiveUp)
+    assert str(gave_up.error) == "the caller aborted candidate 0, and too few others are left"
+
+
 def test_a_decided_group_is_what_was_delivered() -> None:
     group = opened(InOrder(3), 3, early=True)
     assert group.handle(stop(1, 5)) == [Deliver(1)]
@@ -232,6 +248,13 @@ def test_a_group_that_is_carried_over_stops_and_gives_that_reason_for_all_but_fa
     carried, failed, restarted = DiscardReason.CARRIED, DiscardReason.FAILED, DiscardReason.RESTARTED
     assert reasons(group) == [failed, restarted, restarted, restarted, carried, failed, carried, carried]
     assert group.carry() == []
+
+
+def test_a_candidate_that_was_aborted_is_not_carried_over() -> None:
+    group = opened(Shortest(1), 2)
+    group.handle(Lost(0, by_caller=True))
+    group.carry()
+    assert reasons(group) == [DiscardReason.ABORTED, DiscardReason.CARRIED]
 
 
 # --- refusing ---------------------------------------------------------------
@@ -417,7 +440,7 @@ def test_giving_up_after_an_abort_names_the_aborted_candidate() -> None:
     [gave_up] = opened(Shortest(1), 1).handle(Lost(0))
     assert isinstance(gave_up, GiveUp)
     assert isinstance(gave_up.error, GroupAborted)  # a 503: nothing is wrong with the request
-    assert str(gave_up.error) == "the engine aborted candidate 0"
+    assert str(gave_up.error) == "the engine aborted candidate 0, and too few others are left"
 
 
 def test_a_replacement_takes_no_place_from_a_delivered_candidate() -> None:

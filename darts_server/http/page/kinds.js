@@ -17,6 +17,7 @@ const KINDS = {
   decided: "stopped, vote certain",
   restarted: "restarted",
   carried: "carried over",
+  aborted: "aborted by its caller",
   shadow: "observed only",
   failed: "failed",
   cancelled: "cancelled",

@@ -41,8 +41,8 @@ Sampling = Annotated[
 ]
 
 
-class SampleOut(BaseModel):
-    """A trajectory with its tokens."""
+class GeneratedOut(BaseModel):
+    """What a candidate has generated."""
 
     trajectory_id: TrajectoryId
     token_ids: list[int]
@@ -50,13 +50,18 @@ class SampleOut(BaseModel):
         description="Log-probs of these tokens; null unless sampling.logprobs requests them."
     )
     text: str
-    finish_reason: FinishReason
     length: int
     weight_version_start: int | None
     weight_version_end: int | None
     version_spans: list[tuple[int, int]] = Field(
         description="The weight versions that sampled its tokens, in their order, each with its number of tokens."
     )
+
+
+class SampleOut(GeneratedOut):
+    """A trajectory with its tokens."""
+
+    finish_reason: FinishReason
 
 
 class DiscardedOut(BaseModel):
@@ -84,12 +89,19 @@ def sample_fields(
     trajectory_id: str, sample: Sample, candidate: CandidateRecord | None, with_logprobs: bool = True
 ) -> dict[str, Any]:
     """Return the fields of `SampleOut`."""
+    fields = generated_fields(trajectory_id, sample, candidate, with_logprobs)
+    return {**fields, "finish_reason": sample.finish_reason}
+
+
+def generated_fields(
+    trajectory_id: str, sample: Sample, candidate: CandidateRecord | None, with_logprobs: bool = True
+) -> dict[str, Any]:
+    """Return the fields of `GeneratedOut`."""
     return {
         "trajectory_id": trajectory_id,
         "token_ids": list(sample.token_ids),
         "logprobs": None if sample.logprobs is None or not with_logprobs else list(sample.logprobs),
         "text": sample.text,
-        "finish_reason": sample.finish_reason,
         "length": len(sample.token_ids),
         "weight_version_start": None if candidate is None else candidate.weight_version_start,
         "weight_version_end": None if candidate is None else candidate.weight_version_end,

@@ -36,6 +36,7 @@ USE = {
     "/darts/v1/queue/ack": "POST",
     "/darts/v1/queue/jobs/{job:path}": "DELETE",
     "/darts/v1/vote": "POST",
+    "/darts/v1/trajectories/{trajectory_id:path}:abort": "POST",
     "/darts/v1/rewards": "POST",
     "/darts/v1/groups/{group_id:path}": "GET",
     "/darts/v1/prompts/{prompt_key:path}": "GET",

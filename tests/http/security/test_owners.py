@@ -12,6 +12,7 @@ OWNED = {
     "/darts/v1/queue/groups",
     "/darts/v1/queue/ack",
     "/darts/v1/queue/jobs/{job:path}",
+    "/darts/v1/trajectories/{trajectory_id:path}:abort",
     "/darts/v1/vote",
     "/darts/v1/groups/{group_id:path}",
     "/darts/v1/live",
