@@ -272,6 +272,37 @@ async def test_no_group_is_lost_while_weights_change(server: Server, rule: str) 
         assert any(len(t["version_spans"]) > 1 for group in groups for t in group["trajectories"])
 
 
+def test_with_keep_a_candidate_goes_on_as_the_new_weights_go_on_from_what_it_has(server: Server) -> None:
+    """Nothing of the old weights is left but the tokens: caches are computed again."""
+    put(server, ORIGINAL, rule="keep")
+    prompt = [5, 6, 7, 8, 9]
+    sampling = {"max_tokens": 250, "ignore_eos": True, "temperature": 0.0, "logprobs": True}
+    body = {"group_size": 1, "sampling": sampling, "policy": {"name": "off"}}
+    sent = body | {"prompts": [{"token_ids": prompt}], "stream": "tokens", "chunk_tokens": 50}
+    events: list[dict[str, Any]] = []
+    with httpx.stream("POST", f"{server.url}/darts/v1/rollouts", json=sent, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                events.append(json.loads(line.removeprefix("data: ")))
+                if "start" in events[-1] and events[-1]["start"] == 0:
+                    put(server, perturbed(3), rule="keep")
+    [group] = [event for event in events if "trajectories" in event]
+    token_ids = [token for event in events if "start" in event for token in event["token_ids"]]
+    logprobs = [logprob for event in events if "start" in event for logprob in event["logprobs"]]
+    (_, before), (_, after) = group["trajectories"][0]["version_spans"]
+    fresh = body | {
+        "prompts": [{"token_ids": prompt + token_ids[:before]}],
+        "sampling": sampling | {"max_tokens": after},
+    }
+    httpx.post(f"{server.url}/reset_prefix_cache").raise_for_status()  # it has the blocks of the first request
+    answered = httpx.post(f"{server.url}/darts/v1/rollouts", json=fresh, timeout=60).json()
+    [whole] = answered["groups"][0]["trajectories"]
+    assert whole["token_ids"] == token_ids[before:]
+    assert whole["logprobs"] == pytest.approx(logprobs[before:], abs=1e-4)
+    put(server, ORIGINAL, rule="keep")
+
+
 def test_vllms_own_routes_work_and_exclude_ours(server: Server) -> None:
     """vLLM rejects an update without a backend, and the update that it had begun ends."""
     assert httpx.post(f"{server.url}/start_weight_update", json={}, timeout=30).status_code >= 400
