@@ -39,8 +39,8 @@ class Leases:
         returns: Returns,
         new_name: Callable[[], str],
     ) -> None:
-        self.staleness: list[int] = []
-        """Weight versions since the first token of each group that was handed out; emptied by whoever counts them."""
+        self.staleness: dict[str, int] = {}
+        """Weight versions since the first token of each group that was leased, by its lease, until it is counted."""
         self._jobs = jobs
         self._table = table
         self._acknowledgements = acknowledgements
@@ -81,7 +81,7 @@ class Leases:
         groups = [entry for entry in chosen if not entry.is_failed]
         if groups:
             self._jobs.set_taken(each, each.job.taken_under(self._jobs.version) + len(groups))
-        self.staleness += [max(0, self._jobs.version - entry.version) for entry in groups]
+        self.staleness |= {entry.lease or "": max(0, self._jobs.version - entry.version) for entry in groups}
         self._counts.handed_out += len(chosen)
         return chosen
 
@@ -106,6 +106,7 @@ class Leases:
 
     def forget(self, entry: Entry) -> None:
         """Forget the lease of an entry that is deleted."""
+        self.staleness.pop(entry.lease or "", None)
         self._index.remove(entry)
 
     @property
@@ -126,6 +127,7 @@ class Leases:
     def _end(self, entry: Entry) -> None:
         each = self._jobs[entry.job]
         each.remove(entry)
+        self.staleness.pop(entry.lease or "", None)
         self._jobs.count_taken(entry, -1)
         each.place(entry, EntryState.READY)
         self._table.save(entry)

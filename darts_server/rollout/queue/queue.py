@@ -365,9 +365,9 @@ class PromptQueue(Generic[RequestT, OutputT]):
                     self._ledger.leases.release(lease)
                 self._wake_up()
             raise
-        for staleness in self._ledger.leases.staleness:
-            self._observer.group_handed_out(staleness)
-        self._ledger.leases.staleness.clear()
+        for _, lease, _, _ in leases:
+            if (staleness := self._ledger.leases.staleness.pop(lease, None)) is not None:
+                self._observer.group_handed_out(staleness)
         self._wake_up()
         return [
             TakenGroup(entry.name, lease, until, staleness, group)

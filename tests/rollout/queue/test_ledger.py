@@ -40,8 +40,9 @@ def test_nothing_is_leased_until_there_are_as_many_as_wanted() -> None:
 def test_a_group_that_came_back_is_handed_out_once_at_a_time() -> None:
     world = ready("a", "b")
     assert world.take(3, at_least=3) == []
-    [entry] = world.take(1)
+    [entry] = world.ledger.leases.take(JOB, 1, 1, world.now, LEASE)
     world.ledger.leases.release(entry.lease or "")
+    assert not world.ledger.leases.staleness, "it reached no consumer"
     assert [each.name for each in world.take(2)] == ["a", "b"]
     world.now += LEASE
     world.ledger.leases.expire(world.now)

@@ -56,7 +56,7 @@ def test_groups_are_never_too_old_and_none_starts_again_for_a_consumer_that_take
     assert most_open <= (staleness + 1) * size + (size if ahead else 0)
     if not ahead:
         assert world.ledger.counts.stale == 0, "nothing was thrown away"
-    assert set(world.ledger.leases.staleness) <= set(range(staleness + 1))
+    assert set(world.staleness) <= set(range(staleness + 1))
 
 
 @given(seed=st.integers(0, 2**32), size=st.none() | st.integers(1, 4), staleness=st.integers(0, 2))
@@ -106,7 +106,7 @@ def test_with_no_staleness_what_starts_under_a_version_is_handed_out_under_it() 
         assert world.ledger.waits_for(world.ledger.jobs[JOB]) == "weights"
         world.acknowledge(*[entry.lease or "" for entry in taken])
         world.update()
-    assert world.ledger.leases.staleness == [0] * 20
+    assert world.staleness == [0] * 20
     assert world.ledger.counts.stale == 0
 
 

@@ -42,6 +42,7 @@ class World:
     """Everything around a ledger. What is not written when the server is killed is lost.
 
     ``acknowledged``: ids of entries, as often as the queue said to a consumer that it has acknowledged them.
+    ``staleness``: of each group that was handed out.
     ``folder``: of a real file; by default the disk is a dictionary.
     """
 
@@ -54,6 +55,7 @@ class World:
         self.disk: Disk | TransactionStore = Disk() if folder is None else TransactionStore(folder)
         self.ledger = self._open()
         self.acknowledged: list[str] = []
+        self.staleness: list[int] = []
 
     def _open(self) -> Ledger:
         ledger = Ledger(self._limits, self._staleness, lambda: next(self._names))
@@ -94,6 +96,8 @@ class World:
     def take(self, most: int = 1, at_least: int = 1, key: str | None = None) -> list[Entry]:
         taken = self.ledger.leases.take(JOB, most, at_least, self.now, LEASE, key)
         self.commit()
+        staleness = [self.ledger.leases.staleness.pop(entry.lease or "", None) for entry in taken]
+        self.staleness += [each for each in staleness if each is not None]
         return taken
 
     def acknowledge(self, *leases: str) -> list[AckOutcome]:
