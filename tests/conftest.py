@@ -1,7 +1,7 @@
 """Profiles of hypothesis, the option ``--all``, and the environment that engines run in.
 
 Property tests of a push try the same examples on every run. ``HYPOTHESIS_PROFILE`` names another profile: ``nightly``,
-the default with ``--all``, draws three times as many new ones on every run, ``search`` sixty times as many.
+the default with ``--all``, draws four times as many new ones on every run, ``search`` 75 times as many.
 """
 
 import functools
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 SLOW_MACHINES = [HealthCheck.too_slow]
-settings.register_profile("push", max_examples=50, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
+settings.register_profile("push", max_examples=40, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
 settings.register_profile("nightly", settings.get_profile("push"), max_examples=150, derandomize=False, print_blob=True)
 settings.register_profile("search", settings.get_profile("push"), max_examples=3_000, derandomize=False)
 

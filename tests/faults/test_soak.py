@@ -40,7 +40,7 @@ def test_an_observer_that_never_forgets_is_found() -> None:
     def hoard(stack: Stack) -> None:
         stack.rollouts.observe(Hoarder())
 
-    soaked = short_soak(1000, spoil=hoard)
+    soaked = short_soak(500, spoil=hoard)
     kept_records.clear()
     assert {growth.quantity for growth in soaked.growths if not growth.flat} >= {"own"}
     assert not soaked.survived

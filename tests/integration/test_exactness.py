@@ -5,7 +5,7 @@ does, so an unshaped request for all candidates has the lengths that stopped one
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from math import ceil
 from random import Random
 from typing import Any
@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>", "2a+2b+2c+2d+2e+2f+2>", "9a-1b*3c+8d-5e*2f+7g-1>"]
 SIZE = 8
 CANDIDATES = 12
+COHORT = 32
 UNBOUNDED = Deadline(exploration=0.0, bound=1000.0)
 POLICIES = {
     "sampled": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED),
@@ -63,7 +64,7 @@ def tail_draws(engine: TinyEngine, text: str, seed: int, count: int) -> list[flo
 
 
 async def test_groups_equal_the_brute_force_selection(engine: TinyEngine, nightly: bool) -> None:
-    groups = 200 if nightly else 80
+    groups = 200 if nightly else 60
 
     async def one(number: int) -> None:
         text, policy = PROMPTS[number % len(PROMPTS)], FIXED[number % len(FIXED)]
@@ -244,25 +245,26 @@ async def test_candidates_that_the_engine_aborts_are_restarted(engine: TinyEngin
     assert {c.finish_reason for c in output.outputs} == {"length"}
 
 
-async def run_cohort(
-    engine: TinyEngine, policy: str, groups: int
-) -> list[tuple[GroupRecord, RequestOutput, RequestOutput]]:
-    """Return record and answer of seeded groups of one cohort, and the unshaped answer with all their candidates."""
+@pytest.fixture(scope="module")
+async def unshaped(engine: TinyEngine) -> list[tuple[str, RequestOutput]]:
+    """Prompts, and all candidates that a group of each has with its place as seed."""
     rng = Random(7)
-    texts = [sample_problem(rng).prompt for _ in range(groups)]
-    names = [f"{policy}-batch-{i}" for i in range(groups)]
+    texts = [sample_problem(rng).prompt for _ in range(COHORT)]
+    raw = (engine.generate(t, f"raw-{seed}", "off", n=CANDIDATES, seed=seed) for seed, t in enumerate(texts))
+    return list(zip(texts, await asyncio.gather(*raw), strict=True))
+
+
+async def run_cohort(
+    engine: TinyEngine, policy: str, unshaped: Sequence[tuple[str, RequestOutput]]
+) -> list[tuple[GroupRecord, RequestOutput, RequestOutput]]:
+    """Return record and answer of the groups of one cohort, and the unshaped answer with all their candidates."""
+    names = [f"{policy}-batch-{i}" for i in range(len(unshaped))]
     shaped = await asyncio.gather(
-        *(engine.generate(t, n, policy, n=SIZE, seed=s) for s, (t, n) in enumerate(zip(texts, names, strict=True)))
-    )
-    raw = await asyncio.gather(
-        *(
-            engine.generate(t, f"raw-{n}", "off", n=CANDIDATES, seed=s)
-            for s, (t, n) in enumerate(zip(texts, names, strict=True))
-        )
+        *(engine.generate(text, names[seed], policy, n=SIZE, seed=seed) for seed, (text, _) in enumerate(unshaped))
     )
     while not set(names) <= engine.records.keys():  # some candidates of a shadow run may still generate
         await asyncio.sleep(0.01)
-    return [(engine.records[n], one, all_) for n, one, all_ in zip(names, shaped, raw, strict=True)]
+    return [(engine.records[n], one, raw) for n, one, (_, raw) in zip(names, shaped, unshaped, strict=True)]
 
 
 def lengths_of(raw: RequestOutput) -> list[int]:
@@ -270,9 +272,9 @@ def lengths_of(raw: RequestOutput) -> list[int]:
 
 
 async def test_a_cut_cohort_returns_the_first_tokens_of_its_tails_without_waiting_for_the_rest(
-    engine: TinyEngine,
+    engine: TinyEngine, unshaped: list[tuple[str, RequestOutput]]
 ) -> None:
-    results = await run_cohort(engine, "cut", 32)
+    results = await run_cohort(engine, "cut", unshaped)
     [cohort] = [b for b in engine.cohorts if b.policy == "cut"]
     assert cohort.deadline is not None
     cut = 0
@@ -293,8 +295,10 @@ async def test_a_cut_cohort_returns_the_first_tokens_of_its_tails_without_waitin
     assert cut >= 3, "a tenth of the groups and more have tails beyond the deadline"
 
 
-async def test_a_cap_returns_all_candidates_and_none_runs_on_beyond_the_bound(engine: TinyEngine) -> None:
-    results = await run_cohort(engine, "cap", 32)
+async def test_a_cap_returns_all_candidates_and_none_runs_on_beyond_the_bound(
+    engine: TinyEngine, unshaped: list[tuple[str, RequestOutput]]
+) -> None:
+    results = await run_cohort(engine, "cap", unshaped)
     [cohort] = [b for b in engine.cohorts if b.policy == "cap"]
     assert cohort.deadline is not None
     place = ceil(SIZE * 2 / 3)
@@ -315,8 +319,10 @@ async def test_a_cap_returns_all_candidates_and_none_runs_on_beyond_the_bound(en
     assert cut > bounded
 
 
-async def test_with_a_deadline_the_longest_in_time_is_selected(engine: TinyEngine) -> None:
-    results = await run_cohort(engine, "deadline", 32)
+async def test_with_a_deadline_the_longest_in_time_is_selected(
+    engine: TinyEngine, unshaped: list[tuple[str, RequestOutput]]
+) -> None:
+    results = await run_cohort(engine, "deadline", unshaped)
     [cohort] = [b for b in engine.cohorts if b.policy == "deadline"]
     assert cohort.deadline is not None
     late = 0
@@ -332,15 +338,19 @@ async def test_with_a_deadline_the_longest_in_time_is_selected(engine: TinyEngin
     assert late > 10
 
 
-async def test_explored_cohorts_run_past_the_deadline_and_record_it(engine: TinyEngine) -> None:
-    results = await run_cohort(engine, "explored", 32)
+async def test_explored_cohorts_run_past_the_deadline_and_record_it(
+    engine: TinyEngine, unshaped: list[tuple[str, RequestOutput]]
+) -> None:
+    results = await run_cohort(engine, "explored", unshaped)
     assert all(record.explored for record, _, _ in results)
     assert not any(c.cut for record, _, _ in results for c in record.candidates)
     assert any(c.tokens > record.deadline for record, _, _ in results if record.deadline for c in record.selected)
 
 
-async def test_a_shadow_run_returns_the_unshaped_group_and_records_the_shaped_one(engine: TinyEngine) -> None:
-    results = await run_cohort(engine, "shadow", 8)
+async def test_a_shadow_run_returns_the_unshaped_group_and_records_the_shaped_one(
+    engine: TinyEngine, unshaped: list[tuple[str, RequestOutput]]
+) -> None:
+    results = await run_cohort(engine, "shadow", unshaped[:8])
     saved = 0
     for seed, (record, shaped, raw) in enumerate(results):
         assert token_ids(shaped) == token_ids(raw)[:SIZE]

@@ -89,7 +89,7 @@ def test_groups_are_pruned_once_the_head_is_trained_also_after_a_restart(serve: 
         assert server.metric("darts_quality_training_steps_total") > 0
         assert not pruned(rollouts(server, [sample_problem(rng)], name="uniform"))
 
-        problems = [sample_problem(rng) for _ in range(GROUPS)]
+        problems = [sample_problem(rng) for _ in range(GROUPS // 2)]
         survived = batch(server, problems)
         assert survived["survivors"], "the policy's default"
         for group in survived["groups"]:

@@ -14,7 +14,7 @@ from tests.integration.waiting import wait_idle
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE = 8
 CANDIDATES = 12
-PROMPTS = 64
+PROMPTS = 40
 GROUP = {"X-Darts-Group": f"size={SIZE}"}
 NO_LIMIT = httpx.Limits(max_connections=None)
 
@@ -23,7 +23,7 @@ def body(prompt: str) -> dict[str, object]:
     return {"model": "tiny", "prompt": prompt, "max_tokens": 256, "temperature": 1.0, "return_token_ids": True}
 
 
-async def test_64_groups_of_8_single_requests_of_which_a_tenth_disconnect(server: Server) -> None:
+async def test_40_groups_of_8_single_requests_of_which_a_tenth_disconnect(server: Server) -> None:
     rng = Random(11)
     prompts = list({sample_problem(rng).prompt: None for _ in range(3 * PROMPTS)})[:PROMPTS]
     callers = [prompt for prompt in prompts for _ in range(SIZE)]

@@ -114,6 +114,7 @@ def test_the_stretch_has_a_maximum() -> None:
     assert DeadlineLosses().with_answers(answers(*[15.99] * 60)).stretch(0.0) == MAX_STRETCH
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("sigma", "between_prompts"), [(0.5, 0.3), (0.8, 0.5), (0.6, 0.0)])
 def test_the_stretch_settles_within_a_tenth_in_twenty_batches_and_stays(sigma: float, between_prompts: float) -> None:
     """64 groups return the 7 shortest of 12 and a sampled one, by log-normal lengths; 60 % are right."""

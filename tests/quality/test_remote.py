@@ -87,6 +87,7 @@ def test_few_labels_are_trained_on_after_a_while() -> None:
         assert 0 < head.score(hidden, 512).value < 1
 
 
+@pytest.mark.nightly  # tests/quality/test_head.py has the same in one process
 def test_the_score_is_the_prior_before_the_start_and_with_labels_of_one_class() -> None:
     hidden = np.zeros(WIDTH)
     assert RemoteHead(WIDTH).score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
@@ -110,6 +111,7 @@ def test_features_that_are_not_finite_are_counted_and_not_sent(bad: float) -> No
         head.learn(np.zeros(WIDTH), 512, 2.0)
 
 
+@pytest.mark.nightly  # tests/quality/test_head.py has the same in one process
 def test_after_a_divergence_the_score_is_the_prior() -> None:
     with running_head(replace(QUICK, learning_rate=1e30)) as head:
         for hidden, target in SyntheticTask().trajectories(64):

@@ -41,7 +41,7 @@ STREAMS = [
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("target", [8, 8.3, 12, 15.5, 16])
+@pytest.mark.parametrize("target", [8, 8.3, 15.5])
 def test_the_mean_stays_at_the_target(stream: list[float | None], target: float) -> None:
     price = ShadowPrice(target, LOW, HIGH)
     counts = [price.candidates(std) for std in stream]
@@ -49,6 +49,7 @@ def test_the_mean_stays_at_the_target(stream: list[float | None], target: float)
     assert all(LOW <= m <= HIGH for m in counts)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("target", [8.3, 12, 15.5])
 def test_the_mean_is_at_the_target_throughout_the_stream(target: float) -> None:
     price = ShadowPrice(target, LOW, HIGH)

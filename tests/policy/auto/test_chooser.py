@@ -143,6 +143,7 @@ def test_options_that_return_shorter_ones_than_forecast_are_left_out() -> None:
     assert chosen(state, limits).option.name != choice.option.name
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("factor", "least", "most"), [(1.02, 1.0, 1.0), (0.98, 0.5, 0.99), (0.8, 0.0, 0.0)])
 def test_an_option_at_the_edge_of_a_limit_is_chosen_as_often_as_the_average_allows(
     factor: float, least: float, most: float
@@ -202,6 +203,7 @@ def forecast_of(name: str) -> Forecast:
 CUT = "cut 2.0 at 0.8"
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("ratio", [1.1, 1.3])
 def test_no_option_is_locked_out_by_chance(ratio: float) -> None:
     """``ratio``: the limit over the option's true share of lost trajectories, which is as forecast."""
@@ -215,6 +217,7 @@ def test_no_option_is_locked_out_by_chance(ratio: float) -> None:
     assert sum(choice.option.name == CUT for choice, _ in done[80:]) > 20
 
 
+@pytest.mark.untraced
 def test_what_is_lost_is_within_the_limit_on_average_as_measured() -> None:
     limits = replace(ALL, most_lost=1.2 * forecast_of(CUT).lost)
 
@@ -230,6 +233,7 @@ def test_what_is_lost_is_within_the_limit_on_average_as_measured() -> None:
         assert np.mean(lost[first : first + 100]) < 1.05 * limits.most_lost
 
 
+@pytest.mark.untraced
 def test_lengths_are_within_the_limit_on_average_as_measured_however_much_they_vary() -> None:
     usual = expected().sample(SIZE, np.random.default_rng(0))[0].lengths.mean()
     limits = replace(ALL, most_bias=1 - 0.9 * forecast_of(CUT).mean_length / usual)
@@ -335,6 +339,7 @@ def test_forecasts_are_corrected_by_what_was_measured() -> None:
     assert state.noise < 0.003  # nothing varied
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("ratio", "tries", "is_new"), [(0.97, 1, True), (0.97, 2, False), (0.9, 1, False)])
 def test_rules_that_are_about_as_fast_are_measured_before_one_is_preferred(
     ratio: float, tries: int, is_new: bool
@@ -354,6 +359,7 @@ def test_rules_that_are_about_as_fast_are_measured_before_one_is_preferred(
     assert rule_of(choice.option.name) == rule_of((other if is_new else known).option.name)
 
 
+@pytest.mark.untraced
 def test_what_is_slower_than_forecast_gives_way_to_another_option() -> None:
     best = rule_of(chosen(MEASURED).option.name)
     choices, _ = run(12, lambda name: 4.0 if rule_of(name) == best else 1.0)

@@ -116,6 +116,7 @@ def test_the_bias_of_the_std_is_what_the_docstring_says(
         assert abs(math.log(ratio)) < 0.75 * abs(math.log(naive))
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("stop", "of_12", "of_16"), [(shortest, 1.51, 1.77), (sampled_tail, 1.19, 1.30)])
 def test_two_modes_come_out_too_wide_if_only_the_short_end_of_the_upper_shows(
     stop: Stopping, of_12: float, of_16: float

@@ -128,6 +128,7 @@ def test_far_above_rho_the_aimed_form_is_the_papers() -> None:
     assert Pruning(aimed=True).fit(q) == replace(Pruning().fit(q), pruning=Pruning(aimed=True))
 
 
+@pytest.mark.untraced
 def test_fitted_to_each_group_the_aimed_form_has_more_reward_variance_than_random_pruning() -> None:
     """500 prompts of all difficulties, groups of 16 of which 8 stay; variance of rewards within a group."""
     rng = np.random.default_rng(0)

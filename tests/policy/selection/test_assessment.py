@@ -22,6 +22,7 @@ def test_an_assessment_kept_up_to_date_equals_a_new_one(case: Case) -> None:
     assert_kept(case.world(), case.early)
 
 
+@pytest.mark.untraced
 @given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_spare=3), refill=True))
 def test_also_of_candidates_that_are_pruned_and_replaced(case: ScoredCase) -> None:
     assert_kept(case.world(), case.case.early)

@@ -143,7 +143,7 @@ def check_the_rule(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(15))
 async def test_every_waiting_caller_gets_a_trajectory_of_its_prompt_and_the_group_follows_its_rule(
     policy: str, seed: int
 ) -> None:
