@@ -38,6 +38,7 @@ from darts_server.policy.events import (
     Started,
     Stop,
 )
+from darts_server.policy.pruning.failures import weight_factor
 from darts_server.policy.selection.assessment import Assessment
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.types import UNCOUNTED, DiscardReason, Outcome, SelectedAs
@@ -155,12 +156,18 @@ class Group:
     def weights(self) -> dict[int, float]:
         """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
 
-        `UNCOUNTED` candidates and those before a restart do not count. Empty if the group is not complete, or if its
-        rule never selects some candidates.
+        `UNCOUNTED` candidates and those before a restart do not count; failures after a checkpoint are corrected for.
+        Empty if the group is not complete, or if its rule never selects some candidates.
         """
         if self.outcome is not Outcome.COMPLETED:
             return {}
-        return self.rule.weights(self._counted) or {}
+        weights = self.rule.weights(self._counted) or {}
+        candidates = self.candidates[self.restarted_from :]
+        failed = [c.survival for c in candidates if c.reason in UNCOUNTED]
+        if min(failed, default=1.0) == 1:
+            return weights
+        factor = weight_factor(failed, len(candidates))
+        return {index: weight * factor for index, weight in weights.items()}
 
     @property
     def sampled_from(self) -> int | None:

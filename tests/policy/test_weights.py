@@ -1,6 +1,6 @@
 """Weighted sums over returned trajectories estimate sums over all candidates, exactly."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, permutations, product
 from math import fsum, prod
 from random import Random
@@ -14,7 +14,7 @@ from darts_server.policy.group import Group
 from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
 from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
-from darts_server.types import DiscardReason, FinishReason, Outcome
+from darts_server.types import UNCOUNTED, DiscardReason, FinishReason, Outcome
 from tests.policy.cases import CUT_TAILS, SAMPLED_TAILS, WITHOUT_FAILURES, Case, cases
 
 
@@ -192,21 +192,24 @@ def run_with_checkpoints(
     survival_draws: Sequence[float],
     survival: Survival,
     values: Sequence[float] = (0.5, 0.5),
+    failing: Mapping[int, int] = {},
 ) -> Group:
     """Run a group whose candidates may be pruned after their first and after their second token.
 
-    ``values``: their qualities there.
+    ``values``: their qualities there. ``failing``: candidates that fail, after so many tokens.
     """
     group = Group(rng=Draws(tail_draws), survival_rng=Draws(survival_draws), max_replacements=0)
     group.open(rule, len(lengths))
     group.handle(*(Started(i) for i in range(len(lengths))))
     for tokens in range(1, max(length for length, _ in lengths) + 1):
         for i, (length, valid) in enumerate(lengths):
-            if group.candidates[i].running and length == tokens:
+            if group.candidates[i].running and failing.get(i) == tokens:
+                group.handle(Failed(i, RuntimeError(), retryable=True))
+            elif group.candidates[i].running and length == tokens:
                 group.handle(Finished(i, tokens, FinishReason.STOP if valid else FinishReason.LENGTH))
             elif group.candidates[i].running and tokens <= 2:
                 group.handle(Scored(i, values[tokens - 1], survival.at(i, tokens, group), tokens))
-    assert group.outcome is Outcome.COMPLETED
+    assert group.outcome is Outcome.COMPLETED or failing
     return group
 
 
@@ -241,6 +244,37 @@ def test_survivors_estimate_sums_over_candidates_and_over_pairs(
                     pairs[i, j] += weights[i] * weights[j] * given_the_other
     for total in [*singles, *([] if rule.size == 1 and isinstance(rule, SampledSurvivors) else pairs.values())]:
         assert total / runs == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("rule", [AllSurvivors(1), SampledSurvivors(1)], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("doomed", [1, 2])
+@pytest.mark.parametrize(
+    ("lengths", "fails_at"), [((1, 2, 3), (1, 2, 3)), ((3, 3, 3), (2, 2, 3)), ((4, 2, 4), (3, 1, 1))], ids=str
+)
+def test_survivors_estimate_means_over_candidates_whichever_of_them_fail(
+    rule: AllSurvivors | SampledSurvivors, doomed: int, lengths: Sequence[int], fails_at: Sequence[int]
+) -> None:
+    """Over all sets of ``doomed`` candidates, with all draws; a group of which nothing is left counts as 0.
+
+    ``fails_at``: after how many tokens each candidate fails, if it is to fail.
+    """
+    survival, count = Survival(7), len(lengths)
+    orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
+    sums, runs, corrected = [0.0] * count, 0, 0
+    for failed in combinations(range(count), doomed):
+        failing = {i: fails_at[i] for i in failed}
+        for cells in product(range(CELLS), repeat=count):
+            draws = [(cell + 0.5) / CELLS for cell in cells]
+            for order in orders:
+                ends = [(length, True) for length in lengths]
+                group = run_with_checkpoints(rule, ends, order, draws, survival, failing=failing)
+                counted = sum(c.reason not in UNCOUNTED for c in group.candidates)
+                weights, runs = group.weights(), runs + 1
+                corrected += bool(weights) and any(c.survival < 1 for c in group.candidates if c.reason in UNCOUNTED)
+                for i, weight in weights.items():
+                    sums[i] += weight / counted
+    assert corrected
+    assert [each / runs for each in sums] == pytest.approx([1 / count] * count, abs=1e-9)
 
 
 def test_checkpoints_say_where_a_candidate_could_have_been_pruned() -> None:
