@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, Protocol
 
 import httpx
@@ -32,6 +33,7 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_TH
 STARTUP_SECONDS = 300.0  # importing vLLM takes half a minute, and several times that from a cold disk
 GRACE_SECONDS = 30.0  # vLLM stops within a few seconds
 POLL_SECONDS = 0.3
+PORTS, MAX_TRIES = range(20_000, 30_000), 100
 REQUEST_SECONDS = 30.0  # on a busy machine a server that starts or stops may take seconds to answer
 LOG_LINES = 25
 
@@ -90,6 +92,16 @@ def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Proce
         )
 
 
+def _bound(port: int) -> socket.socket:
+    """Bind a port; 0 for one that the system gives to no connection, since a server binds it seconds after this."""
+    if port:
+        return socket.create_server(("127.0.0.1", port))
+    for candidate in SystemRandom().sample(PORTS, MAX_TRIES):
+        with suppress(OSError):
+            return socket.create_server(("127.0.0.1", candidate))
+    raise OSError(f"{MAX_TRIES} ports of {PORTS.start} to {PORTS.stop - 1} are taken")
+
+
 @contextmanager
 def serving(
     command: Sequence[str],
@@ -110,7 +122,7 @@ def serving(
         RuntimeError: it exited or did not become healthy; the message has the end of its log.
     """
     # Fails if the port is taken; otherwise the server that listens there would pass for ours.
-    with socket.create_server(("127.0.0.1", port)) as free:
+    with _bound(port) as free:
         port = int(free.getsockname()[1])
     log.parent.mkdir(parents=True, exist_ok=True)
     arguments = [*command, *FLAGS, "--host", "127.0.0.1", "--port", str(port), *flags]
