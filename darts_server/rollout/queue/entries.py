@@ -8,7 +8,8 @@ from typing import Any, Self
 JobId = tuple[str, str]
 """Name of the owner, empty for callers without a key, and name of the job."""
 
-MODEL, JOB, TERMS, ENTRY, PROMPT, GROUP = "model", "job", "terms", "entry", "prompt", "group"
+MODEL, NUMBER, JOB, TERMS, ENTRY = "model", "number", "job", "terms", "entry"
+PROMPT, GROUP = "prompt", "group"
 """Kinds of what is on the disk, with those of `history`."""
 
 
@@ -133,8 +134,9 @@ class Entry:
 class Job:
     """A queue of its own within its owner's.
 
-    ``is_admin``: whether its owner was an admin, who has no quota. ``version``, ``taken``: how many groups were handed
-    out under this weight version, without those that came back.
+    ``number``: differs from that of an earlier job with the same id. ``is_admin``: whether its owner was an admin, who
+    has no quota. ``version``, ``taken``: how many groups were handed out under this weight version, without those that
+    came back.
     """
 
     id: JobId
@@ -142,6 +144,7 @@ class Job:
     is_admin: bool = False
     version: int = 0
     taken: int = 0
+    number: int = 0
 
     def taken_under(self, version: int) -> int:
         return self.taken if self.version == version else 0

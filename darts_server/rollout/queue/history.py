@@ -88,50 +88,74 @@ class Acknowledgements:
         self._changes[ACKNOWLEDGED, str(done.number)] = None
 
 
+@dataclass(frozen=True, slots=True)
+class KnownPut:
+    """A put with an idempotency key. ``names``: that it returned. ``job``: the number of its job."""
+
+    owner: str
+    key: str
+    digest: str
+    names: Sequence[str]
+    number: int = 0
+    job: int = 0
+
+
 class Puts:
     """The newest idempotency keys of each owner, with what their requests returned."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
-        self._by_owner: dict[str, OrderedDict[str, tuple[str, PutResult]]] = {}
+        self._by_owner: dict[str, OrderedDict[str, KnownPut]] = {}
+        self._by_job: dict[int, dict[tuple[str, str], KnownPut]] = {}
         self._names: Counter[str] = Counter()
         self._last = 0
 
-    def find(self, owner: str, key: str, digest: str) -> PutResult | None:
-        """Find the result of the same request.
+    def find(self, owner: str, key: str, digest: str) -> KnownPut | None:
+        """Find the same request.
 
         Raises:
             Conflict: the key was used for another one.
         """
         found = self._by_owner.get(owner, OrderedDict()).get(key)
-        if found is None:
-            return None
-        if found[0] != digest:
+        if found is not None and found.digest != digest:
             raise Conflict("Idempotency-Key", "names a request with another body; choose another key for this one")
-        return PutResult(found[1].names, 0)
+        return found
 
-    def add(self, owner: str, key: str, digest: str, result: PutResult) -> None:
-        kept = self._keep(owner, key, digest, result)
+    def add(self, owner: str, key: str, digest: str, names: Sequence[str], job: int) -> None:
         self._last += 1
-        row = [owner, key, digest, list(result.names), self._last]
-        self._changes[PUT, _put_key(owner, key)] = json.dumps(row).encode()
+        put = KnownPut(owner, key, digest, list(names), self._last, job)
+        kept = self._keep(put)
+        row = [owner, key, digest, put.names, put.number, job]
+        self._changes[PUT, _put_key(put)] = json.dumps(row).encode()
         while self._names[owner] > KEPT_NAMES and len(kept) > 1:
-            old, (_, each) = kept.popitem(last=False)
-            self._names[owner] -= len(each.names) + 1
-            self._changes[PUT, _put_key(owner, old)] = None
+            self._forget(next(iter(kept.values())))
+
+    def drop(self, job: int) -> None:
+        """Forget the puts of a job, by its number."""
+        for put in list(self._by_job.get(job, {}).values()):
+            self._forget(put)
 
     def load(self, values: Iterator[bytes]) -> None:
-        rows = [(*json.loads(value), 0)[:5] for value in values]  # those of earlier versions have no number
-        for owner, key, digest, names, number in sorted(rows, key=lambda row: row[4]):
-            self._keep(owner, key, digest, PutResult(names, 0))
-            self._last = number
+        for put in sorted((KnownPut(*json.loads(value)) for value in values), key=lambda put: put.number):
+            self._keep(put)
+            self._last = put.number
 
-    def _keep(self, owner: str, key: str, digest: str, result: PutResult) -> OrderedDict[str, tuple[str, PutResult]]:
-        kept = self._by_owner.setdefault(owner, OrderedDict())
-        kept[key] = digest, result
-        self._names[owner] += len(result.names) + 1
+    def _keep(self, put: KnownPut) -> OrderedDict[str, KnownPut]:
+        kept = self._by_owner.setdefault(put.owner, OrderedDict())
+        kept[put.key] = put
+        self._by_job.setdefault(put.job, {})[put.owner, put.key] = put
+        self._names[put.owner] += len(put.names) + 1
         return kept
 
+    def _forget(self, put: KnownPut) -> None:
+        del self._by_owner[put.owner][put.key]
+        of_job = self._by_job[put.job]
+        del of_job[put.owner, put.key]
+        if not of_job:
+            del self._by_job[put.job]
+        self._names[put.owner] -= len(put.names) + 1
+        self._changes[PUT, _put_key(put)] = None
 
-def _put_key(owner: str, key: str) -> str:
-    return json.dumps([owner, key])
+
+def _put_key(put: KnownPut) -> str:
+    return json.dumps([put.owner, put.key])

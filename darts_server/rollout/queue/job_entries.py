@@ -66,7 +66,7 @@ class JobEntries:
 
     def remove(self, entry: Entry) -> None:
         """Remove an entry, before anything of it changes."""
-        if entry.state in (EntryState.READY, EntryState.LEASED):
+        if entry.state is not EntryState.QUEUED:  # one that runs may have held younger ones back
             self._changed.add(self.job.id)
         if entry.state is EntryState.READY:
             self._ready_bytes -= entry.group_bytes

@@ -68,11 +68,14 @@ class Jobs:
             raise QuotaReached(f"this key has {MAX_JOBS} jobs; delete one that is done, and retry", RETRY_SECONDS)
         return oldest.job.id
 
-    def open(self, job_id: JobId, options: Mapping[str, object], is_admin: bool, now: float) -> JobEntries:
-        """Return a job after changing its options; it is created if there is none. ``now``: Unix seconds."""
+    def open(self, job_id: JobId, options: Mapping[str, object], is_admin: bool, now: float, number: int) -> JobEntries:
+        """Return a job after changing its options; if there is none, one with this number is created.
+
+        ``now``: Unix seconds.
+        """
         each = self._jobs.get(job_id)
         if each is None:
-            each = self._add(Job(job_id, self._default_options, is_admin, self.version), now)
+            each = self._add(Job(job_id, self._default_options, is_admin, self.version, number=number), now)
         each.used_at = now
         each.job.options = replace(each.job.options, **options)  # type: ignore[arg-type]
         self.save(each.job)

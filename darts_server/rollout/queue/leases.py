@@ -85,10 +85,11 @@ class Leases:
         self._counts.handed_out += len(chosen)
         return chosen
 
-    def release(self, lease: str) -> None:
-        """Take a lease back that did not reach its consumer."""
+    def release(self, lease: str) -> Entry | None:
+        """Take a lease back that did not reach its consumer, and return its entry; ``None`` if it is not valid."""
         if (entry := self._index.find_valid(lease)) is not None:
             self._end(entry)
+        return entry
 
     def is_valid(self, lease: str) -> bool:
         """Return whether a lease has neither been acknowledged nor expired."""

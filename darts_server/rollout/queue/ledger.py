@@ -7,7 +7,7 @@ crash the ledger is what `load` makes of the changes that were written, in their
 from collections.abc import Callable, Iterable, Mapping
 
 from darts_server.exceptions import NotFound
-from darts_server.rollout.queue.entries import JOB, MODEL, Entry, EntryState, JobId, JobOptions, Terms
+from darts_server.rollout.queue.entries import JOB, MODEL, NUMBER, Entry, EntryState, JobId, JobOptions, Terms
 from darts_server.rollout.queue.entry_table import EntryTable
 from darts_server.rollout.queue.history import ACKNOWLEDGED, PUT, Acknowledgements, Changes, Counts, PutResult, Puts
 from darts_server.rollout.queue.job_entries import JobEntries
@@ -59,7 +59,8 @@ class Ledger:
         self.leases.load(entries)
         self._acknowledgements.load(value for _, value in items(ACKNOWLEDGED))
         self._puts.load(value for _, value in items(PUT))
-        self._number = max([self._acknowledgements.last_number, *self.entries.by_number])
+        numbers = [int(value) for _, value in items(NUMBER)]
+        self._number = max([self._acknowledgements.last_number, *self.entries.by_number, *numbers])
         self._ready_number = max((entry.ready_number for entry in entries), default=0)
 
     # --- versions -----------------------------------------------------------
@@ -137,16 +138,25 @@ class Ledger:
 
         Raises:
             Conflict: the key, or the name of a prompt, was used for something else.
+            NotFound: the job to which the same request has added prompts was deleted.
             TooLarge, QuotaReached: the owner would have too much. Whatever is raised, nothing was changed.
         """
-        if key is not None and (result := self._puts.find(job_id[0], key, digest)) is not None:
-            return result
+        if key is not None and (known := self._puts.find(job_id[0], key, digest)) is not None:
+            if (its_job := self.jobs.get(job_id)) is None or its_job.job.number != known.job:
+                raise NotFound(
+                    "job",
+                    f"{job_id[1]!r} was deleted after this request; to put it again choose another Idempotency-Key",
+                )
+            return PutResult(known.names, 0)
         self._remove_known(job_id, new)
         if new.entries or job_id not in self.jobs:
             self._owners.check_room(job_id[0], len(new.entries), new.size)
         if (empty := self.jobs.find_replaceable(job_id, now)) is not None:
-            self.drop(empty)
-        each = self.jobs.open(job_id, options or {}, is_admin, now)
+            self.drop_unused(empty)
+        if job_id not in self.jobs:
+            self._number += 1
+        each = self.jobs.open(job_id, options or {}, is_admin, now, self._number)
+        self.changes[NUMBER, ""] = str(self._number).encode()
         self._restart_stale(each, self.version)
         if taken is not None:
             self._reset_taken(each, taken)
@@ -157,7 +167,7 @@ class Ledger:
         self.counts.put += len(new.entries)
         result = PutResult(new.names, len(new.entries))
         if key is not None:
-            self._puts.add(job_id[0], key, digest, result)
+            self._puts.add(job_id[0], key, digest, new.names, each.job.number)
         return result
 
     # --- running ------------------------------------------------------------
@@ -239,6 +249,12 @@ class Ledger:
             entry.aborts += aborted
             self._queue_again(entry)
 
+    def restart_damaged(self, lease: str) -> None:
+        """Start a leased group again that cannot be read."""
+        entry = self.leases.release(lease)
+        if entry is not None and entry.state is EntryState.READY:
+            self._queue_again(entry)
+
     def restart_if_stale(self, entry: Entry) -> None:
         """Start a group again that is too old to be handed out."""
         self._restart_if_stale(self.jobs[entry.job], entry, self.version)
@@ -252,8 +268,15 @@ class Ledger:
         self.leases.forget(entry)
         self.entries.remove(entry)
 
+    def drop_unused(self, job_id: JobId) -> int:
+        """Delete a job as `drop`, but so that a put that is repeated with its idempotency key creates it again."""
+        self._puts.drop(self.jobs[job_id].job.number)
+        return self.drop(job_id)
+
     def drop(self, job_id: JobId) -> int:
         """Delete a job with everything in it; how many entries it had. What runs is stopped.
+
+        Its idempotency keys stay known: a put that is repeated after its caller deleted the job does not create it.
 
         Raises:
             NotFound

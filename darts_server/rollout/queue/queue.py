@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import DartsError, ServerStopping, StateError
+from darts_server.exceptions import DartsError, ServerStopping, StateDamaged, StateError
 from darts_server.observers import QUEUE_EVENTS, QueueObserver
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner, check_terms
 from darts_server.rollout.queue.consumers import Consumers
@@ -117,7 +117,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
 
         Raises:
             InvalidRequest: names the field; nothing was added.
-            Conflict, TooLarge, QuotaReached, StateError
+            Conflict, NotFound, TooLarge, QuotaReached, StateError
         """
         if put.prompts:
             request = BatchRequest(put.prompts, put.terms.group_size, put.terms.sampling, put.terms.policy)
@@ -177,10 +177,11 @@ class PromptQueue(Generic[RequestT, OutputT]):
             enough = 1 if is_over else at_least or count
             entries = self._ledger.leases.take(job_id, count, enough, self._clock(), lease_seconds, key)
             self._notify()
-            if entries or is_over:
-                break
-            await self._consumers.wait(job_id, deadline - loop.time())
-        return await self._hand_out(entries, key) if entries else []
+            groups = await self._hand_out(entries, key) if entries else []
+            if groups or is_over:
+                return groups
+            if not entries:
+                await self._consumers.wait(job_id, deadline - loop.time())
 
     def unacknowledged(self, leases: Sequence[str]) -> list[str]:
         """Return those of the leases that have neither been acknowledged nor expired."""
@@ -315,7 +316,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
             return
         self._look_for_unused_at = time.monotonic() + IDLE_SECONDS
         for job_id in self._ledger.jobs.unused(self._clock()):
-            dropped = self._ledger.drop(job_id)
+            dropped = self._ledger.drop_unused(job_id)
             logger.warning("job %r of the queue was not used for its expires_after: %d dropped", job_id[1], dropped)
 
     def _observe(self) -> None:
@@ -350,17 +351,18 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._ledger.stopped.clear()
 
     async def _hand_out(self, entries: list[Entry], key: str | None) -> list[TakenGroup]:
-        """Return groups that were leased, when the leases are on the disk.
+        """Return groups that were leased, when the leases are on the disk; those that are damaged start again.
 
-        If that fails they are taken back, or wait for the request that comes again with its ``key``.
+        If that fails the leases are taken back. Those of a request that is cancelled and has a ``key`` wait for the
+        request that comes again with it.
         """
         version = self._ledger.version
         leases = [(entry, entry.lease or "", entry.lease_until, max(0, version - entry.version)) for entry in entries]
         try:
             await self._saver.save()
-            groups = [await self._saver.read(GROUP, str(entry.number)) for entry in entries]
-        except BaseException:
-            if key is None:
+            groups = [await self._read_group(entry.number, lease) for entry, lease, _, _ in leases]
+        except BaseException as error:
+            if key is None or isinstance(error, Exception):
                 for _, lease, _, _ in leases:
                     self._ledger.leases.release(lease)
                 self._wake_up()
@@ -372,8 +374,21 @@ class PromptQueue(Generic[RequestT, OutputT]):
         return [
             TakenGroup(entry.name, lease, until, staleness, group)
             for (entry, lease, until, staleness), group in zip(leases, groups, strict=True)
-            if group is not None  # its job was deleted meanwhile
+            if group is not None  # its job was deleted meanwhile, or it is damaged
         ]
+
+    async def _read_group(self, number: int, lease: str) -> bytes | None:
+        """Read a leased group; ``None`` if it is gone, or damaged and starts again.
+
+        Raises:
+            StateError: the disk cannot be read now.
+        """
+        try:
+            return await self._saver.read(GROUP, str(number))
+        except StateDamaged as error:
+            logger.error("group %d of the queue starts again: %s", number, error)
+            self._ledger.restart_damaged(lease)
+            return None
 
     def _interval(self) -> float:
         """Return after how many seconds the next turn is due."""

@@ -71,6 +71,51 @@ def test_the_same_idempotency_key_adds_nothing_also_after_a_restart() -> None:
         world.put_to(JOB, document, key="k", digest="2")
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_put_that_is_repeated_creates_a_job_again_that_was_dropped_as_unused(killed: bool) -> None:
+    world = World()
+    world.put_to(JOB, prompts("a"), key="k", digest="1")
+    world.put_to(JOB, prompts("b"), key="l", digest="1")
+    world.put_to(("owner", "other"), prompts("c"), key="m", digest="1")
+    world.commit()
+    if killed:
+        world.kill()
+    world.ledger.drop_unused(JOB)
+    world.commit()
+    if killed:
+        world.kill()
+    assert world.put_to(JOB, prompts("a"), key="k", digest="2").added == 1, "the key is forgotten"
+    assert world.put_to(JOB, prompts("b"), key="l", digest="1").added == 1
+    assert world.put_to(("owner", "other"), prompts("c"), key="m", digest="1").added == 0
+    assert world.names(QUEUED) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_put_that_is_repeated_after_its_job_was_deleted_is_refused(killed: bool) -> None:
+    world = World()
+    world.put_to(JOB, prompts("a"), key="k", digest="1")
+    world.ledger.drop(JOB)
+    world.commit()
+    if killed:
+        world.kill()
+    for _ in range(2):
+        with pytest.raises(NotFound, match=r"deleted.*another Idempotency-Key"):
+            world.put_to(JOB, prompts("a"), key="k", digest="1")
+        world.put_to(JOB, prompts("b"), key="l", digest="1")  # another job of this name
+        assert world.names(QUEUED) == {"b"}
+
+
+def test_a_lease_of_a_deleted_job_stays_unknown_after_a_restart() -> None:
+    world = ready("a")
+    lease = world.take()[0].lease or ""
+    world.ledger.drop(JOB)
+    world.commit()
+    assert world.acknowledge(lease) == [AckOutcome.UNKNOWN]
+    world.kill()
+    world.put("b")
+    assert world.acknowledge(lease) == [AckOutcome.UNKNOWN], "no other prompt has its number"
+
+
 def test_a_lease_that_expires_is_handed_out_again_and_its_acknowledgement_comes_too_late() -> None:
     world = ready("a")
     [first] = [entry.lease for entry in world.take()]
@@ -335,7 +380,7 @@ def test_a_deleted_job_is_gone_from_the_disk_too() -> None:
     assert world.ledger.stopped == [running.number]
     world.end(running)
     world.commit()
-    assert not world.disk.rows  # type: ignore[union-attr]
+    assert list(world.disk.rows) == [("number", "")]  # type: ignore[union-attr]
     with pytest.raises(NotFound):
         world.ledger.drop(JOB)
     assert world.ledger.entries.oldest() is None

@@ -17,6 +17,7 @@ from darts_server.exceptions import (
     QuotaReached,
     ServerStopping,
     StateDamaged,
+    StateFull,
     TooLarge,
     WeightsLost,
 )
@@ -27,7 +28,7 @@ from darts_server.rollout.queue.owners import QueueLimits
 from darts_server.rollout.queue.puts import Put, terms_of
 from darts_server.rollout.queue.queue import PromptQueue, TakenGroup
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
-from darts_server.store.transactions import TransactionStore
+from darts_server.store.transactions import Changes, TransactionStore
 from darts_server.types import PromptSpec, UpdateOutcome, UpdateRecord
 from tests.rollout.batches.test_submission import POLICIES, Texts
 from tests.rollout.helpers import Harness
@@ -491,6 +492,105 @@ async def test_a_take_whose_answer_was_lost_gets_its_groups_again() -> None:
         await asyncio.gather(cancelled, return_exceptions=True)
         assert await queue.take(ME, "job", 1, 0, 60) == [], "it waits for the request that comes again"
         assert content(await queue.take(ME, "job", 1, 0, 60, key="other")) == ["11"]
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+async def test_a_take_that_cannot_be_written_leaves_its_groups_to_the_next(key: str | None) -> None:
+    class Full(TransactionStore):
+        is_full = False
+
+        def write(self, changes: Changes) -> None:
+            if self.is_full:
+                raise StateFull("no space")
+            super().write(changes)
+
+    harness = Harness(script)
+    with (disk := Full()):
+        queue = Queue(harness.rollouts, Texts(), new_planner, disk, encode)
+        queue.open()
+        await queue.put(ME, put("10"))
+        await run(harness)
+        disk.is_full = True
+        with pytest.raises(StateFull):
+            await queue.take(ME, "job", 1, 30, 60, key=key)
+        disk.is_full = False
+        assert content(await queue.take(ME, "job", 1, 0, 60, key="other")) == ["10"]
+        queue.drain()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_damaged_group_starts_again_and_others_are_handed_out() -> None:
+    class Damaged(TransactionStore):
+        damaged = ("group", "1")
+
+        def read(self, kind: str, key: str) -> bytes | None:
+            if (kind, key) == self.damaged:
+                raise StateDamaged("checksum")
+            return super().read(kind, key)
+
+    harness = Harness(script)
+    with (disk := Damaged()):
+        queue = Queue(harness.rollouts, Texts(), new_planner, disk, encode)
+        queue.open()
+        await queue.put(ME, put("10", "11", groups_per_version=2))
+        await run(harness)
+        assert content(await queue.take(ME, "job", 2, 30, 60)) == ["11"]
+        assert queue.jobs(ME)[0].job.taken == 1
+        disk.damaged = ("group", "none")
+        taking = asyncio.create_task(queue.take(ME, "job", 1, 30, 60))
+        await run(harness)
+        assert content(await taking) == ["10"]
+        queue.drain()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_take_that_finds_only_damaged_groups_waits_for_others() -> None:
+    class Damaged(TransactionStore):
+        def read(self, kind: str, key: str) -> bytes | None:
+            if (kind, key) == ("group", "1"):
+                raise StateDamaged("checksum")
+            return super().read(kind, key)
+
+    harness = Harness(script)
+    with Damaged() as disk:
+        queue = Queue(harness.rollouts, Texts(), new_planner, disk, encode)
+        queue.open()
+        await queue.put(ME, put("10", "500"))
+        await wait_for(queue, running=2)
+        taking = asyncio.create_task(queue.take(ME, "job", 1, 30, 60))
+        while harness.engine.now < 30:
+            await harness.engine.step()
+            await asyncio.sleep(0.001)
+        assert not taking.done()
+        await run(harness)
+        assert content(await taking) == ["500"]
+        queue.drain()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_consumer_gets_a_group_as_soon_as_an_older_one_no_longer_holds_it_back() -> None:
+    harness = Harness(script)
+    async with opened(harness) as queue:
+        await queue.put(ME, put("10", "5000", "10", groups_per_version=1, max_staleness=1))
+        taking = asyncio.create_task(queue.take(ME, "job", 1, 30, 60))
+        while not taking.done():
+            await harness.engine.step()
+            await asyncio.sleep(0.001)
+        await taking
+        updated(harness, queue)
+        await wait_for(queue, running=2)
+        while not queue.totals()[EntryState.READY]:
+            await harness.engine.step()
+            await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(queue.take(ME, "job", 1, 60, 60))
+        await asyncio.sleep(0.02)
+        assert not waiting.done(), "it would make the older one too old"
+        [older] = queue.jobs(ME)[0].running
+        attempt = queue._runner._attempts[older]
+        assert attempt.submission is not None
+        harness.rollouts.abort(attempt.submission.group_id(attempt.index))
+        [group] = await asyncio.wait_for(waiting, 10)
+        assert (content([group]), group.staleness) == (["10"], 0)
 
 
 async def test_a_job_that_is_not_used_is_dropped_with_what_runs() -> None:
