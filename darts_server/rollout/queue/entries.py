@@ -83,7 +83,8 @@ class Entry:
     `Terms`. ``digest``: of its prompt and terms. ``queued_at``: Unix seconds. ``was_restarted``: it goes first.
     ``version``: of the weights of its first token; while it runs, a lower bound of that. ``is_failed``: its group
     has an error. ``aborts``: how often it was aborted from outside. ``ready_number``: in the order in which groups
-    became ready. ``lease``: the latest one, also after it has expired. ``take_key``: of the request that took it.
+    became ready. ``lease``: the latest one, also after it has expired; ``takes``: of its job
+    then. ``take_key``: of the request that took it.
     """
 
     number: int
@@ -105,6 +106,7 @@ class Entry:
     lease: str | None = None
     lease_until: float = 0.0
     leased_version: int = 0
+    takes: int = 0
     take_key: str | None = None
 
     @property
@@ -136,7 +138,7 @@ class Job:
 
     ``number``: differs from that of an earlier job with the same id. ``is_admin``: whether its owner was an admin, who
     has no quota. ``version``, ``taken``: how many groups were handed out under this weight version, without those that
-    came back.
+    came back. ``takes``: how often ``taken`` was reset.
     """
 
     id: JobId
@@ -145,6 +147,7 @@ class Job:
     version: int = 0
     taken: int = 0
     number: int = 0
+    takes: int = 0
 
     def taken_under(self, version: int) -> int:
         return self.taken if self.version == version else 0
@@ -161,13 +164,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """What remains of an acknowledged entry for a while, so that repeated requests are recognized."""
+    """What remains of an acknowledged entry for a while, so that repeated requests are recognized.
+
+    ``order``: in which they were acknowledged.
+    """
 
     number: int
     job: JobId
     name: str
     digest: str
     lease: str
+    order: int = 0
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from darts_server.exceptions import Conflict
-from darts_server.rollout.queue.entries import Acknowledged, JobId
+from darts_server.rollout.queue.entries import Acknowledged, Entry, JobId
 
 KEPT_ACKNOWLEDGED = 40_000
 """Of each owner: an acknowledgement, or a put with the same id, may be repeated while so many newer ones came. It is as
@@ -47,16 +47,20 @@ class Acknowledgements:
         self._changes = changes
         self._by_owner: dict[str, OrderedDict[int, Acknowledged]] = {}
         self._by_job: dict[JobId, dict[str, Acknowledged]] = {}
+        self._last = 0
 
-    def add(self, done: Acknowledged) -> None:
+    def add(self, entry: Entry, lease: str) -> None:
+        self._last += 1
+        done = Acknowledged(entry.number, entry.job, entry.name, entry.digest, lease, self._last)
         kept = self._keep(done)
         self._changes[ACKNOWLEDGED, str(done.number)] = done.encode()
         while len(kept) > KEPT_ACKNOWLEDGED:
             self._forget(kept.popitem(last=False)[1])
 
     def load(self, values: Iterator[bytes]) -> None:
-        for done in sorted(map(Acknowledged.decode, values), key=lambda done: done.number):
+        for done in sorted(map(Acknowledged.decode, values), key=lambda done: (done.order, done.number)):
             self._keep(done)
+            self._last = done.order
 
     def of_job(self, job_id: JobId) -> Mapping[str, Acknowledged]:
         """Return what was acknowledged of a job, by the caller's ids."""

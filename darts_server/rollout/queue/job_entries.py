@@ -18,7 +18,7 @@ class JobEntries:
 
     Args:
         changed: gets the job's id when other groups than before may be handed out, or leased ones are gone.
-        used_at: Unix seconds of the last put, take or acknowledgement.
+        used_at: when it was last put into, taken from or acknowledged, see `Jobs.clock`.
     """
 
     def __init__(self, job: Job, changed: set[JobId] | None = None, used_at: float = 0.0) -> None:
@@ -90,6 +90,14 @@ class JobEntries:
 
     def is_stale(self, entry: Entry, version: int) -> bool:
         return not entry.is_failed and is_stale(self.job.options, entry.version, version)
+
+    def must_restart(self, first: int, version: int) -> bool:
+        """Return whether a group of version ``first`` is too old, or of a version that is gone."""
+        return first > version or is_stale(self.job.options, first, version)
+
+    def has_stale(self, version: int) -> bool:
+        """Return whether a group that runs or is ready must start again."""
+        return any(self.must_restart(first, version) for first in self._open)
 
     def next_ready(self, count: int, at_least: int, version: int) -> list[Entry]:
         """Return the groups that go out next, up to ``count``: failed ones, then by version, then as they were ready.

@@ -28,6 +28,8 @@ class Jobs:
     def __init__(self, changes: Changes, default_options: JobOptions) -> None:
         self.version = 0
         """Of the served weights."""
+        self.clock = 0.0
+        """Seconds for which the queue has worked; unlike the time it does not jump with the system's clock."""
         self.changed: set[JobId] = set()
         """Jobs of which other groups than before may be handed out; whoever notifies their consumers empties it."""
         self._changes = changes
@@ -35,9 +37,9 @@ class Jobs:
         self._jobs: dict[JobId, JobEntries] = {}
         self._counts: Counter[str] = Counter()
 
-    def load(self, items: Iterable[tuple[str, bytes]], now: float) -> None:
+    def load(self, items: Iterable[tuple[str, bytes]]) -> None:
         for _, value in items:
-            self._add(Job.decode(value), now)
+            self._add(Job.decode(value))
 
     def __iter__(self) -> Iterator[JobEntries]:
         return iter(self._jobs.values())
@@ -51,7 +53,7 @@ class Jobs:
     def get(self, job_id: JobId) -> JobEntries | None:
         return self._jobs.get(job_id)
 
-    def find_replaceable(self, job_id: JobId, now: float) -> JobId | None:
+    def find_replaceable(self, job_id: JobId) -> JobId | None:
         """Return the job that has to be dropped before another is created: an empty one that was unused for longest.
 
         ``None`` if none has to be.
@@ -64,23 +66,24 @@ class Jobs:
             return None
         empty = [each for each in self if each.job.id[0] == owner and each.is_empty]
         oldest = min(empty, key=lambda each: each.used_at, default=None)
-        if oldest is None or now - oldest.used_at < EMPTY_SECONDS:
+        if oldest is None or self.clock - oldest.used_at < EMPTY_SECONDS:
             raise QuotaReached(f"this key has {MAX_JOBS} jobs; delete one that is done, and retry", RETRY_SECONDS)
         return oldest.job.id
 
-    def open(self, job_id: JobId, options: Mapping[str, object], is_admin: bool, now: float, number: int) -> JobEntries:
-        """Return a job after changing its options; if there is none, one with this number is created.
-
-        ``now``: Unix seconds.
-        """
+    def open(self, job_id: JobId, options: Mapping[str, object], is_admin: bool, number: int) -> JobEntries:
+        """Return a job after changing its options; if there is none, one with this number is created."""
         each = self._jobs.get(job_id)
         if each is None:
-            each = self._add(Job(job_id, self._default_options, is_admin, self.version, number=number), now)
-        each.used_at = now
+            each = self._add(Job(job_id, self._default_options, is_admin, self.version, number=number))
+        self.use(each)
         each.job.options = replace(each.job.options, **options)  # type: ignore[arg-type]
         self.save(each.job)
         self.changed.add(job_id)
         return each
+
+    def use(self, each: JobEntries) -> None:
+        """Note that a job is used now."""
+        each.used_at = self.clock
 
     def remove(self, job_id: JobId) -> None:
         """Remove a job whose entries are gone."""
@@ -89,9 +92,9 @@ class Jobs:
         self._changes[JOB, json.dumps(job_id)] = None
         self.changed.add(job_id)
 
-    def unused(self, now: float) -> list[JobId]:
+    def unused(self) -> list[JobId]:
         """Return the jobs that were not used for as long as their options say, and of which nothing is leased."""
-        return [each.job.id for each in self if not each.leased and _is_unused(each, now)]
+        return [each.job.id for each in self if not each.leased and self._is_unused(each)]
 
     def set_taken(self, each: JobEntries, taken: int) -> None:
         """Set how many groups count as taken under the served weights."""
@@ -100,19 +103,18 @@ class Jobs:
 
     def count_taken(self, entry: Entry, more: int) -> None:
         """Count a group that was taken, or that came back, if that was under the served weights."""
-        if not entry.is_failed and entry.leased_version == self.version:
-            each = self._jobs[entry.job]
+        each = self._jobs[entry.job]
+        if not entry.is_failed and (entry.leased_version, entry.takes) == (self.version, each.job.takes):
             self.set_taken(each, max(0, each.job.taken_under(self.version) + more))
 
     def save(self, job: Job) -> None:
         self._changes[JOB, json.dumps(job.id)] = job.encode()
 
-    def _add(self, job: Job, now: float) -> JobEntries:
-        each = self._jobs[job.id] = JobEntries(job, self.changed, now)
+    def _add(self, job: Job) -> JobEntries:
+        each = self._jobs[job.id] = JobEntries(job, self.changed, self.clock)
         self._counts[job.id[0]] += 1
         return each
 
-
-def _is_unused(each: JobEntries, now: float) -> bool:
-    after = each.job.options.expires_after
-    return after is not None and now - each.used_at >= after
+    def _is_unused(self, each: JobEntries) -> bool:
+        after = each.job.options.expires_after
+        return after is not None and self.clock - each.used_at >= after

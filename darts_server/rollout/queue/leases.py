@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from darts_server.rollout.queue.entries import Acknowledged, AckOutcome, Entry, EntryState, JobId
+from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState, JobId
 from darts_server.rollout.queue.entry_table import EntryTable
 from darts_server.rollout.queue.history import Acknowledgements, Counts
 from darts_server.rollout.queue.job_entries import JobEntries
@@ -66,7 +66,7 @@ class Leases:
         each = self._jobs.get(job_id)
         if each is None:
             return []
-        each.used_at = now
+        self._jobs.use(each)
         if key is not None and (known := self._taken_before(each, key)):
             return known
         chosen = each.next_ready(count, at_least, self._jobs.version)
@@ -74,7 +74,7 @@ class Leases:
             each.remove(entry)
             self._index.remove(entry)
             entry.lease, entry.lease_until = f"{entry.number}-{self._new_name()}", now + lease_seconds
-            entry.leased_version, entry.take_key = self._jobs.version, key
+            entry.leased_version, entry.takes, entry.take_key = self._jobs.version, each.job.takes, key
             self._index.add(entry)
             each.place(entry, EntryState.LEASED)
             self._table.save(entry)
@@ -95,9 +95,9 @@ class Leases:
         """Return whether a lease has neither been acknowledged nor expired."""
         return self._index.find_valid(lease) is not None
 
-    def acknowledge(self, leases: Sequence[str], may_see: Callable[[str], bool], now: float) -> list[AckOutcome]:
+    def acknowledge(self, leases: Sequence[str], may_see: Callable[[str], bool]) -> list[AckOutcome]:
         """Acknowledge leases, in their order. ``may_see``: whether what belongs to an owner is the caller's."""
-        return [self._acknowledge(lease, may_see, now) for lease in leases]
+        return [self._acknowledge(lease, may_see) for lease in leases]
 
     def expire(self, now: float) -> None:
         """Make groups ready again whose leases have expired."""
@@ -134,14 +134,14 @@ class Leases:
         self._table.save(entry)
         self._returns.restart_if_stale(entry)
 
-    def _acknowledge(self, lease: str, may_see: Callable[[str], bool], now: float) -> AckOutcome:
+    def _acknowledge(self, lease: str, may_see: Callable[[str], bool]) -> AckOutcome:
         entry = self._index.find(lease)
         if entry is not None and may_see(entry.owner):
-            self._jobs[entry.job].used_at = now
+            self._jobs.use(self._jobs[entry.job])
             if entry.state is not EntryState.LEASED:  # it expired, but was not handed out again
                 self._jobs.count_taken(entry, 1)
             self._returns.delete(entry)
-            self._acknowledgements.add(Acknowledged(entry.number, entry.job, entry.name, entry.digest, lease))
+            self._acknowledgements.add(entry, lease)
             self._counts.acknowledged += 1
             return AckOutcome.ACKNOWLEDGED
         number = _number_of(lease)

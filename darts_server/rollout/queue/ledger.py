@@ -47,11 +47,11 @@ class Ledger:
         self._number = 0
         self._ready_number = 0
 
-    def load(self, items: Callable[[str], Iterable[tuple[str, bytes]]], now: float) -> None:
-        """Read everything that was written. ``items``: yields keys and values of a kind. ``now``: Unix seconds."""
+    def load(self, items: Callable[[str], Iterable[tuple[str, bytes]]]) -> None:
+        """Read everything that was written. ``items``: yields keys and values of a kind."""
         for _, value in items(MODEL):
             self._model = value.decode()
-        self.jobs.load(items(JOB), now)
+        self.jobs.load(items(JOB))
         self.entries.load(items)
         entries = self.entries.by_number.values()
         for entry in entries:
@@ -79,7 +79,7 @@ class Ledger:
         for each in self.jobs:
             self._reset_taken(each, 0)
             for entry in [*each.ready.values(), *each.leased.values()]:
-                if is_other_model or entry.version != version:
+                if not entry.is_failed and (is_other_model or entry.version != version):
                     each.remove(entry)
                     entry.version = LOST_VERSION
                     each.place(entry, entry.state)
@@ -123,7 +123,6 @@ class Ledger:
         job_id: JobId,
         new: NewEntries,
         terms: Terms,
-        now: float,
         *,
         options: Mapping[str, object] | None = None,
         taken: int | None = None,
@@ -133,7 +132,7 @@ class Ledger:
     ) -> PutResult:
         """Add prompts to a job, which is created if there is none. Prompts whose name is known are not added again.
 
-        ``now``: Unix seconds. ``options``: of the job, those that change. ``taken``: how many groups count as taken
+        ``options``: of the job, those that change. ``taken``: how many groups count as taken
         under the served weights from now on. ``key``: an idempotency key, and the ``digest`` of its request.
 
         Raises:
@@ -151,11 +150,11 @@ class Ledger:
         self._remove_known(job_id, new)
         if new.entries or job_id not in self.jobs:
             self._owners.check_room(job_id[0], len(new.entries), new.size)
-        if (empty := self.jobs.find_replaceable(job_id, now)) is not None:
+        if (empty := self.jobs.find_replaceable(job_id)) is not None:
             self.drop_unused(empty)
         if job_id not in self.jobs:
             self._number += 1
-        each = self.jobs.open(job_id, options or {}, is_admin, now, self._number)
+        each = self.jobs.open(job_id, options or {}, is_admin, self._number)
         self.changes[NUMBER, ""] = str(self._number).encode()
         self._restart_stale(each, self.version)
         if taken is not None:
@@ -314,11 +313,8 @@ class Ledger:
 
     def _reset_taken(self, each: JobEntries, taken: int) -> None:
         """Set how many groups count as taken; those that were, and come back, do not count any more."""
-        if each.job.taken or taken:
-            self.jobs.set_taken(each, taken)
-        for entry in [*each.ready.values(), *each.leased.values()]:
-            entry.leased_version = LOST_VERSION
-            self.entries.save(entry)
+        each.job.takes += 1
+        self.jobs.set_taken(each, taken)
 
     def _stop(self, entry: Entry) -> None:
         """Stop an entry's group, if it runs."""
@@ -327,12 +323,12 @@ class Ledger:
             self._shares.end(entry, 0, self.jobs[entry.job].job.options.weight)
 
     def _restart_stale(self, each: JobEntries, version: int, *, ready: bool = True) -> None:
-        for entry in [*each.running.values(), *(each.ready.values() if ready else ())]:
-            self._restart_if_stale(each, entry, version)
+        if each.has_stale(version):
+            for entry in [*each.running.values(), *(each.ready.values() if ready else ())]:
+                self._restart_if_stale(each, entry, version)
 
     def _restart_if_stale(self, each: JobEntries, entry: Entry, version: int) -> None:
-        of_the_future = not entry.is_failed and entry.version > version
-        if of_the_future or each.is_stale(entry, version):
+        if not entry.is_failed and each.must_restart(entry.version, version):
             self.counts.stale += 1
             self._queue_again(entry)
 

@@ -12,6 +12,9 @@ ROUND = 256
 """Most prompts of a job that are sorted by their expected length. All of a round start before the next one begins, so
 that no short prompt waits for ever."""
 
+HEAPIFY_PART = 16
+"""A heap is built anew when more than this part of it is added: a push takes about as long as so many items of that."""
+
 
 class FairShare(Generic[T]):
     """Give each of several users the same share of something, in proportion to their weights.
@@ -73,8 +76,12 @@ class PromptOrder:
         """Add new entries of the same priority."""
         new = [(-entry.priority, not entry.was_restarted, entry.number) for entry in entries]
         self._numbers.update(number for _, _, number in new)
-        self._waiting += new
-        heapq.heapify(self._waiting)
+        if len(new) < len(self._waiting) // HEAPIFY_PART:
+            for item in new:
+                heapq.heappush(self._waiting, item)
+        else:
+            self._waiting += new
+            heapq.heapify(self._waiting)
         if self._round and new and -new[0][0] > self._priority:
             self._end_round()
 

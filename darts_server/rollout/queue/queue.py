@@ -82,7 +82,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._observer = observer or QueueObserver()
         self._clock = clock
         self._ledger = Ledger(limits or QueueLimits(), max_staleness, new_name)
-        self._ledger.load(disk.items, clock())
+        self._ledger.load(disk.items)
         self._ledger.set_version(rollouts.weight_version, model)
         self._saver = Saver(disk, self._ledger.changes)
         self._runner = QueueRunner(
@@ -130,7 +130,6 @@ class PromptQueue(Generic[RequestT, OutputT]):
             job_id,
             new,
             put.terms,
-            now,
             options=put.options,
             taken=put.taken,
             is_admin=who.is_admin,
@@ -200,7 +199,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
         outcomes: list[AckOutcome] = []
         for start in range(0, len(leases), ACKNOWLEDGED_AT_ONCE):
             some = leases[start : start + ACKNOWLEDGED_AT_ONCE]
-            outcomes += self._ledger.leases.acknowledge(some, lambda owner: who.may_see(owner or None), self._clock())
+            outcomes += self._ledger.leases.acknowledge(some, lambda owner: who.may_see(owner or None))
             await asyncio.sleep(0)
         await self._saver.save()
         self._wake_up()
@@ -302,12 +301,16 @@ class PromptQueue(Generic[RequestT, OutputT]):
             self._wake.clear()
 
     def _turn(self) -> None:
+        now = time.monotonic()
+        elapsed, self._last_turn = now - self._last_turn, now
+        # Not more than between two turns: a machine that was suspended has not left its jobs unused.
+        self._ledger.jobs.clock += min(elapsed, IDLE_SECONDS)
         self._follow_weights()
         self._ledger.leases.expire(self._clock())
         self._stop_unwanted()
         self._drop_unused()
         self._starter.start()
-        self._observe()
+        self._observe(elapsed)
         self._notify()
 
     def _drop_unused(self) -> None:
@@ -315,15 +318,14 @@ class PromptQueue(Generic[RequestT, OutputT]):
         if time.monotonic() < self._look_for_unused_at:
             return
         self._look_for_unused_at = time.monotonic() + IDLE_SECONDS
-        for job_id in self._ledger.jobs.unused(self._clock()):
+        for job_id in self._ledger.jobs.unused():
             dropped = self._ledger.drop_unused(job_id)
             logger.warning("job %r of the queue was not used for its expires_after: %d dropped", job_id[1], dropped)
 
-    def _observe(self) -> None:
-        now, totals = time.monotonic(), self.totals()
+    def _observe(self, elapsed: float) -> None:
+        totals = self.totals()
         waits = "waiting" if totals[EntryState.QUEUED] else "empty"
-        self._observer.queue_active("running" if totals[EntryState.RUNNING] else waits, now - self._last_turn)
-        self._last_turn = now
+        self._observer.queue_active("running" if totals[EntryState.RUNNING] else waits, elapsed)
         counts = self._ledger.counts
         for event in QUEUE_EVENTS:
             if more := getattr(counts, event) - getattr(self._observed, event):

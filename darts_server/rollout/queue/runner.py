@@ -136,11 +136,7 @@ class QueueRunner(Generic[RequestT, OutputT]):
             for entry in entries:
                 self._fail(entry, attempts[entry.number], error)
         finally:
-            for number, attempt in attempts.items():
-                if self._attempts.get(number) is attempt:
-                    del self._attempts[number]
-                    self._ledger.give_back(number)
-            self._on_change()
+            self._give_back(attempts)
 
     async def _prepare(
         self, entries: list[Entry], attempts: Mapping[int, _Attempt[RequestT, OutputT]], candidates: int
@@ -172,7 +168,9 @@ class QueueRunner(Generic[RequestT, OutputT]):
                     self._fail(entry, attempts[entry.number], _without_number(error))
                 elif len(entries) > 1:
                     # It is one prompt's, or they are too many at a time for this key: the others are queued again.
-                    del entries[(len(entries) + 1) // 2 :]
+                    half = (len(entries) + 1) // 2
+                    self._give_back({entry.number: attempts[entry.number] for entry in entries[half:]})
+                    del entries[half:]
                 else:
                     entry = entries.pop()
                     self._fail(entry, attempts[entry.number], error)
@@ -205,6 +203,14 @@ class QueueRunner(Generic[RequestT, OutputT]):
             else:
                 attempt.prompt = prompts[entry.number] = prompt
         return prompts
+
+    def _give_back(self, attempts: Mapping[int, _Attempt[RequestT, OutputT]]) -> None:
+        """Queue the entries again of those attempts that have not ended."""
+        for number, attempt in attempts.items():
+            if self._attempts.get(number) is attempt:
+                del self._attempts[number]
+                self._ledger.give_back(number)
+        self._on_change()
 
     async def _end(self, entry: Entry, attempt: _Attempt[RequestT, OutputT], result: GroupResult) -> None:
         if self._attempts.get(entry.number) is not attempt:

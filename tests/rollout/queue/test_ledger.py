@@ -206,12 +206,11 @@ def test_a_job_that_is_not_used_is_dropped_but_not_while_a_group_is_leased() -> 
     world.end(first)
 
     def unused_after(seconds: float) -> bool:
-        world.now += seconds
-        return world.ledger.jobs.unused(world.now) == [JOB]
+        world.ledger.jobs.clock += seconds
+        return world.ledger.jobs.unused() == [JOB]
 
     assert not unused_after(900)
     [taken] = world.take()
-    taken.lease_until = world.now + 5000
     assert not unused_after(2000)
     assert world.acknowledge(taken.lease or "") == [AckOutcome.ACKNOWLEDGED]
     assert not unused_after(900)
@@ -229,11 +228,11 @@ def test_an_empty_job_that_was_not_used_makes_room_for_another(monkeypatch: pyte
     world = World()
     for name, new in (("full", "a"), ("old", None), ("young", None)):
         world.put_to(("owner", name), prompts(*filter(None, [new])))
-        world.now += 10
+        world.ledger.jobs.clock += 10
     with pytest.raises(QuotaReached, match="3 jobs"):
         world.put_to(("owner", "more"), [])
     world.put_to(("other", "more"), [])
-    world.now += 3600
+    world.ledger.jobs.clock += 3600
     world.put_to(("owner", "more"), prompts("b"))
     assert [each.job.id[1] for each in world.ledger.jobs if each.job.id[0] == "owner"] == ["full", "young", "more"]
 
@@ -275,14 +274,14 @@ def test_any_text_may_be_acknowledged(lease: str) -> None:
     world = ready("a")
     world.take()
     expected = AckOutcome.EXPIRED if lease.startswith("1-") else AckOutcome.UNKNOWN
-    assert world.ledger.leases.acknowledge([lease], lambda _: True, 0) == [expected]
+    assert world.ledger.leases.acknowledge([lease], lambda _: True) == [expected]
 
 
 def test_leases_of_others_and_of_nobody_are_unknown() -> None:
     world = ready("a")
     [entry] = world.take()
     for lease in (entry.lease or "", "99-x", "", "x", "1" * 30, f"{entry.number}-x"):
-        assert world.ledger.leases.acknowledge([lease], lambda owner: owner == "other", 0) == [AckOutcome.UNKNOWN]
+        assert world.ledger.leases.acknowledge([lease], lambda owner: owner == "other") == [AckOutcome.UNKNOWN]
     assert world.names(LEASED) == {"a"}
 
 
@@ -397,6 +396,59 @@ def test_after_a_restart_running_groups_start_again_and_others_are_what_they_wer
     assert (world.names(QUEUED), world.names(READY), world.names(LEASED)) == ({"c", "d"}, {"b"}, {"a"})
     assert world.acknowledge(leased.lease or "") == [AckOutcome.ACKNOWLEDGED]
     assert world.ledger.entries.terms_of(world.take()[0]) == TERMS
+
+
+def test_acknowledgements_are_forgotten_in_their_order_also_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("darts_server.rollout.queue.history.KEPT_ACKNOWLEDGED", 2)
+    world = ready("late", "1", "2", "3")
+    [late, *others] = [entry.lease or "" for entry in world.take(4)]
+    world.acknowledge(*others[:2])
+    world.acknowledge(late)
+    world.kill()
+    world.acknowledge(others[2])
+    assert world.acknowledge(late) == [AckOutcome.ALREADY], "it is the newest but one"
+    assert world.put_to(JOB, prompts("late")).added == 0
+    assert world.acknowledge(others[1]) == [AckOutcome.UNKNOWN]
+
+
+def test_a_failed_group_is_what_it_was_after_a_restart_under_other_weights() -> None:
+    world = World()
+    world.put("bad")
+    world.update()
+    [entry] = world.start()
+    world.end(entry, failed=True)
+    world.commit()
+    world.version = 0
+    world.kill()
+    world.update()
+    [entry] = world.take()
+    assert (entry.is_failed, world.version - entry.version) == (True, 0)
+
+
+def test_resetting_what_was_taken_touches_no_group() -> None:
+    world = ready(*map(str, range(100)), groups_per_version=100)
+    world.take(50)
+    world.put_to(JOB, [], taken=0)
+    assert len(world.ledger.changes) == 2, "its job and the last number"
+
+
+def test_groups_are_not_looked_at_one_by_one_while_none_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = ready("a", max_staleness=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(world.ledger, "_restart_if_stale", lambda *_: pytest.fail("it was looked at"))
+        world.put("b")
+        world.update()
+        world.put()
+    world.put(max_staleness=0)
+    assert world.names(QUEUED) == {"a", "b"}
+
+
+def test_a_few_new_prompts_go_where_they_would_go_among_many() -> None:
+    world = World()
+    world.put_to(JOB, prompts(*map(str, range(100))))
+    world.put_to(JOB, prompts("100", "101"))
+    world.put_to(JOB, prompts("first"), priority=1)
+    assert [entry.name for entry in world.start()] == ["first", *map(str, range(102))]
 
 
 def test_groups_of_weights_that_the_server_no_longer_has_start_again_after_a_restart() -> None:

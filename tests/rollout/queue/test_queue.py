@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -151,6 +152,31 @@ async def test_a_prompt_that_its_sampling_parameters_do_not_fit_fails_alone() ->
         assert errors == dict.fromkeys(["10", "11", "12", "14"]) | {
             "13": "sampling.max_tokens: is too large for this prompt"
         }
+        queue.drain()
+        await asyncio.sleep(0.01)
+
+
+async def test_prompts_that_were_in_a_batch_with_a_bad_one_do_not_wait_for_the_rest_of_it() -> None:
+    class Picky(Texts):
+        async def make_request(
+            self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
+        ) -> str:
+            if prompt.text == "13":
+                raise InvalidRequest("sampling.max_tokens", "is too large for this prompt")
+            return await super().make_request(prompt, sampling, size, request_id)
+
+    harness = Harness(script)
+    with TransactionStore() as disk:
+        queue = Queue(harness.rollouts, Picky(), new_planner, disk, encode)
+        await queue.put(ME, put("5000", "10", "11", "13"))
+        queue.open()
+        for _ in range(500):
+            await harness.engine.step()
+            await asyncio.sleep(0.001)
+            if queue.totals()[EntryState.READY] == 3:
+                break
+        assert harness.engine.now < 5000
+        assert (queue.totals()[EntryState.READY], queue.totals()[EntryState.RUNNING]) == (3, 1)
         queue.drain()
         await asyncio.sleep(0.01)
 
@@ -593,15 +619,47 @@ async def test_a_consumer_gets_a_group_as_soon_as_an_older_one_no_longer_holds_i
         assert (content([group]), group.staleness) == (["10"], 0)
 
 
-async def test_a_job_that_is_not_used_is_dropped_with_what_runs() -> None:
-    harness, now = Harness(script), 0.0
+class Clock:
+    """Stands for the module `time`. ``moment``: what its monotonic clock shows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.moment = 0.0
+        self.time = time.time
+        monkeypatch.setattr("darts_server.rollout.queue.queue.time", self)
+
+    def monotonic(self) -> float:
+        return self.moment
+
+
+async def test_jobs_outlive_a_step_of_the_clock_and_a_suspended_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, now, clock = Harness(script), 0.0, Clock(monkeypatch)
     with TransactionStore() as disk:
         queue = Queue(harness.rollouts, Texts(), new_planner, disk, encode, clock=lambda: now)
         queue.open()
         await queue.put(ME, put("5000", expires_after=200.0))
         await wait_for(queue, running=1)
+        now = clock.moment = 3600.0
+        for _ in range(3):
+            queue._wake_up()
+            await asyncio.sleep(0.01)
+        assert queue.counts.dropped == 0
+        assert 1 <= queue._ledger.jobs.clock <= 2
+        queue.drain()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_job_that_is_not_used_is_dropped_with_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, clock = Harness(script), Clock(monkeypatch)
+    with TransactionStore() as disk:
+        queue = Queue(harness.rollouts, Texts(), new_planner, disk, encode)
+        queue.open()
+        await queue.put(ME, put("5000", expires_after=200.0))
+        await wait_for(queue, running=1)
         await settle()
-        now = 200.0
+        for _ in range(200):
+            clock.moment += 1.0
+            queue._wake_up()
+            await asyncio.sleep(0.001)
         for _ in range(500):
             if not queue.jobs(ME):
                 break

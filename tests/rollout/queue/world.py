@@ -59,7 +59,7 @@ class World:
 
     def _open(self) -> Ledger:
         ledger = Ledger(self._limits, self._staleness, lambda: next(self._names))
-        ledger.load(self.disk.items, self.now)
+        ledger.load(self.disk.items)
         ledger.set_version(self.version, self.model)
         return ledger
 
@@ -85,7 +85,7 @@ class World:
     def put_to(self, job: JobId, new: list[NewPrompt], *, priority: int = 0, **more: Any) -> PutResult:
         numbers = self.ledger.reserve_numbers(job, TERMS, len(new))
         entries = build_entries(job, new, numbers, self.now, lambda: next(self._names), priority)
-        return self.ledger.put(job, entries, TERMS, self.now, **more)
+        return self.ledger.put(job, entries, TERMS, **more)
 
     def start(self, most: int = 1000, expected: Callable[[Entry], float] = lambda _: 1.0) -> list[Entry]:
         return self.ledger.start(most, expected)
@@ -102,7 +102,7 @@ class World:
 
     def acknowledge(self, *leases: str) -> list[AckOutcome]:
         names = dict(self._named(leases))
-        outcomes = self.ledger.leases.acknowledge(leases, lambda _: True, self.now)
+        outcomes = self.ledger.leases.acknowledge(leases, lambda _: True)
         self.commit()
         self.acknowledged += [
             names[lease] for lease, done in zip(leases, outcomes, strict=True) if done is AckOutcome.ACKNOWLEDGED
