@@ -43,14 +43,20 @@ class TrajectoryAborter(Generic[RequestT, OutputT]):
 
         Raises:
             NotFound: the caller has no such trajectory.
-            Conflict: it has ended; the message says how.
+            Conflict: it has ended, and the message says how; or several running groups of the caller have its id.
         """
         group_id, _, number = trajectory_id.rpartition(":")
         is_index = number.isascii() and number.isdecimal() and len(number) <= MAX_INDEX_DIGITS
         index = int(number) if is_index else -1
         may_see = caller.get().may_see
-        run = self._rollouts.find(group_id)
-        if run is not None and may_see(run.owner) and 0 <= index < len(run.candidates):
+        runs = [run for run in self._rollouts.find(group_id, may_see) if 0 <= index < len(run.candidates)]
+        if len(runs) > 1:
+            raise Conflict(
+                FIELD,
+                f"{trajectory_id!r} is ambiguous: {len(runs)} running groups have the id {group_id!r}; send each "
+                "request with an X-Request-Id of its own",
+            )
+        for run in runs:
             # Shielded, because others may have aborted the same trajectory.
             output = await asyncio.shield(run.abort_candidate(index))
             record = run.candidate_record(index)

@@ -95,7 +95,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._forecasts = Forecasts(statistics.prompts, statistics.dataset, statistics.rewards, clock)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
         self._poller = ProgressPoller(intervals.poll)
-        self._runs: dict[str, GroupRun[RequestT, OutputT]] = {}
+        self._runs: dict[GroupRun[RequestT, OutputT], None] = {}  # a set, the oldest first
+        self._by_id: dict[str, list[GroupRun[RequestT, OutputT]]] = {}  # callers choose ids: groups may share one
         self.aborts = 0
         """How often everything was aborted."""
         self._suspended = False
@@ -217,7 +218,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         if spec.pruning is not None:
             survival = spec.pruning.for_prompt(lambda: self._forecasts.of_prompt(spec.prompt_key))
         run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), survival, carried)
-        self._runs[spec.group_id] = run
+        self._runs[run] = None
+        self._by_id.setdefault(spec.group_id, []).append(run)
         self._poller.add(run)
         if self._suspended:
             run.suspend()
@@ -229,18 +231,21 @@ class Rollouts(Generic[RequestT, OutputT]):
         return len(self._runs)
 
     def first_version(self, group_id: str) -> int | None:
-        """Return the oldest weight version of a running group's candidates; ``None`` if none has started."""
-        run = self._runs.get(group_id)
-        return None if run is None else run.first_version
+        """Return the oldest weight version of the candidates of running groups with that id; ``None`` without any."""
+        versions = (run.first_version for run in self._by_id.get(group_id, ()))
+        return min((version for version in versions if version is not None), default=None)
 
-    def find(self, group_id: str) -> GroupRun[RequestT, OutputT] | None:
-        """Find a running group."""
-        return self._runs.get(group_id)
+    def find(self, group_id: str, may_see: Callable[[str | None], bool]) -> list[GroupRun[RequestT, OutputT]]:
+        """Find the running groups with that id: several if callers have reused it.
+
+        ``may_see``: whether the groups of an owner may be returned.
+        """
+        return [run for run in self._by_id.get(group_id, ()) if may_see(run.owner)]
 
     @property
     def newest(self) -> Iterator[GroupRun[RequestT, OutputT]]:
         """Running groups, the newest first."""
-        return reversed(self._runs.values())
+        return reversed(self._runs)
 
     def group_rewarded(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
         """Learn what deadlines cost from the rewards of a group, by candidate index."""
@@ -249,20 +254,20 @@ class Rollouts(Generic[RequestT, OutputT]):
     # --- ending groups ------------------------------------------------------
 
     def abort(self, group_id: str) -> None:
-        """Abort the group, or the single request, with that id, if it runs: see `GroupRun.abort`."""
+        """Abort all groups, or the single request, with that id, if they run: see `GroupRun.abort`."""
         self.joiner.abort(group_id)
-        if run := self._runs.get(group_id):
+        for run in list(self._by_id.get(group_id, ())):
             run.abort()
 
     def abort_all(self, reason: str) -> None:
         """Abort all running groups, see `GroupRun.abort`. ``reason``: for callers that get an error."""
         self.aborts += 1
-        for run in list(self._runs.values()):
+        for run in list(self._runs):
             run.abort(reason)
 
     def fail_all(self, error: DartsError) -> None:
         """End all running groups; their callers get the error."""
-        for run in list(self._runs.values()):
+        for run in list(self._runs):
             run.fail(error)
 
     async def suspend(self) -> None:
@@ -271,24 +276,27 @@ class Rollouts(Generic[RequestT, OutputT]):
         Groups that begin before `resume` start no candidates either.
         """
         self._suspended = True
-        unfinished = [run for run in list(self._runs.values()) if not run.suspend()]
+        unfinished = [run for run in list(self._runs) if not run.suspend()]
         while any(not run.has_ended for run in unfinished):
             self._group_ended.clear()
             await self._group_ended.wait()
 
     def weights_change(self) -> None:
         """Record what running candidates have generated so far, before the paused model gets other weights."""
-        for run in list(self._runs.values()):
+        for run in list(self._runs):
             run.weights_change()
 
     def resume(self) -> None:
         """Restart suspended groups with new candidates. Harmless if there are none."""
         self._suspended = False
-        for run in list(self._runs.values()):
+        for run in list(self._runs):
             run.resume()
 
     def _remove(self, run: GroupRun[RequestT, OutputT]) -> None:
         self._poller.remove(run)
         self._group_ended.set()
-        if self._runs.get(run.spec.group_id) is run:  # a newer group may have taken the id
-            del self._runs[run.spec.group_id]
+        del self._runs[run]
+        same = self._by_id[run.spec.group_id]
+        same.remove(run)
+        if not same:
+            del self._by_id[run.spec.group_id]

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from darts_server.engine.scripted import settle
-from darts_server.exceptions import InvalidRequest
+from darts_server.exceptions import GroupAborted, InvalidRequest, ServerStopping
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
@@ -67,3 +67,44 @@ async def test_concurrent_groups_get_their_own_trajectories() -> None:
         assert sorted(len(t.output) for t in group) == [3, 4, 5, 9]
     assert harness.recorder.started == 40 * 6
     assert harness.rollouts.running == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("end", ["abort", "abort_all", "fail_all"])
+async def test_groups_with_one_id_are_all_stopped(end: str) -> None:
+    """Callers choose ids: two concurrent requests with the same X-Request-Id."""
+    harness = Harness(lengths(9))
+    waiting = [asyncio.create_task(collect(harness.run(2))) for _ in range(2)]
+    await settle()
+    await harness.engine.step()
+    if end == "fail_all":
+        harness.rollouts.fail_all(ServerStopping("stops", 1))
+    else:
+        getattr(harness.rollouts, end)("g")
+    await settle()
+    assert (harness.rollouts.running, harness.engine.running) == (0, [])
+    for task in waiting:
+        with pytest.raises((GroupAborted, ServerStopping)):
+            await task
+
+
+@pytest.mark.anyio
+async def test_groups_with_one_id_are_all_restarted_and_record_their_versions() -> None:
+    harness = Harness(lengths(5))
+    waiting = [asyncio.create_task(collect(harness.run(2))) for _ in range(2)]
+    await settle()
+    await harness.rollouts.suspend()
+    assert harness.engine.running == []
+    harness.rollouts.resume()
+    await settle()
+    await harness.engine.step()
+    assert harness.rollouts.running == 2
+    assert harness.rollouts.first_version("g") == 0
+    harness.rollouts.weights_change()
+    harness.engine.weight_version = 1
+    await harness.engine.run()
+    assert [len(await task) for task in waiting] == [2, 2]
+    for record in harness.recorder.records:
+        assert [c.version_spans for c in record.candidates if c.selected_as] == [((0, 1), (1, 4))] * 2
+    assert harness.rollouts.running == 0
+    assert harness.rollouts.first_version("g") is None
