@@ -44,7 +44,8 @@ class Script:
 class ScriptedCandidate:
     """A candidate whose output is the list of its token ids, ``[0, 1, 2, …]``, with log-probs 0, -1/8, -2/8, ….
 
-    ``started_at``: the engine's step at its start. ``generated``: tokens so far.
+    ``started_at``: the engine's step at its start. ``generated``: tokens so far. ``stop_lag``: turns of the event loop
+    after which a stop is answered.
     """
 
     request: str
@@ -53,6 +54,7 @@ class ScriptedCandidate:
     started_at: int
     generated: int = 0
     probe: Probe | None = None
+    stop_lag: int = 0
     _states: list[tuple[int, HiddenState]] = field(default_factory=list)
     _result: asyncio.Future[CandidateResult[list[int]]] = field(default_factory=asyncio.Future)
 
@@ -67,7 +69,15 @@ class ScriptedCandidate:
         return slice_from(list(range(self.generated)), start) if self.is_running else None
 
     def stop(self) -> int:
-        self._finish(None)
+        loop, turns = asyncio.get_running_loop(), self.stop_lag
+
+        def wait(turns: int) -> None:
+            if turns:
+                loop.call_soon(wait, turns - 1)
+            else:
+                self._finish(None)
+
+        wait(turns)
         return self.generated
 
     async def result(self) -> CandidateResult[list[int]]:
@@ -118,6 +128,8 @@ class ScriptedEngine:
         self.started: list[ScriptedCandidate] = []
         self.start_error: Exception | None = None
         """Raised by :meth:`start` while set."""
+        self.stop_lag = 0
+        """Turns of the event loop after which candidates that start from now on answer a stop; 0 for at once."""
         self._script = script
         self._dead = False
 
@@ -134,7 +146,8 @@ class ScriptedEngine:
             raise EngineDead("the scripted engine was killed")
         if self.start_error is not None:
             raise self.start_error
-        candidate = ScriptedCandidate(request, index, self._script(request, index), self.now, probe=probe)
+        script = self._script(request, index)
+        candidate = ScriptedCandidate(request, index, script, self.now, probe=probe, stop_lag=self.stop_lag)
         self.started.append(candidate)
         return candidate
 

@@ -16,7 +16,7 @@ And decisions are final: a stopped candidate never returns, a delivered one stay
 settle what no future event can change.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 from darts_server.exceptions import GroupAborted, GroupFailed, IllegalMove
@@ -227,14 +227,18 @@ class Group:
         """Stop everything: the caller has disconnected."""
         return list(self._close(Outcome.CANCELLED)) if self.outcome is None else []
 
-    def carry(self) -> list[Decision]:
-        """Stop everything: another group goes on with what the candidates have generated."""
+    def carry(self, aborted: Collection[int] = ()) -> list[Decision]:
+        """Stop everything: another group goes on with what the candidates have generated.
+
+        ``aborted``: candidates without which it goes on, since their callers are just aborting them.
+        """
         if self.outcome is not None:
             return []
         decisions = list(self._close(Outcome.CANCELLED, DiscardReason.CARRIED))
         for candidate in self.candidates[self.restarted_from :]:
             if candidate.reason not in (None, DiscardReason.FAILED, DiscardReason.ABORTED):
-                candidate.reason = DiscardReason.CARRIED
+                is_aborted = candidate.index in aborted
+                candidate.reason = DiscardReason.ABORTED if is_aborted else DiscardReason.CARRIED
         return decisions
 
     def end_decided(self) -> list[Decision]:

@@ -225,12 +225,16 @@ class GroupRun(Generic[RequestT, OutputT]):
         was counted.
         """
         assert not self.has_ended
-        self._act(self._group.carry())
+        # Those whose stop the engine has not answered yet. One that has not reached the engine may still be carried.
+        aborting = [index for index, waiting in self._aborts.items() if not waiting.done() and index in self._running]
+        self._act(self._group.carry(aborting))
         self._close()
         if self._tasks:
             await asyncio.wait(self._tasks)  # for the engine's outputs, which have the tokens up to the abort
         candidates = self._group.candidates[self._group.restarted_from :]
-        return [self._carry_candidate(c.index) for c in candidates if c.reason not in GONE]
+        return [
+            self._carry_candidate(c.index) for c in candidates if c.reason not in GONE and not self._was_taken(c.index)
+        ]
 
     def weights_change(self) -> None:
         """Record which tokens the present weights have sampled, before the paused engine gets others."""
@@ -430,7 +434,8 @@ class GroupRun(Generic[RequestT, OutputT]):
             else:
                 self._feed(Lost(index))
         is_whole = result.finish_reason is not None or index in self._cuts
-        self._answer_abort(index, None if is_whole else result.output)
+        is_aborted = self._group.candidates[index].reason is DiscardReason.ABORTED  # nobody else gets it
+        self._answer_abort(index, None if is_whole and not is_aborted else result.output)
 
     def _handle_failure(self, index: int, error: EngineError) -> None:
         if index in self._cuts:
@@ -449,6 +454,11 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.recorder.version_spans(index, result.tokens),
             None if result.finish_reason is None else result,
         )
+
+    def _was_taken(self, index: int) -> bool:
+        """Whether those that have aborted a candidate have got what it had generated."""
+        waiting = self._aborts.get(index)
+        return waiting is not None and waiting.done() and waiting.result() is not None
 
     def _answer_abort(self, index: int, output: OutputT | None) -> None:
         """Answer those that have aborted a candidate, if any. ``None``: it has ended otherwise."""

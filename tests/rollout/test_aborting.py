@@ -154,6 +154,29 @@ async def test_what_was_aborted_is_not_carried_over_again() -> None:
     waiting.cancel()
 
 
+@pytest.mark.parametrize("finishes", [False, True])
+@pytest.mark.parametrize("steps", [0, 3])
+async def test_what_is_being_aborted_while_its_group_is_carried_over_belongs_to_one_of_them(
+    steps: int, finishes: bool
+) -> None:
+    group = Aborting(2, 9)
+    group.harness.engine.stop_lag = 5
+    waiting = group.start()
+    await group.steps(steps)
+    aborting = asyncio.create_task(group.abort(1))
+    await asyncio.sleep(0)
+    carrying = asyncio.create_task(group.run.carry())
+    await asyncio.sleep(0)
+    if finishes:
+        for candidate in group.harness.engine.running:
+            candidate._finish(FinishReason.STOP)
+    aborted = await aborting
+    assert (len(aborted.sample.token_ids), aborted.record.reason) == (steps, ABORTED)
+    assert [candidate.tokens for candidate in await carrying] == [steps] * 2
+    assert group.reasons == [DiscardReason.CARRIED, ABORTED, DiscardReason.CARRIED]
+    waiting.cancel()
+
+
 async def test_all_that_abort_it_at_the_same_time_get_it_and_later_ones_are_refused() -> None:
     group = Aborting(4, 9)
     waiting = group.start()
@@ -226,6 +249,23 @@ async def test_the_trajectories_of_others_are_not_found_but_by_an_admin(ended: b
     else:
         assert list((await group.abort(0)).sample.token_ids) == [0]
         assert [index for index, _ in await group.end(waiting)] == [1, 2]
+
+
+async def test_of_two_running_groups_with_one_id_each_caller_aborts_its_own() -> None:
+    group = Aborting(2, 9)
+    caller.set(Caller("one"))
+    first = group.start()
+    await group.steps(3)
+    caller.set(Caller("another"))
+    second = group.start()
+    await group.steps(1)
+    caller.set(Caller("one"))
+    assert list((await group.abort(1)).sample.token_ids) == [0, 1, 2, 3]
+    caller.set(Caller("admin", is_admin=True))
+    with pytest.raises(Conflict, match="'a/g:0' is ambiguous: 2 running groups have the id 'a/g'"):
+        await group.abort(0)
+    assert [index for index, _ in await group.end(first)] == [0, 2]
+    assert [index for index, _ in await group.end(second)] == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(60))
