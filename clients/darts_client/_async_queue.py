@@ -190,8 +190,8 @@ class AsyncQueueApi:
                     return
                 wait = waiting.seconds_to_wait(WAIT_SECONDS)
                 groups = await self.take(job=job, wait=wait)
-                if not groups and wait == WAIT_SECONDS and all(each.job != job for each in await self.jobs()):
-                    waiting.job_deleted()
+                if not groups and waiting.is_check_due(WAIT_SECONDS):
+                    waiting.check_held(sum(each.prompts for each in await self.jobs() if each.job == job))
                 for taken in groups:
                     if waiting.is_new(taken.id):
                         yield taken.group

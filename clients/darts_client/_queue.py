@@ -61,6 +61,11 @@ class JobRecord(WireModel):
     taken: int = 0
     waits_for: str | None = None
 
+    @property
+    def prompts(self) -> int:
+        """How many prompts it has that were not acknowledged."""
+        return self.queued + self.running + self.ready + self.leased
+
 
 class PutPayload(WireModel):
     """The answer to a put."""
@@ -181,6 +186,7 @@ class StreamPrompts:
         self._put: dict[str, Any] | None = None
         self._retry_at: float | None = None
         self._is_slow = False
+        self._check_at = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -243,18 +249,23 @@ class StreamPrompts:
         """
         self._in_queue.discard(name)
         if outcome == "unknown":
-            self.job_deleted()
+            self.check_held(0)
 
-    def job_deleted(self) -> None:
-        """End the stream if it waits for groups of its job, which was deleted.
+    def is_check_due(self, every: float) -> bool:
+        """Whether to request how many prompts the job has; at most once in so many seconds."""
+        if self._clock() < self._check_at:
+            return False
+        self._check_at = self._clock() + every
+        return True
+
+    def check_held(self, count: int) -> None:
+        """Check how many prompts the job has: if it was deleted, the next put has created it again without the others.
 
         Raises:
-            NotFound
+            NotFound: the job was deleted, and groups that the stream waits for would never come.
         """
-        if self._in_queue:
-            raise NotFound(
-                f"the stream's job was deleted, {len(self._in_queue)} of its prompts have no group", status_code=404
-            )
+        if (lost := len(self._in_queue) - count) > 0:
+            raise NotFound(f"the stream's job was deleted, {lost} of its prompts have no group", status_code=404)
 
     def _draw(self) -> list[Any]:
         room, drawn, end = self._ahead - len(self._in_queue), [], self._clock() + DRAW_SECONDS

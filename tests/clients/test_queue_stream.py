@@ -41,6 +41,7 @@ class FakeQueue:
         self.requests: list[str] = []
         self.jobs: dict[str, list[str]] = {}
         self.leased: dict[str, str] = {}
+        self.taken: dict[str, str] = {}
         self.expired: set[str] = set()
         self.keys: dict[str, list[str]] = {}
         self.tasks: list[asyncio.Task[httpx.Response]] = []
@@ -60,8 +61,12 @@ class FakeQueue:
                 leases = json.loads(request.content)["leases"]
                 return httpx.Response(200, json={"leases": [{"outcome": self.ack(lease)} for lease in leases]})
             case "GET", "/darts/v1/queue":
-                counts = dict.fromkeys(("queued", "running", "ready", "leased", "bytes", "max_staleness"), 0)
-                return httpx.Response(200, json={"jobs": [{"job": job, **counts} for job in self.jobs]})
+                counts = dict.fromkeys(("queued", "running", "bytes", "max_staleness"), 0)
+                jobs = [
+                    {"job": job, **counts, "ready": len(ready), "leased": len(self.leased)}
+                    for job, ready in self.jobs.items()
+                ]
+                return httpx.Response(200, json={"jobs": jobs})
             case "DELETE", path:
                 found = self.jobs.pop(path.rpartition("/")[2], None)
                 return httpx.Response(404) if found is None else httpx.Response(200, json={"dropped": len(found)})
@@ -87,6 +92,8 @@ class FakeQueue:
                 return REFUSED
             self.keys[key] = [prompt["text"] for prompt in body["prompts"]]
             self.jobs.setdefault(body["job"], []).extend(self.keys[key])
+        elif body["job"] not in self.jobs:
+            return httpx.Response(404)
         self.options = {name: value for name, value in body.items() if name != "prompts"}
         if self.drop_next:
             self.jobs.clear()
@@ -96,11 +103,13 @@ class FakeQueue:
         return httpx.Response(200, json={"ids": self.keys[key], "added": 0})
 
     def take(self, request: httpx.Request) -> httpx.Response:
-        ready = self.jobs.get(request.url.params["job"], [])
-        if not ready or time.monotonic() < self.busy_until:
-            return httpx.Response(200, json={"groups": []})
-        name, lease = ready.pop(0), f"lease {next(self._numbers)}"
-        self.leased[lease] = name
+        ready, key = self.jobs.get(request.url.params["job"], []), request.headers["idempotency-key"]
+        if (lease := self.taken.get(key, "")) not in self.leased:
+            if not ready or time.monotonic() < self.busy_until:
+                return httpx.Response(200, json={"groups": []})
+            lease = self.taken[key] = f"lease {next(self._numbers)}"
+            self.leased[lease] = ready.pop(0)
+        name = self.leased[lease]
         if self.lose_takes:
             self.lose_takes -= 1
             raise httpx.ReadError("lost", request=request)
@@ -112,6 +121,11 @@ class FakeQueue:
         if lease in self.expired:
             return "expired"
         return "unknown" if self.leased.pop(lease, None) is None else "acknowledged"
+
+    def delete(self) -> None:
+        """Delete all jobs."""
+        self.jobs.clear()
+        self.leased.clear()
 
     def expire(self) -> None:
         """Hand every leased group out again."""
@@ -257,20 +271,22 @@ async def test_a_take_waits_as_long_as_the_server_says() -> None:
 
 @pytest.mark.parametrize("status", [None, 502, 504])
 def test_a_take_whose_answer_is_lost_is_sent_again_with_its_key(queue: FakeQueue, status: int | None) -> None:
-    keys: list[str] = []
+    queue.jobs["default"] = ["a", "b"]
+    lost: list[httpx.Response] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
-        keys.append(request.headers["idempotency-key"])
-        if len(keys) > 1:
-            return queue(request)
+        answer = queue(request)
+        if lost:
+            return answer
+        lost.append(answer)
         if status is None:
             raise httpx.ReadError("lost", request=request)
         return httpx.Response(status)
 
     with Client(URL, transport=httpx.MockTransport(handle)) as client:
-        assert client.queue.take(wait=0) == []
-        client.queue.take(wait=0)
-    assert keys[0] == keys[1] != keys[2]
+        [first], [second] = client.queue.take(wait=0), client.queue.take(wait=0)
+    assert (first.id, first.lease) == ("a", lost[0].json()["groups"][0]["lease"]), "the same group, under its lease"
+    assert second.id == "b", "each take has a key of its own"
 
 
 def test_a_take_that_was_never_sent_is_repeated(queue: FakeQueue) -> None:
@@ -289,16 +305,15 @@ def test_a_take_that_was_never_sent_is_repeated(queue: FakeQueue) -> None:
 def test_a_stream_goes_on_after_a_lost_answer_and_yields_each_group_once(queue: FakeQueue, client: Client) -> None:
     queue.lose_takes = 1
     with closing(client.stream(["a", "b", "c"], **SIZES)) as groups:
-        assert next(groups).group_id == "b", "the answer with a was lost"
-        queue.expire()  # also the lease of b, which was yielded
-        assert [group.group_id for group in groups] == ["a", "c"]
+        assert next(groups).group_id == "a", "it comes again, as its answer was lost"
+        queue.expire()  # its lease too
+        assert [group.group_id for group in groups] == ["b", "c"]
 
 
 def test_a_stream_whose_job_was_deleted_raises(queue: FakeQueue, client: Client) -> None:
     groups = client.stream(["a", "b"], **SIZES)
     next(groups)
-    queue.jobs.clear()
-    queue.leased.clear()
+    queue.delete()
     with pytest.raises(NotFound, match="deleted"):
         next(groups)
 
@@ -313,6 +328,39 @@ def test_a_stream_that_waits_for_groups_of_a_job_that_was_deleted_raises(
     queue.drop_next = True
     with pytest.raises(NotFound, match="deleted"):
         next(groups)
+
+
+def test_a_stream_raises_if_a_put_has_created_its_deleted_job_again(
+    queue: FakeQueue, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("darts_client._sync_queue.WAIT_SECONDS", 0.3)
+    monkeypatch.setattr("darts_client._sync_queue.POLL_SECONDS", 0.05)
+    queue.busy_until = time.monotonic() + 1.0
+
+    def prompts() -> Iterator[str]:
+        for number in range(4):
+            time.sleep(0.2)  # so that the stream does not wait for as long as it may
+            if number == 2:
+                queue.delete()
+            yield f"p{number}"
+
+    groups = client.stream(prompts(), ahead=8, **SIZES)
+    with pytest.raises(NotFound, match="deleted, 2 of its prompts"):
+        list(groups)
+
+
+def test_a_stream_requests_how_many_prompts_its_job_has_once_in_a_while() -> None:
+    now = 100.0
+    waiting = StreamPrompts(iter("abcd"), 3, lambda prompts: {"json": list(prompts)}, lambda: now)
+    waiting.next_put()
+    waiting.put_accepted(["1", "2", "3"])
+    assert [waiting.is_check_due(20.0) for _ in range(2)] == [True, False]
+    now += 20.0
+    assert waiting.is_check_due(20.0)
+    waiting.check_held(4)
+    waiting.check_held(3)
+    with pytest.raises(NotFound, match="1 of its prompts"):
+        waiting.check_held(2)
 
 
 def test_the_job_of_a_stream_expires(queue: FakeQueue, client: Client) -> None:

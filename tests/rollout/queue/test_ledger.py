@@ -506,17 +506,26 @@ def test_ten_thousand_groups_are_acknowledged_exactly_once_each(tmp_path: Path, 
         while put < size and rng.random() < 0.9:
             names = [str(number) for number in range(put, min(size, put + rng.randint(1, 200)))]
             try:
-                world.put(*names, *names[:1])
+                repeated = [*names, *names[:1]]
+                added = [
+                    world.put_to(JOB, prompts(*repeated), key=f"put {put}", digest="").added
+                    for _ in range(rng.randint(1, 2))
+                ]
+                world.commit()
             except QuotaReached:
                 break
+            assert sum(added) == len(names)
             put += len(names)
         running += world.start(rng.randint(1, 400))
         rng.shuffle(running)
         for entry in [running.pop() for _ in range(len(running) // 2 + 1) if running]:
             world.end(entry, failed=rng.random() < 0.01)
-        taken = [entry.lease or "" for entry in world.take(rng.randint(1, 400))]
+        key = rng.choice([None, str(rng.randrange(50))])
+        taken = [entry.lease or "" for entry in world.take(rng.randint(1, 400), key=key)]
         assert len(set(taken)) == len(taken)
-        held += taken
+        if taken and key is not None and rng.random() < 0.5:
+            assert [entry.lease for entry in world.take(400, key=key)] == taken
+        held = list(dict.fromkeys([*held, *taken]))
         rng.shuffle(held)
         mine = [held.pop() for _ in range(rng.randint(0, len(held)))]
         done = world.acknowledge(*mine)
@@ -532,11 +541,13 @@ def test_ten_thousand_groups_are_acknowledged_exactly_once_each(tmp_path: Path, 
             world.update()
         if rng.random() < 0.05:
             world.take(50) if rng.random() < 0.5 else world.ledger.leases.take(JOB, 50, 1, world.now, LEASE)
+            world.version = 0
             world.kill()
             running = []
         if not world.names(QUEUED) and not running:
             world.now += LEASE / 10
     assert sorted(world.acknowledged, key=int) == [str(number) for number in range(size)]
+    assert max(world.staleness) == 1
     counts = sum(len(list(each)) for each in world.ledger.jobs)
     assert counts == 0
     world.close()
