@@ -17,6 +17,7 @@ settle what no future event can change.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from math import isfinite
 from typing import Protocol
 
 from darts_server.exceptions import GroupAborted, GroupFailed, IllegalMove
@@ -157,7 +158,8 @@ class Group:
         """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
 
         `UNCOUNTED` candidates and those before a restart do not count; failures after a checkpoint are corrected for.
-        Empty if the group is not complete, or if its rule never selects some candidates.
+        Empty if the group is not complete, if its rule never selects some candidates, or if so many failed after
+        checkpoints that they exceed the range of floats.
         """
         if self.outcome is not Outcome.COMPLETED:
             return {}
@@ -167,7 +169,8 @@ class Group:
         if min(failed, default=1.0) == 1:
             return weights
         factor = weight_factor(failed, len(candidates))
-        return {index: weight * factor for index, weight in weights.items()}
+        weights = {index: weight * factor for index, weight in weights.items()}
+        return weights if all(map(isfinite, weights.values())) else {}
 
     @property
     def sampled_from(self) -> int | None:

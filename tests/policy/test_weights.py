@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, permutations, product
-from math import fsum, prod
+from math import fsum, inf, prod
 from random import Random
 
 import pytest
@@ -118,6 +118,23 @@ def test_an_incomplete_group_has_no_weights() -> None:
     group = Group(rng=Draws([0.1, 0.2]))
     group.open(SampledTail(1, 1), 2)
     assert group.weights() == {}
+
+
+@pytest.mark.parametrize(("failures", "survival", "has_weights"), [(600, 0.9, True), (1000, 0.001, False)])
+def test_a_large_group_of_which_many_fail_after_a_checkpoint_ends_with_weights_in_range_or_without(
+    failures: int, survival: float, has_weights: bool
+) -> None:
+    count = 1200
+    group = Group(rng=Draws([0.0] * count), survival_rng=Draws([0.0] * count), max_replacements=0)
+    group.open(AllSurvivors(1), count)
+    group.handle(*(Started(i) for i in range(count)))
+    group.handle(*(Scored(i, 0.5, survival) for i in range(count - 1)))
+    group.handle(*(Failed(i, RuntimeError(), retryable=True) for i in range(failures)))
+    group.handle(*(Finished(i, 5, FinishReason.STOP) for i in range(failures, count)))
+    assert group.outcome is Outcome.COMPLETED
+    weights = group.weights()
+    assert len(weights) == (count - failures if has_weights else 0)
+    assert all(weight < inf for weight in weights.values())
 
 
 class TestPruning:

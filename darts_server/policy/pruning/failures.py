@@ -20,11 +20,12 @@ times (n - f) / n sums over n - f candidates, the number that is reported. Witho
 """
 
 from collections.abc import Sequence
-from math import comb
+
+import numpy as np
 
 
 def weight_factor(survivals: Sequence[float], started: int) -> float:
-    """Return what the weights 1 / survival of a group are multiplied by.
+    """Return what the weights 1 / survival of a group are multiplied by; ``inf`` if that exceeds the range of floats.
 
     It is exact for a fixed number of candidates: if failures left too few, and others were started in place of them, it
     is an estimate.
@@ -33,8 +34,14 @@ def weight_factor(survivals: Sequence[float], started: int) -> float:
         survivals: of the candidates that failed, fewer than ``started``.
         started: n, with them.
     """
-    sums = [1.0]  # e_0, e_1, ... of the candidates so far
-    for survival in survivals:
-        sums = [whole + less / survival for whole, less in zip([*sums, 0.0], [0.0, *sums], strict=True)]
-    estimate = sum(each / comb(started - 1, k) for k, each in enumerate(sums))
-    return estimate * (started - len(survivals)) / started
+    kept = [survival for survival in survivals if survival < 1]
+    k = np.arange(1, len(survivals) + 1)
+    others = started - k  # C(n - 1, k) / C(n - 1, k - 1) is others / k
+    # The terms e_k / C(n - 1, k) of the candidates so far, first of all with survival 1, for which e_k is a binomial
+    # coefficient. Neither e_k nor C(n - 1, k) alone is in the range of floats.
+    certain = len(survivals) - len(kept)
+    terms = np.cumprod(np.concatenate([[1.0], np.maximum(certain + 1 - k, 0) / others]))
+    with np.errstate(over="ignore"):
+        for survival in kept:
+            terms[1:] += terms[:-1] * (k / others) / survival
+        return float(terms.sum()) * (started - len(survivals)) / started
