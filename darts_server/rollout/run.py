@@ -173,9 +173,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._carried.clear()  # also if none has started yet: it may be too old for the new weights
             self.prefixes.clear()  # weights stand for candidates since the restart only
             self._act(self._group.restart())
-            if self._cohort is not None and self._tokens_needed is None:
-                self._beyond = None
-                self._cohort.report_minimum(self, 0)  # new candidates may be short
+            self._reset_minimum()
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
@@ -529,6 +527,12 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self._beyond = limit
                 self._cohort.report_minimum(self, minimum)
 
+    def _reset_minimum(self) -> None:
+        """Take back the reported minimum: new candidates may be short."""
+        if self._cohort is not None and self._beyond is not None and self._tokens_needed is None:
+            self._beyond = None
+            self._cohort.report_minimum(self, 0)
+
     def _report_returned(self, index: int, output: OutputT) -> None:
         request, _ = self.request_of(index)
         self._observer.trajectory_returned(self.recorder.returned(index, *self._engine.token_ids(request, output)))
@@ -566,6 +570,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             task.add_done_callback(partial(self._finish_task, index))
         self.recorder.candidates_requested(len(indices))
         self._observer.candidates_started(len(indices))
+        self._reset_minimum()
 
     def _stop(self, index: int) -> None:
         if self._group_scorer is not None:

@@ -120,6 +120,28 @@ async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
     assert cohort.tokens == 13
 
 
+async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> None:
+    script = {name: Script(10) for name in GROUPS[:6]} | {GROUPS[6]: Script(CAP, delay=8), GROUPS[7]: Script(CAP)}
+    harness = Harness(lambda prompt, _: script[prompt], POLICIES)
+    runs = await harness.start_cohort(SIZE, "cap", GROUPS[:8])
+    tasks = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    for _ in range(25):
+        await harness.engine.step()
+    cohort = runs[7]._cohort
+    assert cohort is not None
+    assert (cohort.tokens, cohort.waits_beyond) == (None, 20), "it is beyond that, the group before is not"
+    script[GROUPS[7]] = Script(13)
+    for index in range(SIZE):
+        await runs[7].abort_candidate(index)
+    for _ in range(8):
+        await harness.engine.step()
+    assert cohort.tokens is None, "the new candidates may be short"
+    await harness.engine.run()
+    await asyncio.gather(*tasks)
+    assert cohort.tokens == 13
+
+
 async def test_a_group_reports_once_that_it_is_beyond_what_the_others_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each report sorts what all groups of the cohort need, and the others may take long."""
     script = {name: Script(10) for name in GROUPS[:6]} | {name: Script(CAP) for name in GROUPS[6:8]}
