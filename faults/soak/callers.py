@@ -1,4 +1,4 @@
-"""Callers that request groups in every way there is; some cancel, some groups are aborted, most get rewards."""
+"""Callers that request groups in every way; some cancel, some abort groups or trajectories, most get rewards."""
 
 import asyncio
 from collections import Counter
@@ -17,6 +17,7 @@ from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.observers.reward_matching import Reward
 from darts_server.rollout.plan import OFF, Plan
+from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.runner import VoteRequest
 from darts_server.types import PromptSpec, RequestOptions
@@ -29,7 +30,8 @@ SIZES = (2, 3, 4, 6)
 REPEATED_PROMPTS, UNIQUE = 512, 0.3
 """Number of prompts that are used again and again, and the share of requests with a prompt of their own."""
 CANCELLED, ABORTED, FAILING = 0.06, 0.01, 0.005
-"""Shares of requests that are cancelled, of groups that are aborted, and of prompts that are doomed or invalid."""
+"""Shares of requests that are cancelled, of groups that are aborted or lose one trajectory so, and of prompts that are
+doomed or invalid."""
 CARRYING = (OFF, "uniform", "darts", "darts_cut", "cap")
 """Policies whose batches with enough groups carry the others over: those that prune cannot go on with a group."""
 MAX_REWARD_DELAY = 4.0
@@ -46,7 +48,7 @@ class Callers:
         self._stack = stack
         self._rng = Random(seed)
         self._policies = [name for name in stack.control.planner.names() if name != OFF]
-        self._reports: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def work(self, numbers: Iterator[int]) -> None:
         """Send one request after the other, until the numbers are used up."""
@@ -57,10 +59,10 @@ class Callers:
             self.requests[outcome] += 1
             self.longest_wait = max(self.longest_wait, asyncio.get_running_loop().time() - began)
 
-    async def wait_for_rewards(self) -> None:
-        """Wait until all rewards are reported."""
-        while self._reports:
-            await asyncio.wait(self._reports)
+    async def wait_for_background(self) -> None:
+        """Wait until all rewards are reported and all trajectories that were to be aborted have ended."""
+        while self._background:
+            await asyncio.wait(self._background)
 
     async def _run(self, request: Coroutine[Any, Any, str]) -> str:
         """Run a request and return how it ended; cancel some of them."""
@@ -95,6 +97,8 @@ class Callers:
                 allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
                 spec = GroupSpec.of_plan(plan, request, group_id, key, early=early)
                 run = rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
+                if self._rng.random() < 2 * ABORTED:  # many of them have ended by then
+                    self._keep(self._abort_trajectory(run, self._rng.randrange(allocation.candidates)))
                 try:
                     indices = [trajectory.index async for trajectory in run.trajectories()]
                 finally:
@@ -176,7 +180,8 @@ class Callers:
             done = await batch.wait()
         for result in done.results:
             self._reward(result.group_id, list(result.samples))
-        return _outcome(all(len(r.samples) == (0 if r.error else size) for r in done.results))
+        sizes = [len(result.samples) for result in done.results if not result.error]
+        return _outcome(all(sizes) if batch.survivors else set(sizes) <= {size})
 
     # --- prompts and rewards ------------------------------------------------
 
@@ -195,9 +200,17 @@ class Callers:
         if self._rng.random() < 0.05:
             ids += [f"unknown-{group_id}:0"]
         rewards = [Reward(float(i % 2), bool(i % 2), trajectory_id=name) for i, name in enumerate(ids)]
-        task = asyncio.create_task(self._report(rewards, self._rng.uniform(0, MAX_REWARD_DELAY)))
-        self._reports.add(task)
-        task.add_done_callback(self._reports.discard)
+        self._keep(self._report(rewards, self._rng.uniform(0, MAX_REWARD_DELAY)))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _abort_trajectory(self, run: GroupRun[str, list[int]], index: int) -> None:
+        await asyncio.sleep(self._rng.uniform(0, MAX_CANCEL_DELAY))
+        with suppress(DartsError):
+            await asyncio.shield(run.abort_candidate(index))
 
     async def _report(self, rewards: Sequence[Reward], delay: float) -> None:
         await asyncio.sleep(delay)

@@ -145,7 +145,7 @@ async def _round(stack: Stack, callers: Callers, numbers: Iterator[int]) -> None
     """Run these groups until nothing is running."""
     trainer = asyncio.create_task(_train(stack))
     await asyncio.gather(*(callers.work(numbers) for _ in range(CALLERS)))
-    await callers.wait_for_rewards()
+    await callers.wait_for_background()
     trainer.cancel()
     with suppress(asyncio.CancelledError):
         await trainer
