@@ -27,13 +27,15 @@ class Caller:
     """The caller of the request that is being handled.
 
     ``name``: equal for requests with the same key; ``None`` without one. ``is_admin``: it sent an admin key.
-    ``refused``: why the request is refused. ``request_id``: the caller's own id of the request. ``trace``: trace
+    ``refused``: why the request is refused. ``answered``: the error of ours that a route has answered in a form of its
+    own. ``request_id``: the caller's own id of the request. ``trace``: trace
     context headers. ``held``: candidates that this request holds.
     """
 
     name: str | None = None
     is_admin: bool = False
     refused: DartsError | None = None
+    answered: DartsError | None = None
     request_id: str | None = None
     trace: Mapping[str, str] = field(default_factory=dict)
     held: int = 0

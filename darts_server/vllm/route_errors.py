@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from starlette.datastructures import State
 
 from darts_server.exceptions import DartsError
+from darts_server.serving.admission import caller
 from darts_server.vllm.compat import GENERATION_HANDLERS
 
 logger = getLogger(__name__)
@@ -104,6 +105,7 @@ def _answering_own_errors(handler: Handler, make_error: MakeError) -> Handler:
         try:
             return await handler(*args, **more)
         except DartsError as error:
+            caller.get().answered = error  # for its headers
             return make_error(error)
 
     return handle

@@ -8,6 +8,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 
 from darts_server.exceptions import DartsError, GroupAborted, GroupFailed, InvalidRequest, NotFound, Overloaded
 from darts_server.http.errors import fields_of
+from darts_server.serving.admission import Caller, caller
 from darts_server.vllm.route_errors import attach
 
 pytestmark = pytest.mark.anyio
@@ -67,8 +68,10 @@ async def test_an_event_for_our_error_is_what_the_whole_answer_would_be(
     state = {"openai_serving_completion": completions, "openai_serving_responses": responses}
     attach(State(state | {"anthropic_serving_messages": messages}), fields_of)
     expected = {"message": str(error), "type": kind, "param": param, "code": code}
+    caller.set(Caller())
     assert completions.create_error_response(error).error.model_dump() == expected
     assert (await messages.create_chat_completion(error)).error.model_dump() == expected
+    assert caller.get().answered is error, "the middleware adds its headers"
     *_, event = [event async for event in await responses.create_responses(None)]
     event = event.model_dump()
     assert event == {

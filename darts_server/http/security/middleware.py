@@ -6,6 +6,7 @@ from http import HTTPStatus
 from types import MappingProxyType
 
 from starlette._utils import get_route_path
+from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -90,7 +91,7 @@ class SecurityMiddleware:
         finally:
             caller.reset(token)
             # Its traceback keeps the request's generators alive, whose tickets are released when they are dropped.
-            who.refused = None
+            who.refused = who.answered = None
 
     def _check_access(self, scope: Scope) -> Caller:
         headers = dict(reversed(scope["headers"]))  # the first of several with the same name
@@ -119,7 +120,10 @@ class SecurityMiddleware:
         return receive_limited
 
     def _replace_errors(self, scope: Scope, receive: Receive, send: Send, who: Caller) -> Send:
-        """Replace a route's error response by our own, if its cause is an error of ours."""
+        """Replace a route's error response by our own, if its cause is an error of ours.
+
+        One that the route has answered in a form of its own only gets the error's headers.
+        """
         replaced = False
 
         async def send_replaced(message: Message) -> None:
@@ -128,6 +132,8 @@ class SecurityMiddleware:
                 replaced = True
                 await self._refuse(error, scope, receive, send)
             elif not replaced:
+                if message["type"] == "http.response.start" and who.answered is not None:
+                    MutableHeaders(scope=message).update(headers_of(who.answered))
                 await send(message)
 
         return send_replaced

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from darts_server.exceptions import EngineDead, ServerStopping
+from darts_server.exceptions import EngineBusy, EngineDead, ServerStopping
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.security.access import Access, Keys
@@ -71,6 +71,11 @@ class App:
                 admission.admit((await request.json())["n"]).release()
             except Exception as error:
                 raise HTTPException(500, "something") from error
+
+        @self.app.post("/v1/responses")
+        async def answers_in_its_own_form() -> Response:
+            caller.get().answered = EngineBusy("the engine's queue is full", 3)
+            return Response("busy", 503)
 
         @self.app.post("/v1/chat/completions")
         async def whole(body: dict[str, Any]) -> int:
@@ -330,6 +335,11 @@ def test_a_request_beyond_the_quota_of_its_key_is_invalid() -> None:
     assert answer.json()["error"]["param"] == "n"
     assert app.refused == ["quota"]
     assert app.client().post("/v1/completions", json={"n": 8}, headers=KEY).status_code == 200
+
+
+def test_an_error_that_a_route_answers_in_its_own_form_has_our_headers() -> None:
+    answer = App().client().post("/v1/responses")
+    assert (answer.status_code, answer.text, answer.headers["retry-after"]) == (503, "busy", "3")
 
 
 def test_a_request_that_is_refused_half_way_holds_nothing_afterwards() -> None:
