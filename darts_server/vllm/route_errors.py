@@ -3,7 +3,7 @@
 An error that is raised before its answer begins reaches FastAPI's handlers, ours among them. Three kinds do not:
 
 * in a stream, whose status was sent, vLLM's generators turn the error into an event by ``create_error_response``;
-* streams of the Responses API pass it on, and the connection breaks off;
+* streams of the Responses API pass it on, and the connection breaks off; in the background they end with no event;
 * ``/v1/messages`` turns it into an answer itself, and in a stream fails to parse the event that the chat route sends.
 """
 
@@ -31,6 +31,7 @@ MakeError = Callable[..., Any]
 ErrorFields = Callable[[DartsError], Mapping[str, Any]]
 """Returns OpenAI's error object: ``message``, ``type``, ``param`` and ``code``."""
 Handler = Callable[..., Awaitable[Any]]
+Stream = Callable[..., AsyncGenerator[Any, None]]
 
 
 class ErrorEvent(BaseModel):
@@ -51,7 +52,10 @@ def attach(state: State, fields_of: ErrorFields) -> None:
     if (responses := getattr(state, "openai_serving_responses", None)) is not None:
         # vLLM's converts an error of the engine to an event that it has no type for.
         responses._convert_generation_error_to_streaming_response = _raise
-        responses.create_responses = _ending_in_event(responses.create_responses, responses.create_error_response)
+        responses.responses_stream_generator = _ending_in_event(responses)
+        responses.responses_background_stream_generator = _ending_with_error(
+            responses.responses_background_stream_generator
+        )
     if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
         chat = messages.create_chat_completion
         messages.create_chat_completion = _answering_own_errors(chat, messages.create_error_response)
@@ -76,27 +80,42 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _ending_in_event(handler: Handler, make_error: MakeError) -> Handler:
-    @wraps(handler)
-    async def handle(*args: Any, **more: Any) -> Any:
-        answer = await handler(*args, **more)
-        return _stream(answer, make_error) if isinstance(answer, AsyncGenerator) else answer
+def _ending_in_event(responses: Any) -> Stream:
+    stream, make_error = responses.responses_stream_generator, responses.create_error_response
 
-    return handle
+    @wraps(stream)
+    async def stream_with_error(request: Any, *args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        number = -1
+        try:
+            async with aclosing(stream(request, *args, **more)) as events:
+                async for event in events:
+                    number = getattr(event, "sequence_number", number)
+                    yield event
+        except Exception as error:
+            if not isinstance(error, DartsError):
+                logger.exception("a stream of the Responses API failed")
+            if (stored := responses.response_store.get(request.request_id)) is not None:  # it runs in the background
+                stored.status = "failed"
+            fields = make_error(error).error
+            yield ErrorEvent(
+                code=str(fields.code), message=fields.message, param=fields.param, sequence_number=number + 1
+            )
+
+    return stream_with_error
 
 
-async def _stream(answer: AsyncGenerator[Any, None], make_error: MakeError) -> AsyncGenerator[Any, None]:
-    number = -1
-    try:
-        async with aclosing(answer):
-            async for event in answer:
-                number = getattr(event, "sequence_number", number)
+def _ending_with_error(stream: Stream) -> Stream:
+    """vLLM's stream of a response that runs in the background ends with nothing but the event of its completion."""
+
+    @wraps(stream)
+    async def until_error(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        async with aclosing(stream(*args, **more)) as events:
+            async for event in events:
                 yield event
-    except Exception as error:
-        if not isinstance(error, DartsError):
-            logger.exception("a stream of the Responses API failed")
-        failed = make_error(error).error
-        yield ErrorEvent(code=str(failed.code), message=failed.message, param=failed.param, sequence_number=number + 1)
+                if isinstance(event, ErrorEvent):
+                    return
+
+    return until_error
 
 
 def _answering_own_errors(handler: Handler, make_error: MakeError) -> Handler:

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +31,15 @@ class Responses(Completions):
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+        self.response_store: dict[str, Any] = {}
 
-    async def create_responses(self, request: Any, raw_request: Any = None) -> AsyncGenerator[Any, None]:
-        return self.stream()
+    async def responses_background_stream_generator(self, response_id: str) -> AsyncGenerator[Any, None]:
+        """Go on until a response is completed."""
+        async for event in self.responses_stream_generator(SimpleNamespace(request_id=response_id)):
+            yield event
+        await asyncio.Event().wait()
 
-    async def stream(self) -> AsyncGenerator[Any, None]:
+    async def responses_stream_generator(self, request: Any) -> AsyncGenerator[Any, None]:
         yield SimpleNamespace(sequence_number=0)
         yield SimpleNamespace(sequence_number=1)
         raise self.error
@@ -72,7 +77,7 @@ async def test_an_event_for_our_error_is_what_the_whole_answer_would_be(
     assert completions.create_error_response(error).error.model_dump() == expected
     assert (await messages.create_chat_completion(error)).error.model_dump() == expected
     assert caller.get().answered is error, "the middleware adds its headers"
-    *_, event = [event async for event in await responses.create_responses(None)]
+    *_, event = [event async for event in responses.responses_stream_generator(SimpleNamespace(request_id="r"))]
     event = event.model_dump()
     assert event == {
         "type": "error",
@@ -81,6 +86,17 @@ async def test_an_event_for_our_error_is_what_the_whole_answer_would_be(
         "param": param,
         "sequence_number": 2,
     }
+
+
+async def test_a_response_in_the_background_fails_and_its_stream_ends() -> None:
+    responses = Responses(GroupAborted("was aborted"))
+    responses.response_store["r"] = SimpleNamespace(status="in_progress")
+    attach(State({"openai_serving_responses": responses}), fields_of)
+    stream = responses.responses_background_stream_generator("r")
+    async with asyncio.timeout(10):
+        *_, event = [event async for event in stream]
+    assert (event.type, event.code, event.sequence_number) == ("error", "503", 2)
+    assert responses.response_store["r"].status == "failed"
 
 
 async def test_errors_of_vllm_stay_as_they_are() -> None:
@@ -92,7 +108,7 @@ async def test_errors_of_vllm_stay_as_they_are() -> None:
     assert completions.create_error_response("no", param="n") == create_error_response("no", param="n")
     with pytest.raises(ValueError, match="no"):
         await messages.create_chat_completion(error)
-    *_, event = [event async for event in await responses.create_responses(None)]
+    *_, event = [event async for event in responses.responses_stream_generator(SimpleNamespace(request_id="r"))]
     assert (event.code, event.message) == ("400", "no")
 
 
