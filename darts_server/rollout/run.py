@@ -352,6 +352,13 @@ class GroupRun(Generic[RequestT, OutputT]):
         tokens = None if running is None else running.tokens()
         return self.recorder.tokens(self._group.candidates[index]) if tokens is None else tokens
 
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of all candidates so far, without those that were carried over."""
+        if self.record is not None:
+            return self.record.generated_tokens
+        return sum(map(self.token_count, range(len(self.candidates))))
+
     def tokens_from(self, index: int, start: int) -> TokenSlice | None:
         """Tokens of a candidate from ``start`` on; ``None`` while none are certain. Never blocks."""
         output = self._outputs[index]

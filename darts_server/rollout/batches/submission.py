@@ -244,6 +244,7 @@ class Submission(Generic[RequestT, OutputT]):
         is_renumbered = len(candidates) < len(run.candidates) and self._renderer.tail_seed(group.request) is not None
         if is_renumbered or len(candidates) < self.plan.size:  # it was paused for new weights, or its candidates failed
             self._stopped[group.number] = None
+            self.generated_tokens += sum(candidate.tokens for candidate in candidates)
             return None
         assert run.spec.tail_seed is not None
         terms, saturated = _terms(self.plan, self.sampling), group.allocation.saturated
@@ -324,8 +325,8 @@ class Submission(Generic[RequestT, OutputT]):
             logger.exception("group %s failed", group_id)
             return replace(result, error=error)
         finally:  # also of a group that failed, or is stopped because enough others are complete
-            if run is not None and run.record is not None:
-                self.generated_tokens += run.record.generated_tokens
+            if run is not None:  # without a record, a shadow's other candidates still run
+                self.generated_tokens += run.generated_tokens
         prefixes = dict(sorted(run.prefixes.items())) if self._partial else None
         return replace(result, samples=dict(sorted(samples.items())), record=run.record, prefixes=prefixes)
 

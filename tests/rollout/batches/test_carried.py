@@ -470,3 +470,28 @@ def test_groups_that_were_carried_over_are_those_that_would_have_come_without(se
             assert [c.version_spans for c in other.record.selected] == [((0, c.tokens),) for c in other.record.selected]
 
     run_on_stepped_clock(scenario())
+
+
+def test_tokens_of_a_group_that_cannot_go_on_count_in_the_batch_that_stopped_it() -> None:
+    """With a seed, a group of which a candidate failed starts again."""
+
+    async def scenario() -> None:
+        failed = Script(3, error=CandidateFailed("no memory"))
+        harness = Harness(lambda text, index: failed if (text, index) == ("30", 0) else by_text(text, index))
+        registry = new_registry(harness, "shortest")
+        done = await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+        assert (decided(done), done.carried) == (["10"], 1)
+        counted = sum(c.tokens for record in harness.recorder.records for c in record.candidates)
+        assert done.generated == counted > 100
+
+    run_on_stepped_clock(scenario())
+
+
+def test_tokens_of_a_shadow_count_up_to_the_answer() -> None:
+    async def scenario() -> None:
+        harness = Harness(lambda text, index: Script(int(text) + 40 * (index >= SIZE)))
+        done = await run_batch(harness, new_registry(harness, "shadow"), request("20"))
+        assert [result.record for result in done.results] == [None], "two candidates still run"
+        assert done.generated == 6 * 20
+
+    run_on_stepped_clock(scenario())
