@@ -41,7 +41,9 @@ def unbiased_advantages(
     mean reward of the K - 1 shortest others, which are always returned and do not depend on i. Otherwise it is the
     weighted mean of all N - 1 others: exact also where candidates were pruned at random, and depending on one another,
     since given what all would have generated, a product of two weights (0 for the pruned) keeps its expectation of 1
-    at every decision. It is 0 where there are none. A truncated trajectory is rewarded for what was returned of it.
+    at every decision. It is 0 where there are none. If candidates failed or were aborted after a checkpoint, only a
+    given `baseline` is exact: the weights of all survivors then depend on one another. A truncated trajectory is
+    rewarded for what was returned of it.
 
     Raises:
         ValueError: not one reward for each trajectory; or trajectories without weights, because under the group's
@@ -69,6 +71,11 @@ def token_advantages(
     up to which it had weight w and where its reward was predicted to be V, have w (V - b) (1 - 1 / p) in addition, or
     w (V - b) if it was pruned there. That has no effect on average, and the better V is, the more noise of the weights
     it takes away. Checkpoints without a predicted value have none. Rewards must be on the scale of V: 1 right, 0 wrong.
+
+    It is biased if candidates fail or are aborted after a checkpoint: those that were pruned before they would have
+    failed have such terms, and of the others nothing is known that would balance them. Leaving the terms out of the
+    groups in which a failure is seen would leave them in those in which it was pruned. Use `unbiased_advantages`
+    with a `baseline` there.
 
     Raises:
         ValueError: as `unbiased_advantages`; or the group is a sample of the survivors.

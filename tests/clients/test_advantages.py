@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 from math import prod
 
 import numpy as np
@@ -193,6 +193,33 @@ def test_after_pruning_the_expected_gradient_is_the_true_one(
 ) -> None:
     """Also where candidates are kept because the group needs them, and where others decide who may be pruned."""
     np.testing.assert_allclose(expected_after_pruning(rule, seed, count), TRUE, atol=1e-9)
+
+
+@pytest.mark.parametrize(("count", "doomed", "seed"), [(2, 1, 1), (3, 1, 2)])
+def test_with_a_given_baseline_it_is_the_true_one_if_candidates_fail_after_checkpoints(
+    count: int, doomed: int, seed: int
+) -> None:
+    """Over all sets of ``doomed`` candidates; a group of which nothing is left counts as 0."""
+    survival, total, corrected = Survival(seed), np.zeros(MAX_TOKENS), 0
+    sets = list(combinations(range(count), doomed))
+    for failing, candidates in product(sets, product(OUTCOMES, repeat=count)):
+        lengths = [(9, True) if i in failing else (c.tokens, c.stopped) for i, c in enumerate(candidates)]
+        chance = prod(c.probability for c in candidates) / CELLS**count / len(sets)
+        for cells in product(range(CELLS), repeat=count):
+            draws = [(cell + 0.5) / CELLS for cell in cells]
+            fails_at = dict.fromkeys(failing, 3)
+            run = run_with_checkpoints(AllSurvivors(1), lengths, range(count), draws, survival, failing=fails_at)
+            pruned = PrunedGroup(chance, candidates, run)
+            if not pruned.chosen:
+                continue
+            failed = [c.survival for c in run.candidates if c.reason is DiscardReason.FAILED]
+            corrected += any(each < 1 for each in failed)
+            group = replace(pruned.group, counted=count - len(failed))
+            advantages = unbiased_advantages(group, pruned.rewards, baseline=0.4)
+            for i, advantage in zip(pruned.chosen, advantages, strict=True):
+                total += chance * advantage * candidates[i].score / len(pruned.chosen)
+    assert corrected
+    np.testing.assert_allclose(total, TRUE, atol=1e-9)
 
 
 def test_the_baseline_of_sampled_survivors_needs_to_know_of_how_many() -> None:
