@@ -56,6 +56,7 @@ class Coordinator:
         self._machine = StateMachine(model.weight_version)
         self._source: str | None = None
         self._paused_by_update = False
+        self._trainer_pauses = 0  # that the engine has not carried out yet
         self._trainer_resumes = 0
         self._asleep: set[str] = set()
 
@@ -197,6 +198,7 @@ class Coordinator:
                 raise UpdateFailed("the engine was resumed while groups were waited for")
             # Before it is paused: an update that ends meanwhile must not resume it.
             self.paused_by_trainer = True
+            self._trainer_pauses += 1
             try:
                 await pause()
             except BaseException:
@@ -204,9 +206,20 @@ class Coordinator:
                 if not self.paused_by_trainer and not self._paused_by_update:
                     await self._model.resume()  # it may have failed half-way
                 raise
+            finally:
+                self._trainer_pauses -= 1
         finally:
             if not self.paused_by_trainer:
                 self._gate.open(TRAINER)
+
+    def check_not_pausing(self) -> None:
+        """Check that the engine has carried out whatever pause the trainer requested.
+
+        Raises:
+            Conflict: it still runs, and an update that relies on this pause would change weights that are in use.
+        """
+        if self._trainer_pauses:
+            raise Conflict("engine", "is being paused; begin the update when this request has been answered")
 
     async def resume_by_trainer(self, resume: Callable[[], Awaitable[None]]) -> None:
         """Resume the engine by ``resume``; during an update the engine resumes when that has ended.

@@ -51,12 +51,14 @@ class ExternalUpdates:
         """Begin an update: pause the engine by the server's rule, unless the trainer paused it, and call ``start``.
 
         Raises:
+            Conflict: the trainer's pause is not carried out yet; nothing was changed.
             UpdateRunning, UpdateFailed, WeightsLost: nothing was changed.
             Exception: of ``start``.
         """
         coordinator = self._coordinator
         coordinator.check_free()  # at once: who has the lock may wait for groups
         async with self._steps:
+            coordinator.check_not_pausing()
             rule = None if coordinator.paused_by_trainer else coordinator.settings.rule
             update = Update(VLLM_ROUTES, rule, timeout=coordinator.settings.step_timeout)
             coordinator.begin(update, coordinator.version + 1)

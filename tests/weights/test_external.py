@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
+from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.types import UpdateOutcome
 from darts_server.weights.rules import Rule, UpdateSettings
 from darts_server.weights.states import State
@@ -129,6 +129,22 @@ async def test_an_update_that_ends_while_the_trainer_pauses_leaves_the_pause_in_
     assert harness.gate.closed
     await harness.trainer.resume()
     await enter(harness.gate)
+
+
+async def test_an_update_does_not_begin_before_the_trainers_pause_is_carried_out(harness: Harness) -> None:
+    """The engine would still run while the model has no weights, and die."""
+
+    async def pause() -> None:
+        with pytest.raises(Conflict, match="engine: is being paused; begin the update when"):
+            await harness.trainer.start()
+        await harness.model.step("pause")
+
+    await harness.updates.coordinator.pause_by_trainer("keep", pause)
+    assert harness.model.calls == ["pause"]
+    await harness.trainer.update()
+    assert harness.model.calls == ["pause", "announced 1", *STEPS, "clear_caches", "ended completed"]
+    await harness.trainer.resume()
+    harness.check_serves(1, all=0)
 
 
 async def test_a_pause_that_begins_while_the_engine_resumes_holds(harness: Harness) -> None:
