@@ -45,7 +45,9 @@ class DiscardReason(StrEnum):
     """Its group goes on in a later batch, with what it has generated."""
 
 
-UNCOUNTED = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED, DiscardReason.SHADOW})
+GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED})
+"""Of candidates with which no other group goes on."""
+UNCOUNTED = GONE | {DiscardReason.SHADOW}
 """Of candidates that were never to be chosen from: others replaced them, or they only ran to be observed."""
 
 

@@ -42,7 +42,7 @@ from darts_server.policy.events import (
 from darts_server.policy.pruning.failures import weight_factor
 from darts_server.policy.selection.assessment import Assessment
 from darts_server.policy.selection.rules import SelectionRule
-from darts_server.types import UNCOUNTED, DiscardReason, Outcome, SelectedAs
+from darts_server.types import GONE, UNCOUNTED, DiscardReason, Outcome, SelectedAs
 
 
 class UniformGenerator(Protocol):
@@ -239,7 +239,7 @@ class Group:
             return []
         decisions = list(self._close(Outcome.CANCELLED, DiscardReason.CARRIED))
         for candidate in self.candidates[self.restarted_from :]:
-            if candidate.reason not in (None, DiscardReason.FAILED, DiscardReason.ABORTED):
+            if candidate.reason is not None and candidate.reason not in GONE:
                 is_aborted = candidate.index in aborted
                 candidate.reason = DiscardReason.ABORTED if is_aborted else DiscardReason.CARRIED
         return decisions

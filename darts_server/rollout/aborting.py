@@ -56,13 +56,13 @@ class TrajectoryAborter(Generic[RequestT, OutputT]):
                 f"{trajectory_id!r} is ambiguous: {len(runs)} running groups have the id {group_id!r}; send each "
                 "request with an X-Request-Id of its own",
             )
-        for run in runs:
+        if runs:
             # Shielded, because others may have aborted the same trajectory.
-            output = await asyncio.shield(run.abort_candidate(index))
-            record = run.candidate_record(index)
-            if output is not None:
-                return AbortedTrajectory(trajectory_id, await self._renderer.to_sample(output), record)
-            raise _ended(trajectory_id, record)
+            output = await asyncio.shield(runs[0].abort_candidate(index))
+            record = runs[0].candidate_record(index)
+            if output is None:
+                raise _ended(trajectory_id, record)
+            return AbortedTrajectory(trajectory_id, await self._renderer.to_sample(output), record)
         for group in self._provenance.find(group_id, may_see):
             if group.group_id == group_id and 0 <= index < len(group.candidates):
                 raise _ended(trajectory_id, group.candidates[index])

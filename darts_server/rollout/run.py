@@ -37,12 +37,9 @@ from darts_server.rollout.pruning.checkpoints import Checkpoints
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec
-from darts_server.types import CandidateRecord, DiscardReason, GroupRecord
+from darts_server.types import GONE, CandidateRecord, DiscardReason, GroupRecord
 
 logger = logging.getLogger(__name__)
-
-GONE = (DiscardReason.FAILED, DiscardReason.ABORTED)
-"""Reasons of candidates that no other run goes on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +436,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             else:
                 self._feed(Lost(index))
         is_whole = result.finish_reason is not None or index in self._cuts
-        is_aborted = self._group.candidates[index].reason is DiscardReason.ABORTED  # nobody else gets it
+        is_aborted = self._group.candidates[index].reason is DiscardReason.ABORTED  # no one else gets it
         self._answer_abort(index, None if is_whole and not is_aborted else result.output)
 
     def _handle_failure(self, index: int, error: EngineError) -> None:

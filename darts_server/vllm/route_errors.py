@@ -3,7 +3,8 @@
 An error that is raised before its answer begins reaches FastAPI's handlers, ours among them. Three kinds do not:
 
 * in a stream, whose status was sent, vLLM's generators turn the error into an event by ``create_error_response``;
-* streams of the Responses API pass it on, and the connection breaks off; in the background they end with no event;
+* streams of the Responses API pass it on, and the connection breaks off; in the background they end with no event, and
+  what is not streamed stays queued;
 * ``/v1/messages`` turns it into an answer itself, and in a stream fails to parse the event that the chat route sends.
 """
 
@@ -53,6 +54,7 @@ def attach(state: State, fields_of: ErrorFields) -> None:
         # vLLM's converts an error of the engine to an event that it has no type for.
         responses._convert_generation_error_to_streaming_response = _raise
         responses.responses_stream_generator = _ending_in_event(responses)
+        responses._run_background_request = _marking_failed(responses)
         responses.responses_background_stream_generator = _ending_with_error(
             responses.responses_background_stream_generator
         )
@@ -94,14 +96,35 @@ def _ending_in_event(responses: Any) -> Stream:
         except Exception as error:
             if not isinstance(error, DartsError):
                 logger.exception("a stream of the Responses API failed")
-            if (stored := responses.response_store.get(request.request_id)) is not None:  # it runs in the background
-                stored.status = "failed"
+            await _mark_failed(responses, request.request_id)
             fields = make_error(error).error
             yield ErrorEvent(
                 code=str(fields.code), message=fields.message, param=fields.param, sequence_number=number + 1
             )
 
     return stream_with_error
+
+
+def _marking_failed(responses: Any) -> Handler:
+    run = responses._run_background_request
+
+    @wraps(run)
+    async def run_and_mark(request: Any, *args: Any, **more: Any) -> None:
+        try:
+            await run(request, *args, **more)
+        except DartsError as error:
+            logger.warning("response %s, which runs in the background, failed: %s", request.request_id, error)
+            await _mark_failed(responses, request.request_id)
+
+    return run_and_mark
+
+
+async def _mark_failed(responses: Any, response_id: str) -> None:
+    """Say of a response that runs in the background, and is stored, that it has failed, as vLLM does for its errors."""
+    async with responses.response_store_lock:
+        stored = responses.response_store.get(response_id)
+        if stored is not None and stored.status not in ("completed", "cancelled"):
+            stored.status = "failed"
 
 
 def _ending_with_error(stream: Stream) -> Stream:

@@ -36,7 +36,8 @@ SERVER_ERROR = re.compile(r'"code": ?(5\d\d)')
 LEFT = "left"
 GROUP_HEADER = "X-Darts-Group-Id"
 STATES, WEIGHTS, POLICY = "/darts/v1/state", "/darts/v1/weights", "/darts/v1/policy"
-DISRUPTIVE = ("/pause", "/abort_requests", "/sleep", "/start_weight_update", "/finish_weight_update", WEIGHTS)
+ABORT = "/darts/v1/trajectories/{trajectory_id}:abort"
+DISRUPTIVE = ("/pause", "/abort_requests", "/sleep", "/start_weight_update", "/finish_weight_update", WEIGHTS, ABORT)
 """Routes that may end or fail other requests with a 503, as their documentation says."""
 VLLMS_ERRORS = ("/pause", "/sleep", "/wake_up", "/start_weight_update", "/update_weights", "/finish_weight_update")
 """Where vLLM itself answers 500 to calls in the wrong order, or that took too long."""
@@ -287,7 +288,7 @@ def check_answer(answer: Answer, is_disrupted: bool) -> Iterator[Violation]:
     for code in sorted(codes):
         is_documented = code == NOT_SUPPORTED or (code == UNAVAILABLE and is_disrupted) or request.route in VLLMS_ERRORS
         if code >= httpx.codes.INTERNAL_SERVER_ERROR and not is_documented:
-            yield Violation(f"status {code}", where, _message(answer.text) or detail)
+            yield Violation(f"status {code}", where, _message(answer.text) or _before_code(answer.text) or detail)
             return
     if answer.content_type.startswith("application/json"):
         try:
@@ -308,6 +309,12 @@ def _message(text: str) -> str:
         return str(json.loads(text)["error"]["message"])[:MAX_DETAIL]
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
+
+
+def _before_code(text: str) -> str:
+    """Return the end of a stream up to the code of its error."""
+    found = SERVER_ERROR.search(text)
+    return "" if found is None else text[max(0, found.end() - MAX_DETAIL) : found.end()]
 
 
 def _reject(constant: str) -> NoReturn:

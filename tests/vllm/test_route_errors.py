@@ -32,6 +32,10 @@ class Responses(Completions):
     def __init__(self, error: Exception) -> None:
         self.error = error
         self.response_store: dict[str, Any] = {}
+        self.response_store_lock = asyncio.Lock()
+
+    async def _run_background_request(self, request: Any) -> None:
+        raise self.error
 
     async def responses_background_stream_generator(self, response_id: str) -> AsyncGenerator[Any, None]:
         """Go on until a response is completed."""
@@ -86,6 +90,15 @@ async def test_an_event_for_our_error_is_what_the_whole_answer_would_be(
         "param": param,
         "sequence_number": 2,
     }
+
+
+@pytest.mark.parametrize(("before", "after"), [("queued", "failed"), ("in_progress", "failed"), ("cancelled",) * 2])
+async def test_a_response_in_the_background_that_is_not_streamed_fails(before: str, after: str) -> None:
+    responses = Responses(GroupAborted("no"))
+    responses.response_store["r"] = SimpleNamespace(status=before)
+    attach(State({"openai_serving_responses": responses}), fields_of)
+    await responses._run_background_request(SimpleNamespace(request_id="r"))
+    assert responses.response_store["r"].status == after
 
 
 async def test_a_response_in_the_background_fails_and_its_stream_ends() -> None:

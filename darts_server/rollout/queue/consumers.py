@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 
 from darts_server.exceptions import QuotaReached
 from darts_server.rollout.queue.entries import JobId
+from darts_server.rollout.queue.owners import RETRY_SECONDS
 
 MAX_CONSUMERS = 256
 """Of each owner: each looks at its job when that changes."""
-RETRY_SECONDS = 5
 
 
 class Consumers:

@@ -57,7 +57,7 @@ class EntryTable:
         self.terms.release(entry.terms)
 
     def remove_all(self, each: JobEntries) -> None:
-        """Delete the entries of a job; of 100,000 that takes a twentieth of what deleting each takes."""
+        """Delete the entries of a job together: 100,000 that are deleted one by one hold the event loop longer."""
         entries = each.names.values()
         for entry in entries:
             del self.by_number[entry.number]

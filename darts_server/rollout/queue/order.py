@@ -13,7 +13,7 @@ ROUND = 256
 that no short prompt waits for ever."""
 
 HEAPIFY_PART = 16
-"""A heap is built anew when more than this part of it is added: a push takes about as long as so many items of that."""
+"""A heap is rebuilt when more than this part of it is added: a push takes about as long as so many items of that."""
 
 
 class FairShare(Generic[T]):

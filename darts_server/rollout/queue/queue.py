@@ -314,7 +314,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._notify()
 
     def _drop_unused(self) -> None:
-        """Drop jobs that nobody has used for as long as their options say."""
+        """Drop jobs that were not used for as long as their options say."""
         if time.monotonic() < self._look_for_unused_at:
             return
         self._look_for_unused_at = time.monotonic() + IDLE_SECONDS

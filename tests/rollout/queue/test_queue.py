@@ -126,15 +126,14 @@ async def test_a_bad_prompt_fails_alone_and_is_handed_out_once() -> None:
         assert [groups[text]["samples"] for text in ("10", "20", "x", "7")] == [4, 4, 0, 0]
 
 
-async def test_a_prompt_that_its_sampling_parameters_do_not_fit_fails_alone() -> None:
-    class Picky(Texts):
-        async def make_request(
-            self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
-        ) -> str:
-            if prompt.text == "13":
-                raise InvalidRequest("sampling.max_tokens", "is too large for this prompt")
-            return await super().make_request(prompt, sampling, size, request_id)
+class Picky(Texts):
+    async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
+        if prompt.text == "13":
+            raise InvalidRequest("sampling.max_tokens", "is too large for this prompt")
+        return await super().make_request(prompt, sampling, size, request_id)
 
+
+async def test_a_prompt_that_its_sampling_parameters_do_not_fit_fails_alone() -> None:
     harness = Harness(script)
     with TransactionStore() as disk:
         queue = Queue(harness.rollouts, Picky(), new_planner, disk, encode)
@@ -157,14 +156,6 @@ async def test_a_prompt_that_its_sampling_parameters_do_not_fit_fails_alone() ->
 
 
 async def test_prompts_that_were_in_a_batch_with_a_bad_one_do_not_wait_for_the_rest_of_it() -> None:
-    class Picky(Texts):
-        async def make_request(
-            self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
-        ) -> str:
-            if prompt.text == "13":
-                raise InvalidRequest("sampling.max_tokens", "is too large for this prompt")
-            return await super().make_request(prompt, sampling, size, request_id)
-
     harness = Harness(script)
     with TransactionStore() as disk:
         queue = Queue(harness.rollouts, Picky(), new_planner, disk, encode)

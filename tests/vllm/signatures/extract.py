@@ -61,7 +61,9 @@ LEANED_ON = {
     "vllm.entrypoints.chat_utils": {"load_chat_template": ""},
     "vllm.entrypoints.common.cli_args": FLAGS,
     "vllm.entrypoints.common.startup": {"cli_env_setup": ""},
-    "vllm.entrypoints.anthropic.serving": {"AnthropicServingMessages": ""},
+    "vllm.entrypoints.anthropic.serving": {
+        "AnthropicServingMessages": "create_chat_completion create_error_response message_stream_converter"
+    },
     "vllm.entrypoints.generate.api_router": {
         "init_generate_state": "[state.anthropic_serving_messages] [state.openai_serving_chat] "
         "[state.openai_serving_chat_batch] [state.openai_serving_completion] [state.openai_serving_responses]"
@@ -78,7 +80,11 @@ LEANED_ON = {
     "vllm.entrypoints.openai.chat_completion.serving": {"OpenAIServingChat": "create_chat_completion"},
     "vllm.entrypoints.openai.cli_args": FLAGS,
     "vllm.entrypoints.openai.completion.serving": {"OpenAIServingCompletion": "create_completion"},
-    "vllm.entrypoints.openai.responses.serving": {"OpenAIServingResponses": "create_responses"},
+    "vllm.entrypoints.openai.responses.serving": {
+        "OpenAIServingResponses": "_convert_generation_error_to_streaming_response _run_background_request "
+        "create_error_response create_responses response_store response_store_lock "
+        "responses_background_stream_generator responses_stream_generator"
+    },
     "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels": "is_base_model lora_id_counter lora_requests"},
     "vllm.entrypoints.scale_out.factories": {"init_scale_out_state": "[state.serving_tokens]"},
     "vllm.entrypoints.scale_out.token_in_token_out.serving": {
