@@ -50,6 +50,7 @@ class MemoryBackend:
 
     def __init__(self, max_documents: int = MAX_IN_MEMORY) -> None:
         self._max_documents = max_documents
+        self._generation = 0
         # Ordered: to find the oldest of a plain dict takes longer the more were deleted before it.
         self._texts: dict[str, OrderedDict[str, str]] = {}
 
@@ -66,7 +67,7 @@ class MemoryBackend:
         return nullcontext(sorted((name, key, text) for name in kinds for key, text in list(self._texts[name].items())))
 
     def generation(self) -> int:
-        return 0  # no other process can replace anything
+        return self._generation
 
     def write(self, texts: Mapping[Name, str], generation: int | None) -> bool:
         for (kind, key), text in texts.items():
@@ -81,6 +82,7 @@ class MemoryBackend:
         new = MemoryBackend(self._max_documents)
         new.write({(kind, key): text for kind, key, text in rows}, None)
         self._texts = new._texts
+        self._generation += 1
 
     def close(self) -> None:
         self._texts = {}

@@ -49,6 +49,10 @@ class BufferedBackend:
         with self._locked():
             return self._backend.count(kind, self._buffer.keys(kind))
 
+    def generation(self) -> int:
+        with self._locked():
+            return self._backend.generation()
+
     def rows(self, kind: str | None) -> Iterator[Row]:
         """All rows of a kind, ordered by kind and key, as they are when the first one is taken."""
         with ExitStack() as reading:

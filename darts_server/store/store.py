@@ -77,6 +77,10 @@ class Store(AbstractContextManager["Store"]):
         """Count the documents of a kind. Takes milliseconds per 100,000. Raises ``StateError`` as ``get``."""
         return self._documents.count(kind)
 
+    def generation(self) -> int:
+        """Count how often ``restore`` has replaced everything, in any process. Raises ``StateError`` as ``get``."""
+        return self._documents.generation()
+
     def items(self, kind: str) -> Iterator[tuple[str, dict[str, Scalar]]]:
         """Yield keys and documents of a kind, by key, as they are when the first is taken. Raises as ``get``."""
         for _, key, text in self._documents.rows(kind):

@@ -56,6 +56,19 @@ def test_a_damaged_state_file_is_not_reported_as_damaged_data(tmp_path: Path) ->
             other.execute("PRAGMA user_version = 1")
 
 
+def test_every_store_of_a_folder_counts_restores(tmp_path: Path) -> None:
+    for folder in (None, tmp_path):
+        with Store(folder) as store, Store(folder) as other:
+            before = store.generation(), other.generation()
+            store.put("prompt", "key", {})
+            with pytest.raises(StateDamaged):
+                store.restore(b"")
+            assert (store.generation(), other.generation()) == before
+            store.restore(store.export())
+            assert store.generation() == before[0] + 1
+            assert other.generation() == before[1] + (folder is not None)
+
+
 def test_documents_that_push_out_older_ones_take_no_longer() -> None:
     """To find the oldest one took longer the more had been pushed out before it."""
     number = 2**16

@@ -245,12 +245,13 @@ class Allocator(GroupObserver):
         # With fewer candidates, or past its deadline, it says nothing about what was forecast.
         counts = scale == 1 and not terms.explored
         opening: int | None = None
+        started = 0
 
         def start() -> None:
-            nonlocal opening
+            nonlocal opening, started
             opening = self._opening()
             if not terms.few:
-                self.auto.start(size, choice, explores=terms.explored)
+                started = self.auto.start(size, choice, explores=terms.explored)
 
         def end(record: CohortRecord) -> None:
             # Where too few are admitted, groups get fewer candidates than they were allocated.
@@ -261,7 +262,8 @@ class Allocator(GroupObserver):
             if terms.few or not cohort.has_started:
                 return
             try:
-                self.auto.end(size, keys, choice, record, chosen.enough, counts=counts and is_full and was_open)
+                as_forecast = counts and is_full and was_open
+                self.auto.end(size, keys, choice, record, chosen.enough, started, counts=as_forecast)
             except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
                 logger.exception("nothing was learned from a cohort of %d groups under auto", record.groups)
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
+from darts_server.exceptions import StateError
 from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, choose_by_size, learn, learn_training
 from darts_server.policy.auto.forecast import Expectation
 from darts_server.policy.auto.options import Auto
@@ -33,6 +35,7 @@ class _Activity:
     """Cohorts of one group size: how many run, and what they returned since none ran.
 
     ``idle_since``: when the last one ended; ``None`` while one runs, and where the time from then on is no training.
+    Only ``running`` outlives a restore of learned state: what is restored may be of another training run.
     """
 
     running: int = 0
@@ -52,6 +55,8 @@ class AutoCohorts:
         self._clock = clock
         self._one_at_a_time = CapacityLimiter(1)  # several threads would take the interpreter from the event loop
         self._activities: defaultdict[int, _Activity] = defaultdict(_Activity)
+        self._generation = 0
+        self._forget_replaced()
 
     def state(self, size: int) -> AutoState:
         """What was learned about groups of ``size``."""
@@ -71,8 +76,12 @@ class AutoCohorts:
         enough = enough or len(keys)
         return await run_sync(choose, auto, state, size, expectation, machine, enough, rng, limiter=self._one_at_a_time)
 
-    def start(self, size: int, choice: Choice, *, explores: bool) -> None:
-        """Record that the first group of a cohort starts. ``explores``: whether it runs past its deadline."""
+    def start(self, size: int, choice: Choice, *, explores: bool) -> int:
+        """Record that the first group of a cohort starts; return what `end` needs.
+
+        ``explores``: whether it runs past its deadline.
+        """
+        generation = self._forget_replaced()
         state, activity = self.state(size), self._activities[size]
         if not activity.running:
             if activity.idle_since is not None:
@@ -80,13 +89,28 @@ class AutoCohorts:
             activity.returned, activity.idle_since = 0.0, None
         activity.running += 1
         self._save(size, begin(state, replace(choice, explores=choice.explores or explores)))
+        return generation
 
     def end(
-        self, size: int, keys: Sequence[str], choice: Choice, record: CohortRecord, enough: int | None, *, counts: bool
+        self,
+        size: int,
+        keys: Sequence[str],
+        choice: Choice,
+        record: CohortRecord,
+        enough: int | None,
+        started: int,
+        *,
+        counts: bool,
     ) -> None:
-        """Learn from a cohort that has started and ended. ``counts``: whether it ran as it was forecast."""
+        """Learn from a cohort that has ended, unless learned state was restored meanwhile.
+
+        ``started``: what `start` returned. ``counts``: whether it ran as it was forecast.
+        """
+        is_current = started == self._forget_replaced()
         activity, is_complete = self._activities[size], record.completed >= (enough or record.groups)
         activity.running -= 1
+        if not is_current:
+            return
         activity.returned += record.returned_tokens
         if not activity.running and is_complete:  # nothing is trained with what was cancelled
             activity.idle_since = self._clock()
@@ -103,6 +127,16 @@ class AutoCohorts:
             [mean for mean in means if mean is not None],
         )
         self._save(size, learn(self.state(size), choice, measured))
+
+    def _forget_replaced(self) -> int:
+        """Forget what is in memory alone if learned state was restored; return how often it was."""
+        with suppress(StateError):  # what cannot be read cannot have been replaced either
+            generation = self._statistics.documents.generation()
+            if generation != self._generation:
+                self._generation = generation
+                for activity in self._activities.values():
+                    activity.returned, activity.idle_since = 0.0, None
+        return self._generation
 
     def _save(self, size: int, state: AutoState) -> None:
         self._states.save(str(size), asdict(state))

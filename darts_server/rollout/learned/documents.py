@@ -25,6 +25,10 @@ class DocumentStore(Protocol):
 
     def put(self, kind: str, key: str, document: Document) -> None: ...
 
+    def generation(self) -> int:
+        """Count how often all documents were replaced by a saved state."""
+        ...
+
 
 def parse_document(document: Document, parse: Callable[[Document], T]) -> T:
     """Parse a document that may hold anything.

@@ -279,6 +279,42 @@ async def test_the_time_after_a_cohort_that_was_cancelled_is_no_training() -> No
     assert seconds == pytest.approx(7.0)
 
 
+async def test_the_time_before_a_restore_is_no_training() -> None:
+    made = harness()
+    await cohort(made, "step0")
+    saved = dict(made.store.kept)
+    made.engine.now += 7
+    await cohort(made, "of another run")
+    made.store.restore(saved)
+    made.engine.now += 100
+    await cohort(made, "step1")
+    assert made.rollouts.allocator.auto.state(SIZE).training == ()
+    made.engine.now += 7
+    await cohort(made, "step2")
+    [(tokens, seconds)] = made.rollouts.allocator.auto.state(SIZE).training
+    assert seconds == pytest.approx(7.0)
+    assert tokens == made.recorder.cohorts[2].returned_tokens
+
+
+async def test_a_cohort_during_which_state_was_restored_teaches_nothing() -> None:
+    made = harness()
+    await cohort(made, "step0")
+    runs = await made.start_cohort(SIZE, AUTO, [f"restored-{number}" for number in range(GROUPS)])
+    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    made.store.restore({})
+    await made.engine.run()
+    await asyncio.gather(*waiting)
+    auto = made.rollouts.allocator.auto
+    assert auto.state(SIZE) == AutoState()
+    made.engine.now += 7
+    for step in range(2):  # and those after it do not count as running beside it
+        await cohort(made, f"step{step + 1}")
+        made.engine.now += 7
+    assert auto.state(SIZE).batches == 2
+    assert len(auto.state(SIZE).training) == 1
+
+
 async def test_callers_that_leave_while_it_chooses_do_not_keep_the_others() -> None:
     made = harness()
     plan = made.plan(SIZE, AUTO)
