@@ -3,18 +3,20 @@
     python -m benchmarks.rl
     python -m benchmarks.rl --quick
 
-For each start and seed all policies train in turns, step by step, on the same prompts in the same order. Before its
+For each start and seed all policies train in turns of a few steps, on the same prompts in the same order. Before its
 turn a run's weights are pushed and the server's state under its policy is restored. So other load on the machine
-affects all of them alike, and none profits from what the server learned under another. They share one server, except
+affects all of them alike, and none profits from what the server learned under another. Within a turn `auto` learns how
+long training takes between its batches; what is between turns it does not count. They share one server, except
 for the policies that prune by quality: each of these has its own, which goes on learning between turns. Evaluation is
 unshaped, on other prompts, with the same random numbers for all policies and steps, and not part of the time.
 
 Methods called "unbiased" train with the trajectories' weights, the others with GRPO's advantages. The former are scaled
 for the step as a whole; compare them with "off, unbiased", so that this is not taken for an effect of the policy.
 
-After each step a run is saved. The same command continues what was interrupted, and runs what is missing; so do other
+After each turn a run is saved. The same command continues what was interrupted, and runs what is missing; so do other
 --starts, --seeds, --policies or more --steps. Policies that are added later do not share turns with the earlier ones:
-compare their times with care. A server's quality head is not saved, and is trained from the beginning again.
+compare their times with care. A server's quality head is not saved, and is trained from the beginning again. The
+tables need the logs alone: --keep FOLDER copies those of complete runs, and --report --out FOLDER reads them.
 """
 
 import argparse
@@ -23,12 +25,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.rl_auto import auto_table
 from benchmarks.rl_methods import BASE, PRUNING, SETTINGS, STARTS, caps, every_name, methods
 from benchmarks.rl_picture import picture
 from benchmarks.rl_question import COSTS, question
@@ -48,6 +52,7 @@ from examples.tiny_rl.train_log import Entry, read_log
 PRUNING_FLAGS = ("--detect-at", "10", "--cold-steps", "4")
 QUICK_POLICIES = (BASE, "off, cap 64", "uniform", "darts_cut")
 QUICK_STEPS, QUICK_SEEDS = 12, (0, 1)
+EVALUATED = 3  # steps from one evaluation to the next
 QUICK = "Quick: one start, {seeds} seeds, {steps} steps of {policies}. Too few to conclude anything."
 
 
@@ -59,6 +64,7 @@ class Plan:
     policies: Sequence[str]
     seeds: Sequence[int]
     recipe: Recipe
+    turn: int = EVALUATED  # steps of one policy before the next one's
 
     def methods(self, start: str) -> dict[str, Method]:
         """Return those that are run from a start, by name; each start has its own caps."""
@@ -66,7 +72,7 @@ class Plan:
 
 
 class Run:
-    """The training run of one policy, a step at a time, on a server that it may share. Continues a saved run.
+    """The training run of one policy, in turns, on a server that it may share. Continues a saved run.
 
     Raises:
         RuntimeError: what is saved was run with other settings.
@@ -78,7 +84,7 @@ class Run:
         self._progress = Progress()
         self._log, self._state, self._checkpoint = log, log.with_suffix(".state"), log.with_suffix(".pt")
         self._settings = f"{method} {replace(recipe, steps=0)}"
-        self.turns = 0
+        self.logged = 0  # entries: the evaluation before training, and one for each step
         if self._checkpoint.is_file():
             self._restore()
         else:
@@ -87,17 +93,23 @@ class Run:
             self._state.write_bytes(Store().export())  # empty
         self._steps = train(client, method, self._learner, recipe, seed, self._progress)
 
-    def step(self) -> None:
-        """Run the next step, from where this run left off; the first turn is the evaluation before training."""
+    def advance(self, step: int) -> int:
+        """Take a turn: run from where this run left off until ``step``, where 0 is the evaluation before training.
+
+        Nothing else is done between the steps of a turn. Returns the number of new entries in the log.
+        """
+        if self.logged > step:
+            return 0
         self._client.weights.push(self._learner.weights())
         self._client.state.load(self._state)
-        entry = next(self._steps)
+        entries = list(islice(self._steps, step + 1 - self.logged))
         self._client.state.save(self._state)
         with self._log.open("a") as log:
-            print(entry.line(), file=log)
-        self.turns += 1
+            log.writelines(f"{entry.line()}\n" for entry in entries)
+        self.logged += len(entries)
         if self._progress.step:
             self._save()
+        return len(entries)
 
     def _save(self) -> None:
         new = self._checkpoint.with_suffix(".new")
@@ -114,9 +126,9 @@ class Run:
             )
         self._learner.load_state(saved["learner"])
         self._progress = Progress(**saved["progress"])
-        self.turns = self._progress.step + 1
-        # An interruption between log and checkpoint leaves an entry of a step that will be run again.
-        self._log.write_text("".join(self._log.read_text().splitlines(keepends=True)[: self.turns]))
+        self.logged = self._progress.step + 1
+        # An interruption between log and checkpoint leaves entries of steps that will be run again.
+        self._log.write_text("".join(self._log.read_text().splitlines(keepends=True)[: self.logged]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(plan, options.out)
         except KeyboardInterrupt:
             sys.exit("rl: interrupted; the same command continues")
+    if options.keep is not None:
+        keep(plan, options.out, options.keep)
     print(report(plan, options.out))
     if options.quick:
         print(QUICK.format(seeds=len(plan.seeds), policies="; ".join(plan.policies), steps=plan.recipe.steps))
@@ -135,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(plan: Plan, out: Path) -> None:
     """Run what is missing, start by start and seed by seed; show the time left."""
-    left = {(seed, start): turns_left(plan, start, seed, out) for seed in plan.seeds for start in plan.starts}
+    left = {(seed, start): entries_left(plan, start, seed, out) for seed in plan.seeds for start in plan.starts}
     if not any(left.values()):
         return
     torch.set_num_threads(1)  # the server needs the other core
@@ -144,32 +158,30 @@ def run(plan: Plan, out: Path) -> None:
         urls = start_servers(stack, plan.policies, out)
         clients = {url: stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS)) for url in urls.values()}
         bar = stack.enter_context(tqdm(total=sum(left.values()), unit="step", smoothing=0.02))
-        for seed, start in (of for of, turns in left.items() if turns):
+        for seed, start in (of for of, entries in left.items() if entries):
             bar.set_description(f"{start}, seed {seed}")
             recipe, model = replace(plan.recipe, difficulties=STARTS[start].difficulties), start_model(start, out)
             runs = [
                 Run(clients[urls[name]], method, recipe, seed, model, log_path(out, start, name, seed))
                 for name, method in plan.methods(start).items()
             ]
-            train_in_turns(runs, recipe.steps, bar)
+            train_in_turns(runs, recipe.steps, plan.turn, bar)
 
 
-def turns_left(plan: Plan, start: str, seed: int, out: Path) -> int:
-    """Count the turns that are not logged yet, over all policies."""
-    turns = plan.recipe.steps + 1
+def entries_left(plan: Plan, start: str, seed: int, out: Path) -> int:
+    """Count the entries that are not logged yet, over all policies."""
+    entries = plan.recipe.steps + 1
     logs = [log_path(out, start, name, seed) for name in plan.methods(start)]
     done = [len(log.read_text().splitlines()) if log.with_suffix(".pt").is_file() else 0 for log in logs]
-    return sum(max(0, turns - each) for each in done)
+    return sum(max(0, entries - each) for each in done)
 
 
-def train_in_turns(runs: Sequence[Run], steps: int, bar: "tqdm[None]") -> None:
-    """Run all up to the same step; those that are behind catch up first."""
-    for turn in range(steps + 1):
-        first = turn % len(runs)
+def train_in_turns(runs: Sequence[Run], steps: int, turn: int, bar: "tqdm[None]") -> None:
+    """Run all up to the same step, ``turn`` steps at a time; those that are behind catch up first."""
+    for number, step in enumerate([*range(0, steps, turn), steps]):
+        first = number % len(runs)
         for each in [*runs[first:], *runs[:first]]:
-            if each.turns <= turn:
-                each.step()
-                bar.update()
+            bar.update(each.advance(step))
 
 
 def start_servers(stack: ExitStack, policies: Sequence[str], out: Path) -> dict[str, str]:
@@ -200,7 +212,18 @@ def report(plan: Plan, out: Path) -> str:
     picture(starts, out / "learning.png")
     answers = (question(starts, {start: caps(start) for start in starts}, axis) for axis in COSTS)
     of_starts = (tables(start, runs) for start, runs in starts.items())
-    return "\n\n".join([f"Picture: {out / 'learning.png'}", *of_starts, *answers])
+    parts = [f"Picture: {out / 'learning.png'}", *of_starts, *answers, auto_table(starts)]
+    return "\n\n".join(part for part in parts if part is not None)
+
+
+def keep(plan: Plan, out: Path, folder: Path) -> None:
+    """Copy the logs of complete runs, and nothing else."""
+    for start in plan.starts:
+        for policy, seeds in read_runs(plan, start, out).items():
+            for seed, entries in seeds.items():
+                log = log_path(folder, start, policy, seed)
+                log.parent.mkdir(parents=True, exist_ok=True)
+                log.write_text("".join(f"{entry.line()}\n" for entry in entries))
 
 
 def read_runs(plan: Plan, start: str, out: Path) -> Runs:
@@ -233,17 +256,25 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     names = f"policies, of: {'; '.join(every_name())} (default: all but the last {len(SETTINGS)})"
     add("--policies", nargs="+", choices=every_name(), default=default, metavar="NAME", help=names)
     add("--out", type=Path, metavar="FOLDER", help="for logs and models (default: out/rl, or out/rl-quick)")
+    turn_help = (
+        "steps of a policy before the next one's turn; with 1 auto learns no training times (default: %(default)s)"
+    )
+    add("--turn", type=int, default=EVALUATED, metavar="N", help=turn_help)
+    add("--keep", type=Path, metavar="FOLDER", help="copy the logs of complete runs there, shortened")
     add("--report", action="store_true", help="run nothing; print the tables of the logs in --out")
     options = parser.parse_args(argv)
     quick, policies = options.quick, QUICK_POLICIES if options.quick else options.policies
     if BASE not in policies:
         parser.error(f"--policies must include {BASE}, which the others are compared with")
+    if options.turn < 1:
+        parser.error("--turn must be at least 1")
     options.out = options.out or Path("out/rl-quick" if quick else "out/rl")
     options.plan = Plan(
         starts=("standard",) if quick else options.starts,
         policies=policies,
         seeds=options.seeds or (QUICK_SEEDS if quick else (0, 1, 2)),
-        recipe=Recipe(steps=options.steps or (QUICK_STEPS if quick else 30), held_out_every=3),
+        recipe=Recipe(steps=options.steps or (QUICK_STEPS if quick else 30), held_out_every=EVALUATED),
+        turn=options.turn,
     )
     return options
 

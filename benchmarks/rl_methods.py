@@ -1,9 +1,10 @@
 """What `benchmarks.rl` compares: starts, policies, and the controls that plain trainers have instead of a policy."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from darts_server.demo.problems import Difficulty
+from darts_server.policy.auto.options import RULES
 from examples.tiny_rl.method import Method
 
 BASE = "off"
@@ -43,9 +44,12 @@ POLICIES: Mapping[str, Method] = {
     "darts_deadline": Method("darts_deadline"),
     "darts_cut": Method("darts_cut"),
     "cap": Method("cap"),
+    "cap, lost 0.1": Method({"name": "cap", "max_lost_share": 0.1}),
     "arrol": Method("arrol"),
     "darts+arrol": Method("darts+arrol"),
     "roulette, unbiased": Method("roulette", unbiased=True),
+    "auto": Method("auto"),
+    "auto, all rules": Method({"name": "auto", "auto_allow": ",".join(RULES)}),
 }
 # The best of these with one setting changed; run only if they are named on the command line.
 SETTINGS: Mapping[str, Method] = {
@@ -53,6 +57,11 @@ SETTINGS: Mapping[str, Method] = {
     "darts_cut, 2": Method({"name": "darts_cut", "redundancy": 2.0, "max_redundancy": 3.0}),
     "darts_cut, q.75": Method({"name": "darts_cut", "deadline_quantile": 0.75}),
     "darts_cut, L2": Method({"name": "darts_cut", "num_longest": 2}),
+}
+# `auto` under its default rules and under all, with the fixed policies of these rules; see `choices`.
+AUTOS: Mapping[str, Sequence[str]] = {
+    "auto": ("uniform", "darts"),
+    "auto, all rules": ("uniform", "darts", "darts_cut", "cap", "cap, lost 0.1", *SETTINGS),
 }
 # Each has a server of its own, whose quality head goes on learning between turns.
 PRUNING = ("arrol", "darts+arrol", "roulette, unbiased")
@@ -86,6 +95,17 @@ def methods(start: str) -> dict[str, Method]:
 def caps(start: str) -> list[str]:
     """Return the names of the start's fixed caps."""
     return [cap_name(cap) for cap in STARTS[start].caps]
+
+
+def choices(auto: str, start: str) -> list[str]:
+    """Return the fixed methods that correspond to the rules of `AUTOS`; the rule ``limit`` to fixed caps."""
+    return [BASE, *AUTOS[auto], *(caps(start) if auto == "auto, all rules" else ())]
+
+
+def fixed(start: str) -> list[str]:
+    """Return the policies, and caps, that `auto` is compared with: without those that train in another way."""
+    policies = {**POLICIES, **SETTINGS}
+    return [BASE, *caps(start), *(name for name in policies if name not in AUTOS and not policies[name].unbiased)]
 
 
 def every_name() -> list[str]:

@@ -23,6 +23,8 @@ STYLES = {
     "darts, longest tail": ("#0072B2", ":"),
     "darts_deadline": ("#009E73", "--"),
     "darts_cut": ("#D55E00", "-"),
+    "auto": ("#009E73", "-"),
+    "auto, all rules": ("#009E73", ":"),
     "arrol": ("#CC79A7", "-"),
     "darts+arrol": ("#CC79A7", ":"),
     "roulette, unbiased": ("#CC79A7", "--"),

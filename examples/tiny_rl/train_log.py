@@ -10,6 +10,9 @@ from typing import Any, Self
 
 import numpy as np
 
+DIGITS = 4
+"""Of a number in a log: runs differ by far more, and hundreds of logs are kept."""
+
 
 @dataclass(frozen=True)
 class Seconds:
@@ -93,16 +96,28 @@ class Entry:
     held_out: HeldOut | None = None
 
     def line(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(_shortened(asdict(self)), separators=(",", ":"))
 
     @classmethod
     def read(cls, line: str) -> Self:
         """Parse an entry from its line."""
         fields: dict[str, Any] = json.loads(line)
-        training, held_out = fields["training"], fields["held_out"]
+        training, held_out = fields.get("training"), fields.get("held_out")
         if training is not None:
             training = Training(**training | {"seconds": Seconds(**training["seconds"])})
         return cls(fields["step"], training, None if held_out is None else HeldOut(**held_out))
+
+
+def _shortened(value: Any) -> Any:
+    """Leave out what is missing, and digits that say nothing."""
+    if isinstance(value, dict):
+        return {name: _shortened(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_shortened(each) for each in value]
+    if isinstance(value, float):
+        short = float(f"{value:.{DIGITS}g}")
+        return int(short) if short.is_integer() else short
+    return value
 
 
 def read_log(path: Path) -> list[Entry]:

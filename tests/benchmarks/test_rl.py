@@ -1,5 +1,7 @@
 """The tables and logs of the comparison, from made-up runs."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -31,6 +33,11 @@ def step(tokens: int, seconds: float) -> Training:
 def held_out(right: float) -> HeldOut:
     rights = {"easy": [right + 0.02, right - 0.02], "hard": [right, right]}
     return HeldOut(384, right, 0.02, 30.0, 80.0, 5.0, 0.01, rights)
+
+
+def logged(entries: list[Entry]) -> list[Entry]:
+    """What a log has of a run."""
+    return [Entry.read(entry.line()) for entry in entries]
 
 
 OFF = trained([0.5, 0.7, 0.9, 0.94])
@@ -121,11 +128,11 @@ def test_seeds_with_incomplete_runs_are_left_out(tmp_path: Path) -> None:
             log = rl.log_path(out, "standard", policy, seed)
             log.parent.mkdir(exist_ok=True)
             log.write_text("\n".join(entry.line() for entry in entries[:count]))
-    assert rl.read_runs(plan, "standard", out) == {"off": {0: OFF}, "uniform": {0: CHEAP}}
+    assert rl.read_runs(plan, "standard", out) == {"off": {0: logged(OFF)}, "uniform": {0: logged(CHEAP)}}
     assert "| uniform |" in rl.report(plan, out)
     assert (out / "learning.png").read_bytes().startswith(b"\x89PNG")
     shorter = rl.arguments(["--steps", "4", "--policies", "off", "uniform"]).plan
-    assert rl.read_runs(shorter, "standard", out)["off"] == {0: OFF[:5]}, "the first steps of longer runs"
+    assert rl.read_runs(shorter, "standard", out)["off"] == {0: logged(OFF[:5])}, "the first steps of longer runs"
 
 
 def test_policies_without_off_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,20 +208,37 @@ def test_the_question_is_answered_by_policies_that_hold_from_every_start() -> No
 class FakeRun:
     """Records its turns in a list that it shares with other runs."""
 
-    def __init__(self, name: str, turns: int, order: list[str]) -> None:
-        self.name, self.turns, self.order = name, turns, order
+    def __init__(self, name: str, logged: int, order: list[str]) -> None:
+        self.name, self.logged, self.order = name, logged, order
 
-    def step(self) -> None:
-        self.order.append(f"{self.name}{self.turns}")
-        self.turns += 1
+    def advance(self, step: int) -> int:
+        new = max(0, step + 1 - self.logged)
+        self.logged += new
+        self.order += [f"{self.name}{step}"] * bool(new)
+        return new
 
 
 def test_runs_take_turns_and_those_that_are_behind_catch_up_first() -> None:
     order: list[str] = []
     runs = [FakeRun("a", 2, order), FakeRun("b", 0, order), FakeRun("c", 2, order)]
     with tqdm(disable=True) as bar:
-        rl.train_in_turns(cast(list[rl.Run], runs), 3, bar)
+        rl.train_in_turns(cast(list[rl.Run], runs), 3, 1, bar)
     assert order == ["b0", "b1", "c2", "a2", "b2", "a3", "b3", "c3"]
+
+
+def test_a_turn_has_several_steps_and_the_last_one_what_is_left() -> None:
+    order: list[str] = []
+    runs = [FakeRun("a", 0, order), FakeRun("b", 0, order)]
+    with tqdm(disable=True, total=10) as bar:
+        rl.train_in_turns(cast(list[rl.Run], runs), 4, 3, bar)
+        assert [run.logged for run in runs] == [5, 5]
+    assert order == ["a0", "b0", "b3", "a3", "a4", "b4"]
+
+
+def test_a_turn_of_no_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        rl.arguments(["--turn", "0"])
+    assert "--turn must be at least 1" in capsys.readouterr().err
 
 
 def test_what_is_saved_counts_as_done(tmp_path: Path) -> None:
@@ -224,4 +248,23 @@ def test_what_is_saved_counts_as_done(tmp_path: Path) -> None:
         log.parent.mkdir(exist_ok=True)
         log.write_text("\n".join(entry.line() for entry in OFF[:4]))
     rl.log_path(tmp_path, "deep", "off", 0).with_suffix(".pt").touch()
-    assert rl.turns_left(plan, "deep", 0, tmp_path) == 3 + 7 + 7, "a log without a saved run cannot be continued"
+    assert rl.entries_left(plan, "deep", 0, tmp_path) == 3 + 7 + 7, "a log without a saved run cannot be continued"
+
+
+def test_kept_logs_make_the_same_table_and_only_complete_runs_are_kept(tmp_path: Path) -> None:
+    argv = ["--steps", "6", "--policies", "off", "uniform", "auto", "--starts", "standard", "--seeds", "0", "1"]
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    for policy, entries in (("off", OFF), ("uniform", CHEAP), ("auto", CHEAP)):
+        for seed in range(2):
+            log = rl.log_path(out, "standard", policy, seed)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text("".join(f"{json.dumps(asdict(entry))}\n" for entry in entries[: 7 - seed]))
+            log.with_suffix(".state").touch()
+    assert rl.main([*argv, "--report", "--out", str(out), "--keep", str(kept)]) == 0
+    assert sorted(path.name for path in kept.rglob("*.*")) == ["auto-0.jsonl", "off-0.jsonl", "uniform-0.jsonl"]
+    plan = rl.arguments(argv).plan
+    assert rl.read_runs(plan, "standard", kept)["auto"] == {0: logged(CHEAP)}
+    assert rl.report(plan, kept).splitlines()[1:] == rl.report(plan, out).splitlines()[1:]
+    long, short = (rl.log_path(folder, "standard", "off", 0).stat().st_size for folder in (out, kept))
+    assert short < 0.9 * long
+    assert rl.report(plan, kept).endswith("auto, certainly less right than off: standard.")

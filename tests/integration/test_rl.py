@@ -1,14 +1,19 @@
 """The comparison's runs on a real server: they continue where they were, and controls reach the engine."""
 
+import json
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.rl import Run
+from benchmarks.rl_methods import methods
 from darts_client import Client
 from darts_server.demo.server import DARTS, MODEL
+from darts_server.store.archive import LIMIT_BYTES, unpack
 from examples.tiny_rl.method import Method
 from examples.tiny_rl.remote import samples
 from examples.tiny_rl.train import HELD_OUT_SEED, Recipe, problems
@@ -29,16 +34,15 @@ def client(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 def test_an_interrupted_run_continues_after_its_last_whole_step(client: Client, tmp_path: Path) -> None:
     log = tmp_path / "start" / "off-0.jsonl"
     interrupted = Run(client, TAIL_BATCHING, RECIPE, 0, MODEL, log)
-    for _ in range(3):
-        interrupted.step()
+    assert [interrupted.advance(step) for step in (0, 2, 1)] == [1, 2, 0]
     entries = read_log(log)
     saved = torch.load(log.with_suffix(".pt"))
     with log.open("a") as unsaved:
         print(entries[-1].line(), file=unsaved)
 
     continued = Run(client, TAIL_BATCHING, RECIPE, 0, MODEL, log)
-    assert (continued.turns, read_log(log)) == (3, entries)
-    continued.step()
+    assert (continued.logged, read_log(log)) == (3, entries)
+    continued.advance(3)
     steps = [entry.step for entry in read_log(log)]
     assert steps == [0, 1, 2, 3]
 
@@ -57,14 +61,14 @@ def test_runs_are_evaluated_with_the_same_random_numbers(client: Client, tmp_pat
         Run(client, method, RECIPE, 0, MODEL, tmp_path / str(n)) for n, method in enumerate((capped, Method("off")))
     ]
     for run in runs:
-        run.step()
+        run.advance(0)
     first, second = (read_log(tmp_path / str(n))[0].held_out for n in range(2))
     assert first is not None
     assert second is not None
     pairs = [pair for name in first.rights for pair in zip(first.rights[name], second.rights[name], strict=True)]
     assert sum(one == other for one, other in pairs) >= len(pairs) - 1  # rounding differs with the batch
 
-    runs[0].step()
+    runs[0].advance(1)
     training = read_log(tmp_path / "0")[1].training
     assert training is not None
     assert training.length_p95 <= 24
@@ -75,3 +79,22 @@ def test_every_sample_of_an_evaluation_has_its_own_random_numbers(client: Client
     [problem] = problems(HELD_OUT_SEED, 1, ("hard",))
     answers = samples(client, [problem.prompt] * 3, 3, seed=5)
     assert len({trajectory.token_ids for group in answers for trajectory in group}) > 4
+
+
+def test_auto_learns_how_long_training_takes_within_its_turns_alone(client: Client, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=4, prompts=8, group_size=2, pool=16)
+    run = Run(client, methods("deep")["auto, all rules"], recipe, 0, MODEL, tmp_path / "auto")
+    other = Run(client, Method("off"), recipe, 0, MODEL, tmp_path / "off")
+    turns = []
+    for step in (0, 2, 4):
+        began = time.perf_counter()
+        run.advance(step)
+        turns.append(time.perf_counter() - began)
+        other.advance(step)
+    rows = unpack((tmp_path / "auto.state").read_bytes(), LIMIT_BYTES)
+    [learned] = [json.loads(json.loads(text)["value"]) for kind, _, text in rows if kind == "auto"]
+    assert learned["batches"] == 4
+    trained = [entry.training.seconds for entry in read_log(tmp_path / "auto") if entry.training is not None]
+    assert len(learned["training"]) == 2, "between the two steps of each of two turns"
+    for (_, seconds), before, turn in zip(learned["training"], trained[::2], turns[1:], strict=True):
+        assert before.train + before.push <= seconds < turn
