@@ -12,7 +12,7 @@ from math import exp, inf, log, sqrt
 
 import numpy as np
 
-from darts_server.policy.auto.forecast import Expectation, Forecast, forecast, limit_of
+from darts_server.policy.auto.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
 from darts_server.policy.auto.options import OFF, UNSHAPED, Auto, AutoLimits, Option
 from darts_server.policy.auto.state import (
     FIRST_BATCHES,
@@ -129,15 +129,17 @@ def choose(
     machine: Machine | None,
     enough: int,
     rng: np.random.Generator,
+    most_samples: int = MAX_SAMPLES,
 ) -> Choice:
     """Choose what is done with a batch of groups of ``size``, for which `choose_by_size` chooses nothing.
 
     ``expectation``, ``machine``: ``None`` while nothing is known. ``enough``: complete groups with which it ends.
+    ``most_samples``: of the batch, by which each option is forecast.
     """
     if expectation is None or machine is None:
         return Choice(UNSHAPED, "lengths and step times are not known yet")
     options = auto.of_size(size)
-    batches = expectation.sample(auto.max_candidates(size), rng)
+    batches = expectation.sample(auto.max_candidates(size), rng, most_samples)
     off = _look(UNSHAPED, forecast(UNSHAPED, size, expectation.stds, batches, machine, enough), state, auto.limits)
     usual_length = off.forecast.mean_length * exp(state.length_error(OFF))
 

@@ -58,9 +58,12 @@ class Expectation:
         known = [next(drawn) if mean is None else mean for mean in means]
         return cls(known, stds, ratios, prompt_tokens, state.max_tokens)
 
-    def sample(self, candidates: int, rng: np.random.Generator) -> list[Batch]:
+    def samples(self, most: int = MAX_SAMPLES) -> int:
+        """Return how often the batch is sampled, at most ``most`` times."""
+        return min(max(ceil(SAMPLED_GROUPS / self.groups), MIN_SAMPLES), MAX_SAMPLES, most)
+
+    def sample(self, candidates: int, rng: np.random.Generator, most: int = MAX_SAMPLES) -> list[Batch]:
         """Sample the batch a few times, with so many candidates for each prompt."""
-        count = min(max(ceil(SAMPLED_GROUPS / self.groups), MIN_SAMPLES), MAX_SAMPLES)
         shape, limit = (self.groups, candidates), self.max_tokens or LONGEST
         return [
             Batch(
@@ -71,7 +74,7 @@ class Expectation:
                 rng.random(shape),
                 limit,
             )
-            for _ in range(count)
+            for _ in range(self.samples(most))
         ]
 
 

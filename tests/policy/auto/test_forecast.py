@@ -22,7 +22,9 @@ def rng() -> np.random.Generator:
 
 @pytest.mark.parametrize(("groups", "samples"), [(8, MAX_SAMPLES), (40, 7), (80, 4), (120, 3), (2000, MIN_SAMPLES)])
 def test_small_batches_are_sampled_more_often(groups: int, samples: int) -> None:
-    batches = Expectation([100.0] * groups, [None] * groups, RATIOS).sample(8, rng())
+    expected = Expectation([100.0] * groups, [None] * groups, RATIOS)
+    batches = expected.sample(8, rng())
+    assert len(expected.sample(8, rng(), most=1)) == expected.samples(1) == 1
     assert len(batches) == samples
     assert batches[0].lengths.shape == (groups, 8)
 

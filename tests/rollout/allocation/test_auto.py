@@ -124,6 +124,27 @@ async def test_forecasts_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
     assert most == 1
 
 
+async def test_forecasts_take_as_many_samples_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = harness()
+    for step in range(MIN_OFF + 1):
+        await cohort(made, f"step{step}")
+    used, seconds_a_sample = [], 0.0
+
+    def slow(*arguments: Any) -> Choice:
+        used.append(arguments[-1])
+        made.engine.now += seconds_a_sample * arguments[3].samples(arguments[-1])
+        return choose(*arguments)
+
+    monkeypatch.setattr("darts_server.rollout.allocation.auto.choose", slow)
+    auto = made.plan(SIZE, AUTO).auto
+    assert auto is not None
+    for share in (0.004, 0.004, 0.1, 0.1, 0.0001, 0.0001, 0.0001):
+        choice = await made.rollouts.allocator.auto.choose(auto, SIZE, [f"step0-{i}" for i in range(GROUPS)], None)
+        assert choice.off_seconds is not None
+        seconds_a_sample = share * choice.off_seconds
+    assert used == [8, 8, 2, 2, 1, 1, 8]
+
+
 async def test_statistics_of_prompts_are_not_read_for_a_batch_of_too_many_candidates() -> None:
     made = harness()
     auto = made.plan(SIZE, AUTO).auto
