@@ -35,6 +35,9 @@ RANK, ALPHA = 4, 8
 BASE = "base_model.model."
 SIZE = 0.035
 """Standard deviation of the matrices. Their product then changes the weights by about as much as `perturbed`."""
+ROUNDING = 5e-5
+"""Difference of log-probs in float32: up to 1.4e-5 was measured, by which requests share a step. Other adapters differ
+by a thousand times as much."""
 CONFIG = {"r": RANK, "lora_alpha": ALPHA}
 FULL_CONFIG = {
     **CONFIG,
@@ -97,7 +100,7 @@ def delete(server: Server, name: str) -> httpx.Response:
 
 def check_lora(server: Server, answer: httpx.Response, weights: Weights, name: str = "ad") -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
-    assert lora_difference(server, weights, f"{name}:raw") < 1e-5
+    assert lora_difference(server, weights, f"{name}:raw") < ROUNDING
     last: dict[str, Any] = answer.json()["last"]
     return last
 
@@ -165,8 +168,8 @@ def test_adapters_are_served_beside_each_other(server: Server) -> None:
     check_lora(server, push(server, lora(6), "one"), merged(lora(6)), "one")
     check_lora(server, push(server, lora(7), "two"), merged(lora(7)), "two")
     for _ in range(2):
-        assert lora_difference(server, merged(lora(6)), "one:raw") < 1e-5
-        assert lora_difference(server, merged(lora(7)), "two:raw") < 1e-5
+        assert lora_difference(server, merged(lora(6)), "one:raw") < ROUNDING
+        assert lora_difference(server, merged(lora(7)), "two:raw") < ROUNDING
     for name in ("one", "two"):
         assert delete(server, name).status_code == 200
     answer = httpx.post(f"{server.url}/v1/completions", json={"model": "one", "prompt": PROMPT})
@@ -183,7 +186,7 @@ def test_a_folder_as_peft_writes_it_is_loaded(server: Server, root: Path) -> Non
     (folder / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
     assert check_lora(server, post(server, "step-1"), merged(lora(9)))["source"] == "disk"
     (folder / "adapter_model.safetensors").unlink()
-    assert lora_difference(server, merged(lora(9)), "ad:raw") < 1e-5
+    assert lora_difference(server, merged(lora(9)), "ad:raw") < ROUNDING
     answer = post(server, "step-1")
     assert answer.status_code == 400
     assert "must be a folder with adapter_config.json and adapter_model.safetensors" in answer.text
@@ -194,12 +197,12 @@ def test_the_client_pushes_folders_and_bytes(server: Server, tmp_path: Path) -> 
     (tmp_path / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
     with Client(server.url) as client:
         record = client.weights.push_lora("mine", tmp_path)
-        assert lora_difference(server, merged(lora(10)), "mine:raw") < 1e-5
+        assert lora_difference(server, merged(lora(10)), "mine:raw") < ROUNDING
         assert record.last is not None
         assert record.last.lora == "mine"
         assert {one.name for one in record.loras} == {"ad", "mine"}
         client.weights.push_lora("mine", save(lora(11)), config=CONFIG, rule="restart")
-        assert lora_difference(server, merged(lora(11)), "mine:raw") < 1e-5
+        assert lora_difference(server, merged(lora(11)), "mine:raw") < ROUNDING
         with pytest.raises(BadRequest, match="r is 16, and the server takes 8"):
             client.weights.push_lora("mine", save(lora(11)), config={"r": 16, "lora_alpha": 1})
         assert [one.name for one in client.weights.remove_lora("mine").loras] == ["ad"]
@@ -255,13 +258,13 @@ def test_weights_and_foreign_adapters_are_rejected_with_reasons(server: Server, 
     body = {"lora_name": "theirs", "lora_path": str(tmp_path)}
     assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
     assert push(server, lora(14), "theirs").status_code == 409
-    assert lora_difference(server, merged(lora(14)), "theirs") < 1e-5
+    assert lora_difference(server, merged(lora(14)), "theirs") < ROUNDING
 
 
 def test_running_groups_complete_and_one_that_waits_for_a_removed_adapter_fails(server: Server) -> None:
     """Groups, pushes by each rule, and a removal at once: each caller gets a whole group, or an error with a reason."""
     assert push(server, lora(15), "busy").status_code == 200
-    body = {"model": "busy", "prompt": PROMPT, "n": 4, "max_tokens": 200, "temperature": 1.0, "ignore_eos": True}
+    body = {"model": "busy", "prompt": PROMPT, "n": 8, "max_tokens": 200, "temperature": 1.0, "ignore_eos": True}
 
     def group(_: int) -> httpx.Response:
         headers = {"X-Darts-Policy": "uniform"}
@@ -281,14 +284,16 @@ def test_running_groups_complete_and_one_that_waits_for_a_removed_adapter_fails(
         for each in answers:
             answer = each.result()
             assert answer.status_code == 200, answer.text
-            assert len(answer.json()["choices"]) == 4
-        assert lora_difference(server, merged(lora(18)), "busy:raw") < 1e-5
+            assert len(answer.json()["choices"]) == 8
+        assert lora_difference(server, merged(lora(18)), "busy:raw") < ROUNDING
+        assert lora_difference(server, merged(lora(17)), "busy:raw") > 100 * ROUNDING
         started = server.metric("darts_candidates_started_total")
-        first = callers.submit(group, 0)
+        # So many groups that they still run when the removal comes, on a busy machine too.
+        first = [callers.submit(group, index) for index in range(6)]
         waiting.wait_started(server, started + 4)
         removal = callers.submit(delete, server, "busy")
         late = callers.submit(until_announced)
-        assert first.result().status_code == 200
+        assert {each.result().status_code for each in first} == {200}
         assert removal.result().status_code == 200
         assert late.result().status_code == 404
     assert max_difference(server, ORIGINAL) < 1e-5

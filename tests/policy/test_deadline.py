@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.policy.deadline import (
+    MAX_FIRST_GROUPS,
     MAX_STRETCH,
     MEMORY,
     MIN_GROUPS,
@@ -149,8 +150,39 @@ def test_the_stretch_settles_within_a_tenth_in_twenty_batches_and_stays(sigma: f
 
 
 @pytest.mark.parametrize(
-    "state", [{"right": -1}, {"right": math.nan}, {"weights": [1.0]}, {"weights": [-1.0] * 59}, {"right": "7"}]
+    "state",
+    [
+        {"right": -1},
+        {"right": math.nan},
+        {"weights": [1.0]},
+        {"weights": [-1.0] * 59},
+        {"right": "7"},
+        {"groups": -1},
+        {"groups": 1.5},
+    ],
 )
 def test_a_state_out_of_range_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         DeadlineLosses(**state)
+
+
+def test_cohorts_explore_first_from_the_first_rewards_until_enough_answers_are_right() -> None:
+    losses = DeadlineLosses()
+    assert not losses.should_explore_first, "rewards may never be reported"
+    losses = losses.with_group()
+    assert losses.should_explore_first
+    losses = losses.with_group().with_answers(answers(*[0.5] * (MIN_RIGHT - 1)))
+    assert losses.should_explore_first
+    losses = losses.with_answers(answers(0.5, 0.5))
+    assert not losses.should_explore_first
+    assert losses.with_group() == losses, "nothing more is counted"
+    assert losses.groups == 2
+
+
+def test_a_task_with_hardly_any_right_answers_does_not_explore_for_ever() -> None:
+    losses = DeadlineLosses()
+    explored = 0
+    for _ in range(2 * MAX_FIRST_GROUPS):
+        losses = losses.with_group()
+        explored += losses.should_explore_first
+    assert explored == MAX_FIRST_GROUPS - 1

@@ -56,12 +56,13 @@ class Deadlines:
         return (self._lengths.load(name) or RecentCompletionLengths()).deadline(rule)
 
     def should_explore(self, rule: Deadline) -> bool:
-        """Decide at random whether a cohort runs past its deadline.
+        """Decide whether a cohort runs past its deadline: at random, and the first one after rewards were reported.
 
         Whole cohorts explore, not single groups: one group past the deadline makes its whole cohort wait, so that the
         same share of single groups would delay nearly every cohort.
         """
-        return self._rng.random() < rule.exploration
+        first = rule.exploration > 0 and self.losses.should_explore_first
+        return first or self._rng.random() < rule.exploration
 
     def learn(self, record: GroupRecord, name: str) -> None:
         """Learn how many tokens the group needed, or that it was cut at the bound before that was known."""
@@ -72,11 +73,17 @@ class Deadlines:
             self._lengths.save(name, lengths.state)
 
     def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
-        """Learn from an explored group which of its candidates, by index, were correct. Other groups are ignored."""
+        """Learn from an explored group which of its candidates, by index, were correct.
+
+        Other groups say only that rewards are reported.
+        """
+        before = self.losses
+        losses = before.with_group() if record.explored or record.cohort_deadline is not None else before
         if record.explored:
             right = [c for c in record.selected if correct.get(c.index)]
-            answers = [RightAnswer(_overrun(record, c.tokens), c.weight or 1.0) for c in right]
-            self._losses.save(KEY, asdict(self.losses.with_answers(answers)))
+            losses = losses.with_answers([RightAnswer(_overrun(record, c.tokens), c.weight or 1.0) for c in right])
+        if losses is not before:
+            self._losses.save(KEY, asdict(losses))
 
 
 def _overrun(record: GroupRecord, tokens: int) -> float:

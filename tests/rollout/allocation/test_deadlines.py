@@ -114,3 +114,21 @@ def test_the_configured_share_of_cohorts_explores() -> None:
         0.05, abs=0.01
     )
     assert not any(deadlines.should_explore(Deadline(exploration=0.0)) for _ in range(1000))
+
+
+def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
+    documents = Documents()
+    deadlines, unexplored = (
+        Deadlines(documents, np.random.default_rng(0)),
+        replace(explored(50, *[40] * 8), explored=False),
+    )
+    rule = Deadline(exploration=1e-12)
+    report(deadlines, replace(unexplored, cohort_deadline=None), right=True)
+    assert not deadlines.should_explore(rule), "it had no deadline"
+    report(deadlines, unexplored, right=True, times=16)
+    assert Deadlines(documents, np.random.default_rng(0)).should_explore(rule), "also after a restart"
+    assert not deadlines.should_explore(Deadline(exploration=0.0))
+    assert deadlines.losses.stretch(0.02) == 1, "unexplored groups show nothing beyond their deadline"
+    report(deadlines, explored(50, *[40] * 7, 90), right=True, times=8)
+    assert not deadlines.should_explore(rule)
+    assert deadlines.losses.stretch(0.02) > 1
