@@ -36,6 +36,9 @@ STARTS: Mapping[str, Start] = {
     "mixed": Start(caps=(48, 96, 240), difficulties=("looped", *_EASY_ONES)),
 }
 
+# Whoever sets a fixed cap accepts that it takes right answers away. These take a tenth of them, and choose the cap.
+TIGHT: Mapping[str, object] = {"deadline_bound": 1.0, "max_lost_share": 0.1}
+
 POLICIES: Mapping[str, Method] = {
     "uniform": Method("uniform"),
     "uniform, unbiased": Method("uniform", unbiased=True),
@@ -44,7 +47,8 @@ POLICIES: Mapping[str, Method] = {
     "darts_deadline": Method("darts_deadline"),
     "darts_cut": Method("darts_cut"),
     "cap": Method("cap"),
-    "cap, lost 0.1": Method({"name": "cap", "max_lost_share": 0.1}),
+    "cap, lost 0.1": Method({"name": "cap", "redundancy": 2.0, **TIGHT}),
+    "darts_cut, lost 0.1": Method({"name": "darts_cut", **TIGHT}),
     "arrol": Method("arrol"),
     "darts+arrol": Method("darts+arrol"),
     "roulette, unbiased": Method("roulette", unbiased=True),
@@ -61,7 +65,7 @@ SETTINGS: Mapping[str, Method] = {
 # `auto` under its default rules and under all, with the fixed policies of these rules; see `choices`.
 AUTOS: Mapping[str, Sequence[str]] = {
     "auto": ("uniform", "darts"),
-    "auto, all rules": ("uniform", "darts", "darts_cut", "cap", "cap, lost 0.1", *SETTINGS),
+    "auto, all rules": ("uniform", "darts", "darts_cut", "cap", "cap, lost 0.1", "darts_cut, lost 0.1", *SETTINGS),
 }
 # Each has a server of its own, whose quality head goes on learning between turns.
 PRUNING = ("arrol", "darts+arrol", "roulette, unbiased")
