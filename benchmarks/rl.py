@@ -7,7 +7,8 @@ For each start and seed all policies train in turns of a few steps, on the same 
 turn a run's weights are pushed and the server's state under its policy is restored. So other load on the machine
 affects all of them alike, and none profits from what the server learned under another. Within a turn `auto` learns how
 long training takes between its batches; what is between turns it does not count. They share one server, except
-for the policies that prune by quality: each of these has its own, which goes on learning between turns. Evaluation is
+for the policies that prune by quality, each of which has its own that goes on learning between turns, and for the one
+that resumes, since the others' weights would make what it has generated too old. Evaluation is
 unshaped, on other prompts, with the same random numbers for all policies and steps, and not part of the time.
 
 Methods called "unbiased" train with the trajectories' weights, the others with GRPO's advantages. The former are scaled
@@ -15,7 +16,8 @@ for the step as a whole; compare them with "off, unbiased", so that this is not 
 
 After each turn a run is saved. The same command continues what was interrupted, and runs what is missing; so do other
 --starts, --seeds, --policies or more --steps. Policies that are added later do not share turns with the earlier ones:
-compare their times with care. A server's quality head is not saved, and is trained from the beginning again. The
+compare their times with care. A server's quality head is not saved, and is trained from the beginning again; nor is
+what a server had generated for prompts that were carried over: these start again. The
 tables need the logs alone: --keep FOLDER copies those of complete runs, and --report --out FOLDER reads them.
 """
 
@@ -33,7 +35,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.rl_auto import auto_table
-from benchmarks.rl_methods import BASE, PRUNING, SETTINGS, STARTS, caps, every_name, methods
+from benchmarks.rl_methods import BASE, NAMED_ONLY, OWN_SERVER, PRUNING, STARTS, caps, every_name, methods
 from benchmarks.rl_picture import picture
 from benchmarks.rl_question import COSTS, question
 from benchmarks.rl_table import Runs, tables
@@ -80,10 +82,12 @@ class Run:
 
     def __init__(self, client: Client, method: Method, recipe: Recipe, seed: int, model: Path, log: Path) -> None:
         self._client = client
+        self._resumes = method.carry == "resume"
+        self._served: int | None = None
         self._learner = Learner(model)
         self._progress = Progress()
         self._log, self._state, self._checkpoint = log, log.with_suffix(".state"), log.with_suffix(".pt")
-        self._settings = f"{method} {replace(recipe, steps=0)}"
+        self._settings = f"{method.settings} {replace(recipe, steps=0)}"
         self.logged = 0  # entries: the evaluation before training, and one for each step
         if self._checkpoint.is_file():
             self._restore()
@@ -91,7 +95,8 @@ class Run:
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text("")
             self._state.write_bytes(Store().export())  # empty
-        self._steps = train(client, method, self._learner, recipe, seed, self._progress)
+        name = f"{log.parent.name}, {log.stem}"
+        self._steps = train(client, method, self._learner, recipe, seed, self._progress, name)
 
     def advance(self, step: int) -> int:
         """Take a turn: run from where this run left off until ``step``, where 0 is the evaluation before training.
@@ -100,10 +105,14 @@ class Run:
         """
         if self.logged > step:
             return 0
-        self._client.weights.push(self._learner.weights())
+        # Pushing the same weights again would make what is to be resumed a version older.
+        if not self._resumes or self._served != self._client.weights.get().version:
+            self._client.weights.push(self._learner.weights())
         self._client.state.load(self._state)
         entries = list(islice(self._steps, step + 1 - self.logged))
         self._client.state.save(self._state)
+        if self._resumes:
+            self._served = self._client.weights.get().version
         with self._log.open("a") as log:
             log.writelines(f"{entry.line()}\n" for entry in entries)
         self.logged += len(entries)
@@ -188,7 +197,9 @@ def start_servers(stack: ExitStack, policies: Sequence[str], out: Path) -> dict[
     """Start the servers; return the address of each policy's."""
     shared = stack.enter_context(serving(DARTS, out / "server.log")).url
     own = {
-        p: stack.enter_context(serving(DARTS, out / f"{p}.log", *PRUNING_FLAGS)).url for p in policies if p in PRUNING
+        p: stack.enter_context(serving(DARTS, out / f"{p}.log", *(PRUNING_FLAGS if p in PRUNING else ()))).url
+        for p in policies
+        if p in OWN_SERVER
     }
     return {policy: own.get(policy, shared) for policy in policies}
 
@@ -252,8 +263,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, metavar="N", help="a run of each policy from each start (default: 0 1 2)")
     add("--steps", type=int, metavar="N", help="steps of each run (default: 30)")
     add("--starts", nargs="+", choices=list(STARTS), default=list(STARTS), help="starts (default: all)")
-    default = [name for name in every_name() if name not in SETTINGS]
-    names = f"policies, of: {'; '.join(every_name())} (default: all but the last {len(SETTINGS)})"
+    default = [name for name in every_name() if name not in NAMED_ONLY]
+    names = f"policies, of: {'; '.join(every_name())} (default: all but the last {len(NAMED_ONLY)})"
     add("--policies", nargs="+", choices=every_name(), default=default, metavar="NAME", help=names)
     add("--out", type=Path, metavar="FOLDER", help="for logs and models (default: out/rl, or out/rl-quick)")
     turn_help = (

@@ -67,8 +67,18 @@ AUTOS: Mapping[str, Sequence[str]] = {
     "auto": ("uniform", "darts"),
     "auto, all rules": ("uniform", "darts", "darts_cut", "cap", "cap, lost 0.1", "darts_cut, lost 0.1", *SETTINGS),
 }
-# Each has a server of its own, whose quality head goes on learning between turns.
+# Tail batching by the server, and tokens of older weights; also run only if they are named.
+CARRY_OVER: Mapping[str, Method] = {
+    "off, carry restart": Method("off", started=1.5, carry="restart"),
+    "darts_cut, carry restart": Method("darts_cut", started=1.5, carry="restart"),
+    "off, carry resume": Method("off", started=1.5, carry="resume"),
+    "off, staleness 1": Method("off", staleness=1),
+}
+NAMED_ONLY: Mapping[str, Method] = {**SETTINGS, **CARRY_OVER}
 PRUNING = ("arrol", "darts+arrol", "roulette, unbiased")
+# Each has a server of its own: one whose quality head goes on learning between turns, or whose weights nobody else
+# replaces meanwhile.
+OWN_SERVER = (*PRUNING, *(name for name, method in CARRY_OVER.items() if method.carry == "resume"))
 
 
 def cap_name(cap: int) -> str:
@@ -93,7 +103,7 @@ def controls(start: Start) -> dict[str, Method]:
 
 def methods(start: str) -> dict[str, Method]:
     """Return everything that can be run from a start, by name."""
-    return {**controls(STARTS[start]), **POLICIES, **SETTINGS}
+    return {**controls(STARTS[start]), **POLICIES, **NAMED_ONLY}
 
 
 def caps(start: str) -> list[str]:
@@ -113,6 +123,6 @@ def fixed(start: str) -> list[str]:
 
 
 def every_name() -> list[str]:
-    """Return the names of all methods of any start; those in `SETTINGS` come last."""
+    """Return the names of all methods of any start; those in `NAMED_ONLY` come last."""
     of_starts = [name for start in STARTS.values() for name in controls(start)]
-    return list(dict.fromkeys([*of_starts, *POLICIES, *SETTINGS]))
+    return list(dict.fromkeys([*of_starts, *POLICIES, *NAMED_ONLY]))

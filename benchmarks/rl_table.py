@@ -151,8 +151,11 @@ def rights_at_equal(runs: Runs, policy: str, axis: str) -> list[Rights]:
 
 
 def cost_table(runs: Runs) -> str:
-    """Format tokens, decode steps and seconds; and what each level took, relative to `off`."""
-    head = ["policy", "generated a step", "trained on", "decode steps", "truncated", "reward variance"]
+    """Format tokens, decode steps and seconds; and what each level took, relative to `off`.
+
+    "off-policy": the share of trained tokens that older weights sampled.
+    """
+    head = ["policy", "generated a step", "trained on", "decode steps", "off-policy", "truncated", "reward variance"]
     head += ["rollout s", "train s", "push s", "step / off"]
     head += [f"to {level:.2f}: steps, tokens, decode steps, time" for level in LEVELS]
     rows = []
@@ -161,10 +164,11 @@ def cost_table(runs: Runs) -> str:
         tokens = [f"{fmean(getattr(s, what) for s in steps):.0f}" for what in ("generated", "trained", "decode_steps")]
         seconds = (f"{fmean(getattr(s.seconds, part) for s in steps):.2f}" for part in ("rollout", "train", "push"))
         pace = [step_seconds(entries) / step_seconds(runs[BASE][seed]) for seed, entries in seeds.items()]
+        off_policy = f"{sum(s.off_policy * s.trained for s in steps) / sum(s.trained for s in steps):.1%}"
         truncated = f"{fmean(step.truncated for step in steps):.1%}"
         variance = f"{fmean(step.reward_variance for step in steps):.3f}"
         to = (", ".join(relative(runs, policy, level, axis) for axis in AXES) for level in LEVELS)
-        rows.append([policy, *tokens, truncated, variance, *seconds, spread(pace, ".2f"), *to])
+        rows.append([policy, *tokens, off_policy, truncated, variance, *seconds, spread(pace, ".2f"), *to])
     return markdown(head, rows)
 
 

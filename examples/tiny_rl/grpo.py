@@ -2,7 +2,7 @@
 
 Plain GRPO (Shao et al. 2024, arXiv 2402.03300) with one on-policy update a step: the ratio to the sampling policy is 1,
 so the loss is the policy gradient. Advantages are relative to the group, the loss is a mean over tokens, and there is
-no KL term.
+no KL term. Tokens that older weights sampled count with that ratio, as far as it does not exceed `MAX_RATIO`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,9 @@ TOLERANCE = 1e-4
 """Largest difference of log-probs, in nats, between server and trainer. Measured with equal weights in float32: up to
 3e-5. One update changes some by more than 0.1."""
 
+MAX_RATIO = 2.0
+"""Bound of importance ratios (truncated importance sampling): a few large ones would make up most of a gradient."""
+
 
 class StaleWeights(RuntimeError):
     """The server did not sample with the weights that the trainer has."""
@@ -33,15 +36,22 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class Trained(Sample):
-    """A trajectory to train on. ``logprobs``: of its response's tokens, in nats, as the server sampled them."""
+    """A trajectory to train on. ``logprobs``: of its response's tokens, in nats, as the server sampled them.
+
+    ``stale``: how many of these tokens, the first, older weights sampled.
+    """
 
     logprobs: Sequence[float]
     advantage: float
+    stale: int = 0
 
 
 @dataclass(frozen=True)
 class Update:
-    """The result of one step. ``gap``: largest difference between the server's log-probs and the trainer's, in nats."""
+    """The result of one step.
+
+    ``gap``: largest difference between the server's log-probs and the trainer's, in nats; stale tokens do not count.
+    """
 
     loss: float
     gradient_norm: float
@@ -71,14 +81,27 @@ def log_probs(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tenso
     return -cross_entropy(logits, labels[:, 1:], ignore_index=IGNORED, reduction="none")
 
 
-def policy_loss(logprobs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+def policy_loss(logprobs: torch.Tensor, advantage: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor:
     """Return the loss whose gradient is the policy gradient, summed over tokens.
 
     Args:
         logprobs: of the response's tokens, [samples, positions]; 0 at other positions.
         advantage: [samples]; the same for all tokens of a trajectory.
+        ratios: of the tokens' probabilities to those they were sampled with, [samples, positions].
     """
-    return -(logprobs * advantage[:, None]).sum()
+    return -(logprobs * ratios * advantage[:, None]).sum()
+
+
+def importance(part: Sequence[Trained], logprobs: torch.Tensor) -> torch.Tensor:
+    """Return how likely each token is now relative to when it was sampled, `MAX_RATIO` at most; 1 unless it is stale.
+
+    Same shape as ``logprobs``, which are from `log_probs`.
+    """
+    ratios = torch.ones_like(logprobs)
+    for each, row, now in zip(part, ratios, logprobs, strict=True):
+        stale = slice(each.prompt_length - 1, each.prompt_length - 1 + each.stale)
+        row[stale] = (now[stale] - torch.tensor(each.logprobs[: each.stale])).exp().clamp(max=MAX_RATIO)
+    return ratios
 
 
 class Learner:
@@ -105,14 +128,14 @@ class Learner:
         """Take one step on all trajectories.
 
         Raises:
-            StaleWeights: the server sampled them with other weights. The policy is unchanged.
+            StaleWeights: the server sampled tokens that are not stale with other weights. The policy is unchanged.
         """
         total = sum(len(each.logprobs) for each in batch)
         loss, gap = 0.0, 0.0
         for part in parts_of(sorted(batch, key=lambda each: len(each.tokens))):
             logprobs = log_probs(self.model, *collate(part))
             advantage = torch.tensor([each.advantage for each in part])
-            part_loss = policy_loss(logprobs, advantage) / total
+            part_loss = policy_loss(logprobs, advantage, importance(part, logprobs.detach())) / total
             torch.autograd.backward(part_loss)
             loss, gap = loss + part_loss.item(), max(gap, largest_gap(part, logprobs.detach()))
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP))
@@ -128,10 +151,13 @@ class Learner:
 
 
 def largest_gap(part: Sequence[Trained], logprobs: torch.Tensor) -> float:
-    """Return the largest difference to the server's log-probs, in nats; ``logprobs`` as from `log_probs`."""
+    """Return the largest difference to the server's log-probs, in nats, without those of stale tokens.
+
+    ``logprobs`` are from `log_probs`.
+    """
     gaps = [
-        (row[each.prompt_length - 1 :][: len(each.logprobs)] - torch.tensor(each.logprobs)).abs().max()
+        (row[each.prompt_length - 1 :][: len(each.logprobs)] - torch.tensor(each.logprobs))[each.stale :].abs().max()
         for each, row in zip(part, logprobs, strict=True)
-        if each.logprobs
+        if len(each.logprobs) > each.stale
     ]
     return float(max(gaps, default=0.0))

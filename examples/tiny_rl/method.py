@@ -1,8 +1,9 @@
 """How training groups are sampled and rewarded: a policy of the server, or what plain trainers do instead of one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
+from typing import Literal
 
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 
@@ -21,6 +22,14 @@ class Method:
             the other prompts are started again in the next step (tail batching).
         unbiased: use the trajectories' weights, so that the expected step is that of plain samples, in place of GRPO's
             advantages. Needs a policy that returns weights.
+        carry: of tail batching: ``None`` if the trainer alone remembers the other prompts. With "restart" the server
+            keeps them too, and starts them first in the next step; with "resume" also what was generated for them, so
+            that their trajectories go on from there (partial rollouts).
+        staleness: 1 to generate each batch while the one before it is trained on, so with weights that are one update
+            older (one-step-off training).
+
+    Raises:
+        ValueError: these do not go together.
     """
 
     policy: Policy
@@ -28,6 +37,26 @@ class Method:
     overlong: int = 0
     started: float = 1.0
     unbiased: bool = False
+    # Saved runs are recognized by this class's `repr`, and those of other methods do not know these.
+    carry: Literal["restart", "resume"] | None = field(default=None, repr=False)
+    staleness: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.carry is not None and self.started <= 1:
+            raise ValueError(f"carry={self.carry!r} needs started above 1, else no prompt is left over")
+        if self.staleness not in (0, 1) or (self.staleness and self.started > 1):
+            raise ValueError("staleness is 0 or 1, and 1 does not go with started above 1")
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether older weights may have sampled some tokens."""
+        return self.carry == "resume" or self.staleness > 0
+
+    @property
+    def settings(self) -> str:
+        """All options, to recognize a run by."""
+        later = {"carry": self.carry, "staleness": self.staleness}
+        return "".join([repr(self), *(f" {name}={value}" for name, value in later.items() if value)])
 
     def prompts(self, needed: int) -> int:
         """Return the number of prompts to start for ``needed`` groups."""

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from darts_client import Client, Discard, Event, Group, GroupEvent, Trajectory, TrajectoryEvent
-from darts_client import Rollouts as RolloutStream
+from darts_client import Client, Group, PromptSpec, Trajectory
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 from examples.tiny_rl.method import Method
 
@@ -21,7 +19,8 @@ STEPS_METRIC = "vllm:iteration_tokens_total_count"
 class Rollouts:
     """The groups of a batch, in the order of their prompts.
 
-    ``generated``: tokens of all candidates. ``decode_steps``: of the engine, from the request to the last group.
+    ``generated``: tokens of all candidates, also of groups that were stopped, except that those of a group that is to
+    be resumed count in the batch that ends it. ``decode_steps``: of the engine, from the request to the last group.
     """
 
     groups: Sequence[Group]
@@ -30,43 +29,32 @@ class Rollouts:
 
 
 def rollouts(
-    client: Client, method: Method, prompts: Sequence[list[int]], group_size: int, num_groups: int
+    client: Client, method: Method, prompts: Sequence[list[int] | PromptSpec], group_size: int, num_groups: int
 ) -> Rollouts:
-    """Start a group for each prompt (token ids), as one batch; return the first ``num_groups`` that are complete."""
-    request: dict[str, Any] = {"group_size": group_size, "max_tokens": method.max_tokens, "policy": method.policy}
-    batch: RolloutStream[Group] | RolloutStream[Event]
+    """Start a group for each prompt, as one batch; return the first ``num_groups`` that are complete.
+
+    With a method that resumes, others may be complete at the same moment: these are returned too.
+    """
     steps_before = decode_steps(client)
-    if num_groups == len(prompts):
-        batch = client.rollouts(prompts, **request)
-        groups, stopped = list(batch), 0
-    else:
-        # `usage` leaves out the groups that were stopped. The events of a token stream say how far these were.
-        batch = client.stream_tokens(prompts, num_groups=num_groups, chunk_tokens=method.max_tokens, **request)
-        groups, stopped = with_stopped(list(batch))
+    batch = client.rollouts(
+        prompts,
+        group_size=group_size,
+        max_tokens=method.max_tokens,
+        policy=method.policy,
+        num_groups=None if num_groups == len(prompts) else num_groups,
+        carry=method.carry,
+    )
+    groups = sorted(batch, key=lambda group: group.number)
     if batch.failed:
         raise RuntimeError(f"{len(batch.failed)} of {len(prompts)} groups failed; the first: {batch.failed[0].error}")
     assert batch.usage is not None, "a finished batch has its usage"
-    groups.sort(key=lambda group: group.number)
-    return Rollouts(groups, batch.usage.generated + stopped, decode_steps(client) - steps_before)
+    return Rollouts(groups, batch.usage.generated, decode_steps(client) - steps_before)
 
 
 def decode_steps(client: Client) -> int:
     """Return how many steps the engine has made since it was started."""
     samples = (sample for family in text_string_to_metric_families(client.metrics()) for sample in family.samples)
     return int(sum(sample.value for sample in samples if sample.name == STEPS_METRIC))
-
-
-def with_stopped(events: Sequence[Event]) -> tuple[list[Group], int]:
-    """Return the groups of a token stream, and the tokens of all candidates in other groups."""
-    groups = [event.group for event in events if isinstance(event, GroupEvent)]
-    returned, stopped = {group.number for group in groups}, 0
-    for event in events:
-        match event:
-            case Discard() if event.number not in returned:
-                stopped += event.length
-            case TrajectoryEvent() if event.number not in returned:
-                stopped += len(event.token_ids)
-    return groups, stopped
 
 
 def samples(client: Client, prompts: Sequence[str], count: int, seed: int) -> list[tuple[Trajectory, ...]]:

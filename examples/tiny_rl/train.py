@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from darts_client import Client, DartsError, Group, Trajectory
+from darts_client import Client, DartsError, Group, PromptSpec, Trajectory
 from darts_client.advantages import unbiased_advantages
 from darts_server.demo.problems import Difficulty, Problem, reward, sample_problem
 from darts_server.demo.server import DARTS, MODEL, serving
@@ -68,13 +69,41 @@ class Progress:
     carried: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The prompts of a batch, by their numbers in the pool, the last ``new`` of them drawn for it; and its groups."""
+
+    started: Sequence[int]
+    new: int
+    shaped: Rollouts
+
+    @property
+    def numbers(self) -> list[int]:
+        """The prompt of each group."""
+        return [self.started[group.number] for group in self.shaped.groups]
+
+    @property
+    def left(self) -> list[int]:
+        """The prompts whose groups were not among the first."""
+        return without(self.started, {group.number for group in self.shaped.groups})
+
+
 def train(
-    client: Client, method: Method, learner: Learner, recipe: Recipe, seed: int, progress: Progress | None = None
+    client: Client,
+    method: Method,
+    learner: Learner,
+    recipe: Recipe,
+    seed: int,
+    progress: Progress | None = None,
+    name: str | None = None,
 ) -> Iterator[Entry]:
     """Train step by step; yield an entry after each. The server may have any weights at the start.
 
     Prompts, their order and the evaluations' random numbers depend on the seed alone. ``progress`` is updated before
-    each entry; a run that continues gets the one it ended with.
+    each entry; a run that continues gets the one it ended with. One-step-off training has no batch from before it then,
+    as at its very beginning: its first step is trained on one of the current weights.
+
+    ``name``: of the run, for the keys of its prompts, where other runs on the same server may carry prompts over.
 
     Raises:
         StaleWeights: the server samples with weights that are not the learner's.
@@ -85,34 +114,60 @@ def train(
     epochs = islice(endless(len(pool), Random(seed)), progress.drawn, None)
     tokenizer = build_tokenizer()
     tokens = [tokenizer.encode(problem.prompt) for problem in pool]
-    client.weights.push(learner.weights())
-    if progress.step == 0:
-        yield Entry(0, held_out=evaluate(client, held_out, recipe.held_out_samples, seed))
-    while progress.step < recipe.steps:
+    prompts = [
+        PromptSpec(each, key=f"{name}: {number}" if name and method.carry else None)
+        for number, each in enumerate(tokens)
+    ]
+
+    def sample() -> Batch:
         new = list(islice(epochs, method.prompts(recipe.prompts) - len(progress.carried)))
         started = progress.carried + new
-        start = time.perf_counter()
-        shaped = rollouts(client, method, [tokens[number] for number in started], recipe.group_size, recipe.prompts)
-        end = time.perf_counter()
-        batch = [started[group.number] for group in shaped.groups]
-        rewards = [
-            [score(pool[number], trajectory) for trajectory in group.trajectories]
-            for number, group in zip(batch, shaped.groups, strict=True)
-        ]
-        update = learner.update(graded([tokens[number] for number in batch], shaped, rewards, method))
-        updated = time.perf_counter()
-        client.rewards(shaped.groups, rewards)
-        client.weights.push(learner.weights())
-        seconds = Seconds(end - start, updated - end, time.perf_counter() - updated)
-        progress.step += 1
-        progress.drawn += len(new)
-        progress.carried = without(started, {group.number for group in shaped.groups})
-        due = progress.step % recipe.held_out_every == 0 or progress.step == recipe.steps
-        yield Entry(
-            progress.step,
-            summary(shaped, rewards, update, seconds),
-            evaluate(client, held_out, recipe.held_out_samples, seed) if due else None,
-        )
+        asked = [prompts[number] for number in started]
+        return Batch(started, len(new), rollouts(client, method, asked, recipe.group_size, recipe.prompts))
+
+    served = client.weights.push(learner.weights()).version
+    if progress.step == 0:
+        yield Entry(0, held_out=evaluate(client, held_out, recipe.held_out_samples, seed))
+    ahead: Batch | None = None
+    with ThreadPoolExecutor(1) as background:
+        while progress.step < recipe.steps:
+            start = time.perf_counter()
+            if method.is_off_policy:
+                served = client.weights.get().version  # runs that take turns on a server all push their own
+            batch = ahead or sample()
+            end = time.perf_counter()
+            shaped, numbers = batch.shaped, batch.numbers
+            rewards = [
+                [score(pool[number], trajectory) for trajectory in group.trajectories]
+                for number, group in zip(numbers, shaped.groups, strict=True)
+            ]
+            is_last = progress.step + 1 == recipe.steps
+            next_batch = background.submit(sample) if method.staleness and not is_last else None
+            stale = stale_tokens(shaped, served) if method.is_off_policy else None
+            update = learner.update(graded([tokens[number] for number in numbers], shaped, rewards, method, stale))
+            updated = time.perf_counter()
+            ahead = next_batch.result() if next_batch is not None else None
+            sampled = time.perf_counter()
+            client.rewards(shaped.groups, rewards)
+            client.weights.push(learner.weights())
+            seconds = Seconds(end - start + sampled - updated, updated - end, time.perf_counter() - sampled)
+            progress.step += 1
+            progress.drawn += batch.new
+            progress.carried = batch.left
+            due = progress.step % recipe.held_out_every == 0 or progress.step == recipe.steps
+            yield Entry(
+                progress.step,
+                summary(shaped, rewards, update, seconds, stale),
+                evaluate(client, held_out, recipe.held_out_samples, seed) if due else None,
+            )
+
+
+def stale_tokens(shaped: Rollouts, served: int) -> list[list[int]]:
+    """Return how many tokens of each trajectory other weights than version ``served`` have sampled: its first ones."""
+    return [
+        [sum(count for version, count in each.version_spans if version != served) for each in group.trajectories]
+        for group in shaped.groups
+    ]
 
 
 def score(problem: Problem, trajectory: Trajectory) -> float:
@@ -126,14 +181,19 @@ def score(problem: Problem, trajectory: Trajectory) -> float:
 
 
 def graded(
-    prompts: Sequence[list[int]], shaped: Rollouts, rewards: Sequence[Sequence[float]], method: Method
+    prompts: Sequence[list[int]],
+    shaped: Rollouts,
+    rewards: Sequence[Sequence[float]],
+    method: Method,
+    stale: Sequence[Sequence[int]] | None = None,
 ) -> list[Trained]:
-    """Return all trajectories with their advantages."""
+    """Return all trajectories with their advantages. ``stale``: as from `stale_tokens`; by default no token is."""
     by_group = step_advantages(shaped.groups, rewards, method)
+    stale = stale or [[0] * len(row) for row in by_group]
     return [
-        Trained([*prompt, *trajectory.token_ids], len(prompt), trajectory.logprobs or (), advantage)
-        for prompt, group, row in zip(prompts, shaped.groups, by_group, strict=True)
-        for trajectory, advantage in zip(group.trajectories, row, strict=True)
+        Trained([*prompt, *trajectory.token_ids], len(prompt), trajectory.logprobs or (), advantage, old)
+        for prompt, group, row, olds in zip(prompts, shaped.groups, by_group, stale, strict=True)
+        for trajectory, advantage, old in zip(group.trajectories, row, olds, strict=True)
     ]
 
 
@@ -190,8 +250,14 @@ def without(numbers: Sequence[int], places: Container[int]) -> list[int]:
     return [number for place, number in enumerate(numbers) if place not in places]
 
 
-def summary(shaped: Rollouts, rewards: Sequence[Sequence[float]], update: Update, seconds: Seconds) -> Training:
-    """Summarize one step for the log."""
+def summary(
+    shaped: Rollouts,
+    rewards: Sequence[Sequence[float]],
+    update: Update,
+    seconds: Seconds,
+    stale: Sequence[Sequence[int]] | None = None,
+) -> Training:
+    """Summarize one step for the log. ``stale``: as for `graded`."""
     trajectories = [trajectory for group in shaped.groups for trajectory in group.trajectories]
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     return Training(
@@ -208,6 +274,7 @@ def summary(shaped: Rollouts, rewards: Sequence[Sequence[float]], update: Update
         logprob_gap=update.gap,
         weight_version=min(trajectory.weight_version_start or 0 for trajectory in trajectories),
         seconds=seconds,
+        off_policy=sum(map(sum, stale)) / sum(lengths) if stale else 0.0,
     )
 
 

@@ -42,8 +42,9 @@ class Training:
     loss: float
     gradient_norm: float
     logprob_gap: float  # nats, between server and trainer
-    weight_version: int  # that the server sampled with
+    weight_version: int  # that the server sampled with; the oldest
     seconds: Seconds
+    off_policy: float = 0.0  # share of the trained tokens that older weights sampled
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The tables and logs of the comparison, from made-up runs."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -10,10 +10,10 @@ import pytest
 from tqdm import tqdm
 
 from benchmarks import rl
-from benchmarks.rl_methods import STARTS, caps, methods
+from benchmarks.rl_methods import CARRY_OVER, OWN_SERVER, PRUNING, STARTS, caps, methods
 from benchmarks.rl_question import Comparison, Verdict, best_cap, question
 from benchmarks.rl_table import Difference, learning_curve, relative, rights_at, rights_at_equal, spent_until, tables
-from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training
+from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training, read_log
 
 
 def trained(rights: list[float], tokens: int = 1000, seconds: float = 2.0) -> list[Entry]:
@@ -108,7 +108,7 @@ def test_tables_have_a_row_for_each_policy_and_means_with_ranges_over_seeds() ->
     assert rows[2][1:4] == ["0.930 [0.920, 0.940]", "-0.010 ± 0.010", "easy 0.93, hard 0.93"]
     assert rows[2][4:6] == ["30.0 [30.0, 30.0]", "80.0 [80.0, 80.0]"]
     assert rows[5][1:] == [
-        "750", "375", "75", "2.0%", "0.100", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]",
+        "750", "375", "75", "0.0%", "2.0%", "0.100", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]",
         "0.93, 0.71, 0.71, 0.71", "1.00, 0.75, 0.75, 0.75",
     ]  # fmt: skip
     assert text.startswith("wordier: what was learned")
@@ -152,6 +152,27 @@ def test_each_start_has_three_caps_as_controls_and_the_same_policies() -> None:
         "roulette, unbiased",
     ]
     assert methods("mixed").keys() - methods("deep").keys() == {"off, cap 240"}
+
+
+def test_methods_with_carry_over_are_run_only_if_they_are_named() -> None:
+    assert not rl.arguments([]).plan.methods("mixed").keys() & CARRY_OVER.keys()
+    named = rl.arguments(["--policies", "off", *CARRY_OVER]).plan.methods("mixed")
+    assert named.keys() == {"off", *CARRY_OVER}
+    assert (*PRUNING, "off, carry resume") == OWN_SERVER
+
+
+def test_the_share_of_tokens_of_older_weights_is_over_all_that_were_trained_on() -> None:
+    whole, half = replace(step(1000, 1.0), off_policy=1.0), replace(step(3000, 1.0), off_policy=0.0)
+    entries = [Entry(0, held_out=held_out(0.5)), Entry(1, whole), Entry(2, half, held_out(0.6))]
+    row = tables("deep", {"off": {0: entries}}).splitlines()[-1]
+    assert row.split("|")[5].strip() == "25.0%"
+
+
+def test_logs_from_before_have_no_tokens_of_older_weights(tmp_path: Path) -> None:
+    fields = json.loads(OFF[1].line())
+    del fields["training"]["off_policy"]
+    (tmp_path / "log.jsonl").write_text(json.dumps(fields))
+    assert read_log(tmp_path / "log.jsonl") == [OFF[1]]
 
 
 def test_a_cap_is_run_from_the_starts_that_have_it() -> None:

@@ -1,5 +1,7 @@
 """GRPO in the trainer: advantages, log-probs, loss and step, on the committed model."""
 
+import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -7,7 +9,16 @@ import torch
 
 from darts_server.demo.server import MODEL
 from examples.tiny_rl.batches import Sample, collate
-from examples.tiny_rl.grpo import Learner, StaleWeights, Trained, advantages, log_probs, policy_loss
+from examples.tiny_rl.grpo import (
+    MAX_RATIO,
+    Learner,
+    StaleWeights,
+    Trained,
+    advantages,
+    importance,
+    log_probs,
+    policy_loss,
+)
 from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer
 
 
@@ -58,11 +69,34 @@ def test_log_probs_cover_the_response_alone_and_do_not_depend_on_padding(learner
 
 def test_the_loss_weighs_every_token_with_the_advantage_of_its_trajectory() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, 0.0, 0.0]], requires_grad=True)
-    loss = policy_loss(logprobs, torch.tensor([2.0, -4.0]))
+    ratios = torch.tensor([[1.0, 0.5, 1.0], [1.0, 1.0, 1.0]])
+    loss = policy_loss(logprobs, torch.tensor([2.0, -4.0]), ratios)
     torch.autograd.backward(loss)
-    assert loss.item() == pytest.approx(2 * 3 - 4 * 0.5)
+    assert loss.item() == pytest.approx(2 * (1 + 0.5 * 2) - 4 * 0.5)
     assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [[-2.0, -2.0, -2.0], [4.0, 4.0, 4.0]]
+    assert logprobs.grad.tolist() == [[-2.0, -1.0, -2.0], [4.0, 4.0, 4.0]]
+
+
+def test_stale_tokens_count_by_how_likely_they_are_now_up_to_a_bound() -> None:
+    now = torch.tensor([[0.0, -1.0, -2.0, -0.5, -3.0], [-1.0, -2.0, 0.0, 0.0, 0.0]])
+    resumed = Trained([7, 8, 20, 21, 22, 1], 2, [-2.0, -1.5, -9.0, -9.0], 1.0, stale=2)
+    fresh = Trained([7, 20, 1], 1, [-9.0, -9.0], 1.0)
+    ratios = importance([resumed, fresh], now)
+    assert ratios[0].tolist() == pytest.approx([1.0, MAX_RATIO, math.exp(-0.5), 1.0, 1.0])
+    assert ratios[1].tolist() == [1.0] * 5
+
+
+def test_stale_tokens_are_trained_on_with_their_ratio_and_are_no_sign_of_other_weights(learner: Learner) -> None:
+    one = sample("7a-5b*4>", "#3")
+    halved = trained(learner, one, 1.0, off_by=math.log(2))
+    with pytest.raises(StaleWeights):
+        learner.update([halved])
+    stale = Learner(MODEL).update([replace(halved, stale=len(halved.logprobs))])
+    fresh = Learner(MODEL).update([trained(learner, one, 1.0)])
+    assert stale.gap == 0.0
+    assert stale.loss == pytest.approx(fresh.loss / 2, rel=1e-4)
+    with pytest.raises(StaleWeights):  # of the last token alone
+        learner.update([replace(halved, stale=len(halved.logprobs) - 1)])
 
 
 def test_a_step_raises_the_probability_of_positive_advantages_and_lowers_that_of_negative_ones(

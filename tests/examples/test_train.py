@@ -5,18 +5,18 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from darts_client import Discard, Event, Group, GroupEvent, Trajectory, TrajectoryEvent
+from darts_client import Group, Trajectory
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import MODEL
 from examples.tiny_rl import train
 from examples.tiny_rl.grpo import Learner, Trained, Update, log_probs
 from examples.tiny_rl.method import Method
-from examples.tiny_rl.remote import Rollouts, with_stopped
+from examples.tiny_rl.remote import Rollouts
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training, read_log
 from examples.tiny_rl.train_picture import picture
 
@@ -157,6 +157,39 @@ def test_tail_batching_starts_more_prompts_than_are_needed(started: float, expec
     assert Method("off", started=started).prompts(16) == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"carry": "resume"}, "carry='resume' needs started above 1"),
+        ({"staleness": 2}, "staleness is 0 or 1"),
+        ({"staleness": 1, "started": 1.5}, "does not go with started"),
+    ],
+)
+def test_methods_that_contradict_themselves_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Method("off", **options)
+
+
+def test_saved_runs_of_methods_without_carry_over_are_still_recognized() -> None:
+    before = "Method(policy='off', max_tokens=256, overlong=0, started=1.5, unbiased=False)"
+    assert Method("off", started=1.5).settings == before
+    assert Method("off", started=1.5, carry="resume").settings == f"{before} carry=resume"
+    assert Method("off", staleness=1).settings == f"{before.replace('1.5', '1.0')} staleness=1"
+
+
+def test_tokens_of_other_weights_than_those_served_are_stale() -> None:
+    resumed = replace(answer("#", 5), version_spans=((6, 2), (7, 3)))
+    groups = [group(resumed, replace(answer("#", 4), version_spans=((6, 4),))), group(replace(resumed))]
+    shaped = Rollouts(groups, generated=14, decode_steps=4)
+    stale = train.stale_tokens(shaped, 7)
+    assert stale == [[2, 4], [2]]
+    rewards = [[1.0, 0.0], [0.0]]
+    graded = train.graded([[7], [8]], shaped, rewards, Method("off", started=1.5, carry="resume"), stale)
+    assert [each.stale for each in graded] == [2, 4, 2]
+    assert train.summary(shaped, rewards, Update(-0.1, 0.2, 1e-5), SECONDS, stale).off_policy == 8 / 14
+    assert train.summary(shaped, rewards, Update(-0.1, 0.2, 1e-5), SECONDS).off_policy == 0.0
+
+
 def test_a_learner_continues_where_another_was() -> None:
     tokens = [7, 8, 20, 21, 1]
     with torch.no_grad():
@@ -216,18 +249,3 @@ def test_invalid_options_are_rejected(argv: Sequence[str], capsys: pytest.Captur
     with pytest.raises(SystemExit, match="2"):
         train.arguments(argv)
     assert argv[0] in capsys.readouterr().err
-
-
-def test_tokens_of_groups_that_were_stopped_are_counted() -> None:
-    def finished(number: int, length: int) -> TrajectoryEvent:
-        return TrajectoryEvent(f"g{number}", number, (5,) * length, None, "", "stop", False)
-
-    returned = replace(group(answer(RIGHT)), number=1)
-    events: list[Event] = [
-        finished(0, 40),
-        finished(1, 3),
-        GroupEvent(returned),
-        Discard(trajectory_id="g1:1", number=1, length=9, reason="long"),
-        Discard(trajectory_id="g0:1", number=0, length=60, reason="unfinished"),
-    ]
-    assert with_stopped(events) == ([returned], 100)

@@ -14,6 +14,7 @@ from benchmarks.rl_methods import methods
 from darts_client import Client
 from darts_server.demo.server import DARTS, MODEL
 from darts_server.store.archive import LIMIT_BYTES, unpack
+from examples.tiny_rl.grpo import TOLERANCE
 from examples.tiny_rl.method import Method
 from examples.tiny_rl.remote import samples
 from examples.tiny_rl.train import HELD_OUT_SEED, Recipe, problems
@@ -50,9 +51,36 @@ def test_an_interrupted_run_continues_after_its_last_whole_step(client: Client, 
     assert (saved["progress"]["step"], saved["progress"]["drawn"]) == (2, 6 + 4)
     assert (progress["step"], progress["drawn"], len(progress["carried"])) == (3, 6 + 4 + 4, 2)
     trained = [entry.training for entry in read_log(log) if entry.training is not None]
-    assert all(step.generated > step.trained for step in trained), "stopped groups count"
+    # Four of six groups are trained on, and no candidate is longer than 256 tokens.
+    assert all(step.trained < step.generated <= step.trained + 2 * 4 * 256 for step in trained), "stopped groups count"
     with pytest.raises(RuntimeError, match="other settings"):
         Run(client, Method("uniform"), RECIPE, 0, MODEL, log)
+
+
+def test_what_is_resumed_is_trained_on_with_the_share_of_tokens_of_older_weights(serve: Serve, tmp_path: Path) -> None:
+    method, log = Method("off", started=1.5, carry="resume"), tmp_path / "resume.jsonl"
+    with serve(DARTS, tmp_path / "log") as server, Client(server.url) as client:  # nobody else replaces its weights
+        resuming = Run(client, method, RECIPE, 0, MODEL, log)
+        for step in (0, 1, 3):
+            resuming.advance(step)
+    steps = [entry.training for entry in read_log(log) if entry.training is not None]
+    assert steps[0].off_policy == 0.0
+    assert all(0.0 < step.off_policy < 1.0 for step in steps[1:])
+    assert all(step.logprob_gap < TOLERANCE for step in steps)
+    oldest = [step.weight_version for step in steps]
+    assert oldest == [oldest[0], oldest[0], oldest[0] + 1], "the oldest tokens are one update old"
+
+
+def test_one_step_off_training_keeps_a_batch_while_other_runs_take_their_turns(client: Client, tmp_path: Path) -> None:
+    both = (Method("off", staleness=1), Method("off"))
+    runs = [Run(client, method, RECIPE, 0, MODEL, tmp_path / str(n)) for n, method in enumerate(both)]
+    for step in (0, 1, 3):
+        for run in runs:
+            run.advance(step)
+    ahead, usual = ([e.training for e in read_log(tmp_path / str(n)) if e.training is not None] for n in range(2))
+    assert [step.off_policy for step in ahead] == [0.0, 1.0, 1.0]
+    assert [step.off_policy for step in usual] == [0.0, 0.0, 0.0]
+    assert all(step.logprob_gap < TOLERANCE for step in [*ahead, *usual])
 
 
 def test_runs_are_evaluated_with_the_same_random_numbers(client: Client, tmp_path: Path) -> None:
