@@ -43,12 +43,14 @@ class DiscardReason(StrEnum):
     """Its vote was decided without it."""
     CARRIED = "carried"
     """Its group goes on in a later batch, with what it has generated."""
+    LOAD = "load"
+    """Given up before anything of its group was generated: the engine was fuller than `auto` had expected."""
 
 
-GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED})
+GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED, DiscardReason.LOAD})
 """Of candidates with which no other group goes on."""
 UNCOUNTED = GONE | {DiscardReason.SHADOW}
-"""Of candidates that were never to be chosen from: others replaced them, or they only ran to be observed."""
+"""Of candidates that were never to be chosen from: replaced, given up before they ran, or run only to be observed."""
 
 
 class SelectedAs(StrEnum):

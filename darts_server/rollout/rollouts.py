@@ -86,6 +86,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             clock,
             scale=self.redundancy_scale,
             opening=lambda: self.gate.opening,
+            unfinished=lambda: engine.unfinished,
         )
         self.observers.add(self.allocator)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(self, intervals.join)

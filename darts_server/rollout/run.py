@@ -31,6 +31,7 @@ from darts_server.policy.events import (
 from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
+from darts_server.rollout.allocation.extra import ExtraCandidates
 from darts_server.rollout.candidate_requests import CandidateRequests
 from darts_server.rollout.carried import CarriedCandidate, compact
 from darts_server.rollout.pruning.checkpoints import Checkpoints
@@ -82,6 +83,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.recorder = GroupRecorder(spec.group_id, spec.policy, context.clock, spec.prompt_key)
         self._cohort: Cohort | None = None
         self._place = 1
+        self._extra: ExtraCandidates | None = None  # while some may be given up
         self._tokens_needed: int | None = None
         self._beyond: int | None = None  # the limit that it reported to be beyond, see `Cohort.waits_beyond`
         self._selected: int | None = None
@@ -130,7 +132,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._cohort = allocation.cohort
         if self._cohort is not None:
             self._place = self._cohort.terms.place(rule.completion_place, allocation.candidates)
+            self._cohort.running += len(self._running)
             self._cohort.join(self)
+        if not self._carried:
+            self._extra = ExtraCandidates.of(allocation, rule)
         decisions = self._group.open(rule, allocation.candidates, max_candidates)
         self._report_tokens_needed()
         self._act(decisions)
@@ -185,6 +190,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     def poll(self) -> None:
         """Feed the progress of candidates that reached a count at which it matters, and scores of others."""
         with self._ended_by_errors():
+            self._give_up_extra()
             self._report_minimum()
             events = [
                 Progress(index, tokens)
@@ -388,6 +394,8 @@ class GroupRun(Generic[RequestT, OutputT]):
             finally:
                 self._on_start()
             self._running[index] = running
+            if self._cohort is not None:
+                self._cohort.running += 1
             self.recorder.candidate_started(index, self._engine.weight_version, carried.version_spans)
             if self._is_running(index):
                 self._feed(
@@ -403,7 +411,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         else:
             self._handle_result(index, result)
         finally:
-            self._running.pop(index, None)
+            if self._running.pop(index, None) is not None and self._cohort is not None:
+                self._cohort.running -= 1
 
     def _finish_carried(self, index: int, carried: CarriedCandidate[OutputT], result: CandidateResult[OutputT]) -> None:
         """Handle the result of a candidate that had finished before its group was carried over."""
@@ -513,6 +522,20 @@ class GroupRun(Generic[RequestT, OutputT]):
             logger.exception("group %s failed on %s", self.spec.group_id, events)
             self.cancel()
             self._deliveries.put_nowait(error)
+
+    def _give_up_extra(self) -> None:
+        """Give up extra candidates that the engine has no room for, until the first token of the group."""
+        if self._extra is None:
+            return
+        # One that was given up is not asked: it has no tokens any more.
+        if any(running.tokens() != 0 for index, running in self._running.items() if self._is_running(index)):
+            self._extra = None
+            return
+        kept = self._extra.kept()
+        if decisions := self._group.reduce(kept):
+            if self._cohort is not None:
+                self._place = self._cohort.terms.place(self._group.rule.completion_place, kept)
+            self._act(decisions)
 
     def _report_tokens_needed(self) -> None:
         if self._cohort is not None and self._tokens_needed is None and self._group.is_open:

@@ -18,6 +18,7 @@ const KINDS = {
   restarted: "restarted",
   carried: "carried over",
   aborted: "aborted by its caller",
+  load: "given up, engine full",
   shadow: "observed only",
   failed: "failed",
   cancelled: "cancelled",

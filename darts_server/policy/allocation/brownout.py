@@ -1,5 +1,8 @@
 """Reduce redundancy under load: extra candidates are given up before a request has to be refused.
 
+Also while a batch runs under `auto`, which has expected to have the engine to itself: groups of which nothing was
+generated yet keep the share of their extra candidates that the batch has of the engine.
+
 An extension of ours. Extra candidates shorten a group only if the engine has room for them to run.
 """
 
@@ -36,6 +39,17 @@ class Brownout:
 
     def _line(self, waiting: float) -> float:
         return min(max((self._end - waiting) / (self._end - self._start), 0.0), 1.0)
+
+
+def share_left(capacity: int | None, unfinished: int, own: int) -> float:
+    """Return the share of an engine that others leave to a batch, from 1 (all of it, or nothing queues) to 0.
+
+    ``capacity``: sequences that run at once; ``None`` for any number. ``unfinished``: those that run or queue, with the
+    batch's ``own``.
+    """
+    if capacity is None or unfinished <= capacity:
+        return 1.0
+    return min(max((capacity - (unfinished - own)) / capacity, 0.0), 1.0)
 
 
 def reduce_candidates(candidates: int, size: int, scale: float) -> int:

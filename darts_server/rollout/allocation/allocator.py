@@ -9,7 +9,7 @@ from math import floor, inf
 import numpy as np
 
 from darts_server.observers import GroupObserver
-from darts_server.policy.allocation.brownout import reduce_candidates
+from darts_server.policy.allocation.brownout import reduce_candidates, share_left
 from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
 from darts_server.policy.auto.chooser import Choice
@@ -84,6 +84,7 @@ class Allocator(GroupObserver):
         rng: decides which cohorts explore; ``None`` for a fresh one.
         scale: share of the redundancy that there is room for now, 0 to 1; requested budgets are not scaled.
         opening: see `Gate.opening`.
+        unfinished: requests that the engine runs or queues.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Allocator(GroupObserver):
         rng: np.random.Generator | None = None,
         scale: Callable[[], float] = lambda: 1.0,
         opening: Callable[[], int | None] = lambda: 0,
+        unfinished: Callable[[], int] = lambda: 0,
     ) -> None:
         self._prompts = statistics.prompts
         self._budgets = Budgets(statistics.prompts, statistics.dataset, statistics.latency, clock)
@@ -108,6 +110,8 @@ class Allocator(GroupObserver):
         self._clock = clock
         self._scale = scale
         self._opening = opening
+        self._unfinished = unfinished
+        self._capacity = statistics.latency.capacity
         self._pending: dict[Kind, _Pending] = {}
         self._remainders: dict[Kind, float] = {}
 
@@ -268,8 +272,12 @@ class Allocator(GroupObserver):
                 logger.exception("nothing was learned from a cohort of %d groups under auto", record.groups)
 
         cohort = Cohort(terms, end, self._clock, start)
+
+        def share() -> float:
+            return share_left(self._capacity, self._unfinished(), cohort.running)
+
         return [
-            Allocation(reduced, cohort, shaping.is_saturated(size, count), shaping)
+            Allocation(reduced, cohort, shaping.is_saturated(size, count), shaping, share)
             for reduced, count in zip(candidates, plan.candidates, strict=True)
         ]
 

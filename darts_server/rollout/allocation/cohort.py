@@ -11,7 +11,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import Plan
-from darts_server.types import ChosenOption, CohortRecord, FinishReason, GroupRecord, Outcome
+from darts_server.types import ChosenOption, CohortRecord, DiscardReason, FinishReason, GroupRecord, Outcome
 
 
 class CohortMember(Protocol):
@@ -70,7 +70,7 @@ class _Sum:
     def add(self, record: GroupRecord) -> None:
         self.generated_tokens += record.generated_tokens
         self.returned_tokens += record.returned_tokens
-        self.candidates += len(record.candidates)
+        self.candidates += sum(c.reason is not DiscardReason.LOAD for c in record.candidates)
         self.completed += record.outcome is Outcome.COMPLETED
         self.interrupted |= record.restarted_from > 0 or record.mixed_versions
         self.returned += len(record.selected)
@@ -103,6 +103,8 @@ class Cohort:
         self._unfinished = terms.groups
         self._members: set[CohortMember] = set()
         self._sum = _Sum()
+        self.running = 0
+        """Candidates of its groups that the engine runs or queues."""
 
     @property
     def has_started(self) -> bool:
@@ -196,13 +198,15 @@ class Allocation:
     """How many candidates one group gets, and its cohort, if its policy allocates groups together.
 
     ``saturated``: whether its prompt was allocated the maximum, also if it gets fewer candidates because of the load.
-    ``shaping``: chosen for its cohort, in place of its plan's; ``None`` for the plan's.
+    ``shaping``: chosen for its cohort, in place of its plan's; ``None`` for the plan's. ``share``: returns the share of
+    the engine that the cohort has now, and so of the extra candidates while nothing was generated; ``None`` for all.
     """
 
     candidates: int
     cohort: Cohort | None = None
     saturated: bool = False
     shaping: Shaping | None = None
+    share: Callable[[], float] | None = None
 
     def rule(self, plan: Plan) -> SelectionRule:
         """Build the selection rule of the group."""

@@ -15,10 +15,11 @@ from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState, OptionState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import AUTO, Planner
 from darts_server.rollout.spec import GroupSpec
-from darts_server.types import CohortRecord, Outcome, RequestOptions
+from darts_server.types import CohortRecord, DiscardReason, Outcome, RequestOptions
 from tests.rollout.helpers import Documents, Harness, collect
 
 pytestmark = pytest.mark.anyio
@@ -143,6 +144,50 @@ async def test_forecasts_take_as_many_samples_as_there_is_time_for(monkeypatch: 
         assert choice.off_seconds is not None
         seconds_a_sample = share * choice.off_seconds
     assert used == [8, 8, 2, 2, 1, 1, 8]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "others", "generated", "left"),
+    [
+        (30, 0, False, 6),  # its own candidates queue, as was expected
+        (60, 30, False, 5),
+        (60, 60, False, 4),
+        (200, 60, False, 6),  # there is room for all
+        (60, 60, True, 6),  # too late: what is given up would depend on what was generated
+    ],
+)
+async def test_extra_candidates_are_given_up_if_others_fill_the_engine_before_anything_is_generated(
+    capacity: int, others: int, generated: bool, left: int
+) -> None:
+    made = harness()
+    plan, names = made.plan(SIZE, AUTO), [f"p{number}" for number in range(GROUPS)]
+    assert plan.auto is not None
+    [uniform] = [option for option in plan.auto.options if option.name == "uniform 1.5"]
+    choice = CohortChoice(Choice(uniform, "for the test"))
+    allocations = made.rollouts.allocator.allocate_cohort(plan, names, chosen=choice)
+    runs = [
+        made.rollouts.start(GroupSpec.of_plan(plan, name, name, name), plan, allocation)
+        for name, allocation in zip(names, allocations, strict=True)
+    ]
+    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    if generated:
+        await made.engine.step()
+    made.rollouts.allocator._capacity = capacity
+    beside = [await made.engine.start("other", index) for index in range(others)]
+    await settle()
+    for other in beside:
+        other.stop()
+    await made.engine.run()
+    assert {len(trajectories) for trajectories in await asyncio.gather(*waiting)} == {SIZE}
+    expected = [index >= left for index in range(6)]
+    for name in names:
+        record = made.record(name)
+        assert [c.reason is DiscardReason.LOAD for c in record.candidates] == expected
+        assert record.counted == left
+    assert made.recorder.cohorts[-1].candidates == left * GROUPS
+    assert made.rollouts.allocator.auto.state(SIZE).of("uniform 1.5").tries == 0
+    assert made.engine.unfinished == 0
 
 
 async def test_statistics_of_prompts_are_not_read_for_a_batch_of_too_many_candidates() -> None:
