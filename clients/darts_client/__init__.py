@@ -50,6 +50,7 @@ from ._records import (
     PromptRecord,
     PromptRewards,
     ShadowRecord,
+    StagedRecord,
     UpdateRecord,
     WeightsRecord,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "Rollouts",
     "ServerFault",
     "ShadowRecord",
+    "StagedRecord",
     "StatusError",
     "TimedOut",
     "Trajectory",

@@ -7,7 +7,19 @@ from fastapi import APIRouter, Depends
 
 from darts_server.exceptions import NotFound
 from darts_server.http.openapi import BEARER, FAILURES
-from darts_server.http.resources import aborts, lora, monitor, policy, queues, rewards, rollouts, state, vote, weights
+from darts_server.http.resources import (
+    aborts,
+    lora,
+    monitor,
+    policy,
+    queues,
+    rewards,
+    rollouts,
+    staged,
+    state,
+    vote,
+    weights,
+)
 from darts_server.http.resources.groups import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
 from darts_server.identifiers import from_header
 from darts_server.rollout.aborting import TrajectoryAborter
@@ -73,5 +85,6 @@ def router(
     api.include_router(policy.routes(control))
     api.include_router(weights.routes(updates))
     api.include_router(lora.routes(updates))
+    api.include_router(staged.routes(updates))
     api.include_router(monitor.routes(monitored))
     return api

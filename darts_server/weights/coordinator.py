@@ -19,11 +19,9 @@ VLLM_ROUTES = "vllm"
 """Source of an update that is made through vLLM's own routes."""
 UPDATE, TRAINER = "update", "trainer"
 """Names under which the gate is closed."""
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
+WEIGHTS, KV_CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
 MEMORY = (WEIGHTS, KV_CACHE)
-"""vLLM's names of what leaves the device's memory while the engine sleeps."""
-SCHEDULING = "scheduling"
-"""vLLM's name of what alone stops where nothing leaves it."""
+"""vLLM's names of what leaves the device's memory while the engine sleeps; where nothing does, scheduling stops."""
 WAKE_UP = "POST /wake_up first"
 
 
@@ -52,7 +50,7 @@ class Coordinator:
         self._model = model
         self._gate = gate
         self._groups = groups
-        self._observers = Observers(observers)
+        self.observers = Observers(observers)
         self._machine = StateMachine(model.weight_version)
         self._source: str | None = None
         self._paused_by_update = False
@@ -76,18 +74,19 @@ class Coordinator:
 
     # --- an update, from its beginning to its end ---------------------------
 
-    def begin(self, update: Update, version: int | None) -> None:
-        """Begin an update. ``version``: of the new weights; ``None`` for the next one.
+    def begin(self, update: Update, version: int | None, *, is_applied: bool = True) -> None:
+        """Begin an update. ``version``: of the new weights; ``None`` for the next one. Not ``is_applied``: only stage.
 
         Raises:
             InvalidRequest: the version is served already.
-            Conflict: the weights are not in memory.
+            Conflict: the weights are not in memory, and are to be replaced.
             UpdateRunning, WeightsLost
         """
         if version == self.version:
             raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
         self.check_free()
-        self._check_weights_awake()
+        if is_applied:
+            self._check_weights_awake()
         self._source = update.source
         self._machine.begin(self.version + 1 if version is None else version)
 
@@ -106,6 +105,11 @@ class Coordinator:
         self._machine.apply(Transition.FAIL)
         self._end(update, UpdateOutcome.REFUSED, error)
 
+    def set_aside(self) -> None:
+        """End the staging of weights that another update may apply."""
+        self._machine.apply(Transition.SET_ASIDE)
+        self._source = None
+
     async def pause(self, update: Update) -> None:
         """Announce the update, apply its rule to running groups and pause the engine. A failure ends the update.
 
@@ -114,7 +118,7 @@ class Coordinator:
             UpdateFailed, WeightsLost
         """
         self._machine.apply(Transition.ANNOUNCE)
-        self._observers.notify(lambda observer: observer.update_announced(self.target))
+        self.observers.notify(lambda observer: observer.update_announced(self.target))
         self._gate.close(UPDATE)
         try:
             self._check_weights_awake()
@@ -391,5 +395,5 @@ class Coordinator:
         if record.error is not None:
             self.last_error = record.error
             logger.warning("a weight update was %s: %s", record.outcome, record.error)
-        self._observers.notify(lambda observer: observer.update_ended(record))
+        self.observers.notify(lambda observer: observer.update_ended(record))
         return record

@@ -1,12 +1,12 @@
 """LoRA adapters of the served model: pushed, replaced and removed, one at a time."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anyio.to_thread import run_sync
 
-from darts_server.exceptions import Forbidden, NotFound
+from darts_server.exceptions import Forbidden, InvalidRequest, NotFound
 from darts_server.types import UpdateRecord
 from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.lora_config import LoraConfig, LoraLayers, check_lora, dump_config, parse_config
@@ -15,6 +15,7 @@ from darts_server.weights.phases import Update
 from darts_server.weights.port import LoraEngine
 from darts_server.weights.roots import resolve_path
 from darts_server.weights.rules import Rule
+from darts_server.weights.staged import StagedUpdates
 from darts_server.weights.staging import Staging
 from darts_server.weights.tensors import read_tensors
 from darts_server.weights.transaction import TransactionRunner
@@ -45,6 +46,7 @@ class Loras:
         self,
         coordinator: Coordinator,
         transactions: TransactionRunner,
+        staged: StagedUpdates,
         engine: LoraEngine | None,
         staging: Staging,
         root: Path | None,
@@ -52,6 +54,7 @@ class Loras:
         self.coordinator = coordinator
         self.files = LoraFiles(staging)
         self.served: dict[str, LoadedLora] = {}
+        self.staged = staged
         self._transactions = transactions
         self._engine = engine
         self._root = root
@@ -63,10 +66,12 @@ class Loras:
         body: Callable[[int], AsyncIterator[bytes]],
         rule: Rule | None = None,
         version: int | None = None,
-    ) -> UpdateRecord:
+        stage_seconds: float | None = None,
+    ) -> UpdateRecord | None:
         """Serve a LoRA adapter: PEFT's configuration, and the bytes of a safetensors file.
 
-        ``body`` is called with the largest number of bytes that it may yield.
+        ``body`` is called with the largest number of bytes that it may yield. ``stage_seconds``: see `UpdateOptions`;
+        returns ``None`` if the adapter is only staged.
 
         Raises:
             Forbidden: the server was started without LoRA.
@@ -79,7 +84,7 @@ class Loras:
             parsed = parse_config(config, "config")
             return parsed, await self.files.write(body(layers.max_bytes))
 
-        return await self._put("push", name, fetch, "body", rule, version)
+        return await self._put("push", name, fetch, "body", rule, version, stage_seconds=stage_seconds)
 
     async def load(
         self,
@@ -88,10 +93,11 @@ class Loras:
         rule: Rule | None = None,
         version: int | None = None,
         when_staged: Callable[[], Awaitable[None]] | None = None,
-    ) -> UpdateRecord:
+        stage_seconds: float | None = None,
+    ) -> UpdateRecord | None:
         """Serve a LoRA adapter from a copy of a folder under the root, as PEFT saves it.
 
-        ``when_staged``: see `Update`.
+        ``when_staged``: see `Update`. ``stage_seconds``: as for `push`.
 
         Raises:
             Forbidden: the server was started without LoRA, or there is no root.
@@ -105,7 +111,7 @@ class Loras:
             config = await run_sync(read_config, folder, root)
             return config, await self.files.write(stream_tensors(folder, root, layers.max_bytes))
 
-        return await self._put("disk", name, fetch, "path", rule, version, when_staged)
+        return await self._put("disk", name, fetch, "path", rule, version, when_staged, stage_seconds)
 
     async def remove(self, name: str) -> UpdateRecord:
         """Stop serving a LoRA adapter, when no running request uses it.
@@ -123,8 +129,8 @@ class Loras:
         return await self._transactions.run(update, None, _LoraRemoval(self, engine, name))
 
     def clean_up(self) -> None:
-        """Remove the files of adapters that are not served."""
-        self.files.keep_only({name: lora.folder for name, lora in self.served.items()})
+        """Remove the files of adapters that are neither served nor staged."""
+        self.files.keep_only({name: lora.folder for name, lora in self.served.items()}, self.staged.files)
 
     async def _put(
         self,
@@ -135,14 +141,19 @@ class Loras:
         rule: Rule | None,
         version: int | None,
         when_staged: Callable[[], Awaitable[None]] | None = None,
-    ) -> UpdateRecord:
+        stage_seconds: float | None = None,
+    ) -> UpdateRecord | None:
         engine = self._require_lora()
         engine.check_name(name)
         settings = self.coordinator.settings
         update = Update(
             source, rule or settings.rule, lora=name, timeout=settings.step_timeout, when_staged=when_staged
         )
-        return await self._transactions.run(update, version, _LoraUpdate(self, engine, name, fetch, field))
+        transaction = _LoraUpdate(self, engine, name, fetch, field)
+        if stage_seconds is not None:
+            await self.staged.stage(update, version, transaction, stage_seconds)
+            return None
+        return await self._transactions.run(update, version, transaction)
 
     def _require_lora(self) -> LoraEngine:
         if self._engine is None:
@@ -151,7 +162,7 @@ class Loras:
 
 
 class _LoraUpdate:
-    """Implements :class:`darts_server.weights.transaction.Transaction`: adds or replaces a LoRA adapter."""
+    """Implements :class:`darts_server.weights.transaction.StageableTransaction`: adds or replaces a LoRA adapter."""
 
     def __init__(
         self,
@@ -169,6 +180,10 @@ class _LoraUpdate:
         self._old = loras.served.get(name)
         self._new: LoadedLora
 
+    @property
+    def files(self) -> set[Path]:
+        return {self._new.folder}
+
     async def stage(self, update: Update) -> None:
         layers = await self._engine.layers()
         config, folder = await update.run_phase("transfer", lambda: self._fetch(layers))
@@ -180,6 +195,15 @@ class _LoraUpdate:
 
         await update.run_phase("check", lambda: run_sync(check))
         self._new = LoadedLora(self._loras.coordinator.target, config, folder)
+
+    async def check_again(self) -> None:
+        self._engine.check_name(self._name)
+        self._new = replace(self._new, version=self._loras.coordinator.target)
+
+    async def reversal(self) -> "_LoraUpdate":
+        raise InvalidRequest(
+            "keep_previous", "is for the model itself; leave it out, and push the earlier adapter again"
+        )
 
     async def apply(self, update: Update) -> None:
         await self._load(update, "load", self._new)
@@ -195,6 +219,9 @@ class _LoraUpdate:
 
     def clean_up(self) -> None:
         self._loras.clean_up()
+
+    def discard(self) -> None:
+        self._loras.files.remove(self._new.folder)
 
     async def _load(self, update: Update, phase: str, lora: LoadedLora) -> None:
         link = self._loras.files.link(self._name, lora.folder)

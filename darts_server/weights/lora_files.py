@@ -6,7 +6,7 @@ The engine may read an adapter's files at any time, also for requests that began
 
 import os
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Set
 from pathlib import Path
 
 from anyio.to_thread import run_sync
@@ -49,13 +49,17 @@ class LoraFiles:
         os.replace(new, link)
         return link
 
-    def keep_only(self, folders: Mapping[str, Path]) -> None:
-        """Remove every folder and link but these, by name."""
-        for folder in set(self._staging.glob(f"*{FOLDER_SUFFIX}")) - set(folders.values()):
-            shutil.rmtree(folder, ignore_errors=True)
+    def keep_only(self, folders: Mapping[str, Path], others: Set[Path]) -> None:
+        """Remove every folder and link but these, by name, and the folders ``others``."""
+        for folder in set(self._staging.glob(f"*{FOLDER_SUFFIX}")) - set(folders.values()) - others:
+            self.remove(folder)
         for link in self._staging.glob(f"{LINK_PREFIX}*"):
             if link.name.removeprefix(LINK_PREFIX) not in folders:
                 link.unlink(missing_ok=True)
+
+    def remove(self, folder: Path) -> None:
+        """Remove one adapter's folder."""
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_config(folder: Path, root: Path) -> LoraConfig:

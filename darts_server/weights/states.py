@@ -29,6 +29,8 @@ class Transition(StrEnum):
     """An event that changes the state."""
 
     STAGE = "stage"
+    SET_ASIDE = "set aside"
+    """The new weights are kept, and not served for now."""
     ANNOUNCE = "announce"
     PAUSE = "pause"
     UPDATE = "update"
@@ -43,6 +45,7 @@ TRANSITIONS: dict[tuple[State, Transition], State] = {
     (State.ANNOUNCED, Transition.PAUSE): State.PAUSED,
     (State.PAUSED, Transition.UPDATE): State.UPDATING,
     (State.UPDATING, Transition.SUCCEED): State.SERVING,
+    (State.STAGING, Transition.SET_ASIDE): State.SERVING,
     (State.STAGING, Transition.FAIL): State.SERVING,
     (State.ANNOUNCED, Transition.FAIL): State.SERVING,
     (State.PAUSED, Transition.FAIL): State.SERVING,

@@ -1,6 +1,7 @@
 """One update as a transaction: it is applied completely, or rolled back."""
 
 import asyncio
+from pathlib import Path
 from typing import Protocol
 
 from darts_server.types import UpdateRecord
@@ -45,6 +46,35 @@ class Transaction(Protocol):
         ...
 
 
+class StageableTransaction(Transaction, Protocol):
+    """A transaction that may be applied some time after `stage`."""
+
+    @property
+    def files(self) -> set[Path]:
+        """Paths that must not be removed until it is applied."""
+        ...
+
+    async def check_again(self) -> None:
+        """Check that what was staged can still be applied.
+
+        Raises:
+            Conflict: it never can.
+        """
+        ...
+
+    async def reversal(self) -> "StageableTransaction":
+        """Return a staged transaction that goes back to what is served now. Called before `apply`.
+
+        Raises:
+            InvalidRequest: that is not possible.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Remove what was staged, except what is served. Other weights may be on their way into the same folder."""
+        ...
+
+
 class TransactionRunner:
     """Runs transactions, one at a time."""
 
@@ -62,6 +92,18 @@ class TransactionRunner:
             WeightsLost
         """
         self._coordinator.begin(update, version)
+        await self.stage(update, transaction)
+        # From here on a caller that disconnects must not cancel the update half-way: it runs in a task of its own.
+        self._task = asyncio.create_task(self._run_staged(update, transaction))
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._task)
+
+    async def stage(self, update: Update, transaction: Transaction) -> None:
+        """Stage the weights of an update that has begun. If that fails, the update ends.
+
+        Raises:
+            InvalidRequest, UpdateError: nothing was changed.
+        """
         try:
             await transaction.stage(update)
             if update.when_staged is not None:
@@ -70,10 +112,6 @@ class TransactionRunner:
             transaction.clean_up()
             self._coordinator.refuse(update, error)
             raise
-        # From here on a caller that disconnects must not cancel the update half-way: it runs in a task of its own.
-        self._task = asyncio.create_task(self._run_staged(update, transaction))
-        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._task)
 
     async def _run_staged(self, update: Update, transaction: Transaction) -> UpdateRecord:
         try:

@@ -2,13 +2,13 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
 
 from anyio.to_thread import run_sync
 
-from darts_server.exceptions import UpdateFailed
+from darts_server.exceptions import Conflict, UpdateFailed
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateRecord
 from darts_server.weights.coordinator import Coordinator
@@ -20,6 +20,7 @@ from darts_server.weights.port import Groups, Model, UpdateObserver
 from darts_server.weights.pull import AllowedHosts, stream_url
 from darts_server.weights.roots import resolve_path
 from darts_server.weights.rules import Rule, UpdateSettings
+from darts_server.weights.staged import StagedUpdates
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State
 from darts_server.weights.tensors import TensorSet, changed_files, check_tensors, names_by_file, read_tensors
@@ -31,12 +32,15 @@ class UpdateOptions:
     """Options of a weight update.
 
     ``rule``: ``None`` for the server's. ``version``: ``None`` for the next one. ``when_staged``: see `Update`.
+    ``stage_seconds``: the weights are staged for so long, and not served before they are switched; ``None`` to serve
+    them at once.
     """
 
     rule: Rule | None = None
     version: int | None = None
     partial: bool = False
     when_staged: Callable[[], Awaitable[None]] | None = None
+    stage_seconds: float | None = None
 
 
 class Updates:
@@ -70,7 +74,9 @@ class Updates:
         self.external = ExternalUpdates(self.coordinator, self._loaded, model)
         """Updates through vLLM's own routes."""
         self._transactions = TransactionRunner(self.coordinator, model)
-        self.loras = Loras(self.coordinator, self._transactions, model.loras, staging, root)
+        self.staged = StagedUpdates(self.coordinator, self._transactions)
+        """Updates in two steps."""
+        self.loras = Loras(self.coordinator, self._transactions, self.staged, model.loras, staging, root)
 
     @property
     def state(self) -> State:
@@ -98,8 +104,8 @@ class Updates:
     def last_error(self) -> str | None:
         return self.coordinator.last_error
 
-    async def push(self, body: Callable[[int], AsyncIterator[bytes]], options: UpdateOptions) -> UpdateRecord:
-        """Update from the bytes of a safetensors file.
+    async def push(self, body: Callable[[int], AsyncIterator[bytes]], options: UpdateOptions) -> UpdateRecord | None:
+        """Update from the bytes of a safetensors file. Returns ``None`` if they are only staged.
 
         ``body`` is called with the largest number of bytes that it may yield.
 
@@ -110,8 +116,10 @@ class Updates:
         """
         return await self._stream("push", body, options, "body")
 
-    async def load(self, path: str, options: UpdateOptions) -> UpdateRecord:
+    async def load(self, path: str, options: UpdateOptions) -> UpdateRecord | None:
         """Update from a file or folder under the root. It must not change until other weights have replaced it.
+
+        Returns ``None`` if the weights are only staged.
 
         Raises:
             Forbidden: there is no root.
@@ -127,8 +135,8 @@ class Updates:
 
         return await self._update("disk", fetch, options, "path")
 
-    async def pull(self, url: str, options: UpdateOptions) -> UpdateRecord:
-        """Update from a safetensors file at a URL of an allowed host.
+    async def pull(self, url: str, options: UpdateOptions) -> UpdateRecord | None:
+        """Update from a safetensors file at a URL of an allowed host. Returns ``None`` if they are only staged.
 
         Raises:
             Forbidden: no host is allowed.
@@ -141,7 +149,7 @@ class Updates:
 
     async def _stream(
         self, source: str, body: Callable[[int], AsyncIterator[bytes]], options: UpdateOptions, field: str
-    ) -> UpdateRecord:
+    ) -> UpdateRecord | None:
         async def fetch() -> TensorSet:
             limit = (await self._model.expected_tensors()).max_bytes
             path = await self._staging.write(body(limit))
@@ -151,26 +159,35 @@ class Updates:
 
     async def _update(
         self, source: str, fetch: Callable[[], Awaitable[TensorSet]], options: UpdateOptions, field: str
-    ) -> UpdateRecord:
+    ) -> UpdateRecord | None:
         timeout = self.coordinator.settings.step_timeout
         rule, staged = options.rule or self.rule, options.when_staged
         update = Update(source, rule, options.partial, timeout=timeout, when_staged=staged)
-        transaction = _WeightUpdate(self._model, self._loaded, self._staging, fetch, field)
+        transaction = _WeightUpdate(self._model, self._loaded, self._staging, self.staged, fetch, field)
+        if options.stage_seconds is not None:
+            await self.staged.stage(update, options.version, transaction, options.stage_seconds)
+            return None
         return await self._transactions.run(update, options.version, transaction)
 
 
 @dataclass(slots=True)
 class _WeightUpdate:
-    """Implements :class:`darts_server.weights.transaction.Transaction`: replaces the model's weights."""
+    """Implements :class:`darts_server.weights.transaction.StageableTransaction`: replaces the model's weights."""
 
     _model: Model
     _loaded: LoadedWeights
     _staging: Staging
+    _staged: StagedUpdates
     _fetch: Callable[[], Awaitable[TensorSet]]
     _field: str
     _tensors: TensorSet = dataclass_field(default_factory=dict)
 
+    @property
+    def files(self) -> set[Path]:
+        return {file.path for file in self._tensors.values()}
+
     async def stage(self, update: Update) -> None:
+        self._staged.drop_previous()  # there is room for two models
         given = await update.run_phase("transfer", self._fetch)
 
         async def check() -> TensorSet:
@@ -180,6 +197,17 @@ class _WeightUpdate:
             return tensors if is_full else await self._loaded.complete(tensors, self._field)
 
         self._tensors = await update.run_phase("check", check)
+
+    async def check_again(self) -> None:
+        if changed := await run_sync(changed_files, self._tensors):
+            raise Conflict("id", f"{changed[0]} has changed since it was staged; stage it again, under another name")
+
+    async def reversal(self) -> "_WeightUpdate":
+        if (old := await self._loaded.restorable()) is None:
+            raise Conflict(
+                "keep_previous", "is not possible: the served weights are in no file, or it has changed; leave it out"
+            )
+        return replace(self, _tensors=old)
 
     async def apply(self, update: Update) -> None:
         await update.run_phase("load", lambda: self._model.load(names_by_file(self._tensors)))
@@ -194,4 +222,8 @@ class _WeightUpdate:
 
     def clean_up(self) -> None:
         with suppress(OSError):
-            self._staging.keep_only(self._loaded.files)
+            self._staging.keep_only(self._loaded.files | self._staged.files)
+
+    def discard(self) -> None:
+        with suppress(OSError):
+            self._staging.remove(self.files - self._loaded.files)

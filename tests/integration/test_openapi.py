@@ -68,7 +68,13 @@ VOTE: dict[str, Any] = {
     "weights": "rank",
     "score": "logprob",
 }
-WEIGHTS: dict[str, Any] = {"path": "step-7.safetensors", "rule": "finish", "version": 7}
+WEIGHTS: dict[str, Any] = {
+    "path": "step-7.safetensors",
+    "rule": "finish",
+    "version": 7,
+    "stage": True,
+    "expires_after": 60,
+}
 VALID = [
     ("POST", "rollouts", ROLLOUTS),
     ("PATCH", "policy", POLICY),

@@ -155,5 +155,7 @@ async def test_pulled_weights_are_checked_and_served_like_pushed_ones(
                 assert harness.model.values == dict.fromkeys(SHAPES, 0)
                 assert list(tmp_path.glob("darts-weights-*/*.safetensors")) == []
             else:
-                assert (await updates.pull(f"http://{name}/w", UpdateOptions())).source == "http"
+                record = await updates.pull(f"http://{name}/w", UpdateOptions())
+                assert record is not None
+                assert record.source == "http"
                 assert harness.model.values == dict.fromkeys(SHAPES, 5)

@@ -8,16 +8,21 @@ from pydantic import Field
 from darts_server.http.body import Body, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.http.resources.weights import (
+    EXPIRES_AFTER,
     MAX_REQUEST_BYTES,
+    MAX_STAGE_SECONDS,
     MAX_VERSION,
     RULE,
+    STAGE,
     VERSION,
+    ExpiresAfter,
     WeightsAnswer,
     answer,
     body_of,
+    rule_of,
+    stage_seconds,
 )
 from darts_server.identifiers import LORA_NAME
-from darts_server.weights.rules import Rule
 from darts_server.weights.updates import Updates
 
 MAX_CONFIG_CHARS = 4096
@@ -33,6 +38,8 @@ class LoraIn(Body):
     path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
     rule: Literal["finish", "keep", "restart"] | None = Field(None, description=RULE)
     version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
+    stage: bool = Field(False, description=STAGE)
+    expires_after: float | None = Field(None, ge=1, le=MAX_STAGE_SECONDS, description=EXPIRES_AFTER)
 
 
 def routes(updates: Updates) -> APIRouter:
@@ -50,16 +57,20 @@ def routes(updates: Updates) -> APIRouter:
         ],
         rule: Annotated[Literal["finish", "keep", "restart"] | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
+        stage: Annotated[bool, Query(description=STAGE)] = False,
+        expires_after: ExpiresAfter = None,
     ) -> WeightsAnswer:
         """Serve this adapter under that name, replacing an earlier one, or change nothing."""
-        await updates.loras.push(name, config, body_of(request), _rule(rule), version)
+        seconds = stage_seconds(stage, expires_after)
+        await updates.loras.push(name, config, body_of(request), rule_of(rule), version, seconds)
         return answer(updates)
 
     @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load(name: Name, request: Request) -> WeightsAnswer:
         """Serve the adapter in that folder under that name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await updates.loras.load(name, body.path, _rule(body.rule), body.version)
+        seconds = stage_seconds(body.stage, body.expires_after)
+        await updates.loras.load(name, body.path, rule_of(body.rule), body.version, stage_seconds=seconds)
         return answer(updates)
 
     @api.delete("/weights/lora/{name}")
@@ -69,7 +80,3 @@ def routes(updates: Updates) -> APIRouter:
         return answer(updates)
 
     return api
-
-
-def _rule(rule: str | None) -> Rule | None:
-    return None if rule is None else Rule(rule)

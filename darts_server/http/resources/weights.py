@@ -6,10 +6,12 @@ from typing import Annotated, Literal, Self
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.types import UpdateRecord
 from darts_server.weights.rules import Rule
+from darts_server.weights.staged import EXPIRE_SECONDS, StagedUpdate
 from darts_server.weights.updates import UpdateOptions, Updates
 
 MAX_REQUEST_BYTES = 64 * 1024
@@ -19,6 +21,10 @@ MAX_VERSION = 2**53 - 1
 RULE = "What happens to running groups; --weights-rule by default."
 VERSION = "Version of the new weights; the next number by default."
 PARTIAL = "Whether tensors may be missing; missing ones keep their values."
+STAGE = "Only check and keep the weights, until `/darts/v1/weights/staged/ID:switch` serves them."
+MAX_STAGE_SECONDS = 86_400
+EXPIRES_AFTER = f"Seconds after which staged weights that are not switched are removed; {EXPIRE_SECONDS:g} by default."
+ExpiresAfter = Annotated[float | None, Query(ge=1, le=MAX_STAGE_SECONDS, description=EXPIRES_AFTER)]
 
 
 class WeightsIn(Body):
@@ -33,6 +39,8 @@ class WeightsIn(Body):
     rule: Literal["finish", "keep", "restart"] | None = Field(None, description=RULE)
     version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
     partial: bool = Field(False, description=PARTIAL)
+    stage: bool = Field(False, description=STAGE)
+    expires_after: float | None = Field(None, ge=1, le=MAX_STAGE_SECONDS, description=EXPIRES_AFTER)
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -46,7 +54,9 @@ class UpdateAnswer(BaseModel):
 
     version: int = Field(description="Version served after it.")
     outcome: Literal["completed", "refused", "failed", "lost"]
-    source: str = Field(description="`push`, `disk`, `http`, `delete`, or `vllm` for its own routes.")
+    source: str = Field(
+        description="`push`, `disk`, `http`, `delete`, `previous` for a switch back, or `vllm` for its own routes."
+    )
     lora: str | None = Field(description="Name of the LoRA adapter that was updated; null for the model itself.")
     rule: str | None
     partial: bool
@@ -69,6 +79,34 @@ class UpdateAnswer(BaseModel):
         )
 
 
+class StagedAnswer(BaseModel):
+    """Weights that are transferred and checked, and not served."""
+
+    id: str
+    version: int = Field(description="Version that they get, unless the switch names another.")
+    source: str = Field(description="`push`, `disk`, `http`, or `previous`: they were served before the last switch.")
+    lora: str | None = Field(description="Name of the LoRA adapter; null for the model itself.")
+    rule: str = Field(description="What happens to running groups, unless the switch names another.")
+    partial: bool
+    expires_at: float = Field(description="Unix time in seconds when they are removed.")
+    seconds: dict[str, float] = Field(description="By phase: `transfer`, `check`.")
+
+    @classmethod
+    def of(cls, staged: StagedUpdate) -> "StagedAnswer":
+        update = staged.update
+        assert update.rule is not None
+        return cls(
+            id=staged.id,
+            version=staged.version,
+            source=update.source,
+            lora=update.lora,
+            rule=update.rule.value,
+            partial=update.partial,
+            expires_at=staged.expires_at,
+            seconds=dict(update.seconds),
+        )
+
+
 class LoraAnswer(BaseModel):
     """A LoRA adapter that is served."""
 
@@ -86,6 +124,7 @@ class WeightsAnswer(BaseModel):
     intact: bool = Field(description="Whether all weights have this version. If not, send a full set.")
     rule: str = Field(description="Rule for updates that name none.")
     loras: list[LoraAnswer]
+    staged: StagedAnswer | None = Field(description="Weights that wait for their switch.")
     last: UpdateAnswer | None = Field(description="The last update, successful or not.")
     last_error: str | None = Field(description="Error of the last failed update.")
 
@@ -104,16 +143,21 @@ def routes(updates: Updates) -> APIRouter:
         rule: Annotated[Literal["finish", "keep", "restart"] | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
+        stage: Annotated[bool, Query(description=STAGE)] = False,
+        expires_after: ExpiresAfter = None,
     ) -> WeightsAnswer:
-        """Replace the weights by those in the body, or change nothing. Responds when they are served."""
-        await updates.push(body_of(request), _options(rule, version, partial))
+        """Replace the weights by those in the body, or change nothing. Responds when they are served, or staged."""
+        seconds = stage_seconds(stage, expires_after)
+        await updates.push(body_of(request), UpdateOptions(rule_of(rule), version, partial, stage_seconds=seconds))
         return answer(updates)
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
-        """Replace the weights by those at a path or URL, or change nothing. Responds when they are served."""
+        """Replace the weights by those at a path or URL, or change nothing. Responds when they are served, or
+        staged."""
         body = await parse_body(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
-        options = _options(body.rule, body.version, body.partial)
+        seconds = stage_seconds(body.stage, body.expires_after)
+        options = UpdateOptions(rule_of(body.rule), body.version, body.partial, stage_seconds=seconds)
         if "path" in body.model_fields_set:
             await updates.load(body.path, options)
         else:
@@ -128,8 +172,21 @@ def body_of(request: Request) -> Callable[[int], AsyncIterator[bytes]]:
     return lambda limit: chunks_of(request, limit)
 
 
-def _options(rule: str | None, version: int | None, partial: bool) -> UpdateOptions:
-    return UpdateOptions(None if rule is None else Rule(rule), version, partial)
+def rule_of(rule: str | None) -> Rule | None:
+    return None if rule is None else Rule(rule)
+
+
+def stage_seconds(stage: bool, expires_after: float | None) -> float | None:
+    """Return for how long weights are to be staged; ``None``: they are to be served at once.
+
+    Raises:
+        InvalidRequest: ``expires_after`` without ``stage``.
+    """
+    if not stage:
+        if expires_after is not None:
+            raise InvalidRequest("expires_after", "is for staged weights; add stage=true, or leave it out")
+        return None
+    return EXPIRE_SECONDS if expires_after is None else expires_after
 
 
 def answer(updates: Updates) -> WeightsAnswer:
@@ -143,6 +200,7 @@ def answer(updates: Updates) -> WeightsAnswer:
             LoraAnswer(name=name, version=one.version, rank=one.config.rank, scale=one.config.scale)
             for name, one in updates.loras.served.items()
         ],
+        staged=None if updates.staged.current is None else StagedAnswer.of(updates.staged.current),
         last=None if updates.last is None else UpdateAnswer.of(updates.last),
         last_error=updates.last_error,
     )

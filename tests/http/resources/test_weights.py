@@ -61,6 +61,7 @@ def test_before_any_update_there_is_none_to_tell_of(here: TestClient) -> None:
         "intact": True,
         "rule": "finish",
         "loras": [],
+        "staged": None,
         "last": None,
         "last_error": None,
     }
