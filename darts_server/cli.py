@@ -128,6 +128,12 @@ def _trace(argv: list[str]) -> int:
     return command.main(argv)
 
 
+def _ingress(argv: list[str]) -> int:
+    from darts_server.ingress import command
+
+    return command.main(argv)
+
+
 def _version(_: list[str]) -> int:
     from darts_server.vllm.compat import vllm_version
 
@@ -158,6 +164,7 @@ def _load_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[se
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (_serve, "serve a model with shaped groups"),
+    "ingress": (_ingress, "put one address in front of several servers"),
     "demo": (_demo, "see what shaped groups save, on a tiny model"),
     "simulate": (_simulate, "see what policies would bring on your workload, without an engine"),
     "trace": (_trace, "write what a server has learned of lengths, for simulate"),

@@ -19,6 +19,8 @@ REQUEST_ID_CHARS = NAME_CHARS + 64
 RULE = f"1 to {NAME_CHARS} printable characters"
 SAFE = ":@+=,"
 """Characters that need no encoding in a header or in a path, beside letters, digits and ``-._~``."""
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
+"""Headers by which trainers name the trajectory of a request: to vLLM, and to routers in front of it."""
 LORA_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 """Names of LoRA adapters are labels of metrics and stand for models in requests."""
 

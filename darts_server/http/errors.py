@@ -17,8 +17,11 @@ from darts_server.exceptions import (
     Forbidden,
     GroupAborted,
     InvalidRequest,
+    NoReplica,
     NotFound,
+    OneServerOnly,
     Overloaded,
+    ReplicaError,
     ServerStopping,
     StateError,
     StateFull,
@@ -42,6 +45,9 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineRefused: HTTPStatus.BAD_REQUEST,
     ServerStopping: HTTPStatus.SERVICE_UNAVAILABLE,
+    ReplicaError: HTTPStatus.BAD_GATEWAY,
+    NoReplica: HTTPStatus.SERVICE_UNAVAILABLE,
+    OneServerOnly: HTTPStatus.NOT_IMPLEMENTED,
     StateError: HTTPStatus.SERVICE_UNAVAILABLE,
     StateFull: HTTPStatus.INSUFFICIENT_STORAGE,
     UpdateError: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -91,7 +97,7 @@ def headers_of(error: DartsError) -> dict[str, str]:
     """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, Overloaded | ServerStopping | EngineBusy):
+    if isinstance(error, Overloaded | ServerStopping | EngineBusy | NoReplica):
         return {"Retry-After": str(error.retry_after)}
     return {}
 

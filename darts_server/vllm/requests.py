@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from starlette.datastructures import State
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.identifiers import check_name
+from darts_server.identifiers import SESSION_HEADERS, check_name
 from darts_server.rollout.turns.chat_history import ChatHistory, Message
 from darts_server.serving.admission import Ticket, caller
 from darts_server.types import RequestOptions
@@ -22,9 +22,6 @@ RAW_SUFFIX = ":raw"
 """Suffix of the alias under which a served model is never shaped."""
 REQUEST_ID_HEADER = "X-Request-Id"
 """To vLLM it goes before the ``request_id`` of a body."""
-
-SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
-"""Headers by which trainers name the trajectory of a request: to vLLM, and to routers in front of it."""
 
 NO_OPTIONS = RequestOptions()
 _options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_OPTIONS)

@@ -1,0 +1,214 @@
+"""Run a batch on several replicas, as if it ran on one."""
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from typing import Any
+
+from darts_server.exceptions import ReplicaLost
+from darts_server.ingress.batches.division import divide, share_budget
+from darts_server.ingress.batches.events import GROUP, Event, read_events
+from darts_server.ingress.batches.request import Batch
+from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.replicas.member import Member
+from darts_server.ingress.replicas.replica import Answer, Outgoing, ReplicaFailure, Unreachable
+from darts_server.ingress.replicas.whole import WholeAnswer, opened
+from darts_server.ingress.routing.router import Router, no_replica
+
+MAX_ROUNDS = 6
+"""In each, the prompts of replicas that were lost are divided among the others."""
+_PROMPT = re.compile(rb"prompts\[(\d+)\]")
+
+
+class PartRefused(Exception):
+    """A replica refused its part of a batch; ``answer`` is its answer, with the numbers of the whole batch."""
+
+    def __init__(self, answer: WholeAnswer) -> None:
+        super().__init__(answer.status)
+        self.answer = answer
+
+
+@dataclass(slots=True)
+class DividedBatch:
+    """One batch on several replicas.
+
+    ``started``: what the first replica says of the batch. ``decided``: prompts whose groups have ended. ``complete``:
+    how many of these have no error. ``generated``, ``returned``: tokens, the former of replicas that did not end their
+    parts without those of unfinished groups.
+    """
+
+    batch: Batch
+    outgoing: Outgoing
+    scope: str
+    fleet: Fleet
+    router: Router
+    batch_id: str = field(default_factory=lambda: f"batch-{uuid.uuid4().hex}")
+    started: Mapping[str, Any] | None = None
+    decided: set[int] = field(default_factory=set)
+    complete: int = 0
+    generated: int = 0
+    returned: int = 0
+    carried: int = 0
+    began: float = field(default_factory=time.perf_counter)
+    _open: set[int] = field(default_factory=set)
+    """Prompts whose groups have begun to arrive, and not ended."""
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Yield the events of all replicas, with the numbers of the batch's prompts, until enough groups are complete.
+
+        ``batch`` comes once, ``done`` never.
+
+        Raises:
+            PartRefused: nothing was generated.
+            NoReplica, ReplicaLost
+        """
+        wanted = self.batch.num_groups
+        for _ in range(MAX_ROUNDS):
+            async with aclosing(self._round(self._left())) as events:
+                async for event in events:
+                    if event.name == GROUP:
+                        self._count(event)
+                    yield event
+                    if self.complete >= wanted:
+                        return
+            if not self._left():
+                return
+        raise ReplicaLost("servers were lost again and again while the batch ran; send it again")
+
+    def _left(self) -> list[int]:
+        return [number for number in range(len(self.batch.prompts)) if number not in self.decided]
+
+    async def _round(self, left: Sequence[int]) -> AsyncGenerator[Event, None]:
+        """Run prompts, and yield events until all replicas have ended their parts or were lost."""
+        parts = self._divide(left)
+        queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue(maxsize=8)
+        tasks = [asyncio.create_task(self._part(*part, queue)) for part in parts]
+        try:
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            # Not gathered: if this task is cancelled once more, that would interrupt them while they close connections.
+            await asyncio.wait(tasks)
+
+    def _divide(self, left: Sequence[int]) -> list[tuple[Member, list[int], int | None]]:
+        serving = {member.name: member for member in self.fleet.serving}
+        if not serving:
+            raise no_replica(self.fleet)
+        works = [self._work(number) for number in left]
+        known = {at: self.router.keyed(self.scope, key) for at, n in enumerate(left) if (key := self.batch.keys.get(n))}
+        fixed = {at: name for at, name in known.items() if name in serving}
+        parts = divide(works, fixed, {name: member.load for name, member in serving.items()})
+        budget = self.batch.fields.get("budget")
+        if isinstance(budget, int):
+            budget = budget * len(left) // len(self.batch.prompts)
+            shares: Sequence[int | None] = share_budget(budget, [len(part) for part in parts.values()])
+        else:
+            shares = [budget] * len(parts)
+        divided = []
+        for (name, part), share in zip(parts.items(), shares, strict=True):
+            numbers = [left[at] for at in part]
+            for number in numbers:
+                if (key := self.batch.keys.get(number)) is not None:
+                    self.router.remember_key(self.scope, key, name)
+            divided.append((serving[name], numbers, share))
+        return divided
+
+    def _work(self, number: int) -> float:
+        sampling, size = self.batch.fields.get("sampling"), self.batch.fields.get("group_size")
+        limit = sampling.get("max_tokens") if isinstance(sampling, dict) else None
+        limit = limit if isinstance(limit, int) else None
+        length = self.router.lengths.of((self.scope, self.batch.identities[number]), limit)
+        return length * (size if isinstance(size, int) else 1)
+
+    async def _part(
+        self,
+        member: Member,
+        numbers: Sequence[int],
+        budget: int | None,
+        queue: asyncio.Queue[Event | Exception | None],
+    ) -> None:
+        """Run a part on a replica, and queue its events; at last ``None``, or an error that ends the batch."""
+        try:
+            with member.loaded(sum(map(self._work, numbers))):
+                async with member.in_use():
+                    await self._run(member, numbers, budget, queue)
+        except ReplicaFailure as error:
+            await self.fleet.check(member)
+            if self._open & set(numbers):
+                await queue.put(ReplicaLost(f"{error}; parts of its groups were streamed already: send the rest again"))
+                return
+        except Exception as error:  # the batch ends with it
+            await queue.put(error)
+            return
+        await queue.put(None)
+
+    async def _run(
+        self,
+        member: Member,
+        numbers: Sequence[int],
+        budget: int | None,
+        queue: asyncio.Queue[Event | Exception | None],
+    ) -> None:
+        outgoing = replace(self.outgoing, body=self.batch.part(numbers, budget))
+        seen = 0
+        async with AsyncExitStack() as stack:
+            answer = await stack.enter_async_context(opened(member.replica, outgoing))
+            stack.callback(lambda: self._add_generated(seen))
+            if answer.status != HTTPStatus.OK:
+                await self._refuse(member, numbers, answer)
+            async for event in read_events(answer.chunks()):
+                if event.name == "batch":
+                    if self.started is None:
+                        self.started = event.json()
+                        await queue.put(event)
+                elif event.name == "done":
+                    body = event.json()
+                    seen = body["usage"]["generated"]
+                    self.carried = max(self.carried, body["carried"])
+                    return
+                elif event.name == "error":
+                    raise Unreachable(f"{member.name}: {event.json()['error']['message']}")
+                else:
+                    event = event.renumbered(numbers[event.number])
+                    if event.name == GROUP:
+                        seen += sum(map(sum, event.lengths()))
+                        self._open.discard(event.number)
+                    else:
+                        self._open.add(event.number)
+                    await queue.put(event)
+        raise Unreachable(f"{member.name} ended its answer too early")
+
+    def _add_generated(self, tokens: int) -> None:
+        self.generated += tokens
+
+    def _count(self, group: Event) -> None:
+        self.decided.add(group.number)
+        self.complete += not group.failed
+        returned, discarded = group.lengths()
+        self.returned += sum(returned)
+        if lengths := returned + discarded:
+            prompt = (self.scope, self.batch.identities[group.number])
+            self.router.lengths.learn(prompt, sum(lengths) / len(lengths))
+
+    async def _refuse(self, member: Member, numbers: Sequence[int], answer: Answer) -> None:
+        body = b"".join([chunk async for chunk in answer.chunks()])
+        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            await self.fleet.check(member)
+            if not member.serves:
+                raise Unreachable(f"{member.name} answered {answer.status}")
+        body = _PROMPT.sub(lambda found: b"prompts[%d]" % numbers[int(found[1])], body)
+        raise PartRefused(WholeAnswer(answer.status, answer.headers, body))

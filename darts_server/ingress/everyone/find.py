@@ -1,0 +1,67 @@
+"""Find what one replica has, by its id: any ingress can, as all replicas are asked."""
+
+import json
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from darts_server.exceptions import ReplicaLost
+from darts_server.ingress.call import Call, to_response
+from darts_server.ingress.everyone.ask import Asked, ask
+from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.replicas.whole import WholeAnswer
+from darts_server.ingress.routing.router import no_replica
+
+FIND_SECONDS = 60.0
+
+
+class Finder:
+    """Answers requests that name something of one replica."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def find(self, call: Call) -> Response:
+        """Return the answer of the replica that has it.
+
+        Raises:
+            NoReplica, ReplicaLost
+        """
+        return to_response(self._one(await self._ask(call)))
+
+    async def find_groups(self, call: Call) -> Response:
+        """Return the groups of an id. With a caller's own name they may be on several replicas."""
+        asked = await self._ask(call)
+        if len(asked.accepted) < 2:
+            return to_response(self._one(asked))
+        found: list[Any] = []
+        for answer in asked.accepted.values():
+            found += json.loads(answer.body)["groups"]
+        return JSONResponse({"groups": found})
+
+    async def find_prompt(self, call: Call) -> Response:
+        """Return the statistics of a prompt, of the replica that has seen the most groups of it."""
+        asked = await self._ask(call)
+        if not asked.accepted:
+            return to_response(self._one(asked))
+        return to_response(max(asked.accepted.values(), key=lambda answer: int(json.loads(answer.body)["groups"])))
+
+    async def _ask(self, call: Call) -> Asked:
+        reachable = self._fleet.reachable
+        if not reachable:
+            raise no_replica(self._fleet)
+        return await ask(reachable, call.outgoing, FIND_SECONDS)
+
+    def _one(self, asked: Asked) -> WholeAnswer:
+        """Return the answer of the replica that knows the id; else what one of those says that do not."""
+        known = [answer for answer in asked.answers.values() if answer.status != HTTPStatus.NOT_FOUND]
+        if known:
+            return min(known, key=lambda answer: answer.status)
+        missing = asked.failures | {member.name: member.detail for member in self._fleet.unreachable}
+        if missing:
+            raise ReplicaLost(
+                f"no server that answers knows this id, and {', '.join(missing)} could not be asked; retry later: what "
+                "a server knew is gone only if it was restarted"
+            )
+        return next(iter(asked.answers.values()))

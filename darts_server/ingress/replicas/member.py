@@ -1,0 +1,84 @@
+"""One replica of an ingress: whether it serves, and what runs on it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from enum import StrEnum
+
+from darts_server.ingress.replicas.replica import Disconnected, Replica
+
+
+class State(StrEnum):
+    """Whether a replica gets requests."""
+
+    UNKNOWN = "unknown"
+    """It was not polled yet."""
+    SERVING = "serving"
+    UNHEALTHY = "unhealthy"
+    """It says so itself: it is draining, or its engine is dead. What runs on it may still end."""
+    REFUSED = "refused"
+    """It is not used because of its configuration."""
+    LOST = "lost"
+    """It does not answer. What ran on it is run again elsewhere."""
+
+
+class Member:
+    """A replica with its state. ``needs_key``: whether it serves callers with a key only; ``None`` if unknown."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.state = State.UNKNOWN
+        self.detail = ""
+        self.needs_key: bool | None = None
+        self.missed = 0
+        """Polls in a row that were not answered."""
+        self.in_flight = 0
+        self.load = 0.0
+        """Tokens that its running requests are expected to generate."""
+        self._uses: set[asyncio.Timeout] = set()
+
+    @property
+    def name(self) -> str:
+        return self.replica.name
+
+    @property
+    def serves(self) -> bool:
+        return self.state is State.SERVING
+
+    def change(self, state: State, detail: str = "") -> bool:
+        """Set the state; returns whether it is another one. Requests on a lost replica end with `Disconnected`."""
+        changed, self.state, self.detail = state is not self.state, state, detail
+        if state is State.LOST:
+            for use in self._uses:
+                use.reschedule(0)
+        return changed
+
+    @contextmanager
+    def loaded(self, tokens: float) -> Iterator[None]:
+        """Expect that many tokens of it in this block."""
+        self.load += tokens
+        try:
+            yield
+        finally:
+            self.load -= tokens
+
+    @asynccontextmanager
+    async def in_use(self) -> AsyncIterator[None]:
+        """Run requests to the replica in this block.
+
+        Raises:
+            Disconnected: it was lost.
+        """
+        try:
+            async with asyncio.timeout(None) as use:
+                self._uses.add(use)
+                self.in_flight += 1
+                try:
+                    yield
+                finally:
+                    self.in_flight -= 1
+                    self._uses.discard(use)
+        except TimeoutError as error:
+            if not use.expired():
+                raise
+            raise Disconnected(f"{self.name} no longer answers") from error

@@ -1,0 +1,190 @@
+"""Small servers in place of darts-servers, over real sockets, and an ingress in front of them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from darts_server.ingress.process import make_app, make_fleet
+from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.replicas.http import HttpReplica
+from darts_server.ingress.settings import IngressSettings
+from darts_server.serving.lifecycle import Lifecycle
+
+Handler = Callable[[Request], Awaitable[Response]]
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request that a server got."""
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class FakeServer:
+    """Answers every route with its name, but for those in ``handlers``."""
+
+    name: str = ""
+    handlers: dict[tuple[str, str], Handler] = field(default_factory=dict)
+    needs_key: bool = False
+    health: int = 200
+    models: int = 200
+    frozen: bool = False
+    """Whether it accepts requests and answers none."""
+    received: list[Received] = field(default_factory=list)
+    url: str = ""
+    disconnects: int = 0
+    running: int = 0
+    _server: uvicorn.Server | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        while self.frozen:
+            await asyncio.sleep(0.01)
+        if scope["path"] == "/health":
+            response: Response = JSONResponse({"error": {"message": "it is stopping"}}, self.health)
+        elif self.needs_key and "authorization" not in request.headers:
+            response = JSONResponse({"error": {"message": "key?"}}, 401)
+        elif scope["path"] == "/v1/models":
+            response = JSONResponse({"error": {"message": "use its IP address"}}, self.models)
+        else:
+            response = await self._handle(request)
+        await response(scope, receive, send)
+
+    async def _handle(self, request: Request) -> Response:
+        body = await request.body()
+        path = request.scope["raw_path"].decode()
+        self.received.append(Received(request.method, path, request.url.query, dict(request.headers), body))
+        self.running += 1
+        try:
+            handler = self.handlers.get((request.method, request.url.path))
+            return JSONResponse({"server": self.name}) if handler is None else await handler(request)
+        finally:
+            self.running -= 1
+
+    def on(self, method: str, path: str, handler: Handler) -> None:
+        self.handlers[method, path] = handler
+
+    def answer(self, method: str, path: str, body: Any, status: int = 200) -> None:
+        """Answer a route always with that."""
+
+        async def handle(_: Request) -> Response:
+            return JSONResponse(body, status)
+
+        self.on(method, path, handle)
+
+    def bodies(self, path: str) -> list[Any]:
+        """The bodies that a route got."""
+        return [each.json for each in self.received if each.path == path]
+
+    async def kill(self) -> None:
+        """End as a process does that is killed: the port is closed, and connections are cut."""
+        assert self._server is not None
+        for server in self._server.servers:
+            server.close()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp) -> AsyncIterator[uvicorn.Server]:
+    """Serve an app on a free port."""
+    config = uvicorn.Config(
+        app,
+        "127.0.0.1",
+        0,
+        lifespan="off",
+        ws="none",
+        loop="none",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.001)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def port_of(server: uvicorn.Server) -> int:
+    return int(server.servers[0].sockets[0].getsockname()[1])
+
+
+@asynccontextmanager
+async def fake_servers(count: int) -> AsyncIterator[list[FakeServer]]:
+    """Run servers that answer with their names: a, b, c and so on."""
+    async with AsyncExitStack() as stack:
+        fakes = [FakeServer(chr(ord("a") + number)) for number in range(count)]
+        for fake in fakes:
+            fake._server = await stack.enter_async_context(listening(fake))
+            fake.url = f"http://127.0.0.1:{port_of(fake._server)}"
+        yield fakes
+
+
+@dataclass
+class RunningIngress:
+    """``client``: sends requests to it."""
+
+    client: httpx.AsyncClient
+    fleet: Fleet
+    lifecycle: Lifecycle
+    url: str
+
+    async def post(self, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.client.post(path, json={} if body is None else body, headers=named)
+
+
+@asynccontextmanager
+async def ingress(fakes: Sequence[FakeServer], **settings: Any) -> AsyncIterator[RunningIngress]:
+    """Run an ingress in front of servers."""
+    given = {"server_list": [fake.url for fake in fakes], "poll_interval": POLL_SECONDS, "poll_timeout": 30.0}
+    checked = IngressSettings(**{**given, **settings})
+    lifecycle = Lifecycle()
+    replicas = [HttpReplica(url) for url in checked.server_list]
+    async with (
+        make_fleet(checked, replicas).polled() as fleet,
+        listening(make_app(fleet, checked, lifecycle)) as server,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}", timeout=60, verify=False) as client,
+    ):
+        yield RunningIngress(client, fleet, lifecycle, str(client.base_url))
+
+
+@asynccontextmanager
+async def ingress_over(count: int, **settings: Any) -> AsyncIterator[tuple[RunningIngress, list[FakeServer]]]:
+    """Run so many servers, and an ingress in front of them."""
+    async with fake_servers(count) as fakes, ingress(fakes, **settings) as running:
+        yield running, fakes
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until something holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,186 @@
+"""Replicas that are lost, unhealthy or misconfigured, and what callers see of it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from darts_server.exceptions import ServerStopping
+from darts_server.ingress.replicas.member import State
+from tests.ingress.servers import FakeServer, fake_servers, ingress, ingress_over, until
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/completions"
+
+
+def hang(server: FakeServer) -> None:
+    async def handle(request: Request) -> Response:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        return Response()
+
+    server.on("POST", PATH, handle)
+
+
+async def test_requests_of_a_replica_that_dies_run_again_on_another_and_a_group_stays_together() -> None:
+    async with ingress_over(3) as (running, servers):
+        for server in servers:
+            hang(server)
+        calls = [asyncio.create_task(running.post(PATH, {"prompt": "one group"})) for _ in range(4)]
+        await until(lambda: max(server.running for server in servers) == 4)
+        dying = next(server for server in servers if server.running)
+        others = [server for server in servers if server is not dying]
+        for server in others:
+            server.handlers.clear()
+        await dying.kill()
+        answers = [answer.json()["server"] for answer in await asyncio.gather(*calls)]
+        assert len(set(answers)) == 1
+        assert answers[0] in {server.name for server in others}
+        states = {member.name: member.state for member in running.fleet.members}
+        assert states[dying.url.removeprefix("http://")] is State.LOST
+
+
+async def test_an_answer_that_breaks_off_before_the_caller_got_any_of_it_is_run_again() -> None:
+    async with ingress_over(2) as (running, servers):
+        for server in servers:
+            server.handlers[("POST", PATH)] = breaking(server, b'{"half": ', "application/json")
+        calls = asyncio.create_task(running.post(PATH, {"prompt": "p", "n": 2}))
+        await until(lambda: any(server.received for server in servers))
+        dying = next(server for server in servers if server.received)
+        next(server for server in servers if server is not dying).handlers.clear()
+        await dying.kill()
+        assert (await calls).json()["server"] != dying.name
+
+
+def breaking(server: FakeServer, part: bytes, media_type: str):  # type: ignore[no-untyped-def]
+    async def chunks() -> AsyncIterator[bytes]:
+        yield part
+        await asyncio.sleep(60)
+
+    async def handle(_: Request) -> Response:
+        return StreamingResponse(chunks(), media_type=media_type)
+
+    return handle
+
+
+@pytest.mark.parametrize(("path", "named"), [(PATH, b""), ("/v1/responses", b"event: error\n")])
+async def test_a_stream_that_had_begun_ends_with_an_error_that_says_so(path: str, named: bytes) -> None:
+    async with ingress_over(1) as (running, [server]):
+        server.on("POST", path, breaking(server, b"data: 1\n\ndata: ha", "text/event-stream"))
+        async with running.client.stream("POST", path, json={"prompt": "p", "stream": True}) as answer:
+            chunks = answer.aiter_raw()
+            assert await anext(chunks) == b"data: 1\n\n"
+            await server.kill()
+            rest = b"".join([chunk async for chunk in chunks])
+        assert rest.startswith(named + b'data: {"error": {"message": "the server ')
+        assert b"send the request again" in rest
+
+
+async def test_a_lost_connection_to_a_replica_that_is_well_is_tried_again_on_it() -> None:
+    async with ingress_over(2) as (running, servers):
+        failed: list[str] = []
+
+        def failing_once(server: FakeServer):  # type: ignore[no-untyped-def]
+            async def handle(_: Request) -> Response:
+                if not failed:
+                    failed.append(server.name)
+                    for connection in list(server._server.server_state.connections):  # type: ignore[union-attr]
+                        connection.transport.abort()
+                return JSONResponse({"server": server.name})
+
+            return handle
+
+        for server in servers:
+            server.on("POST", PATH, failing_once(server))
+        answer = await running.post(PATH, {"prompt": "one that may have to meet others"})
+        assert [answer.json()["server"]] == failed
+
+
+async def test_a_stopping_server_gets_no_more_requests_and_what_it_refused_runs_elsewhere() -> None:
+    async with ingress_over(2) as (running, servers):
+        stopping, other = servers
+        stopping.answer("POST", PATH, {"error": {"message": "stopping"}}, 503)
+        stopping.health = 503
+        found = {(await running.post(PATH, {"prompt": f"{i}", "n": 2})).json().get("server") for i in range(4)}
+        assert found == {other.name}
+        health = (await running.client.get("/health")).json()
+        assert [each["state"] for each in health["replicas"]] == ["unhealthy", "serving"]
+        assert health["replicas"][0]["detail"] == "it is stopping"
+
+
+async def test_a_503_of_a_replica_that_is_well_reaches_the_caller() -> None:
+    async with ingress_over(1) as (running, [server]):
+        server.answer("POST", PATH, {"error": {"message": "engine is full"}}, 503)
+        answer = await running.post(PATH, {"prompt": "p"})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "engine is full")
+        assert len(server.received) == 1
+
+
+async def test_health_is_200_while_one_serves_and_not_while_the_ingress_stops() -> None:
+    async with ingress_over(2) as (running, servers):
+        assert (await running.client.get("/health")).status_code == 200
+        await servers[0].kill()
+        await until(lambda: running.fleet.members[0].state is State.LOST)
+        assert (await running.client.get("/health")).status_code == 200
+        running.lifecycle.stop(ServerStopping("bye", 1))
+        assert (await running.client.get("/health")).status_code == 503
+
+
+async def test_health_is_503_when_none_serves() -> None:
+    async with ingress_over(1) as (running, servers):
+        await servers[0].kill()
+        await until(lambda: running.fleet.members[0].state is State.LOST)
+        answer = await running.client.get("/health")
+        assert (answer.status_code, answer.json()["replicas"][0]["state"]) == (503, "lost")
+
+
+async def test_a_replica_that_no_longer_answers_polls_is_lost_and_its_requests_run_elsewhere() -> None:
+    async with fake_servers(2) as servers, ingress(servers, poll_timeout=0.5) as running:
+        for server in servers:
+            hang(server)
+        call = asyncio.create_task(running.post(PATH, {"prompt": "p", "n": 2}))
+        await until(lambda: any(server.running for server in servers))
+        frozen = next(server for server in servers if server.running)
+        next(server for server in servers if server is not frozen).handlers.clear()
+        frozen.frozen = True
+        assert (await call).json()["server"] != frozen.name
+
+
+async def test_a_replica_that_comes_back_serves_again() -> None:
+    async with ingress_over(1) as (running, [server]):
+        server.health = 503
+        await until(lambda: running.fleet.members[0].state is State.UNHEALTHY)
+        server.health = 200
+        await until(lambda: running.fleet.members[0].serves)
+
+
+async def test_a_server_that_does_not_know_its_name_is_not_used_and_says_why() -> None:
+    async with ingress_over(1) as (running, [server]):
+        server.models = 403
+        await until(lambda: running.fleet.members[0].state is State.REFUSED)
+        answer = await running.post(PATH, {"prompt": "p"})
+        assert answer.status_code == 503
+        assert "use its IP address" in answer.json()["error"]["message"]
+
+
+async def test_metrics_are_those_of_all_replicas_and_its_own() -> None:
+    async with ingress_over(2) as (running, servers):
+        for number, server in enumerate(servers):
+            text = f'# HELP x_total Help.\n# TYPE x_total counter\nx_total{{kind="k"}} {number}.0\nplain 2.0\n'
+
+            async def metrics(_: Request, text: str = text) -> Response:
+                return Response(text, media_type="text/plain")
+
+            server.on("GET", "/metrics", metrics)
+        await running.post(PATH, {"prompt": "p", "n": 2})
+        lines = (await running.client.get("/metrics")).text.splitlines()
+        first, second = (member.name for member in running.fleet.members)
+        assert lines.count("# TYPE x_total counter") == 1
+        assert f'x_total{{replica="{first}",kind="k"}} 0.0' in lines
+        assert f'x_total{{replica="{second}",kind="k"}} 1.0' in lines
+        assert f'plain{{replica="{first}"}} 2.0' in lines
+        assert 'darts_ingress_replicas{state="serving"} 2.0' in lines
+        assert sum(line.startswith("darts_ingress_requests_total{") and 'outcome="answered"' in line for line in lines)
+        assert "darts_ingress_added_seconds_count 1.0" in lines
