@@ -18,7 +18,9 @@ from darts_server.ingress.call import Call
 from darts_server.ingress.everyone.controls import Controls
 from darts_server.ingress.everyone.find import Finder
 from darts_server.ingress.everyone.health import Health
+from darts_server.ingress.everyone.hold import Hold
 from darts_server.ingress.everyone.rewards import Rewards
+from darts_server.ingress.everyone.weights import Weights
 from darts_server.ingress.forwarding.forward import Forwarder
 from darts_server.ingress.forwarding.reply import Reply
 from darts_server.ingress.guard import Guard
@@ -36,7 +38,8 @@ Handler = Callable[[Call], Awaitable[Response | None]]
 POLICY_VIOLATION = 1008
 """Close code of a websocket."""
 UNREAD = {
-    Handling.WEIGHTS: "an ingress does not change weights yet: push them to each server behind it",
+    Handling.TRAINER_WEIGHTS: "an ingress takes new weights by PUT or POST /darts/v1/weights alone: use these, or "
+    "update each server behind it",
     Handling.ONE_SERVER: "this is each server's own, and an ingress has several: send it to each server behind it",
 }
 """Requests that are refused before their bodies are read, which may have the size of a model."""
@@ -50,12 +53,15 @@ class Ingress:
         self._guard = Guard(fleet, Sites(settings.allowed_hosts, settings.allowed_origins), settings.max_body_bytes)
         metrics = IngressMetrics(lambda: {m.name: m.state for m in fleet.members}, [state.value for state in State])
         self._forwarder = Forwarder(fleet, metrics)
-        self._router = Router(fleet)
+        self._router, self._hold = Router(fleet), Hold()
+        self._weights = Weights(fleet, self._hold)
+        self._batches = Batches(fleet, self._router, self._forwarder)
         health, finder, rewards = Health(fleet, metrics, lifecycle), Finder(fleet), Rewards(fleet)
         self._handlers: Mapping[Handling, Handler] = {
             Handling.GENERATE: self._generate,
             Handling.ANY: self._forward,
-            Handling.BATCH: Batches(fleet, self._router, self._forwarder).run,
+            Handling.BATCH: self._batch,
+            Handling.WEIGHTS: self._load,
             Handling.FIND: finder.find,
             Handling.GROUPS: finder.find_groups,
             Handling.PROMPT: finder.find_prompt,
@@ -88,6 +94,8 @@ class Ingress:
         handling = handling_of(request.method, path)
         if handling in UNREAD:
             raise OneServerOnly(f"{request.method} {path}: {UNREAD[handling]}")
+        if handling is Handling.WEIGHTS and request.method == "PUT":
+            return await self._weights.push(request, self._guard.head(request))
         outgoing = await self._guard.read(request)
         call = Call(request, path, outgoing, reply, time.perf_counter())
         return await while_connected(request, self._handle(handling, call))
@@ -95,9 +103,18 @@ class Ingress:
     async def _handle(self, handling: Handling, call: Call) -> Response | None:
         return await self._handlers[handling](call)
 
+    async def _load(self, call: Call) -> Response:
+        return await self._weights.load(call.outgoing)
+
+    async def _batch(self, call: Call) -> Response | None:
+        await self._hold.wait()
+        return await self._batches.run(call)
+
     async def _generate(self, call: Call) -> None:
-        terms = await read_terms(call.headers, call.outgoing.body, self._settings.group_pattern)
+        terms = await read_terms(call.headers, call.body, self._settings.group_pattern)
         placement = RoutedRequest(self._router, terms)
+        if not placement.may_complete_a_group:  # one that runs, for which the update waits
+            await self._hold.wait()
         await self._forwarder.forward(call.outgoing, placement, call.reply, call.received_at)
 
     async def _forward(self, call: Call) -> None:

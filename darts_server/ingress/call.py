@@ -26,6 +26,11 @@ class Call:
     received_at: float
 
     @property
+    def body(self) -> bytes:
+        assert isinstance(self.outgoing.body, bytes), "it was received whole"
+        return self.outgoing.body
+
+    @property
     def headers(self) -> Mapping[str, str]:
         return self.request.headers
 

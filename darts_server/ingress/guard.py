@@ -1,5 +1,7 @@
 """Check requests before they are handled, and read their bodies."""
 
+from dataclasses import replace
+
 from starlette.requests import Request
 
 from darts_server.http.body import read_body
@@ -37,8 +39,11 @@ class Guard:
         Raises:
             TooLarge, IncompleteBody
         """
-        body = await read_body(request, self._max_body_bytes)
+        return replace(self.head(request), body=await read_body(request, self._max_body_bytes))
+
+    def head(self, request: Request) -> Outgoing:
+        """Return a request without its body."""
         path = request.scope.get("raw_path") or request.scope["path"].encode()
         query = request.scope["query_string"]
         target = (path + b"?" + query if query else path).decode("latin-1")
-        return Outgoing(request.method, target, to_replica(request.scope), body)
+        return Outgoing(request.method, target, to_replica(request.scope))

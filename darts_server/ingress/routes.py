@@ -30,14 +30,15 @@ class Handling(Enum):
     HEALTH = "health"
     METRICS = "metrics"
     WEIGHTS = "weights"
-    """It changes the weights of all replicas."""
+    """It changes the weights of all replicas, in two steps."""
+    TRAINER_WEIGHTS = "trainer_weights"
+    """It changes weights step by step, or by a transfer that each server takes part in."""
     ONE_SERVER = "one_server"
     """It is each server's own."""
 
 
-WEIGHTS = {
-    "/darts/v1/weights": "PUT POST",
-    "/darts/v1/weights/lora/{name}": "PUT POST DELETE",
+WEIGHTS = {"/darts/v1/weights": "PUT POST", "/darts/v1/weights/lora/{name}": "PUT POST"}
+TRAINER_WEIGHTS = {
     "/darts/v1/weights/staged/{staged_id}:switch": "POST",
     "/darts/v1/weights/staged/{staged_id}": "DELETE",
     "/init_weight_transfer_engine": ANY,
@@ -79,6 +80,7 @@ OURS = {
         "/v1/responses/{response_id}/cancel": "POST",
     },
     Handling.WEIGHTS: WEIGHTS,
+    Handling.TRAINER_WEIGHTS: TRAINER_WEIGHTS,
     Handling.ONE_SERVER: ONE_SERVER,
     Handling.ALL: {
         "/darts/v1/weights": "GET",
@@ -90,6 +92,7 @@ OURS = {
         "/is_scaling_elastic_ep": "POST",
         "/finish_session": "POST",
         **{path: methods for path, methods in (ADMIN | DANGEROUS).items() if path not in WEIGHTS},
+        "/darts/v1/weights/lora/{name}": "DELETE",
     },
     Handling.GENERATE: {
         "/v1/completions": "POST",

@@ -158,10 +158,10 @@ async def test_a_replica_that_could_not_be_reached_is_named_in_a_header() -> Non
         assert answer.headers["x-darts-not-asked"] == running.fleet.members[1].name
 
 
-@pytest.mark.parametrize("path", ["/darts/v1/weights", "/darts/v1/weights/lora/x", "/update_weights"])
-async def test_new_weights_are_refused_with_the_remedy_before_they_are_read(path: str) -> None:
+@pytest.mark.parametrize("path", ["/update_weights", "/darts/v1/weights/staged/x:switch"])
+async def test_weights_in_other_ways_are_refused_with_the_remedy_before_they_are_read(path: str) -> None:
     async with ingress_over(2) as (running, servers):
         answer = await running.client.post(path, content=b"x" * 1000)
         assert answer.status_code == 501
-        assert "each server" in answer.json()["error"]["message"]
+        assert "PUT or POST /darts/v1/weights" in answer.json()["error"]["message"]
         assert not any(server.received for server in servers)

@@ -39,7 +39,7 @@ class Batches:
 
         One that can be fetched again, and one whose prompts are carried over, runs on one replica: always the same.
         """
-        body, scope = call.outgoing.body, call.headers.get("authorization", "")
+        body, scope = call.body, call.headers.get("authorization", "")
         if (key := call.headers.get(KEY_HEADER)) is not None:
             await self._forward(call, KeyedRequest(self._router, f"{scope} {key}"))
             return None

@@ -32,9 +32,14 @@ async def ask(members: Sequence[Member], request: Outgoing, timeout: float | Non
 
     ``timeout``: seconds; ``None`` where an answer may take any time: it ends if the replica is lost.
     """
-    results = await asyncio.gather(*(_ask(member, request, timeout) for member in members))
+    return await ask_each([(member, request) for member in members], timeout)
+
+
+async def ask_each(requests: Sequence[tuple[Member, Outgoing]], timeout: float | None = None) -> Asked:
+    """Send each replica a request of its own, and wait for their answers."""
+    results = await asyncio.gather(*(_ask(member, request, timeout) for member, request in requests))
     answers, failures = {}, {}
-    for member, result in zip(members, results, strict=True):
+    for (member, _), result in zip(requests, results, strict=True):
         if isinstance(result, WholeAnswer):
             answers[member.name] = result
         else:

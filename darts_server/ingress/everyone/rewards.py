@@ -36,7 +36,7 @@ class Rewards:
             InvalidRequest: nothing was reported.
             ReplicaLost: a replica could not be asked for rewards that no other one knows.
         """
-        body = await parse_body(RewardsIn, call.outgoing.body, "rewards")
+        body = await parse_body(RewardsIn, call.body, "rewards")
         reachable = self._fleet.reachable
         if not reachable:
             raise no_replica(self._fleet)

@@ -1,6 +1,6 @@
 """A replica: something that answers the requests of a server."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,12 +9,15 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A request to a replica. ``target``: path and query, as they were received."""
+    """A request to a replica.
+
+    ``target``: path and query, as they were received. ``body``: one that is not bytes is sent as it comes, once.
+    """
 
     method: str
     target: str
     headers: Headers = ()
-    body: bytes = b""
+    body: bytes | AsyncIterable[bytes] = b""
 
 
 class Answer(Protocol):

@@ -80,6 +80,10 @@ class Router:
         self._remember(terms, prefixes, member.name)
         return member
 
+    def is_known(self, terms: Terms, prefixes: Hashes) -> bool:
+        """Whether a request has to go to a certain replica."""
+        return self._known(terms, prefixes) is not None
+
     def prefixes(self, terms: Terms) -> Hashes:
         """Return the hashes of all prefixes of a request's prompt."""
         return self._hashes.prefix_hashes(terms.units)
@@ -128,6 +132,11 @@ class RoutedRequest:
         self._terms = terms
         self._prefixes = router.prefixes(terms)
         self._prompt = (terms.scope, terms.key or hash_of(self._prefixes))
+
+    @property
+    def may_complete_a_group(self) -> bool:
+        """Whether it is a single request, and others that it may form a group with have come before."""
+        return self._terms.may_join and self._router.is_known(self._terms, self._prefixes)
 
     def choose(self, avoid: frozenset[str]) -> Member:
         return self._router.choose(self._terms, self._prefixes, avoid)

@@ -1,0 +1,189 @@
+"""New weights for all replicas as one update: staged everywhere, then switched; if one refuses none switches."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from darts_server.exceptions import InvalidRequest, ReplicaLost, ReplicasDiffer, UpdateRunning
+from darts_server.http.body import chunks_of
+from darts_server.ingress.call import to_response
+from darts_server.ingress.everyone.ask import Asked, ask, ask_each
+from darts_server.ingress.everyone.controls import merge, message_of
+from darts_server.ingress.everyone.copies import Copies
+from darts_server.ingress.everyone.hold import Hold
+from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.replicas.member import Member
+from darts_server.ingress.replicas.replica import Outgoing
+from darts_server.ingress.routing.router import no_replica
+
+logger = logging.getLogger(__name__)
+
+STAGED = "/darts/v1/weights/staged"
+MAX_BYTES = 1 << 50
+"""The servers limit what is pushed, by the size of their model."""
+DROP_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Weights that a replica has staged."""
+
+    member: Member
+    id: str
+    version: int
+
+
+class Weights:
+    """Updates weights."""
+
+    def __init__(self, fleet: Fleet, hold: Hold) -> None:
+        self._fleet = fleet
+        self._hold = hold
+        self._updating = asyncio.Lock()
+
+    async def push(self, request: Request, outgoing: Outgoing) -> Response:
+        """Update to the weights in a body, which is sent to all replicas while it arrives."""
+        return await self._update(outgoing, chunks_of(request, MAX_BYTES))
+
+    async def load(self, outgoing: Outgoing) -> Response:
+        """Update to the weights that a body names."""
+        return await self._update(outgoing, None)
+
+    async def _update(self, outgoing: Outgoing, pushed: AsyncIterator[bytes] | None) -> Response:
+        """
+        Raises:
+            UpdateRunning: another update is in progress.
+            NoReplica, ReplicaLost: nothing was changed.
+            ReplicasDiffer: the message says which replica serves what.
+        """
+        if self._updating.locked():
+            raise UpdateRunning("another update runs through this ingress; send this one when it has ended")
+        async with self._updating:
+            members = self._members()
+            asked = await (self._stage(members, outgoing) if pushed is None else self._push(members, outgoing, pushed))
+            staged = _staged(asked, members)
+            if len(staged) < len(members):
+                await self._drop(outgoing, staged)
+                return _not_staged(asked, members)
+            with self._hold.held():
+                return await self._switch(outgoing, staged)
+
+    def _members(self) -> list[Member]:
+        """All replicas: one that is left out would go on with other weights."""
+        if not self._fleet.reachable:
+            raise no_replica(self._fleet)
+        if missing := self._fleet.unreachable:
+            raise ReplicaLost(
+                f"the weights were not changed, because {', '.join(m.name for m in missing)} cannot be reached and "
+                "would go on with the old ones; restart it, or the ingress without it in --server-list"
+            )
+        return list(self._fleet.members)
+
+    async def _stage(self, members: Sequence[Member], outgoing: Outgoing) -> Asked:
+        assert isinstance(outgoing.body, bytes)
+        try:
+            fields = json.loads(outgoing.body)
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise InvalidRequest("body", "must be a JSON object; correct it")
+        _check_unstaged(fields)
+        return await ask(members, replace(outgoing, body=json.dumps({**fields, "stage": True}).encode()))
+
+    async def _push(self, members: Sequence[Member], outgoing: Outgoing, body: AsyncIterator[bytes]) -> Asked:
+        path, _, query = outgoing.target.partition("?")
+        _check_unstaged({part.partition("=")[0]: part for part in query.split("&")})
+        target = f"{path}?{query}&stage=true" if query else f"{path}?stage=true"
+        copies = Copies(body, len(members))
+
+        async def push(number: int, member: Member) -> Asked:
+            try:
+                return await ask([member], replace(outgoing, target=target, body=copies.copy(number)))
+            finally:
+                copies.drop(number)
+
+        reading = asyncio.create_task(copies.run())
+        try:
+            each = await asyncio.gather(*(push(number, member) for number, member in enumerate(members)))
+        finally:
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading  # raises what was wrong with the body
+        return Asked(
+            {name: answer for one in each for name, answer in one.answers.items()},
+            {name: why for one in each for name, why in one.failures.items()},
+        )
+
+    async def _switch(self, outgoing: Outgoing, staged: Sequence[Staged]) -> Response:
+        version = max(each.version for each in staged)
+        query = f"version={version}&keep_previous=true"
+        asked = await ask_each(
+            [(each.member, _control(outgoing, "POST", f"{each.id}:switch?{query}")) for each in staged]
+        )
+        members = [each.member for each in staged]
+        previous = _staged(asked, members)
+        if len(asked.accepted) == len(staged):
+            await self._drop(outgoing, previous)
+            return merge({name: _without_staged(answer) for name, answer in asked.accepted.items()})
+        await self._drop(outgoing, [each for each in staged if each.member.name not in asked.accepted])
+        back = await ask_each([(each.member, _control(outgoing, "POST", f"{each.id}:switch")) for each in previous])
+        refusals = _refusals(asked)
+        stuck = [name for name in asked.accepted if name not in back.accepted]
+        await self._drop(outgoing, _staged(back, members))
+        if stuck:
+            logger.error("%s serve version %d of the weights, the other servers do not", ", ".join(stuck), version)
+            raise ReplicasDiffer(
+                f"{', '.join(stuck)} serve version {version}, and could not go back; the others kept theirs, as some "
+                f"could not switch ({refusals}); send a full set of weights"
+            )
+        raise ReplicasDiffer(f"all servers serve the weights that they had, as some could not switch: {refusals}")
+
+    async def _drop(self, outgoing: Outgoing, staged: Sequence[Staged]) -> None:
+        """Remove staged weights. What cannot be removed expires."""
+        await ask_each([(each.member, _control(outgoing, "DELETE", each.id)) for each in staged], DROP_SECONDS)
+
+
+def _control(outgoing: Outgoing, method: str, what: str) -> Outgoing:
+    headers = [(name, value) for name, value in outgoing.headers if name.lower() != b"content-type"]
+    return Outgoing(method, f"{STAGED}/{what}", headers)
+
+
+def _staged(asked: Asked, members: Sequence[Member]) -> list[Staged]:
+    """What the replicas that accepted a request have staged."""
+    found = []
+    for member in members:
+        if (answer := asked.accepted.get(member.name)) is not None:
+            body = json.loads(answer.body)["staged"]
+            if body is not None:
+                found.append(Staged(member, body["id"], body["version"]))
+    return found
+
+
+def _without_staged(answer: Any) -> Any:
+    body = json.loads(answer.body)
+    return replace(answer, body=json.dumps({**body, "staged": None}).encode())
+
+
+def _not_staged(asked: Asked, members: Sequence[Member]) -> Response:
+    """Answer an update that was not staged everywhere."""
+    if len(asked.refused) == len(members):
+        return to_response(next(iter(asked.refused.values())))
+    raise ReplicasDiffer(f"no server has switched, as some did not take the weights: {_refusals(asked)}")
+
+
+def _refusals(asked: Asked) -> str:
+    refused = asked.failures | {name: message_of(answer) for name, answer in asked.refused.items()}
+    return "; ".join(f"{name}: {why}" for name, why in refused.items())
+
+
+def _check_unstaged(fields: Mapping[str, object]) -> None:
+    for name in ("stage", "expires_after"):
+        if name in fields:
+            raise InvalidRequest(name, "is for one server: an ingress stages weights on all servers itself; omit it")

@@ -1,0 +1,201 @@
+"""New weights for all replicas."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tests.ingress.servers import FakeServer, ingress_over, until
+
+pytestmark = pytest.mark.anyio
+PATH = "/darts/v1/weights"
+STAGED = f"{PATH}/staged"
+REFUSAL = {"error": {"message": "too large"}}
+
+
+@dataclass
+class FakeWeights:
+    """Stages weights and switches as a server does. ``refuses``: what: ``stage``, ``switch``, ``back``."""
+
+    server: FakeServer
+    served: bytes = b"old"
+    version: int = 3
+    staged: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+    refuses: str = ""
+    number: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def install(self) -> None:
+        self.gate.set()
+        self.server.on("PUT", PATH, self.stage)
+        self.server.on("POST", PATH, self.stage)
+        self.add_routes()
+
+    async def stage(self, request: Request) -> Response:
+        body = await request.body()
+        if self.refuses == "stage":
+            return JSONResponse(REFUSAL, 413)
+        assert request.query_params.get("stage") == "true" or (await request.json())["stage"]
+        return self.answer(self.keep(body, self.version + 1))
+
+    def keep(self, weights: bytes, version: int) -> str:
+        self.number += 1
+        name = f"{self.server.name}{self.number}"
+        self.staged[name] = weights, version
+        self.add_routes()
+        return name
+
+    def add_routes(self) -> None:
+        for name in list(self.staged):
+            self.server.on("POST", f"{STAGED}/{name}:switch", self.switch)
+            self.server.on("DELETE", f"{STAGED}/{name}", self.drop)
+
+    async def switch(self, request: Request) -> Response:
+        name = request.url.path.rpartition("/")[2].removesuffix(":switch")
+        is_back = "keep_previous" not in request.query_params
+        await self.gate.wait()
+        if self.refuses == ("back" if is_back else "switch"):
+            return JSONResponse({"error": {"message": f"no {self.refuses}"}}, 503)
+        weights, version = self.staged.pop(name)
+        before = self.served, self.version
+        self.served, self.version = weights, int(request.query_params.get("version", version))
+        return self.answer(None if is_back else self.keep(*before))
+
+    async def drop(self, request: Request) -> Response:
+        self.staged.pop(request.url.path.rpartition("/")[2])
+        return self.answer(None)
+
+    def answer(self, name: str | None) -> Response:
+        staged = None if name is None else {"id": name, "version": self.staged[name][1]}
+        return JSONResponse({"version": self.version, "staged": staged})
+
+
+def install(servers: list[FakeServer]) -> list[FakeWeights]:
+    found = [FakeWeights(server) for server in servers]
+    for each in found:
+        each.install()
+    return found
+
+
+def state(weights: list[FakeWeights]) -> list[tuple[bytes, int]]:
+    assert not any(each.staged for each in weights), "nothing stays staged"
+    return [(each.served, each.version) for each in weights]
+
+
+async def chunks(count: int) -> AsyncIterator[bytes]:
+    for number in range(count):
+        yield bytes([number % 256]) * 100_000
+
+
+async def test_pushed_weights_are_staged_everywhere_and_switched_under_one_version() -> None:
+    async with ingress_over(3) as (running, servers):
+        weights = install(servers)
+        weights[1].version = 7
+        answer = await running.client.put(
+            f"{PATH}?rule=keep", content=chunks(40), headers={"Authorization": "Bearer k"}
+        )
+        assert (answer.status_code, answer.json()) == (200, {"version": 8, "staged": None})
+        whole = b"".join([chunk async for chunk in chunks(40)])
+        assert state(weights) == [(whole, 8)] * 3
+        assert all(got.headers["authorization"] == "Bearer k" for server in servers for got in server.received)
+        assert "rule=keep" in servers[0].received[0].query
+
+
+async def test_weights_at_a_path_are_loaded_by_all() -> None:
+    async with ingress_over(2) as (running, servers):
+        weights = install(servers)
+        assert (await running.post(PATH, {"path": "/w"})).status_code == 200
+        assert [each.version for each in weights] == [4, 4]
+        assert servers[0].received[0].json == {"path": "/w", "stage": True}
+
+
+@pytest.mark.parametrize("refusing", [[1], [0, 1, 2]])
+async def test_if_one_refuses_to_stage_none_switches(refusing: list[int]) -> None:
+    async with ingress_over(3) as (running, servers):
+        weights = install(servers)
+        for number in refusing:
+            weights[number].refuses = "stage"
+        answer = await running.client.put(PATH, content=chunks(40))
+        assert answer.status_code == (502 if len(refusing) == 1 else 413)
+        assert "too large" in answer.json()["error"]["message"]
+        assert state(weights) == [(b"old", 3)] * 3
+
+
+async def test_if_one_cannot_switch_the_others_go_back() -> None:
+    async with ingress_over(3) as (running, servers):
+        weights = install(servers)
+        weights[1].refuses = "switch"
+        answer = await running.client.put(PATH, content=b"new")
+        assert answer.status_code == 502
+        assert "all servers serve the weights that they had" in answer.json()["error"]["message"]
+        assert f"{running.fleet.members[1].name}: 503 no switch" in answer.json()["error"]["message"]
+        assert state(weights) == [(b"old", 3)] * 3
+
+
+async def test_one_that_cannot_go_back_is_named() -> None:
+    async with ingress_over(2) as (running, servers):
+        weights = install(servers)
+        weights[0].refuses, weights[1].refuses = "back", "switch"
+        message = (await running.client.put(PATH, content=b"new")).json()["error"]["message"]
+        assert f"{running.fleet.members[0].name} serve version 4" in message
+        assert (weights[0].served, weights[1].served) == (b"new", b"old")
+
+
+async def test_new_requests_wait_while_the_servers_switch_and_those_of_running_groups_do_not() -> None:
+    async with ingress_over(2) as (running, servers):
+        weights = install(servers)
+        single = {"prompt": "of a group that runs"}
+        await running.post("/v1/completions", single)
+        for each in weights:
+            each.gate.clear()
+        update = asyncio.create_task(running.client.put(PATH, content=b"new"))
+        await until(lambda: all(any(":switch" in got.path for got in server.received) for server in servers))
+        calls = [asyncio.create_task(running.post("/v1/completions", {"prompt": "p", "n": 2}))]
+        calls.append(asyncio.create_task(running.post("/darts/v1/rollouts", {"prompts": []})))
+        assert (await running.post("/v1/completions", single)).status_code == 200
+        await asyncio.sleep(0.1)
+        assert not any(call.done() for call in calls)
+        second = await running.client.put(PATH, content=b"newer")
+        assert second.status_code == 409
+        for each in weights:
+            each.gate.set()
+        assert (await update).status_code == 200
+        assert [(await call).status_code for call in calls] == [200, 200]
+
+
+async def test_weights_are_not_changed_while_a_server_cannot_be_reached() -> None:
+    async with ingress_over(2) as (running, servers):
+        weights = install(servers)
+        await servers[1].kill()
+        await running.fleet.check(running.fleet.members[1])
+        answer = await running.client.put(PATH, content=b"new")
+        assert answer.status_code == 502
+        assert running.fleet.members[1].name in answer.json()["error"]["message"]
+        assert state(weights) == [(b"old", 3)] * 2
+
+
+async def test_a_push_that_breaks_off_changes_nothing() -> None:
+    async with ingress_over(2) as (running, servers):
+        weights = install(servers)
+
+        async def broken() -> AsyncIterator[bytes]:
+            yield bytes(100_000)
+            raise ValueError("the trainer died")
+
+        with pytest.raises(ValueError, match="trainer"):
+            await running.client.put(PATH, content=broken())
+        assert state(weights) == [(b"old", 3)] * 2
+        while (answer := await running.client.put(PATH, content=b"new")).status_code == 409:
+            await asyncio.sleep(0.01)  # the first one is still ending
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(("method", "query", "body"), [("PUT", "?stage=true", None), ("POST", "", {"stage": True})])
+async def test_staging_is_the_ingress_own(method: str, query: str, body: Any) -> None:
+    async with ingress_over(2) as (running, _):
+        answer = await running.client.request(method, PATH + query, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stage")
