@@ -3,6 +3,7 @@
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 
 from darts_server.rollout.queue.entries import Entry, EntryState, Job, JobId
 from darts_server.rollout.queue.order import PromptOrder
@@ -34,6 +35,7 @@ class JobEntries:
         self._ready_bytes = 0
         self._due: list[_Due] = []  # a heap of ready ones; those that were moved since are skipped
         self._open: Counter[int] = Counter()  # groups that run or are ready, by version
+        self._ready_by_version: dict[int, dict[int, Entry]] = {}  # without failed ones
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self.names.values()))
@@ -53,6 +55,8 @@ class JobEntries:
                 self._ready_bytes += entry.group_bytes
                 self._changed.add(self.job.id)
                 heapq.heappush(self._due, _due(entry))
+                if not entry.is_failed:
+                    self._ready_by_version.setdefault(entry.version, {})[entry.number] = entry
             case EntryState.LEASED:
                 self.leased[entry.number] = entry
         if state.is_open and not entry.is_failed:
@@ -70,6 +74,11 @@ class JobEntries:
             self._changed.add(self.job.id)
         if entry.state is EntryState.READY:
             self._ready_bytes -= entry.group_bytes
+            if not entry.is_failed:
+                same = self._ready_by_version[entry.version]
+                del same[entry.number]
+                if not same:
+                    del self._ready_by_version[entry.version]
         del self.names[entry.name]
         self.bytes -= entry.size
         self.order.discard(entry.number)
@@ -99,12 +108,19 @@ class JobEntries:
         """Return whether a group that runs or is ready must start again."""
         return any(self.must_restart(first, version) for first in self._open)
 
+    def stale_ready(self, version: int, count: int) -> list[Entry]:
+        """Return up to ``count`` ready groups that must start again."""
+        stale = (same for first, same in self._ready_by_version.items() if self.must_restart(first, version))
+        return list(islice(chain.from_iterable(same.values() for same in stale), count))
+
     def next_ready(self, count: int, at_least: int, version: int) -> list[Entry]:
         """Return the groups that go out next, up to ``count``: failed ones, then by version, then as they were ready.
 
         Those that are returned must be moved; if there are fewer than ``at_least``, none are.
-        `MAX_TAKEN_BYTES` are always enough.
+        `MAX_TAKEN_BYTES` are always enough. Nothing goes out until all that must start again has been moved.
         """
+        if self.stale_ready(version, 1):
+            return []
         if not self.ready or (len(self.ready) < at_least and self._ready_bytes < MAX_TAKEN_BYTES):
             return []
         chosen: list[Entry] = []

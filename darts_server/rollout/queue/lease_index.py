@@ -54,7 +54,7 @@ class LeaseIndex:
         return [entry for entry in taken.values() if entry.state is EntryState.LEASED]
 
     def pop_expired(self, now: float) -> Iterator[Entry]:
-        """Yield the entries whose lease has expired, once each."""
+        """Yield the entries whose lease has expired, once each; what is not iterated over comes the next time."""
         while self._expiries and self._expiries[0][0] <= now:
             _, _, lease = heapq.heappop(self._expiries)
             if (entry := self.find_valid(lease)) is not None:

@@ -1,6 +1,7 @@
 """Groups out: each is leased, and acknowledged or handed out again."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState, JobId
@@ -9,6 +10,9 @@ from darts_server.rollout.queue.history import Acknowledgements, Counts
 from darts_server.rollout.queue.job_entries import JobEntries
 from darts_server.rollout.queue.jobs import Jobs
 from darts_server.rollout.queue.lease_index import LeaseIndex
+
+EXPIRED_AT_ONCE = 25
+"""Leases that expire in one turn of the event loop: some milliseconds."""
 
 
 class Returns(Protocol):
@@ -99,11 +103,13 @@ class Leases:
         """Acknowledge leases, in their order. ``may_see``: whether what belongs to an owner is the caller's."""
         return [self._acknowledge(lease, may_see) for lease in leases]
 
-    def expire(self, now: float) -> None:
-        """Make groups ready again whose leases have expired."""
-        for entry in self._index.pop_expired(now):
+    def expire(self, now: float) -> bool:
+        """Make groups ready again whose leases have expired, `EXPIRED_AT_ONCE` at most; whether there may be more."""
+        expired = list(islice(self._index.pop_expired(now), EXPIRED_AT_ONCE))
+        for entry in expired:
             self._counts.expired += 1
             self._end(entry)
+        return len(expired) == EXPIRED_AT_ONCE
 
     def forget(self, entry: Entry) -> None:
         """Forget the lease of an entry that is deleted."""

@@ -17,6 +17,8 @@ from darts_server.rollout.queue.new_entries import NewEntries, Numbers, conflict
 from darts_server.rollout.queue.owners import Owners, QueueLimits
 from darts_server.rollout.queue.shares import Shares
 
+MOVED_AT_ONCE = 100
+"""Ready groups that start again in one turn of the event loop: some milliseconds."""
 LOST_VERSION = -(2**40)
 """Of groups whose weights are not those that have their number now: they are too old for every job."""
 
@@ -85,6 +87,8 @@ class Ledger:
                     each.place(entry, entry.state)
                     self.entries.save(entry)
         self.restart_stale(version)
+        while self.restart_ready():
+            pass
 
     @property
     def version(self) -> int:
@@ -92,14 +96,32 @@ class Ledger:
         return self.jobs.version
 
     def update(self, version: int) -> None:
-        """Follow an update: what is too old now, or of a version that is gone, starts again."""
+        """Follow an update: what is too old now, or of a version that is gone, starts again.
+
+        Of ready groups the first `MOVED_AT_ONCE` do; `restart_ready` is to be called for the others.
+        """
         self.jobs.version = version
         self.restart_stale(version)
+        self.restart_ready()
 
-    def restart_stale(self, version: int, *, ready: bool = True) -> None:
-        """Start all groups again that run and would be too old under a version, and those that are ``ready``."""
+    def restart_stale(self, version: int) -> None:
+        """Start all groups again that run and would be too old under a version."""
         for each in self.jobs:
-            self._restart_stale(each, version, ready=ready)
+            self._restart_stale(each, version)
+
+    def restart_ready(self) -> bool:
+        """Start ready groups again that are too old, `MOVED_AT_ONCE` at most; whether there may be more.
+
+        Until there are none, their job hands out nothing, and they count as open.
+        """
+        room = MOVED_AT_ONCE
+        for each in self.jobs:
+            for entry in each.stale_ready(self.version, room):
+                self._restart_if_stale(each, entry, self.version)
+                room -= 1
+            if not room:
+                return True
+        return False
 
     def begun_under(self, number: int, version: int) -> None:
         """Set the version of the first token of a running group, as far as it is known."""
@@ -156,7 +178,8 @@ class Ledger:
             self._number += 1
         each = self.jobs.open(job_id, options or {}, is_admin, self._number)
         self.changes[NUMBER, ""] = str(self._number).encode()
-        self._restart_stale(each, self.version)
+        self._restart_stale(each, self.version)  # its options may have changed
+        self.restart_ready()
         if taken is not None:
             self._reset_taken(each, taken)
         if new.entries:
@@ -322,9 +345,9 @@ class Ledger:
             self.stopped.append(entry.number)
             self._shares.end(entry, 0, self.jobs[entry.job].job.options.weight)
 
-    def _restart_stale(self, each: JobEntries, version: int, *, ready: bool = True) -> None:
+    def _restart_stale(self, each: JobEntries, version: int) -> None:
         if each.has_stale(version):
-            for entry in [*each.running.values(), *(each.ready.values() if ready else ())]:
+            for entry in list(each.running.values()):
                 self._restart_if_stale(each, entry, version)
 
     def _restart_if_stale(self, each: JobEntries, entry: Entry, version: int) -> None:

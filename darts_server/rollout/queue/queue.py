@@ -266,7 +266,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
         """Stop groups that would be too old after the update, so that it does not wait for them."""
         self._see_versions(self._ledger.version)
         # The update does not wait for ready ones, and they stay good if it fails.
-        self._ledger.restart_stale(version, ready=False)
+        self._ledger.restart_stale(version)
         self._stop_unwanted()
 
     def update_ended(self, record: UpdateRecord) -> None:
@@ -289,6 +289,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
     async def _work(self) -> None:
         while not self._is_stopping:
             try:
+                await self._move()
                 self._turn()
                 await self._saver.save()
             except StateError as error:
@@ -300,13 +301,20 @@ class PromptQueue(Generic[RequestT, OutputT]):
                     await self._wake.wait()
             self._wake.clear()
 
+    async def _move(self) -> None:
+        """Move what is too old, and expired leases, some in each turn of the event loop."""
+        self._follow_weights()
+        while self._ledger.leases.expire(self._clock()):
+            await asyncio.sleep(0)
+        while self._ledger.restart_ready():
+            await asyncio.sleep(0)
+
     def _turn(self) -> None:
         now = time.monotonic()
         elapsed, self._last_turn = now - self._last_turn, now
         # Not more than between two turns: a machine that was suspended has not left its jobs unused.
         self._ledger.jobs.clock += min(elapsed, IDLE_SECONDS)
         self._follow_weights()
-        self._ledger.leases.expire(self._clock())
         self._stop_unwanted()
         self._drop_unused()
         self._starter.start()
@@ -339,6 +347,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
             self._ledger.update(version)
             self._stop_unwanted()
             self._consumers.notify_all()
+            self._wake.set()  # for what is still to be moved
 
     def _see_versions(self, version: int) -> None:
         """See which versions running groups have begun under. ``version``: of those that have not begun."""

@@ -5,6 +5,8 @@ import pytest
 
 from darts_server.exceptions import Conflict, NotFound, QuotaReached, TooLarge
 from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState
+from darts_server.rollout.queue.leases import EXPIRED_AT_ONCE
+from darts_server.rollout.queue.ledger import MOVED_AT_ONCE
 from darts_server.rollout.queue.new_entries import NewPrompt
 from darts_server.rollout.queue.owners import QueueLimits
 from tests.rollout.queue.world import JOB, LEASE, TERMS, World, prompts
@@ -483,6 +485,47 @@ def test_nothing_counts_as_taken_after_a_restart() -> None:
     world.ledger.leases.expire(world.now)
     assert world.ledger.jobs[JOB].job.taken == 0
     assert taken.name == "a"
+
+
+def test_many_groups_that_are_too_old_start_again_some_at_a_time_and_none_goes_out_meanwhile() -> None:
+    names = [str(number) for number in range(2 * MOVED_AT_ONCE + 1)]
+    world = ready(*names, max_staleness=0)
+    world.put_to(("owner", "other"), prompts("fresh"))
+    world.update()
+    assert len(world.names(QUEUED)) == MOVED_AT_ONCE + 1
+    [fresh] = [entry for entry in world.start() if entry.name == "fresh"]
+    for entry in [each for each in world.ledger.jobs[JOB] if each.state is EntryState.RUNNING]:
+        world.end(entry)
+    assert world.take(len(names)) == [], "old ones are left"
+    assert world.ledger.restart_ready()
+    assert not world.ledger.restart_ready()
+    world.end(fresh)
+    for entry in world.start():
+        world.end(entry)
+    taken = world.take(len(names))
+    assert sorted(entry.name for entry in taken) == sorted(names)
+    assert {entry.version for entry in taken} == {1}
+    assert world.ledger.counts.stale == len(names)
+    assert not world.ledger.restart_ready()
+
+
+def test_groups_that_were_ready_under_a_version_that_is_back_are_not_lost() -> None:
+    names = [str(number) for number in range(MOVED_AT_ONCE + 5)]
+    world = ready(*names, max_staleness=0)
+    world.update()
+    world.update(0)
+    assert len(world.take(len(names))) == 5
+    assert len(world.names(QUEUED)) == MOVED_AT_ONCE
+
+
+def test_many_leases_expire_some_at_a_time() -> None:
+    names = [str(number) for number in range(2 * EXPIRED_AT_ONCE)]
+    world = ready(*names)
+    assert len(world.take(len(names))) == len(names)
+    world.now += LEASE
+    assert [world.ledger.leases.expire(world.now) for _ in range(3)] == [True, True, False]
+    assert world.ledger.counts.expired == len(names)
+    assert len(world.take(len(names))) == len(names)
 
 
 def test_a_smaller_bound_holds_for_groups_that_are_ready_too() -> None:

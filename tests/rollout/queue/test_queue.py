@@ -24,6 +24,7 @@ from darts_server.exceptions import (
 )
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.plan import Limits, Planner
+from darts_server.rollout.queue import leases, ledger
 from darts_server.rollout.queue.entries import AckOutcome, EntryState
 from darts_server.rollout.queue.owners import QueueLimits
 from darts_server.rollout.queue.puts import Put, terms_of
@@ -477,6 +478,31 @@ async def test_prompts_for_which_the_engine_has_no_room_start_again_later() -> N
         groups = await taking
         assert sorted(map(str, content(groups))) == ["10", "20"]
         assert [json.loads(group.group)["error"] for group in groups] == [None, None]
+
+
+async def test_many_groups_that_are_too_old_or_whose_leases_expire_are_moved_in_several_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ledger, "MOVED_AT_ONCE", 2)
+    monkeypatch.setattr(leases, "EXPIRED_AT_ONCE", 2)
+    harness = Harness(script)
+    texts = [str(10 + number) for number in range(9)]
+    async with opened(harness) as queue:
+        await queue.put(ME, put(*texts, max_staleness=0))
+        await run(harness)
+        await wait_for(queue, ready=9)
+        assert len(await queue.take(ME, "job", 9, 0, 0.05)) == 9
+        await wait_for(queue, ready=9)
+        harness.engine.weight_version += 1
+        queue.update_ended(UpdateRecord(1, UpdateOutcome.COMPLETED, "push", None, False, {}))
+        for _ in range(20):
+            await run(harness)
+            if queue.counts.stale == 9 and queue.totals()[EntryState.READY] == 9:
+                break
+        groups = await queue.take(ME, "job", 9, 0, 60)
+        assert sorted(content(groups), key=str) == texts
+        assert [group.staleness for group in groups] == [0] * 9
+        assert queue.counts.expired == 9
 
 
 async def test_ready_groups_outlive_an_update_that_was_announced_and_failed() -> None:
