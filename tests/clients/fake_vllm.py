@@ -10,6 +10,7 @@ import torch
 from fastapi import FastAPI, Request, Response
 from safetensors.torch import load
 
+from . import transcripts
 from .servers import listening
 
 ANSWER, EOS = 5, 1
@@ -45,6 +46,7 @@ class FakeVllm:
     missing: tuple[str, ...] = ("/server_info",)
     first_logprob: float = -0.5
     groups: list[dict[str, Any]] | None = None
+    left: set[tuple[int, ...]] = field(default_factory=set)
     requests: list[RecordedRequest] = field(default_factory=list)
 
     def of(self, method: str, path: str) -> list[RecordedRequest]:
@@ -88,12 +90,29 @@ class FakeVllm:
                 return Response(METRICS.format(n=12 * len(self.completions)))
             case "GET", "/v1/models":
                 return _json({"data": [{"id": "tiny"}]})
+            case "POST", "/darts/v1/rollouts":
+                return Response(b"".join(self._batch(request.body)), media_type="text/event-stream")
             case "POST", "/v1/completions":
                 body = request.body
                 numbers = range(body.get("n", 1))
                 choices = [self._choice(p, k, body["max_tokens"]) for p in body["prompt"] for k in numbers]
                 return _json({"id": "cmpl-1", "choices": choices})
         return _json({})
+
+    def _batch(self, body: dict[str, Any]) -> list[bytes]:
+        """Prompts that were left before are complete first, and then the shortest."""
+        prompts = [tuple(prompt["token_ids"]) for prompt in body["prompts"]]
+        order = sorted(range(len(prompts)), key=lambda place: (prompts[place] not in self.left, len(prompts[place])))
+        wanted = body.get("num_groups", len(prompts))
+        self.left = {prompts[place] for place in order[wanted:]}
+        groups = [("group", transcripts.group(place, *self._trajectories(place, body))) for place in order[:wanted]]
+        events = [transcripts.started(len(prompts)), *groups, transcripts.done(*sorted(order[wanted:]))]
+        return transcripts.encode(*events)
+
+    def _trajectories(self, place: int, body: dict[str, Any]) -> list[dict[str, Any]]:
+        tokens = [[ANSWER + k, EOS] for k in range(body["group_size"])]
+        logprobs = [self.first_logprob, -0.25]
+        return [transcripts.trajectory(place, k, 2, token_ids=ids, logprobs=logprobs) for k, ids in enumerate(tokens)]
 
     def _choice(self, prompt: list[int], number: int, max_tokens: int) -> dict[str, Any]:
         token_ids = [ANSWER + number, EOS][:max_tokens]

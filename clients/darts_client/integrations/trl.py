@@ -34,6 +34,7 @@ from ._callback import DartsCallback
 from ._processes import run_on_main
 from ._reporting import RewardReport, SampledBatch, find_reports, report_rewards
 from ._server import Server, TensorSpec, TensorStream
+from ._trl_ahead import AheadOptions, PositionCallback, PromptsAhead, as_answer, load_position
 from ._weight_transfer import WeightTransfer
 from ._weighting import SampledGroups, weighted_advantages
 
@@ -55,8 +56,13 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
     them as they are; otherwise they are divided by their root mean square over the batch. Policies without weights are
     an error in training.
 
+    With `prompts_ahead` so many more prompts are started, as a share of those that are needed. The first groups that
+    are complete are trained on, and the other prompts are started again first in the next batch (tail batching). With
+    `max_staleness=1` each generation batch is sampled while the one before is trained on; TRL's importance sampling
+    corrects for the older weights. Both train on the prompts that TRL would train on, each as often, in one process.
+
     Raises:
-        ValueError: vLLM is not used, or runs in this process; or unbiased advantages do not go with other arguments.
+        ValueError: vLLM is not used, or runs in this process; or arguments do not go with each other.
         DartsError: the server is not a darts-server; in training, new weights were refused or did not arrive.
     """
 
@@ -68,6 +74,8 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         *more: Any,
         weight_sync: Literal["http", "nccl"] = "http",
         advantages: Literal["group", "unbiased"] = "group",
+        prompts_ahead: float = 0.0,
+        max_staleness: int = 0,
         api_key: str | None = None,
         **named: Any,
     ) -> None:
@@ -76,9 +84,12 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         if weight_sync not in ("http", "nccl"):
             raise ValueError(f"weight_sync must be 'http' or 'nccl', got {weight_sync!r}")
         _check_advantages(advantages, args)
+        self._ahead_options = AheadOptions(prompts_ahead, max_staleness)
+        self._ahead_options.check(args, advantages)
         client_class = PushingVLLMClient if weight_sync == "http" else DartsVLLMClient
         with _replace_vllm_client(partial(client_class, api_key=api_key)):
             super().__init__(model, reward_funcs, args, *more, **named)
+        self._ahead_options.check_trainer(self)
         self._last_batch: SampledBatch | None = None
         self._is_weighted = advantages == "unbiased"
         self._last_rewards = torch.empty(0, 0)
@@ -92,6 +103,8 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         self._darts_callback = DartsCallback(url, api_key)
         # Before the reporters, which log what earlier callbacks have added.
         self.callback_handler.callbacks.insert(0, self._darts_callback)
+        self._positions = PositionCallback()
+        self.add_callback(self._positions)
 
     @property
     def _client(self) -> "DartsVLLMClient":
@@ -103,7 +116,12 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         """Train as TRL does, and restore the server's state from the same checkpoint."""
         checkpoint = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
         self._darts_callback.checkpoint = checkpoint
-        return super().train(resume_from_checkpoint, *more, **named)
+        try:
+            return super().train(resume_from_checkpoint, *more, **named)
+        finally:
+            if self._positions.prompts is not None:
+                self._positions.prompts.close()
+                self._positions.prompts = None
 
     def _generate(self, prompts: list[Any]) -> Any:
         if self.accelerator.is_main_process:
@@ -118,6 +136,8 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         return self._last_rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._ahead_options and self._is_training():
+            inputs = self._sample_ahead()
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self._is_weighted and self._is_training():
             advantages = run_on_main(self._weighted_advantages)
@@ -127,6 +147,19 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
             first = self.accelerator.process_index * len(inputs)
             output["advantages"] = torch.tensor(advantages[first : first + len(inputs)]).to(output["advantages"])
         return output
+
+    def _sample_ahead(self) -> list[dict[str, Any]]:
+        """Sample a batch, which TRL's client then returns for these inputs."""
+        if self._positions.prompts is None:
+            folder = (
+                self._darts_callback.checkpoint
+                or Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+            )
+            position = load_position(folder) if self.state.global_step else None
+            self._positions.prompts = PromptsAhead(self, self._ahead_options, self._server, position)
+        batch = self._positions.prompts.next()
+        self._client.sampled_ahead = as_answer(batch)
+        return self._positions.prompts.rows(batch)
 
     def _weighted_advantages(self) -> list[float]:
         """Return those of all processes, on the main one: it has sampled, and all have all rewards."""
@@ -152,8 +185,18 @@ class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]
         self.is_training: Callable[[], bool] = lambda: True
         self.sampled: SampledGroups | None = None
         """The first completions in training since this was None: later ones are further turns of tool calls."""
+        self.sampled_ahead: dict[str, Any] | None = None
+        """Completions of the prompts that are requested next."""
         self._api_key = api_key
         super().__init__(*args, **named)
+
+    def generate(self, prompts: Any, *args: Any, **named: Any) -> Any:
+        ahead, self.sampled_ahead = self.sampled_ahead, None
+        if ahead is None:
+            return super().generate(prompts, *args, **named)
+        if [list(ids) for ids in prompts] != ahead["prompt_ids"]:
+            raise RuntimeError("TRL requests other prompts than those that were sampled ahead")
+        return ahead
 
     def check_server(self, *args: Any, **named: Any) -> None:
         self.session.headers.update(auth_headers(self._api_key))  # TRL's __init__ makes the session, then calls this

@@ -1,0 +1,187 @@
+"""Tail batching and one-step-off training for TRL's GRPOTrainer: what `DartsGRPOTrainer` does before TRL samples."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from datasets import IterableDataset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.utils import RepeatSampler
+
+from ._ahead import POSITION_FILE, Batch, BatchesAhead, GroupRequests, Position, rollout_options
+from ._server import Server
+
+
+@dataclass(frozen=True, slots=True)
+class AheadOptions:
+    """`prompts_ahead` and `max_staleness` of a `DartsGRPOTrainer`."""
+
+    prompts_ahead: float = 0.0
+    max_staleness: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.prompts_ahead or self.max_staleness)
+
+    def check(self, args: GRPOConfig, advantages: str) -> None:
+        """
+        Raises:
+            ValueError: a value is impossible, or does not go with TRL's arguments.
+        """
+        if self.prompts_ahead < 0:
+            raise ValueError(f"prompts_ahead must be at least 0, got {self.prompts_ahead}")
+        if self.max_staleness not in (0, 1):
+            raise ValueError(f"max_staleness must be 0 or 1, got {self.max_staleness}")
+        if not self:
+            return
+        if advantages != "group":
+            raise ValueError(f"advantages={advantages!r} does not work with prompts_ahead or max_staleness")
+        if args.world_size > 1:
+            raise ValueError(f"prompts_ahead and max_staleness work in one process, and there are {args.world_size}")
+        if self.max_staleness and not args.vllm_importance_sampling_correction:
+            raise ValueError("max_staleness=1 needs vllm_importance_sampling_correction=True, which corrects for it")
+        generation_kwargs: Any = args.generation_kwargs or {}
+        rollout_options(generation_kwargs)
+
+    def check_trainer(self, trainer: Any) -> None:
+        """
+        Raises:
+            ValueError: it samples in another way than by one request for each batch.
+        """
+        others = {
+            "rollout_func": trainer.rollout_func,
+            "environment_factory": trainer.environment_factories,
+            "tools": trainer.tools,
+        }
+        for name, value in others.items():
+            if self and value:
+                raise ValueError(f"prompts_ahead and max_staleness do not work with {name}, which samples in turns")
+
+    def check_data(self, dataset: Any, size: int) -> None:
+        """
+        Raises:
+            ValueError: prompts cannot be drawn from this data set ahead of their step.
+        """
+        if isinstance(dataset, IterableDataset):
+            raise ValueError("prompts_ahead and max_staleness need a train_dataset with a length, not a stream")
+        if len(dataset) < size:
+            raise ValueError(f"train_dataset has {len(dataset)} prompts, less than the {size} of a generation batch")
+        if {"image", "images"} & set(dataset.column_names):
+            raise ValueError("prompts_ahead and max_staleness do not work with images")
+
+
+class PromptsAhead:
+    """Sample the batches of a trainer.
+
+    Prompts are those that TRL would draw, in its order: at the end of training the same have been trained on, each as
+    often.
+    """
+
+    def __init__(self, trainer: Any, options: AheadOptions, server: Server, position: Position | None) -> None:
+        self._trainer = trainer
+        self._options = options
+        args, state = trainer.args, trainer.state
+        size = args.generation_batch_size // trainer.num_generations
+        options.check_data(trainer.train_dataset, size)
+        every = args.steps_per_generation * trainer.num_iterations
+        if position is None:  # no checkpoint, or that of a training without prompts ahead
+            position = Position(state.global_step * args.gradient_accumulation_steps // every * size)
+        batches = ceil((state.max_steps - state.global_step) * args.gradient_accumulation_steps / every)
+        self.position = position
+        """After the batch that is trained on now."""
+        self._requests = GroupRequests(server, trainer.num_generations, rollout_options(sampling_of(trainer)))
+        order = islice(prompt_order(trainer, size), position.drawn, None)
+        self._batches = BatchesAhead(
+            order,
+            position,
+            size=size,
+            ahead=options.prompts_ahead,
+            batches=batches,
+            tokenize=self._tokenize,
+            request=self._requests.request,
+        )
+
+    def next(self) -> Batch:
+        """Return the next batch, with new weights on the server before anything else is sampled."""
+        trainer = self._trainer
+        batch = self._batches.next() if self._batches.is_prefetched else None  # before the weights change
+        if trainer.state.global_step != trainer._last_loaded_step:
+            trainer.vllm_generation.sync_weights()
+            trainer._last_loaded_step = trainer.state.global_step
+        if batch is None:
+            batch = self._batches.next()
+        if self._options.max_staleness:
+            self._batches.prefetch()
+        self.position = batch.position
+        return batch
+
+    def rows(self, batch: Batch) -> list[dict[str, Any]]:
+        """Return the rows of the data set, each as often as its group has completions."""
+        rows = [self._trainer.train_dataset[number] for number in batch.prompts]
+        return [row for row in rows for _ in range(self._trainer.num_generations)]
+
+    def close(self) -> None:
+        """Cancel what is sampled ahead."""
+        self._batches.close()
+        self._requests.cancel()
+
+    def _tokenize(self, numbers: Sequence[int]) -> Sequence[Sequence[int]]:
+        prompts = [self._trainer.train_dataset[number]["prompt"] for number in numbers]
+        token_ids: Sequence[Sequence[int]] = self._trainer._tokenize_prompts(prompts)[0]
+        return token_ids
+
+
+class PositionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Saves with each checkpoint which prompts are still to be trained on."""
+
+    def __init__(self) -> None:
+        self.prompts: PromptsAhead | None = None
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.prompts is not None and state.is_world_process_zero:
+            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            self.prompts.position.save(folder / POSITION_FILE)
+
+
+def load_position(folder: Path) -> Position | None:
+    """Return the position of a checkpoint; `None` if it has none."""
+    path = folder / POSITION_FILE
+    return Position.load(path) if path.is_file() else None
+
+
+def prompt_order(trainer: Any, size: int) -> Iterator[int]:
+    """Yield the numbers of prompts as TRL draws them, epoch after epoch, without repetitions of a prompt in a batch."""
+    dataset, seed = trainer.train_dataset, trainer.args.seed
+    sampler = RepeatSampler(dataset, 1, batch_size=size, repeat_count=1, shuffle=trainer.shuffle_dataset, seed=seed)
+    while True:
+        yield from sampler
+
+
+def sampling_of(trainer: Any) -> dict[str, Any]:
+    """Return the sampling parameters of a trainer, as TRL passes them to its client."""
+    generation = trainer.vllm_generation
+    sampling = {
+        "repetition_penalty": generation.repetition_penalty,
+        "temperature": generation.temperature,
+        "top_p": generation.top_p,
+        "top_k": generation.top_k,
+        "min_p": generation.min_p or 0.0,
+        "max_tokens": generation.max_completion_length,
+    }
+    if generation.structured_outputs_regex is not None:
+        sampling["structured_outputs"] = {"regex": generation.structured_outputs_regex}
+    return sampling | dict(generation.generation_kwargs or {})
+
+
+def as_answer(batch: Batch) -> dict[str, Any]:
+    """Return a batch as TRL's client returns one."""
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    return {
+        "prompt_ids": [list(ids) for ids in batch.token_ids],
+        "completion_ids": [list(each.token_ids) for each in trajectories],
+        "logprobs": [[[value] for value in each.logprobs or ()] for each in trajectories],
+        "logprob_token_ids": [[[token] for token in each.token_ids] for each in trajectories],
+    }

@@ -1,0 +1,116 @@
+"""Which prompts a trainer gets, and when, if more are started than it needs or the next batch is sampled ahead."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count, islice
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from darts_client import Group, ProtocolError
+from darts_client.integrations._ahead import BatchesAhead, Position, rollout_options
+
+START = Position()
+
+
+class Server:
+    """Completes the groups of a random choice of prompts."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = Random(seed)
+        self.started: list[list[int]] = []
+
+    def request(self, prompts: Sequence[Sequence[int]], wanted: int) -> list[Group]:
+        self.started.append([number for (number,) in prompts])
+        return [Group(None, None, (), place) for place in sorted(self.rng.sample(range(len(prompts)), wanted))]
+
+
+def batches_of(server: Server, batches: int, position: Position = START, ahead: float = 0.25) -> BatchesAhead:
+    return BatchesAhead(
+        islice(count(), position.drawn, None),
+        position,
+        size=4,
+        ahead=ahead,
+        batches=batches,
+        tokenize=lambda numbers: [[number] for number in numbers],
+        request=server.request,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("ahead", "prefetched"), [(0.25, False), (1.0, False), (0.0, True), (0.5, True)])
+def test_every_prompt_is_trained_on_once(seed: int, ahead: float, prefetched: bool) -> None:
+    server = Server(seed)
+    batches = batches_of(server, 6, ahead=ahead)
+    trained: Counter[int] = Counter()
+    for _ in range(6):
+        batch = batches.next()
+        if prefetched:
+            batches.prefetch()
+        assert len(batch.prompts) == len(batch.groups) == 4
+        assert [[number] for number in batch.prompts] == batch.token_ids
+        trained += Counter(batch.prompts)
+    assert not batches.is_prefetched
+    assert trained == Counter(range(24))
+    assert [len(started) for started in server.started[:4]] == [4 + round(4 * ahead)] * 4
+    assert len(server.started[-1]) == 4
+    assert batch.position == Position(24, ())
+    batches.close()
+
+
+def test_prompts_that_were_left_come_first() -> None:
+    server = Server(3)
+    batches = batches_of(server, 3)
+    left = batches.next().position.pending
+    batches.next()
+    assert tuple(server.started[1][: len(left)]) == left != ()
+
+
+@pytest.mark.parametrize("stop", range(1, 6))
+def test_what_goes_on_from_a_saved_position_trains_on_the_rest(stop: int, tmp_path: Path) -> None:
+    first = batches_of(Server(stop), 6)
+    trained: Counter[int] = Counter()
+    for _ in range(stop):
+        batch = first.next()
+        first.prefetch()
+        trained += Counter(batch.prompts)
+    batch.position.save(tmp_path / "position")
+    position = Position.load(tmp_path / "position")
+    assert position == batch.position
+    rest = batches_of(Server(7), 6 - stop, position)
+    for _ in range(6 - stop):
+        trained += Counter(rest.next().prompts)
+    assert trained == Counter(range(24))
+
+
+def test_a_batch_with_too_few_groups_or_one_twice_is_an_error() -> None:
+    for places in ([0, 1, 2], [0, 1, 2, 2]):
+        server = Server()
+        server.request = lambda prompts, wanted, places=places: [  # type: ignore[method-assign, misc]
+            Group(None, None, (), place) for place in places
+        ]
+        with pytest.raises(ProtocolError, match="not 4 different ones of 5"):
+            batches_of(server, 2).next()
+
+
+def test_an_error_of_a_batch_that_was_prefetched_is_raised_with_it() -> None:
+    server = Server()
+    batches = batches_of(server, 2)
+    batches.next()
+    server.rng = Random()
+    server.request = lambda prompts, wanted: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    failing = batches_of(server, 2)
+    failing.prefetch()
+    with pytest.raises(ZeroDivisionError):
+        failing.next()
+
+
+def test_the_policy_is_taken_from_xargs_which_must_have_nothing_else() -> None:
+    sampling = {"top_k": 5, "vllm_xargs": {"darts_policy": "darts_cut"}}
+    assert rollout_options(sampling) == {"top_k": 5, "policy": "darts_cut"}
+    assert rollout_options({"top_k": 5}) == {"top_k": 5}
+    with pytest.raises(ValueError, match="vllm_xargs has darts_prompt_key, other"):
+        rollout_options({"vllm_xargs": {"other": 1, "darts_prompt_key": "a"}})
+    assert json.dumps(sampling)

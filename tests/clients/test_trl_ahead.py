@@ -1,0 +1,166 @@
+"""TRL's trainer with prompts that are started ahead, against a fake server."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from darts_client.integrations.trl import DartsGRPOTrainer, report_rewards
+
+from .fake_vllm import FakeVllm, fake_vllm
+from .test_trl import GROUP, build_trainer, one_thread, reward_by_index
+
+__all__ = ["one_thread"]
+pytestmark = pytest.mark.filterwarnings("default")
+EIGHT = [f"{k}a-5b*4c-{k}>" if k % 3 == 0 else f"{k}a-5>" for k in range(8)]
+AHEAD = {"prompts_ahead": 0.5}
+POLICY = {"vllm_xargs": {"darts_policy": "darts_cut"}}
+
+
+@pytest.fixture
+def server() -> Iterator[FakeVllm]:
+    with fake_vllm() as running:
+        yield running
+
+
+def trainer_of(
+    server: FakeVllm, out: Path, more: dict[str, Any], trained: list[list[str]] | None = None, **changes: Any
+) -> DartsGRPOTrainer:
+    """Two prompts a batch, eight in the data set, each with the answer that its row has."""
+    seen = [] if trained is None else trained
+
+    def reward(prompts: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        assert prompts == answer, "a row has come apart from its prompt"
+        if trainer.model.training:  # type: ignore[union-attr, unused-ignore]
+            seen.append(prompts[::GROUP])
+        return reward_by_index(completion_ids)
+
+    trainer = build_trainer(
+        server, out, report_rewards(reward), more, generation_kwargs=POLICY, **({"max_steps": 4} | changes)
+    )
+    trainer.train_dataset = Dataset.from_list([{"prompt": prompt, "answer": prompt} for prompt in EIGHT])
+    return trainer
+
+
+def plain_prompts(server: FakeVllm, out: Path, **changes: Any) -> Counter[str]:
+    trained: list[list[str]] = []
+    trainer_of(server, out, {}, trained, **changes).train()
+    return Counter(prompt for batch in trained for prompt in batch)
+
+
+@pytest.mark.parametrize("more", [AHEAD, {"max_staleness": 1}, AHEAD | {"max_staleness": 1}])
+@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2, "max_steps": 3}])
+def test_the_same_prompts_are_trained_on_as_without(
+    server: FakeVllm, tmp_path: Path, more: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    trained: list[list[str]] = []
+    trainer = trainer_of(server, tmp_path, more, trained, **changes)
+    trainer.train()
+    assert Counter(prompt for batch in trained for prompt in batch) == plain_prompts(server, tmp_path, **changes)
+    (report,) = trainer.reward_reports
+    assert report.unreported == 0
+
+
+def test_tail_batching_starts_more_prompts_and_the_undecided_ones_first(server: FakeVllm, tmp_path: Path) -> None:
+    trainer_of(server, tmp_path, AHEAD).train()
+    requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
+    assert [len(body["prompts"]) for body in requests] == [3, 3, 3, 2]
+    assert [body.get("num_groups") for body in requests] == [2, 2, 2, None]
+    assert all(
+        (body["carry"], body["group_size"], body["policy"]) == ("restart", GROUP, {"name": "darts_cut"})
+        for body in requests
+    )
+    assert all(body["sampling"]["max_tokens"] == 8 and "vllm_xargs" not in body["sampling"] for body in requests)
+    assert server.completions == []
+    order = [
+        each.path
+        for each in server.requests
+        if each.path in ("/darts/v1/weights", "/darts/v1/rollouts") and each.method != "GET"
+    ]
+    assert order == ["/darts/v1/weights", "/darts/v1/rollouts"] * 4
+
+
+def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server: FakeVllm, tmp_path: Path) -> None:
+    at_reward: list[int] = []
+    trainer = trainer_of(server, tmp_path, {"max_staleness": 1})
+    inner = trainer._calculate_rewards
+
+    def counted(*inputs: Any) -> Any:
+        trainer._positions.prompts._batches._next and trainer._positions.prompts._batches._next.result()  # type: ignore[union-attr]
+        at_reward.append(len(server.of("POST", "/darts/v1/rollouts")))
+        return inner(*inputs)
+
+    trainer._calculate_rewards = counted  # type: ignore[method-assign]
+    trainer.train()
+    assert at_reward == [2, 3, 4, 4]
+    order = [
+        each.path
+        for each in server.requests
+        if each.path in ("/darts/v1/weights", "/darts/v1/rollouts") and each.method != "GET"
+    ]
+    weights, rollouts = "/darts/v1/weights", "/darts/v1/rollouts"
+    assert order == [weights, rollouts, rollouts, weights, rollouts, weights, rollouts, weights]
+
+
+@pytest.mark.parametrize("more", [AHEAD, AHEAD | {"max_staleness": 1}])
+def test_a_resumed_training_trains_on_the_prompts_that_are_left(
+    server: FakeVllm, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    trained: list[list[str]] = []
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer_of(server, tmp_path, more, trained, **saving).train()
+    saved = json.loads((tmp_path / "checkpoint-2" / "darts-prompts.json").read_text())
+    assert (saved["drawn"], len(saved["pending"])) == (5, 1)
+    rest: list[list[str]] = []
+    checkpoint = str(tmp_path / "checkpoint-2")
+    trainer_of(server, tmp_path / "other", more, rest).train(resume_from_checkpoint=checkpoint)
+    assert Counter(prompt for batch in trained[:2] + rest for prompt in batch) == Counter(EIGHT)
+
+
+def test_an_evaluation_is_sampled_as_before(server: FakeVllm, tmp_path: Path) -> None:
+    trainer = trainer_of(server, tmp_path, AHEAD)
+    trainer.eval_dataset = trainer.train_dataset
+    trainer.evaluate()
+    assert server.completions
+    assert not server.of("POST", "/darts/v1/rollouts")
+
+
+@pytest.mark.parametrize(
+    ("more", "changes", "message"),
+    [
+        ({"prompts_ahead": -0.1}, {}, "prompts_ahead must be at least 0"),
+        ({"max_staleness": 2}, {}, "max_staleness must be 0 or 1, got 2"),
+        (AHEAD | {"advantages": "unbiased"}, {}, "does not work with prompts_ahead"),
+        ({"max_staleness": 1}, {"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_corr"),
+        (AHEAD, {"generation_kwargs": {"vllm_xargs": {"other": 1}}}, "vllm_xargs has other"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_training(
+    server: FakeVllm, tmp_path: Path, more: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_trainer(server, tmp_path, more=more, **changes)
+    assert server.requests == []
+
+
+def test_a_rollout_function_is_refused(server: FakeVllm, tmp_path: Path) -> None:
+    function: Any = lambda prompts, trainer: {}  # noqa: E731
+    with pytest.raises(ValueError, match="do not work with rollout_func"):
+        build_trainer(server, tmp_path, more=AHEAD | {"rollout_func": function}, generation_kwargs=POLICY)
+    build_trainer(server, tmp_path, more={"rollout_func": function})
+
+
+def test_data_that_prompts_cannot_be_drawn_from_ahead_are_refused(server: FakeVllm, tmp_path: Path) -> None:
+    for rows, message in (
+        ([{"prompt": "a", "answer": "a"}], "1 prompts, less than the 2"),
+        ([{"prompt": "a", "image": "b"}] * 4, "images"),
+    ):
+        trainer = trainer_of(server, tmp_path, AHEAD)
+        trainer.train_dataset = Dataset.from_list(rows)
+        trainer.model.train()  # type: ignore[union-attr, unused-ignore]
+        with pytest.raises(ValueError, match=message):
+            trainer._generate_and_score_completions([])
