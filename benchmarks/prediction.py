@@ -1,0 +1,256 @@
+"""Predict how long rollouts take by what the server has learned, and measure how long they took.
+
+    python -m benchmarks.prediction
+
+The tiny task on a server of its own. Some batches under `off` teach it: its state has the time of a decode step by
+running sequences, the mean length of each prompt and the distribution of lengths around it. The state is saved, and
+from it alone the model of a rollout, by which `auto` chooses, predicts the mean time of a batch under each policy. Then
+batches under all policies take turns, each of them from the same state.
+
+What is predicted is compared with the mean over the rounds. Another column says how long the model takes the tokens to
+last that were really generated: what differs there is not due to lengths. The last column corrects the prediction by
+what batches under `off` took while the server learned, as `auto` does.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import fmean, median
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.rl_table import markdown
+from darts_client import Client, Group
+from darts_server.control import Control
+from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
+from darts_server.demo.server import DARTS, serving
+from darts_server.policy.auto.forecast import Expectation
+from darts_server.policy.auto.state import AutoState
+from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency.model import LatencyModel, LatencyState
+from darts_server.policy.lengths.profile import LengthProfile, ProfileState
+from darts_server.policy.lengths.stats import PromptStats
+from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.batch import Plan
+from darts_server.policy.simulation.machine import Machine, StepTime
+from darts_server.policy.simulation.prediction import predict
+from darts_server.settings import load
+from darts_server.store.archive import LIMIT_BYTES, unpack
+from darts_server.types import RequestOptions
+
+SIZE = 8
+PROMPTS = (8, 16, 40)
+"""Of a batch. With the largest, candidates queue under every policy."""
+MAX_NUM_SEQS = 128
+POLICIES = ("off", "uniform", "darts", "darts_deadline", "darts_cut", "cap")
+"""All whose outcome is predicted: not those that prune, and not `first_finish`."""
+LEARNING = 4
+"""Batches of each size under `off`, of which the first one only warms up."""
+RATIOS, SAMPLES = 4096, 24
+MEDIAN, LARGEST = 0.10, 0.25
+"""Wanted errors."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a server knows. ``prompts``: by key; ``ratios``: equally likely ratios of a length to its prompt's mean."""
+
+    prompts: Mapping[str, PromptStats]
+    ratios: np.ndarray
+    curve: LatencyCurve
+
+    @classmethod
+    def of_state(cls, data: bytes) -> "Learned":
+        """Read a saved state.
+
+        Raises:
+            ValueError: it lacks lengths or step times.
+        """
+        rows = {(kind, key): json.loads(text) for kind, key, text in unpack(data, LIMIT_BYTES)}
+        values = {name: json.loads(row["value"]) for name, row in rows.items() if "value" in row}
+        ratios, curve = None, None
+        if (profile := values.get(("profile", "all"))) is not None:
+            ratios = LengthProfile(ProfileState(**profile)).quantiles(RATIOS)
+        if (latency := values.get(("latency", "engine"))) is not None:
+            curve = LatencyModel(LatencyState(**latency)).curve
+        if ratios is None or curve is None:
+            raise ValueError("the state lacks lengths or step times: the server needs more batches to learn from")
+        return cls({key: PromptStats(**row) for (kind, key), row in rows.items() if kind == "prompt"}, ratios, curve)
+
+    @property
+    def machine(self) -> Machine:
+        return Machine(StepTime(self.curve), max_num_seqs=MAX_NUM_SEQS)
+
+    def seconds(self, shaping: Shaping | None, keys: Sequence[str], rng: np.random.Generator) -> float:
+        """Predict the mean seconds of a rollout of prompts with these keys."""
+        stats = [self.prompts[key] for key in keys]
+        stds = [each.std_ema for each in stats]
+        plan, expected = Plan.of(shaping, SIZE, stds), [each.mean_ema for each in stats]
+        state = AutoState(max_tokens=MAX_RESPONSE_TOKENS)
+        expectation = Expectation.of(expected, stds, self.ratios, state, rng)
+        assert expectation is not None
+        batches = [batch for _ in range(SAMPLES) for batch in expectation.sample(max(plan.candidates), rng, most=1)]
+        return fmean(predict(batch, plan, self.machine).seconds for batch in batches)
+
+    def replayed(self, groups: Sequence[Group]) -> float:
+        """Return the seconds that the tokens of these groups take, those of stopped candidates too."""
+        return self.curve.rollout_seconds(
+            [tokens for group in groups for tokens in (*group.lengths, *(d.length for d in group.discarded))],
+            MAX_NUM_SEQS,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """Batches of one policy and size: seconds predicted, measured in each round, and of what each round generated."""
+
+    policy: str
+    prompts: int
+    candidates: float  # of a batch
+    predicted: float
+    measured: Sequence[float]
+    replayed: Sequence[float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted / fmean(self.measured) - 1
+
+    @property
+    def replay_error(self) -> float:
+        return fmean(self.replayed) / fmean(self.measured) - 1
+
+    def corrected(self, factor: float) -> float:
+        """Return the error of the prediction times a factor."""
+        return factor * (1 + self.error) - 1
+
+    @property
+    def unexplained(self) -> float:
+        """Seconds beyond the decode steps, for each candidate."""
+        return (fmean(self.measured) - fmean(self.replayed)) / self.candidates
+
+
+@dataclass
+class Tally:
+    """What was measured of a policy's batches of one size."""
+
+    seconds: list[float]
+    replayed: list[float]
+    candidates: list[int]
+
+
+def shaping_of(policy: str) -> Shaping | None:
+    """Return what the server does under its default settings; ``None`` for `off`."""
+    plan = Control(load({}, None)).new_planner(settings(policy)).plan(SIZE, RequestOptions())
+    return None if plan is None else plan.shaping
+
+
+def settings(policy: str) -> dict[str, object]:
+    return {"name": policy, "exploration": 0.0}  # a batch that runs past its deadline is not what is predicted
+
+
+def run_batch(client: Client, policy: str, texts: Sequence[str]) -> tuple[float, list[Group]]:
+    start = time.perf_counter()
+    groups = list(client.rollouts(texts, group_size=SIZE, max_tokens=MAX_RESPONSE_TOKENS, policy=settings(policy)))
+    return time.perf_counter() - start, sorted(groups, key=lambda group: group.number)
+
+
+def measure(client: Client, sizes: Sequence[int], rounds: int, state: Path) -> tuple[list[Row], float]:
+    """Let the server learn, predict and measure; return the rows and the correction by `off`."""
+    rng = Random(3)
+    texts = list(dict.fromkeys(sample_problem(rng).prompt for _ in range(4 * max(sizes))))[: max(sizes)]
+    keys: dict[str, str] = {}
+    learning: list[tuple[int, float]] = []
+    for number in range(LEARNING):
+        for prompts in (*sizes, max(sizes)):  # the largest twice: there each prompt is learned
+            seconds, groups = run_batch(client, "off", texts[:prompts])
+            learning += [(prompts, seconds)] * bool(number)
+            keys |= {texts[group.number]: group.prompt_key or "" for group in groups}
+    client.state.save(state)
+    learned = Learned.of_state(state.read_bytes())
+    draws = np.random.default_rng(4)
+    sought = [(policy, prompts) for prompts in sizes for policy in POLICIES]
+    predicted = {
+        (policy, prompts): learned.seconds(shaping_of(policy), [keys[text] for text in texts[:prompts]], draws)
+        for policy, prompts in sought
+    }
+    tallies = {each: Tally([], [], []) for each in sought}
+    for _ in tqdm(range(rounds), unit="round"):
+        for policy, prompts in rng.sample(sought, len(sought)):
+            client.state.load(state)
+            seconds, groups = run_batch(client, policy, texts[:prompts])
+            tally = tallies[policy, prompts]
+            tally.seconds.append(seconds)
+            tally.replayed.append(learned.replayed(groups))
+            tally.candidates.append(sum(len(group.lengths) + len(group.discarded) for group in groups))
+    rows = [
+        Row(*each, fmean(tally.candidates), predicted[each], tally.seconds, tally.replayed)
+        for each, tally in tallies.items()
+    ]
+    return rows, median(seconds / predicted["off", prompts] for prompts, seconds in learning)
+
+
+def report(rows: Sequence[Row], factor: float) -> str:
+    """Format the table, and the errors last."""
+    head = ["prompts", "policy", "candidates", "measured, s", "predicted", "error", "of what was generated", "error"]
+    head += ["ms a candidate beyond that", "predicted, corrected"]
+    cells = [
+        [
+            str(row.prompts),
+            row.policy,
+            f"{row.candidates:.0f}",
+            f"{fmean(row.measured):.3f} [{min(row.measured):.3f}, {max(row.measured):.3f}]",
+            f"{row.predicted:.3f}",
+            f"{row.error:+.0%}",
+            f"{fmean(row.replayed):.3f}",
+            f"{row.replay_error:+.0%}",
+            f"{1000 * row.unexplained:.2f}",
+            f"{row.corrected(factor):+.0%}",
+        ]
+        for row in rows
+    ]
+    return "\n".join(
+        [
+            markdown(head, cells),
+            "",
+            f"Of what was generated: {errors([row.replay_error for row in rows])}.",
+            f"Predicted, times {factor:.3f}, by which off took longer before: "
+            f"{errors([row.corrected(factor) for row in rows])}.",
+            f"Predicted: {errors([row.error for row in rows])}. Wanted: {MEDIAN:.0%}, {LARGEST:.0%}.",
+        ]
+    )
+
+
+def errors(values: Sequence[float]) -> str:
+    sizes = [abs(value) for value in values]
+    return f"median error {median(sizes):.1%}, largest {max(sizes):.1%}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.prediction", description=__doc__, formatter_class=form)
+    parser.add_argument("--rounds", type=int, default=6, help="batches of each policy and size (default: %(default)s)")
+    sizes_help = "prompts of a batch (default: %(default)s)"
+    parser.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS), metavar="N", help=sizes_help)
+    options = parser.parse_args(argv)
+    if min(options.rounds, *options.prompts) < 1:
+        parser.error("--rounds and --prompts must be at least 1")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        with (
+            serving(DARTS, out / "server.log", "--max-num-seqs", str(MAX_NUM_SEQS)) as server,
+            Client(server.url, timeout=300) as client,
+        ):
+            rows, factor = measure(client, options.prompts, options.rounds, out / "state")
+    print(report(rows, factor))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""How the benchmark of predictions reads what a server has learned, and compares."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+
+from benchmarks.prediction import LEARNING, POLICIES, SIZE, Learned, Row, main, measure, report, shaping_of
+from darts_client import Client, Group, Trajectory
+from darts_client._models import Discarded
+from darts_server.policy.latency.model import LatencyModel
+from darts_server.policy.lengths.profile import LengthProfile
+from darts_server.policy.lengths.stats import PromptStats
+from darts_server.store import Store
+
+
+def saved(*, step_seconds: float = 0.01) -> bytes:
+    """A state in which every length is that of its prompt's mean, and every step takes equally long."""
+    latency, profile = LatencyModel(), LengthProfile()
+    for batch in (1, 8, 64, 256):
+        for _ in range(20):
+            latency.observe(batch, step_seconds)
+    profile.observe([(1.0, False)] * 500)
+    with Store() as store:
+        for number in range(10):
+            store.put("prompt", f"p{number}", asdict(PromptStats(0.0, 40.0, 1, SIZE, 0)))
+        store.put("latency", "engine", {"value": json.dumps(asdict(latency.state))})
+        store.put("profile", "all", {"value": json.dumps(asdict(profile.state))})
+        return store.export()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rollout_of_equal_lengths_takes_as_many_steps(policy: str) -> None:
+    learned = Learned.of_state(saved())
+    seconds = learned.seconds(shaping_of(policy), [f"p{number}" for number in range(8)], np.random.default_rng(0))
+    assert seconds == pytest.approx(0.40, rel=0.1)  # ratios are kept in bins, and the longest is a few per cent longer
+
+
+def test_candidates_beyond_what_the_engine_runs_at_once_queue() -> None:
+    learned = Learned.of_state(saved())
+    keys = [f"p{number % 10}" for number in range(17)]
+    assert learned.seconds(None, keys, np.random.default_rng(0)) == pytest.approx(0.80, rel=0.1)
+
+
+def test_tokens_of_stopped_candidates_take_time_too() -> None:
+    learned = Learned.of_state(saved())
+    trajectory = Trajectory(0, "", finish_reason="stop", token_ids=(1,) * 20, logprobs=None)
+    discarded = Discarded(trajectory_id="x", length=30, reason="middle")
+    group = Group("g", None, (trajectory,), discarded=(discarded,))
+    assert learned.replayed([group]) == pytest.approx(0.30)
+
+
+def test_a_state_without_lengths_or_steps_is_refused() -> None:
+    with Store() as store, pytest.raises(ValueError, match="lacks lengths or step times"):
+        Learned.of_state(store.export())
+
+
+def test_off_is_not_shaped_and_policies_do_not_explore() -> None:
+    assert shaping_of("off") is None
+    shaping = shaping_of("darts_cut")
+    assert shaping is not None
+    assert shaping.deadline is not None
+    assert shaping.deadline.exploration == 0
+
+
+class FakeState:
+    """The state routes of a server that has learned."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(saved())
+
+    def load(self, path: Path) -> None:
+        assert path.read_bytes() == saved()
+        self.loaded += 1
+
+
+class FakeClient:
+    """A server that answers at once, with groups in any order; prompts have the keys of `saved` in their order."""
+
+    def __init__(self) -> None:
+        self.state = FakeState()
+        self.policies: list[str] = []
+        self.keys: dict[str, str] = {}
+
+    def rollouts(self, texts: list[str], *, group_size: int, policy: dict[str, object], **_: object) -> list[Group]:
+        self.policies.append(str(policy["name"]))
+        keys = [self.keys.setdefault(text, f"p{len(self.keys)}") for text in texts]
+        trajectories = tuple(Trajectory(index, "", (1,) * 40, None, "stop") for index in range(group_size))
+        return [Group("g", None, trajectories, number, key) for number, key in reversed(list(enumerate(keys)))]
+
+
+def test_every_policy_is_measured_in_every_round_from_the_state_that_predicted_it(tmp_path: Path) -> None:
+    client = FakeClient()
+    rows, factor = measure(cast(Client, client), (8, 10), 2, tmp_path / "state")
+    assert [(row.prompts, row.policy) for row in rows] == [(size, policy) for size in (8, 10) for policy in POLICIES]
+    assert client.policies[: 3 * LEARNING] == ["off"] * 3 * LEARNING
+    assert sorted(client.policies[3 * LEARNING :]) == sorted([*POLICIES] * 4)
+    assert client.state.loaded == 4 * len(POLICIES)
+    for row in rows:
+        assert len(row.measured) == len(row.replayed) == 2
+        assert row.candidates == row.prompts * SIZE
+        assert row.replayed == pytest.approx([0.4] * 2)
+    assert 0 < factor < 1
+
+
+@pytest.mark.parametrize("argv", [["--rounds", "0"], ["--prompts", "8", "0"]])
+def test_no_rounds_and_no_prompts_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_errors_are_against_the_mean_of_the_rounds_and_last() -> None:
+    rows = [
+        Row("off", 8, 64, predicted=0.9, measured=[0.8, 1.2], replayed=[0.9, 0.9]),
+        Row("cap", 8, 64, predicted=1.4, measured=[2.0, 2.0], replayed=[1.9, 1.9]),
+    ]
+    assert rows[0].error == pytest.approx(-0.1)
+    assert rows[0].unexplained == pytest.approx(0.1 / 64)
+    assert rows[1].corrected(1.2) == pytest.approx(1.4 * 1.2 / 2 - 1)
+    lines = report(rows, 1.2).splitlines()
+    assert lines[-1] == "Predicted: median error 20.0%, largest 30.0%. Wanted: 10%, 25%."
+    assert "median error 7.5%, largest 10.0%" in lines[-3]
+    assert "| 8 | off | 64 | 1.000 [0.800, 1.200] | 0.900 | -10% | 0.900 | -10% | 1.56 | +8% |" in lines
