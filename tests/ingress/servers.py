@@ -51,12 +51,16 @@ class FakeServer:
     """Whether it accepts requests and answers none."""
     received: list[Received] = field(default_factory=list)
     url: str = ""
+    killed: bool = False
     disconnects: int = 0
     running: int = 0
     _server: uvicorn.Server | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        if self.killed:  # a connection that was being accepted
+            self._abort_connections()
+            return
         while self.frozen:
             await asyncio.sleep(0.01)
         if scope["path"] == "/health":
@@ -100,9 +104,14 @@ class FakeServer:
         assert self._server is not None
         for server in self._server.servers:
             server.close()
+        self.killed = True
+        self._abort_connections()
+        await asyncio.sleep(0)
+
+    def _abort_connections(self) -> None:
+        assert self._server is not None
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
-        await asyncio.sleep(0)
 
 
 @asynccontextmanager
