@@ -269,7 +269,8 @@ class GroupRecord:
     def mixed_versions(self) -> bool:
         """Whether the returned trajectories were generated with more than one weight version."""
         versions = {v for c in self.selected for v in (c.weight_version_start, c.weight_version_end)}
-        return len(versions) > 1
+        # Weights may have been switched there and back again.
+        return len(versions.union(v for c in self.selected for v, _ in c.version_spans)) > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,8 @@ class WeightsApi:
         are staged: `staged` of the result, to switch back to them, or to drop.
 
         NotFound if they have expired or were dropped; BadRequest with status 409 if another update has replaced the
-        weights since. After an error the old weights are served, and these stay staged.
+        weights since, or a staged file was changed. After a failure of the switch (status 503) the old weights are
+        served, and these stay staged. After a TimedOut or ConnectionFailed the server may still switch: see `get()`.
         """
         params = drop_none({"rule": rule, "version": version, "keep_previous": keep_previous or None})
         return self._update("POST", f"{_staged_path(staged)}:switch", params=params)

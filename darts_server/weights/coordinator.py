@@ -96,7 +96,7 @@ class Coordinator:
         Raises:
             UpdateRunning, WeightsLost
         """
-        self._check_not_lost()
+        self.check_not_lost()
         if self._source is not None:
             raise self._update_running()
 
@@ -244,7 +244,7 @@ class Coordinator:
             UpdateRunning: an update has paused the engine.
             WeightsLost
         """
-        self._check_not_lost()
+        self.check_not_lost()
         if self._paused_by_update and not self.paused_by_trainer:
             raise self._update_running()
         if everything and self._groups is not None:
@@ -329,12 +329,12 @@ class Coordinator:
 
     # --- helpers ------------------------------------------------------------
 
-    def _check_not_lost(self) -> None:
+    def check_not_lost(self) -> None:
         if self.state is State.LOST:
             raise WeightsLost(self.last_error or "")
 
     def _check_no_update(self) -> None:
-        self._check_not_lost()
+        self.check_not_lost()
         if self.state not in (State.SERVING, State.STAGING):
             raise self._update_running()
 

@@ -12,7 +12,7 @@ from darts_server.types import UpdateOutcome, UpdateRecord
 from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.phases import Update
 from darts_server.weights.rules import Rule
-from darts_server.weights.transaction import StageableTransaction, TransactionRunner
+from darts_server.weights.transaction import StageableTransaction, StagedFileChanged, TransactionRunner
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ MAX_ENDED = 16
 PREVIOUS = "previous"
 """Source of an update back to the weights that were served before a switch."""
 AGAIN = "stage the weights again"
+PUSH_THEM = "to serve the weights before the switch, send them as an update"
 
 
 @dataclass(slots=True, eq=False)
@@ -68,9 +69,10 @@ class StagedUpdates:
         """Fetch and check new weights, and keep them. ``version``: as for an update; ``None`` for the next one.
 
         Raises:
-            Conflict: others are staged; nothing was changed.
+            Conflict: others are staged, or another update runs; nothing was changed.
             InvalidRequest, UpdateError, WeightsLost: nothing was changed.
         """
+        self._coordinator.check_free()
         if self.current is not None and not self.current.is_previous:
             raise Conflict(
                 "stage",
@@ -89,6 +91,8 @@ class StagedUpdates:
     ) -> UpdateRecord:
         """Serve staged weights. If that fails, the old ones are served and these stay staged.
 
+        They do not if a file of theirs was changed, or if the model's weights are lost.
+
         ``rule``, ``version``: ``None`` for those given when they were staged. ``keep_previous``: stage the weights
         that are served now, to switch back to them.
 
@@ -99,6 +103,7 @@ class StagedUpdates:
             UpdateError: the old version is served.
             WeightsLost
         """
+        self._coordinator.check_not_lost()
         staged = self._find(staged_id)
         given = staged.update
         update = replace(given, rule=rule or given.rule, seconds=dict(given.seconds))
@@ -112,7 +117,9 @@ class StagedUpdates:
             NotFound: nothing is staged under this id.
             Conflict: it was switched, or another update has replaced it.
             UpdateRunning: they are being switched.
+            WeightsLost
         """
+        self._coordinator.check_not_lost()
         staged = self._find(staged_id)
         if self._is_switching:
             raise UpdateRunning(f"the weights {staged_id} are being switched; try again when that has ended")
@@ -131,8 +138,15 @@ class StagedUpdates:
     def update_ended(self, record: UpdateRecord) -> None:
         """Drop weights that were staged before another update: what a partial set lacks, and its version, may be
         other ones now."""
-        staged, is_lost = self.current, record.outcome is UpdateOutcome.LOST
-        if staged is None or not (is_lost or (record.outcome is UpdateOutcome.COMPLETED and not self._is_switching)):
+        staged = self.current
+        if staged is None:
+            return
+        if record.outcome is UpdateOutcome.LOST:
+            self.end(
+                staged, Conflict("id", f"the weights {staged.id} were dropped: the served ones were lost; {AGAIN}")
+            )
+            return
+        if record.outcome is not UpdateOutcome.COMPLETED or self._is_switching:
             return
         why = f"another update, by {record.source}, made version {record.version}"
         self.end(staged, Conflict("id", f"the weights {staged.id} were dropped: {why}; {AGAIN}"))
@@ -191,7 +205,8 @@ class StagedUpdates:
             return
         if not staged.is_previous:
             logger.warning("the weights %s were staged and not switched for %g s", staged.id, staged.expires_after)
-        why = f"the weights {staged.id} expired after {staged.expires_after:g} s; {AGAIN}, with a larger expires_after"
+        why = f"the weights {staged.id} expired after {staged.expires_after:g} s; "
+        why += PUSH_THEM if staged.is_previous else f"{AGAIN}, with a larger expires_after"
         self.end(staged, NotFound("id", why))
 
     def _remember(self, staged: StagedUpdate, error: InvalidRequest) -> None:
@@ -215,11 +230,13 @@ class _Switch:
         self._owner.begin_switch(self._staged)
         try:
             await update.run_phase("check", self._inner.check_again)
-        except Conflict as error:
-            self._owner.end(self._staged, error)
-            raise
+        except StagedFileChanged as error:
+            remedy = PUSH_THEM if self._staged.is_previous else f"{AGAIN}, from files of another name"
+            ended = Conflict("id", f"{error.message}; {remedy}")
+            self._owner.end(self._staged, ended)
+            raise ended from error
         if self._keep_previous:
-            self._reversal = await self._inner.reversal()
+            self._reversal = await update.run_phase("check", self._inner.reversal)
 
     async def apply(self, update: Update) -> None:
         await self._inner.apply(update)

@@ -4,10 +4,15 @@ import asyncio
 from pathlib import Path
 from typing import Protocol
 
+from darts_server.exceptions import Conflict
 from darts_server.types import UpdateRecord
 from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.phases import Update
 from darts_server.weights.port import Model
+
+
+class StagedFileChanged(Conflict):
+    """A file was changed since it was staged, so its weights can never be applied."""
 
 
 class Transaction(Protocol):
@@ -58,7 +63,8 @@ class StageableTransaction(Transaction, Protocol):
         """Check that what was staged can still be applied.
 
         Raises:
-            Conflict: it never can.
+            StagedFileChanged: it never can.
+            InvalidRequest: it cannot now.
         """
         ...
 

@@ -24,7 +24,7 @@ from darts_server.weights.staged import StagedUpdates
 from darts_server.weights.staging import Staging
 from darts_server.weights.states import State
 from darts_server.weights.tensors import TensorSet, changed_files, check_tensors, names_by_file, read_tensors
-from darts_server.weights.transaction import TransactionRunner
+from darts_server.weights.transaction import StagedFileChanged, TransactionRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,7 @@ class Updates:
     ) -> UpdateRecord | None:
         async def fetch() -> TensorSet:
             limit = (await self._model.expected_tensors()).max_bytes
+            self.staged.drop_previous()  # there is room for two models
             path = await self._staging.write(body(limit))
             return await run_sync(read_tensors, path, field)
 
@@ -187,7 +188,6 @@ class _WeightUpdate:
         return {file.path for file in self._tensors.values()}
 
     async def stage(self, update: Update) -> None:
-        self._staged.drop_previous()  # there is room for two models
         given = await update.run_phase("transfer", self._fetch)
 
         async def check() -> TensorSet:
@@ -200,7 +200,7 @@ class _WeightUpdate:
 
     async def check_again(self) -> None:
         if changed := await run_sync(changed_files, self._tensors):
-            raise Conflict("id", f"{changed[0]} has changed since it was staged; stage it again, under another name")
+            raise StagedFileChanged("id", f"{changed[0]} has changed since it was staged")
 
     async def reversal(self) -> "_WeightUpdate":
         if (old := await self._loaded.restorable()) is None:

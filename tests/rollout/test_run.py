@@ -193,6 +193,23 @@ async def test_truncated_candidates_are_dropped_while_valid_ones_suffice() -> No
     assert record.candidates[5].selected_as is SelectedAs.LONG
 
 
+async def test_a_group_over_which_weights_were_changed_there_and_back_is_marked() -> None:
+    harness = Harness(lengths(8, 8, 8, 8, 8, 8))
+    waiting = asyncio.create_task(collect(harness.run(6, "longest")))
+    await settle()
+    for version in (1, 0):
+        for _ in range(3):
+            await harness.engine.step()
+        harness.rollouts.weights_change()
+        harness.engine.weight_version = version
+    await harness.engine.run()
+    await waiting
+    [record] = harness.recorder.records
+    assert {(c.weight_version_start, c.weight_version_end) for c in record.selected} == {(0, 0)}
+    assert {c.version_spans for c in record.selected} == {((0, 3), (1, 3), (0, 2))}
+    assert record.mixed_versions
+
+
 async def test_a_group_with_mixed_weight_versions_is_marked() -> None:
     harness = Harness(lengths(2, 2, 2, 2, 8, 8))
     waiting = asyncio.create_task(collect(harness.run(6, "longest")))

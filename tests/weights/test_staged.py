@@ -240,8 +240,9 @@ async def test_a_file_that_changes_before_the_switch_is_a_conflict(harness: Harn
     await harness.updates.load("one.safetensors", UpdateOptions(stage_seconds=LONG))
     staged_id = current(harness).id
     write(path, 6)
-    with pytest.raises(Conflict, match="has changed since it was staged"):
-        await harness.updates.staged.switch(staged_id)
+    for _ in range(2):
+        with pytest.raises(Conflict, match="has changed since it was staged; stage the weights again"):
+            await harness.updates.staged.switch(staged_id)
     assert harness.updates.staged.current is None
     assert path.exists()
     harness.check_serves(0, all=0)
@@ -293,6 +294,10 @@ async def test_lost_weights_end_what_is_staged(harness: Harness) -> None:
     assert harness.updates.staged.current is None
     with pytest.raises(WeightsLost):
         await stage(harness, 6)
+    with pytest.raises(WeightsLost):
+        await harness.updates.staged.switch(staged_id)
+    with pytest.raises(WeightsLost):
+        harness.updates.staged.drop(staged_id)
 
 
 # --- back to the weights before ------------------------------------------------
@@ -338,6 +343,15 @@ async def test_kept_weights_make_room_for_the_next_before_these_are_sent(harness
     if staged:
         await harness.updates.staged.switch(current(harness).id)
     harness.check_serves(3, all=6)
+
+
+async def test_an_update_that_sends_nothing_leaves_kept_weights_alone(harness: Harness) -> None:
+    await harness.push(4)
+    await harness.updates.staged.switch(await stage(harness, 5), keep_previous=True)
+    with pytest.raises(InvalidRequest):
+        await harness.updates.load("typo.safetensors", UpdateOptions())
+    await harness.updates.staged.switch(current(harness).id)
+    harness.check_serves(1, all=4)
 
 
 async def test_kept_weights_expire_and_are_dropped_like_others(harness: Harness) -> None:
@@ -422,3 +436,15 @@ async def test_a_staged_lora_adapter_is_dropped_and_overtaken(harness: Harness) 
     assert folders(harness) == 1
     with pytest.raises(Conflict, match="stage the weights again"):
         await harness.updates.staged.switch(staged_id)
+
+
+async def test_a_lora_name_that_is_taken_meanwhile_leaves_the_adapter_staged(harness: Harness) -> None:
+    await push_lora(harness, 5, stage_seconds=LONG)
+    staged_id = current(harness).id
+    assert harness.model.loras is not None
+    harness.model.loras.is_taken = True
+    with pytest.raises(Conflict, match="unload it first"):
+        await harness.updates.staged.switch(staged_id)
+    harness.model.loras.is_taken = False
+    await harness.updates.staged.switch(staged_id)
+    assert harness.updates.staged.current is None
