@@ -277,8 +277,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     quick, policies = options.quick, QUICK_POLICIES if options.quick else options.policies
     if BASE not in policies:
         parser.error(f"--policies must include {BASE}, which the others are compared with")
-    if options.turn < 1:
-        parser.error("--turn must be at least 1")
+    if options.turn < 1 or EVALUATED % options.turn:
+        parser.error(f"--turn must be 1 or {EVALUATED}: evaluations lie between turns, not within")
     options.out = options.out or Path("out/rl-quick" if quick else "out/rl")
     options.plan = Plan(
         starts=("standard",) if quick else options.starts,

@@ -7,7 +7,7 @@ longer. Groups that come one at a time use the completion lengths of the groups 
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, floor, log
 
 from darts_server.policy.checks import check_count, check_number
@@ -25,7 +25,7 @@ has a standard error of some 5 %; with a tenth of the memory some 20 %."""
 MIN_RIGHT = 50
 """Right answers below which the share of lost ones is noise: at 2 %, one of fifty."""
 MAX_FIRST_GROUPS = 256
-"""Groups with rewards after which cohorts no longer explore for want of `MIN_RIGHT` answers: hardly any is right."""
+"""Groups that explore for want of `MIN_RIGHT` answers, at most: hardly any is right, or few of them get rewards."""
 MAX_STRETCH = 16.0
 RATIO_STEP = 1.05
 """Relative width of a bin of lengths."""
@@ -126,16 +126,20 @@ class DeadlineLosses:
     batches they came in. Plain fields: ``DeadlineLosses(**json)`` restores it.
 
     ``right``: number of right answers, older ones faded. ``weights``: their weights by overrun, faded likewise. Bin 0
-    holds those up to 1, bin k those from there up to `RATIO_STEP`^k, and `LAST_BIN` all longer ones. ``groups``: those
-    with a deadline, explored or not, whose rewards were reported while there were fewer than `MIN_RIGHT` right answers.
+    holds those up to 1, bin k those from there up to `RATIO_STEP`^k, and `LAST_BIN` all longer ones.
+    ``is_rewarded``: whether rewards of a group with a deadline were reported. ``first_groups``: those that were to
+    explore for want of right answers.
     """
 
     right: float = 0.0
     weights: Sequence[float] = (0.0,) * (LAST_BIN + 1)
-    groups: int = 0
+    is_rewarded: bool = False
+    first_groups: int = 0
 
     def __post_init__(self) -> None:
-        check_count("groups", self.groups)
+        if type(self.is_rewarded) is not bool:
+            raise ValueError(f"is_rewarded must be true or false, got {self.is_rewarded!r:.40}")
+        check_count("first_groups", self.first_groups)
         if len(self.weights) != LAST_BIN + 1:
             raise ValueError(f"weights must be {LAST_BIN + 1} numbers, got {len(self.weights)}")
         for name, value in (("right", self.right), *(("weights", weight) for weight in self.weights)):
@@ -147,11 +151,7 @@ class DeadlineLosses:
 
         Otherwise deadlines would be guarded only after the first cohort that explores at random, the twentieth or so.
         """
-        return self.right < MIN_RIGHT and 0 < self.groups < MAX_FIRST_GROUPS
-
-    def with_group(self) -> "DeadlineLosses":
-        """Return the losses after the rewards of one more group were reported, before those of its right answers."""
-        return replace(self, groups=self.groups + 1) if self.right < MIN_RIGHT else self
+        return self.is_rewarded and self.right < MIN_RIGHT and self.first_groups < MAX_FIRST_GROUPS
 
     def with_answers(self, answers: Sequence[RightAnswer]) -> "DeadlineLosses":
         """Return the losses after the right answers of one more explored group."""
@@ -159,7 +159,7 @@ class DeadlineLosses:
         weights = [keep * weight for weight in self.weights]
         for answer in answers:
             weights[_bin(answer.overrun)] += answer.weight
-        return DeadlineLosses(keep * self.right + len(answers), tuple(weights), self.groups)
+        return DeadlineLosses(keep * self.right + len(answers), tuple(weights), self.is_rewarded, self.first_groups)
 
     def share(self, stretch: float) -> float | None:
         """Share of right answers beyond a deadline with that stretch; ``None`` before there are `MIN_RIGHT` of them."""

@@ -256,10 +256,11 @@ def test_a_turn_has_several_steps_and_the_last_one_what_is_left() -> None:
     assert order == ["a0", "b0", "b3", "a3", "a4", "b4"]
 
 
-def test_a_turn_of_no_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("steps", ["0", "2", "6"])
+def test_a_turn_that_an_evaluation_would_interrupt_is_refused(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        rl.arguments(["--turn", "0"])
-    assert "--turn must be at least 1" in capsys.readouterr().err
+        rl.arguments(["--turn", steps])
+    assert "--turn must be 1 or 3" in capsys.readouterr().err
 
 
 def test_what_is_saved_counts_as_done(tmp_path: Path) -> None:

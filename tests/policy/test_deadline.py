@@ -1,6 +1,7 @@
 """Deadlines: quantiles over what is known, and how lost answers move them later."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -157,8 +158,9 @@ def test_the_stretch_settles_within_a_tenth_in_twenty_batches_and_stays(sigma: f
         {"weights": [1.0]},
         {"weights": [-1.0] * 59},
         {"right": "7"},
-        {"groups": -1},
-        {"groups": 1.5},
+        {"first_groups": -1},
+        {"first_groups": 1.5},
+        {"is_rewarded": 1},
     ],
 )
 def test_a_state_out_of_range_is_refused(state: dict[str, Any]) -> None:
@@ -169,20 +171,9 @@ def test_a_state_out_of_range_is_refused(state: dict[str, Any]) -> None:
 def test_cohorts_explore_first_from_the_first_rewards_until_enough_answers_are_right() -> None:
     losses = DeadlineLosses()
     assert not losses.should_explore_first, "rewards may never be reported"
-    losses = losses.with_group()
+    losses = replace(losses, is_rewarded=True)
     assert losses.should_explore_first
-    losses = losses.with_group().with_answers(answers(*[0.5] * (MIN_RIGHT - 1)))
+    losses = losses.with_answers(answers(*[0.5] * (MIN_RIGHT - 1)))
     assert losses.should_explore_first
-    losses = losses.with_answers(answers(0.5, 0.5))
-    assert not losses.should_explore_first
-    assert losses.with_group() == losses, "nothing more is counted"
-    assert losses.groups == 2
-
-
-def test_a_task_with_hardly_any_right_answers_does_not_explore_for_ever() -> None:
-    losses = DeadlineLosses()
-    explored = 0
-    for _ in range(2 * MAX_FIRST_GROUPS):
-        losses = losses.with_group()
-        explored += losses.should_explore_first
-    assert explored == MAX_FIRST_GROUPS - 1
+    assert not losses.with_answers(answers(0.5, 0.5)).should_explore_first
+    assert not replace(losses, first_groups=MAX_FIRST_GROUPS).should_explore_first

@@ -217,7 +217,7 @@ class Allocator(GroupObserver):
             deadline=rule,
             tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
             few=few,
-            explored=rule is not None and self.deadlines.should_explore(rule),
+            explored=rule is not None and self.deadlines.should_explore(rule, len(keys)),
         )
         cohort = Cohort(terms, self._on_cohort_end, self._clock)
         # Whether a prompt is saturated is decided before the load reduces its candidates: it says that its lengths are
@@ -243,7 +243,7 @@ class Allocator(GroupObserver):
             predicted_seconds=choice.seconds,
             deadline=rule,
             few=len(keys) < MIN_COHORT,
-            explored=rule is not None and not choice.explores and self.deadlines.should_explore(rule),
+            explored=rule is not None and not choice.explores and self.deadlines.should_explore(rule, len(keys)),
             chosen=ChosenOption(choice.option.name, choice.reason),
         )
         # With fewer candidates, or past its deadline, it says nothing about what was forecast.
@@ -259,7 +259,7 @@ class Allocator(GroupObserver):
 
         def end(record: CohortRecord) -> None:
             # Where too few are admitted, groups get fewer candidates than they were allocated.
-            is_full = chosen.enough is not None or record.candidates >= sum(plan.candidates)
+            is_full = not record.reduced and (chosen.enough is not None or record.candidates >= sum(plan.candidates))
             # While the gate is closed, the engines are paused or run empty.
             was_open = opening is not None and self._opening() == opening
             self._on_cohort_end(record)

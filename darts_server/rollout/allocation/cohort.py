@@ -62,6 +62,7 @@ class _Sum:
     candidates: int = 0
     completed: int = 0
     interrupted: bool = False
+    reduced: bool = False
     returned: int = 0
     cut: int = 0
     max_tokens: int | None = None
@@ -70,7 +71,9 @@ class _Sum:
     def add(self, record: GroupRecord) -> None:
         self.generated_tokens += record.generated_tokens
         self.returned_tokens += record.returned_tokens
-        self.candidates += sum(c.reason is not DiscardReason.LOAD for c in record.candidates)
+        given_up = sum(c.reason is DiscardReason.LOAD for c in record.candidates)
+        self.candidates += len(record.candidates) - given_up
+        self.reduced |= given_up > 0
         self.completed += record.outcome is Outcome.COMPLETED
         self.interrupted |= record.restarted_from > 0 or record.mixed_versions
         self.returned += len(record.selected)

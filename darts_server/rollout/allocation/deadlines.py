@@ -55,14 +55,17 @@ class Deadlines:
         """The deadline from recent groups, for a cohort of a few; ``None`` while there are too few of them."""
         return (self._lengths.load(name) or RecentCompletionLengths()).deadline(rule)
 
-    def should_explore(self, rule: Deadline) -> bool:
-        """Decide whether a cohort runs past its deadline: at random, and the first one after rewards were reported.
+    def should_explore(self, rule: Deadline, groups: int) -> bool:
+        """Decide whether a cohort of ``groups`` runs past its deadline: at random, and once rewards are reported.
 
         Whole cohorts explore, not single groups: one group past the deadline makes its whole cohort wait, so that the
         same share of single groups would delay nearly every cohort.
         """
-        first = rule.exploration > 0 and self.losses.should_explore_first
-        return first or self._rng.random() < rule.exploration
+        losses = self.losses
+        if rule.exploration > 0 and losses.should_explore_first:
+            self._save(replace(losses, first_groups=losses.first_groups + groups))
+            return True
+        return self._rng.random() < rule.exploration
 
     def learn(self, record: GroupRecord, name: str) -> None:
         """Learn how many tokens the group needed, or that it was cut at the bound before that was known."""
@@ -77,12 +80,16 @@ class Deadlines:
 
         Other groups say only that rewards are reported.
         """
-        before = self.losses
-        losses = before.with_group() if record.explored or record.cohort_deadline is not None else before
+        losses = self.losses
+        if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
+            losses = replace(losses, is_rewarded=True)
         if record.explored:
             right = [c for c in record.selected if correct.get(c.index)]
             losses = losses.with_answers([RightAnswer(_overrun(record, c.tokens), c.weight or 1.0) for c in right])
-        if losses is not before:
+        self._save(losses)
+
+    def _save(self, losses: DeadlineLosses) -> None:
+        if losses != self.losses:
             self._losses.save(KEY, asdict(losses))
 
 

@@ -186,6 +186,7 @@ async def test_extra_candidates_are_given_up_if_others_fill_the_engine_before_an
         assert [c.reason is DiscardReason.LOAD for c in record.candidates] == expected
         assert record.counted == left
     assert made.recorder.cohorts[-1].candidates == left * GROUPS
+    assert made.recorder.cohorts[-1].reduced == (left < 6)
     assert made.rollouts.allocator.auto.state(SIZE).of("uniform 1.5").tries == 0
     assert made.engine.unfinished == 0
 

@@ -110,10 +110,10 @@ def test_wrong_answers_timely_answers_and_unexplored_groups_do_not_stretch_the_d
 
 def test_the_configured_share_of_cohorts_explores() -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    assert np.mean([deadlines.should_explore(Deadline(exploration=0.05)) for _ in range(10_000)]) == pytest.approx(
+    assert np.mean([deadlines.should_explore(Deadline(exploration=0.05), 1) for _ in range(10_000)]) == pytest.approx(
         0.05, abs=0.01
     )
-    assert not any(deadlines.should_explore(Deadline(exploration=0.0)) for _ in range(1000))
+    assert not any(deadlines.should_explore(Deadline(exploration=0.0), 1) for _ in range(1000))
 
 
 def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
@@ -124,11 +124,25 @@ def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
     )
     rule = Deadline(exploration=1e-12)
     report(deadlines, replace(unexplored, cohort_deadline=None), right=True)
-    assert not deadlines.should_explore(rule), "it had no deadline"
+    assert not deadlines.should_explore(rule, 16), "it had no deadline"
     report(deadlines, unexplored, right=True, times=16)
-    assert Deadlines(documents, np.random.default_rng(0)).should_explore(rule), "also after a restart"
-    assert not deadlines.should_explore(Deadline(exploration=0.0))
+    assert Deadlines(documents, np.random.default_rng(0)).should_explore(rule, 16), "also after a restart"
+    assert not deadlines.should_explore(Deadline(exploration=0.0), 1)
     assert deadlines.losses.stretch(0.02) == 1, "unexplored groups show nothing beyond their deadline"
     report(deadlines, explored(50, *[40] * 7, 90), right=True, times=8)
-    assert not deadlines.should_explore(rule)
+    assert not deadlines.should_explore(rule, 16)
     assert deadlines.losses.stretch(0.02) > 1
+
+
+def test_where_few_groups_get_rewards_exploring_first_ends() -> None:
+    """One group is rewarded and no other: what is counted is what explores, not what is reported."""
+    documents = Documents()
+    report(
+        Deadlines(documents, np.random.default_rng(0)),
+        replace(explored(50, *[40] * 8), explored=False),
+        right=True,
+        times=1,
+    )
+    rule = Deadline(exploration=1e-12)
+    cohorts = [Deadlines(documents, np.random.default_rng(0)).should_explore(rule, 64) for _ in range(20)]
+    assert cohorts == [True] * 4 + [False] * 16
