@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +26,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def serve(settings: IngressSettings) -> None:
-    """Serve until a signal. The first one stops accepting, and waits for running requests; the second one does not."""
+    """Serve until a signal. The first one stops accepting, and waits for running requests; the second one does not.
+
+    An update of weights that has begun is finished in any case.
+    """
+    raise_file_limit()
     async with make_fleet(settings, [HttpReplica(url) for url in settings.server_list]).polled() as fleet:
         lifecycle = Lifecycle()
         await _Server(make_app(fleet, settings, lifecycle), settings, lifecycle).serve()
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as this process may have: each request has two connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def make_fleet(settings: IngressSettings, replicas: Sequence[Replica]) -> Fleet:

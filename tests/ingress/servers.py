@@ -46,6 +46,8 @@ class FakeServer:
     handlers: dict[tuple[str, str], Handler] = field(default_factory=dict)
     needs_key: bool = False
     health: int = 200
+    retry_after: str = ""
+    """Of its health."""
     models: int = 200
     frozen: bool = False
     """Whether it accepts requests and answers none."""
@@ -64,7 +66,8 @@ class FakeServer:
         while self.frozen:
             await asyncio.sleep(0.01)
         if scope["path"] == "/health":
-            response: Response = JSONResponse({"error": {"message": "it is stopping"}}, self.health)
+            headers = {"Retry-After": self.retry_after} if self.retry_after else {}
+            response: Response = JSONResponse({"error": {"message": "it is stopping"}}, self.health, headers)
         elif self.needs_key and "authorization" not in request.headers:
             response = JSONResponse({"error": {"message": "key?"}}, 401)
         elif scope["path"] == "/v1/models":

@@ -1,5 +1,6 @@
 """The process of an ingress: what it imports, its flags, its end."""
 
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from darts_server.cli import USAGE_ERROR, main
 from darts_server.ingress.command import parse_arguments, read_settings
+from darts_server.ingress.process import raise_file_limit
 from darts_server.ingress.settings import read_server_list
 
 HEAVY = ("torch", "vllm", "ray")
@@ -63,6 +65,16 @@ def test_flags_become_settings() -> None:
     assert settings.group_pattern is not None
     assert settings.group_pattern.fullmatch("g_1")
     assert settings.allowed_hosts == ["x", "*.y"]
+
+
+def test_it_may_open_as_many_files_as_the_process_is_allowed() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+    try:
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_signal_ends_it_in_order() -> None:

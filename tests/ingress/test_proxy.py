@@ -2,12 +2,18 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Message
 
+from darts_server.ingress.forwarding.headers import to_caller
+from darts_server.ingress.forwarding.reply import Reply
+from darts_server.ingress.replicas.replica import Headers
 from tests.ingress.servers import FakeServer, fake_servers, ingress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
@@ -41,6 +47,54 @@ async def test_headers_of_one_connection_are_dropped_in_both_directions() -> Non
         assert not {"x-hop", "keep-alive"} & set(answer.headers)
         assert server.received[0].headers["x-kept"] == "2"
         assert not {"x-mine", "te"} & set(server.received[0].headers)
+
+
+def test_all_connection_headers_count() -> None:
+    headers = [(b"connection", b"x-one"), (b"X-One", b"1"), (b"Connection", b"x-two, x-three"), (b"x-two", b"2")]
+    assert to_caller([*headers, (b"x-kept", b"3")]) == [(b"x-kept", b"3")]
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+async def test_events_are_not_divided_however_they_arrive(end: bytes) -> None:
+    text = end.join([b"data: 1", b"data: 22", b"data: 3", b""]) + b"data: rest"
+    for size in range(1, len(text) + 1):
+        sent: list[bytes] = []
+
+        async def send(message: Message, sent: list[bytes] = sent) -> None:
+            sent.append(message.get("body", b""))
+
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert await Reply("/v1/completions", send).pass_on(StreamedAnswer(pieces)) == text
+        assert b"".join(sent) == text
+        assert all(part.endswith(end) for part in sent[:-2] if part)
+
+
+async def test_a_large_event_costs_time_in_proportion_to_its_size() -> None:
+    async def send(_: Message) -> None:
+        pass
+
+    async def seconds(count: int) -> float:
+        began = time.process_time()
+        await Reply("/v1/completions", send).pass_on(StreamedAnswer([b"x" * 16_384] * count))
+        return time.process_time() - began
+
+    assert await seconds(4096) < 1.0  # with each part copied to the end of all earlier ones it takes many times that
+
+
+@dataclass
+class StreamedAnswer:
+    """A stream that arrives in pieces."""
+
+    pieces: list[bytes]
+    status: int = 200
+    headers: Headers = ((b"content-type", SSE.encode()),)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            yield piece
+
+    async def aclose(self) -> None:
+        """There is no connection."""
 
 
 async def test_statuses_and_compressed_bodies_are_not_touched() -> None:

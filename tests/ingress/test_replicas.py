@@ -1,15 +1,21 @@
 """Replicas that are lost, unhealthy or misconfigured, and what callers see of it."""
 
 import asyncio
+import os
+import random
+import resource
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from darts_server.exceptions import ServerStopping
+from darts_server.ingress.replicas.fleet import Fleet, PollSettings
+from darts_server.ingress.replicas.http import HttpReplica
 from darts_server.ingress.replicas.member import State
-from tests.ingress.servers import FakeServer, fake_servers, ingress, ingress_over, until
+from tests.ingress.servers import FakeServer, Handler, fake_servers, ingress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -96,6 +102,99 @@ async def test_a_lost_connection_to_a_replica_that_is_well_is_tried_again_on_it(
             server.on("POST", PATH, failing_once(server))
         answer = await running.post(PATH, {"prompt": "one that may have to meet others"})
         assert [answer.json()["server"]] == failed
+
+
+async def test_a_request_that_two_servers_were_lost_with_gets_no_third_one() -> None:
+    async with ingress_over(4) as (running, servers):
+
+        def poisoned(server: FakeServer) -> Handler:
+            async def handle(request: Request) -> Response:
+                await server.kill()
+                while (await request.receive())["type"] != "http.disconnect":
+                    pass
+                return Response()
+
+            return handle
+
+        for server in servers:
+            server.on("POST", PATH, poisoned(server))
+        answer = await running.post(PATH, {"prompt": "p"})
+        killed = [server.url.removeprefix("http://") for server in servers if server.killed]
+        assert (answer.status_code, len(killed)) == (502, 2)
+        assert all(name in answer.json()["error"]["message"] for name in killed)
+
+
+async def test_a_request_that_stopping_servers_refused_or_that_found_closed_ports_runs_on_the_last_one() -> None:
+    async with ingress_over(4, poll_interval=3600.0) as (running, servers):
+        last = servers.pop(random.randrange(4))
+        for server in servers[:2]:
+            server.health = 503
+            server.retry_after = "30"
+
+            async def refuse(_: Request) -> Response:
+                return JSONResponse({"error": {"message": "stopping"}}, 503, headers={"Retry-After": "30"})
+
+            server.on("POST", PATH, refuse)
+        await servers[2].kill()
+        assert (await running.post(PATH, {"prompt": "p"})).json() == {"server": last.name}
+
+
+async def test_without_file_descriptors_servers_are_not_lost_and_callers_read_the_remedy() -> None:
+    async with ingress_over(2, poll_interval=3600.0) as (running, _):
+        warm = httpx.AsyncClient(base_url=running.url, verify=False)
+        await warm.get("/health")  # this connection stays open
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor(), before[1]))
+        try:
+            for member in running.fleet.members:
+                for _ in range(20):
+                    await running.fleet.check(member)
+            answers = [await warm.post(PATH, json={"prompt": "p"}) for _ in range(20)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            await warm.aclose()
+        assert [member.state for member in running.fleet.members] == [State.SERVING] * 2
+        refused = [answer for answer in answers if answer.status_code != 200]  # others have used open connections
+        assert refused
+        assert {answer.status_code for answer in refused} == {503}
+        assert all("ulimit -n" in answer.json()["error"]["message"] for answer in refused)
+        assert all(answer.headers["retry-after"] for answer in refused)
+
+
+def lowest_free_descriptor() -> int:
+    with open(os.devnull) as file:
+        return file.fileno()
+
+
+async def test_a_connection_that_is_not_made_in_time_is_one_missed_poll_and_a_refused_one_a_lost_server() -> None:
+    def late(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectTimeout("late", request=request)
+
+    replica = HttpReplica("http://127.0.0.1:9", [httpx.MockTransport(late)])
+    fleet = Fleet([replica, HttpReplica("http://localhost:9")])
+    for member in fleet.members:
+        member.change(State.SERVING)
+        await fleet.check(member)
+    assert [member.state for member in fleet.members] == [State.SERVING, State.LOST]
+    for _ in range(2):
+        await fleet.check(fleet.members[0])
+    assert fleet.members[0].state is State.LOST
+
+
+async def test_an_unexpected_error_of_a_poll_does_not_end_the_polls() -> None:
+    failing = [True]
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        if failing[0]:
+            raise RuntimeError("a defect")
+        return httpx.Response(200, json={})
+
+    replica = HttpReplica("http://127.0.0.1:9", [httpx.MockTransport(answer)])
+    async with Fleet([replica], PollSettings(0.01, 5.0)).polled() as fleet:
+        assert fleet.members[0].state is State.LOST
+        await asyncio.sleep(0.1)
+        failing[0] = False
+        await until(lambda: fleet.members[0].serves)
 
 
 async def test_a_stopping_server_gets_no_more_requests_and_what_it_refused_runs_elsewhere() -> None:

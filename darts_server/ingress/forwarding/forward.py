@@ -2,23 +2,36 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from http import HTTPStatus
 from typing import Protocol
 
-from darts_server.exceptions import ReplicaLost
+from darts_server.exceptions import NoReplica, ReplicaLost
 from darts_server.ingress.forwarding.reply import Reply
 from darts_server.ingress.metrics import IngressMetrics, Result
-from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.replicas.fleet import RETRY_AFTER, Fleet
 from darts_server.ingress.replicas.member import Member
-from darts_server.ingress.replicas.replica import Answer, Outgoing, ReplicaFailure, Unreachable
+from darts_server.ingress.replicas.replica import (
+    Answer,
+    Disconnected,
+    NoResources,
+    Outgoing,
+    ReplicaFailure,
+    Unreachable,
+    value_of,
+)
 from darts_server.ingress.replicas.whole import opened
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 5
+"""``Retry-After`` while the ingress has no room for another connection."""
 MAX_ATTEMPTS = 6
 MAX_ATTEMPTS_ON_ONE = 2
 """A connection may be lost though the replica is well."""
+MAX_LOST = 2
+"""Replicas that may be lost while the same request runs on them. It may be what ends them: it gets no other one."""
 
 
 class Placement(Protocol):
@@ -53,9 +66,10 @@ class Forwarder:
 
         Raises:
             NoReplica: none serves.
-            ReplicaLost: the replicas were lost one after the other, or this one after a part of its answer was sent.
+            ReplicaLost: two replicas were lost while it ran on them, or one after a part of its answer was sent.
         """
         failures: dict[str, int] = {}
+        lost: list[str] = []
         for _ in range(MAX_ATTEMPTS):
             avoid = frozenset(name for name, count in failures.items() if count >= MAX_ATTEMPTS_ON_ONE)
             member = placement.choose(avoid)
@@ -71,8 +85,14 @@ class Forwarder:
                     await reply.break_off(_broken(member))
                     return
                 self._metrics.request_ended(member.name, Result.RERUN, time.perf_counter() - started)
-                logger.warning("%s %s is run again: %s", outgoing.method, outgoing.target[:200], error)
+                if isinstance(error, NoResources):
+                    raise no_resources(error) from error
                 await self._fleet.check(member)
+                if ran_until_lost(member, error) and member.name not in lost:
+                    lost.append(member.name)
+                if len(lost) == MAX_LOST:
+                    raise lost_in_turn(lost, "this request") from error
+                logger.warning("%s %s is run again: %s", outgoing.method, outgoing.target[:200], error)
             except BaseException:
                 self._metrics.request_ended(member.name, Result.CANCELLED, time.perf_counter() - started)
                 raise
@@ -98,7 +118,30 @@ class Forwarder:
         """
         await self._fleet.check(member)
         if not member.serves:
-            raise Unreachable(f"{member.name} answered {answer.status}: {member.detail}")
+            failure = Unreachable if value_of(answer.headers, RETRY_AFTER) else Disconnected
+            raise failure(f"{member.name} answered {answer.status}: {member.detail}")
+
+
+def ran_until_lost(member: Member, error: ReplicaFailure) -> bool:
+    """Whether a replica that was polled just now was lost while it ran a request, which may be what ended it.
+
+    One that has not run it, that is well, or that stops in order does not count.
+    """
+    is_well = member.serves and not member.missed
+    return not (isinstance(error, Unreachable | NoResources) or is_well or member.is_stopping)
+
+
+def lost_in_turn(names: Sequence[str], what: str) -> ReplicaLost:
+    """Say that something has lost several replicas."""
+    return ReplicaLost(
+        f"the servers {' and '.join(names)} were lost one after the other while they ran {what}, which may be why: it "
+        "is not run on another one; find the reason in their logs before you send it again"
+    )
+
+
+def no_resources(error: NoResources) -> NoReplica:
+    """Say that no other connection can be opened."""
+    return NoReplica(f"{error}: raise the ingress's limit of open files (ulimit -n), or retry later", RETRY_SECONDS)
 
 
 def _broken(member: Member) -> ReplicaLost:

@@ -48,11 +48,7 @@ def without_length(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, 
     return [(name, value) for name, value in headers if name.lower() != b"content-length"]
 
 
-def value_of(headers: Headers, name: bytes) -> bytes:
-    """Return the first value of a header; empty if there is none."""
-    return next((value for each, value in headers if each.lower() == name), b"")
-
-
 def _end_to_end(headers: Headers) -> Headers:
-    named = {part.strip().lower() for part in value_of(headers, b"connection").split(b",")}
+    lines = (value for name, value in headers if name.lower() == b"connection")
+    named = {part.strip().lower() for line in lines for part in line.split(b",")}
     return [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP and name.lower() not in named]

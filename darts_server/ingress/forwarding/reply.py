@@ -2,19 +2,22 @@
 
 import json
 import time
+from collections.abc import Sequence
 
 from starlette.types import Send
 
 from darts_server.exceptions import DartsError
 from darts_server.http.errors import body_of
 from darts_server.http.sse import MEDIA_TYPE
-from darts_server.ingress.forwarding.headers import to_caller, value_of, without_length
-from darts_server.ingress.replicas.replica import Answer
+from darts_server.ingress.forwarding.headers import to_caller, without_length
+from darts_server.ingress.replicas.replica import Answer, value_of
 
 HELD_BYTES = 8 * 1024 * 1024
 """Answers up to this size reach the caller when they are complete, so that they can be generated again before."""
 TAIL_BYTES = 4096
 """Of an answer that is passed on while it arrives: its end is kept, which says how many tokens it has."""
+EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+MAX_END = max(map(len, EVENT_ENDS))
 NAMED_EVENTS = ("/darts/", "/v1/responses", "/v1/messages")
 """Routes whose streams have events with names."""
 
@@ -41,19 +44,18 @@ class Reply:
             ReplicaFailure: it broke off.
         """
         self._is_stream = value_of(answer.headers, b"content-type").startswith(MEDIA_TYPE.encode())
-        held, tail = b"", b""
+        parts, size, tail = list[bytes](), 0, b""
         async for chunk in answer.chunks():
             self.received_at = time.perf_counter()
-            held += chunk
-            tail = (tail + chunk)[-TAIL_BYTES:] if self._is_stream or self.begun else b""
-            if self._is_stream:
-                whole, held = _whole_events(held)
-            elif self.begun or len(held) > HELD_BYTES:
-                whole, held = held, b""
-            else:
-                continue
-            if whole:
+            tail = (tail + chunk[-TAIL_BYTES:])[-TAIL_BYTES:] if self._is_stream or self.begun else b""
+            end = _end_of_events(parts, chunk) if self._is_stream else len(chunk)
+            parts.append(chunk[:end] if end else chunk)
+            size += len(chunk)
+            if end and (self._is_stream or self.begun or size > HELD_BYTES):
+                whole = b"".join(parts)
+                parts, size = ([rest], len(rest)) if (rest := chunk[end:]) else ([], 0)
                 await self._pass_part(answer, whole)
+        held = b"".join(parts)
         if not self.begun and not self._is_stream:
             await self._start(answer, [(b"content-length", str(len(held)).encode())] if held else None)
             await self._end(held)
@@ -87,7 +89,17 @@ class Reply:
         await self._send({"type": "http.response.body", "body": part, "more_body": False})
 
 
-def _whole_events(text: bytes) -> tuple[bytes, bytes]:
-    """Divide a part of a stream into whole events, and the beginning of another."""
-    ends = [at + len(end) for end in (b"\n\n", b"\r\n\r\n") if (at := text.rfind(end)) >= 0]
-    return (text[: max(ends)], text[max(ends) :]) if ends else (b"", text)
+def _end_of_events(parts: Sequence[bytes], chunk: bytes) -> int:
+    """Return where the last whole event ends in a chunk that comes after these parts of an event; 0 if none does.
+
+    Only the chunk is searched, with as many bytes before it as the end of an event may begin with.
+    """
+    before = b""
+    for part in reversed(parts):
+        before = part[-(MAX_END - 1) :] + before
+        if len(before) >= MAX_END - 1:
+            break
+    before = before[-(MAX_END - 1) :]
+    text = before + chunk
+    ends = [at + len(end) for end in EVENT_ENDS if (at := text.rfind(end)) >= 0]
+    return max(0, max(ends, default=0) - len(before))

@@ -1,11 +1,19 @@
 """A replica that is reached over HTTP."""
 
-from collections.abc import AsyncIterator, Sequence
+import errno
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import cycle
 
 import httpx
 
-from darts_server.ingress.replicas.replica import Disconnected, Headers, Outgoing, Unreachable
+from darts_server.ingress.replicas.replica import (
+    Disconnected,
+    Headers,
+    NoResources,
+    Outgoing,
+    ReplicaFailure,
+    Unreachable,
+)
 
 CONNECT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 3.0
@@ -14,6 +22,8 @@ POOLS = 8
 """For each request httpx looks at all connections of its pool."""
 TIMEOUT = {"connect": CONNECT_SECONDS, "read": None, "write": None, "pool": None}
 """An answer may take hours. Requests to a replica that no longer answers are ended by the poller."""
+OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""Errors of a connection that say nothing of the replica: the ingress's machine has run out of something."""
 
 
 def connection_pools(url: str) -> list[httpx.AsyncBaseTransport]:
@@ -45,8 +55,8 @@ class HttpReplica:
         )
         try:
             return HttpAnswer(await next(self._turns).handle_async_request(outgoing))
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise Unreachable(f"{self.name} cannot be reached: {error}") from error
+        except httpx.ConnectError as error:
+            raise _not_connected(self.name, error) from error
         except httpx.TransportError as error:
             raise Disconnected(f"the connection to {self.name} was lost: {error!r}") from error
 
@@ -79,3 +89,25 @@ class HttpAnswer:
 
     async def aclose(self) -> None:
         await self._response.aclose()
+
+
+def _not_connected(name: str, error: httpx.ConnectError) -> ReplicaFailure:
+    """Return why no connection was made. Every ``OSError`` is a ``ConnectError`` to httpx."""
+    numbers = set(_errnos(error))
+    if ours := numbers & OUR_OWN:
+        reason = errno.errorcode[min(ours)]
+        return NoResources(f"this machine cannot open another connection to {name} ({reason})")
+    if numbers == {errno.ECONNREFUSED}:
+        return Unreachable(f"{name} refuses connections")
+    return Disconnected(f"{name} cannot be reached: {error}")
+
+
+def _errnos(error: BaseException | None) -> Iterator[int]:
+    """Yield the error numbers that caused an exception. A name with several addresses has one for each."""
+    if isinstance(error, ExceptionGroup):
+        for each in error.exceptions:
+            yield from _errnos(each)
+    elif isinstance(error, OSError) and error.errno is not None:
+        yield error.errno
+    elif error is not None:
+        yield from _errnos(error.__cause__ or error.__context__)  # httpcore raises some of them "from None"

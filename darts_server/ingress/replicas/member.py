@@ -32,6 +32,8 @@ class Member:
         self.needs_key: bool | None = None
         self.missed = 0
         """Polls in a row that were not answered."""
+        self.is_stopping = False
+        """Whether its latest answer says that it stops in order: what it does not end is not to blame for it."""
         self.in_flight = 0
         self.load = 0.0
         """Tokens that its running requests are expected to generate."""

@@ -54,11 +54,16 @@ class Replica(Protocol):
         """Send a request, and return its answer when the status is known.
 
         Raises:
-            Unreachable, Disconnected
+            Unreachable, NoResources, Disconnected
         """
         ...
 
     async def aclose(self) -> None: ...
+
+
+def value_of(headers: Headers, name: bytes) -> bytes:
+    """Return the first value of a header; empty if there is none."""
+    return next((value for each, value in headers if each.lower() == name), b"")
 
 
 class ReplicaFailure(Exception):
@@ -66,8 +71,12 @@ class ReplicaFailure(Exception):
 
 
 class Unreachable(ReplicaFailure):
-    """No connection to the replica could be made: it has not seen the request."""
+    """The replica refuses connections, or the request: it has not run it."""
+
+
+class NoResources(ReplicaFailure):
+    """This machine could not open a connection, such as for want of file descriptors: the replica may be well."""
 
 
 class Disconnected(ReplicaFailure):
-    """The connection was lost: the replica may have seen the request."""
+    """The connection was lost, or could not be made in time: the replica may have seen the request."""
