@@ -1,13 +1,16 @@
 """Requests that concern all replicas, or the one that has something."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from tests.ingress.servers import FakeServer, RunningIngress, fake_servers, ingress, ingress_over
+from darts_server.ingress.everyone import find
+from tests.ingress.servers import FakeServer, RunningIngress, fake_servers, ingress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
 NOT_FOUND = {"error": {"message": "no such id"}}
@@ -20,6 +23,64 @@ async def test_an_id_is_found_whichever_ingress_is_asked() -> None:
         servers[1].answer("POST", "/darts/v1/trajectories/g:0:abort", {"trajectory_id": "g:0"})
         for running in (one, two):
             assert (await running.post("/darts/v1/trajectories/g:0:abort")).json() == {"trajectory_id": "g:0"}
+
+
+async def test_a_running_batch_is_followed_event_by_event_and_its_loss_is_said() -> None:
+    async with ingress_over(3) as (running, servers):
+        path = "/darts/v1/rollouts/b"
+        for server in servers:
+            server.answer("GET", path, NOT_FOUND, 404)
+
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: 1\n\n"
+            await asyncio.sleep(3600)
+
+        async def handle(_: Request) -> Response:
+            return StreamingResponse(events(), media_type="text/event-stream")
+
+        servers[1].on("GET", path, handle)
+        async with asyncio.timeout(30), running.client.stream("GET", path) as answer:
+            chunks = answer.aiter_raw()
+            assert await anext(chunks) == b"data: 1\n\n"
+            await servers[1].kill()
+            rest = b"".join([chunk async for chunk in chunks])
+        assert b"was lost while it answered" in rest
+
+
+async def test_a_running_batch_is_waited_for_when_the_others_do_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "FIND_SECONDS", 0.2)
+    async with ingress_over(3) as (running, servers):
+        path = "/darts/v1/rollouts/b"
+        for server in servers:
+            server.answer("GET", path, NOT_FOUND, 404)
+
+        async def handle(_: Request) -> Response:
+            await asyncio.sleep(1.0)
+            return JSONResponse({"groups": []})
+
+        servers[1].on("GET", path, handle)
+        assert (await running.client.get(path)).json() == {"groups": []}
+        servers[2].on("GET", path, handle)  # two that do not answer in time
+        answer = await running.client.get(path)
+        assert (answer.status_code, "could not be asked" in answer.text) == (502, True)
+
+
+async def test_a_batch_that_is_lost_before_it_answered_is_an_error() -> None:
+    async with ingress_over(2) as (running, servers):
+        path = "/darts/v1/rollouts/b"
+        servers[0].answer("GET", path, NOT_FOUND, 404)
+
+        async def handle(_: Request) -> Response:
+            await asyncio.sleep(3600)
+            return Response()
+
+        servers[1].on("GET", path, handle)
+        call = asyncio.create_task(running.client.get(path))
+        await until(lambda: servers[1].running == 1)
+        await servers[1].kill()
+        answer = await call
+        assert answer.status_code == 502
+        assert running.fleet.members[1].name in answer.json()["error"]["message"]
 
 
 async def test_a_conflict_of_the_replica_that_knows_the_id_counts_more_than_404s() -> None:

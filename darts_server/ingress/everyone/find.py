@@ -9,7 +9,9 @@ from starlette.responses import JSONResponse, Response
 from darts_server.exceptions import ReplicaLost
 from darts_server.ingress.call import Call, to_response
 from darts_server.ingress.everyone.ask import Asked, ask
+from darts_server.ingress.everyone.search import Search
 from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.replicas.member import Member
 from darts_server.ingress.replicas.whole import WholeAnswer
 from darts_server.ingress.routing.router import no_replica
 
@@ -22,13 +24,14 @@ class Finder:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    async def find(self, call: Call) -> Response:
-        """Return the answer of the replica that has it.
+    async def find(self, call: Call) -> Response | None:
+        """Pass on the answer of the replica that has it, while it arrives.
 
         Raises:
             NoReplica, ReplicaLost
         """
-        return to_response(self._one(await self._ask(call)))
+        asked = await Search(call.outgoing, call.reply).run(self._reachable(), FIND_SECONDS)
+        return None if asked is None else to_response(self._one(asked))
 
     async def find_groups(self, call: Call) -> Response:
         """Return the groups of an id. With a caller's own name they may be on several replicas."""
@@ -48,10 +51,13 @@ class Finder:
         return to_response(max(asked.accepted.values(), key=lambda answer: int(json.loads(answer.body)["groups"])))
 
     async def _ask(self, call: Call) -> Asked:
+        return await ask(self._reachable(), call.outgoing, FIND_SECONDS)
+
+    def _reachable(self) -> list[Member]:
         reachable = self._fleet.reachable
         if not reachable:
             raise no_replica(self._fleet)
-        return await ask(reachable, call.outgoing, FIND_SECONDS)
+        return reachable
 
     def _one(self, asked: Asked) -> WholeAnswer:
         """Return the answer of the replica that knows the id; else what one of those says that do not."""
