@@ -55,7 +55,7 @@ class Ingress:
         self._forwarder = Forwarder(fleet, metrics)
         self._router, self._hold = Router(fleet), Hold()
         self._weights = Weights(fleet, self._hold)
-        self._batches = Batches(fleet, self._router, self._forwarder)
+        self._batches = Batches(fleet, self._router, self._forwarder, self._hold)
         health, finder, rewards = Health(fleet, metrics, lifecycle), Finder(fleet), Rewards(fleet)
         self._handlers: Mapping[Handling, Handler] = {
             Handling.GENERATE: self._generate,
@@ -107,7 +107,7 @@ class Ingress:
         return await self._weights.load(call.outgoing)
 
     async def _batch(self, call: Call) -> Response | None:
-        await self._hold.wait()
+        await self._hold.wait()  # one that is not divided does not wait later
         return await self._batches.run(call)
 
     async def _generate(self, call: Call) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from darts_server.http.sse import encode
 from darts_server.ingress.batches.division import divide, share_budget
+from darts_server.ingress.batches.events import Event
+from darts_server.ingress.batches.handler import _encoded
 from darts_server.ingress.batches.request import read_batch
-from tests.ingress.servers import FakeServer, RunningIngress, ingress_over, until
+from darts_server.ingress.batches.run import DividedBatch
+from darts_server.ingress.everyone.hold import Hold
+from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.replicas.replica import Outgoing
+from darts_server.ingress.routing.router import Router
+from tests.ingress.servers import FakeServer, Handler, RunningIngress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
 PATH = "/darts/v1/rollouts"
@@ -201,6 +208,75 @@ async def test_prompts_of_a_replica_that_dies_run_again_on_the_others(stream: ob
         groups = [d for name, d in parse(answer) if name == "group"] if stream else answer.json()["groups"]
         assert sorted(texts(groups)) == sorted(f"p{number}" for number in range(12))
         assert {group["group_id"][0] for group in groups} <= {"a", "b", "c"}
+
+
+def poisoned(server: FakeServer, batches: FakeBatches) -> Handler:
+    """Kill the server when it gets the first prompt."""
+
+    async def handle(request: Request) -> Response:
+        if b'"p0"' not in await request.body():
+            return await batches(request)
+        await server.kill()
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        return Response()
+
+    return handle
+
+
+async def test_a_prompt_that_two_servers_were_lost_with_gets_no_third_one() -> None:
+    async with ingress_over(4) as (running, servers):
+        for server, batches in zip(servers, install(servers), strict=True):
+            server.on("POST", PATH, poisoned(server, batches))
+        answer = await running.post(PATH, request(8))
+        killed = [server.url.removeprefix("http://") for server in servers if server.killed]
+        assert (answer.status_code, len(killed)) == (502, 2)
+        assert all(name in answer.json()["error"]["message"] for name in killed)
+        assert "prompts[0]" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, "groups"])
+async def test_an_error_event_of_a_server_that_is_well_ends_the_batch_and_is_not_run_again(stream: object) -> None:
+    async with ingress_over(2) as (running, servers):
+        install(servers)
+
+        async def failing() -> AsyncIterator[bytes]:
+            yield encode("batch", {"policy": "off", "survivors": False, "sampling": {}})
+            yield encode("error", {"error": {"message": "prompts[1]: aborted", "code": 409, "param": None}})
+
+        async def handle(_: Request) -> Response:
+            return StreamingResponse(failing(), media_type="text/event-stream")
+
+        for server in servers:
+            server.on("POST", PATH, handle)
+        answer = await running.post(PATH, request(4, stream=stream))
+        error = (parse(answer)[-1][1] if stream else answer.json())["error"]
+        assert stream or answer.status_code == 409
+        assert error["code"] == 409
+        assert error["message"] in ("prompts[2]: aborted", "prompts[3]: aborted")
+        assert [len(server.bodies(PATH)) for server in servers] == [1, 1]
+
+
+async def test_a_stream_that_is_closed_closes_its_events() -> None:
+    closed: list[bool] = []
+
+    async def events() -> AsyncGenerator[Event, None]:
+        try:
+            while True:
+                yield Event("group", b"{}")
+        finally:
+            closed.append(True)
+
+    batch = read_batch(json.dumps(request(2)).encode())
+    assert batch is not None
+    fleet = Fleet([])
+    divided = DividedBatch(batch, Outgoing("POST", PATH), "", fleet, Router(fleet), Hold())
+    divided.started = {"policy": "off", "survivors": False, "sampling": {}}
+    source = events()
+    stream = _encoded(divided, await anext(source), source)
+    await anext(stream)
+    await stream.aclose()
+    assert closed
 
 
 async def test_a_token_stream_that_lost_a_replica_says_so_if_parts_of_groups_were_sent() -> None:

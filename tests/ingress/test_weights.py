@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from tests.ingress.servers import FakeServer, ingress_over, until
+from darts_server.http.sse import encode
+from tests.ingress.servers import FakeServer, Handler, fake_servers, ingress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
 PATH = "/darts/v1/weights"
@@ -28,15 +31,18 @@ class FakeWeights:
     refuses: str = ""
     number: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    stage_gate: asyncio.Event = field(default_factory=asyncio.Event)
 
     def install(self) -> None:
         self.gate.set()
+        self.stage_gate.set()
         self.server.on("PUT", PATH, self.stage)
         self.server.on("POST", PATH, self.stage)
         self.add_routes()
 
     async def stage(self, request: Request) -> Response:
         body = await request.body()
+        await self.stage_gate.wait()
         if self.refuses == "stage":
             return JSONResponse(REFUSAL, 413)
         assert request.query_params.get("stage") == "true" or (await request.json())["stage"]
@@ -102,7 +108,7 @@ async def test_pushed_weights_are_staged_everywhere_and_switched_under_one_versi
         whole = b"".join([chunk async for chunk in chunks(40)])
         assert state(weights) == [(whole, 8)] * 3
         assert all(got.headers["authorization"] == "Bearer k" for server in servers for got in server.received)
-        assert "rule=keep" in servers[0].received[0].query
+        assert "rule=keep" in next(got.query for got in servers[0].received if got.method == "PUT")
 
 
 async def test_weights_at_a_path_are_loaded_by_all() -> None:
@@ -110,7 +116,86 @@ async def test_weights_at_a_path_are_loaded_by_all() -> None:
         weights = install(servers)
         assert (await running.post(PATH, {"path": "/w"})).status_code == 200
         assert [each.version for each in weights] == [4, 4]
-        assert servers[0].received[0].json == {"path": "/w", "stage": True}
+        assert servers[0].bodies(PATH) == [{"path": "/w", "stage": True}]
+
+
+@pytest.mark.parametrize("at", ["stage", "switch"])
+@pytest.mark.parametrize("ends", ["caller", "ingress"])
+async def test_an_update_that_has_begun_ends_on_all_servers(at: str, ends: str) -> None:
+    async with fake_servers(2) as servers:
+        weights = install(servers)
+        gate = weights[1].stage_gate if at == "stage" else weights[1].gate
+        gate.clear()
+        async with ingress(servers) as running:
+            call = asyncio.create_task(running.post(PATH, {"path": "/w"}))
+            await until(lambda: any(got.path == PATH or ":switch" in got.path for got in servers[1].received))
+            await until(lambda: servers[1].running == 1 and servers[0].running == 0)
+            if ends == "caller":
+                call.cancel()
+                await asyncio.sleep(0.2)
+                gate.set()
+                await until(lambda: [each.version for each in weights] == [4, 4])
+            else:
+                asyncio.get_running_loop().call_later(2.0, gate.set)  # after connections were cut
+        with suppress(asyncio.CancelledError, httpx.TransportError):
+            await call
+        assert [version for _, version in state(weights)] == [4, 4]
+
+
+async def test_a_caller_without_a_key_neither_reaches_the_lock_nor_the_servers_memory() -> None:
+    async with ingress_over(2) as (running, servers):
+        install(servers)
+        for server in servers:
+            server.needs_key = True
+        await until(lambda: all(member.needs_key for member in running.fleet.members))
+        reading = asyncio.Event()
+
+        async def endless() -> AsyncIterator[bytes]:
+            yield bytes(100_000)
+            reading.set()
+            await asyncio.sleep(3600)
+
+        stranger = asyncio.create_task(running.client.put(PATH, content=endless()))
+        await reading.wait()
+        await asyncio.sleep(0.2)
+        answer = await running.client.put(PATH, content=b"new", headers={"Authorization": "Bearer k"})
+        assert answer.status_code == 200
+        stranger.cancel()
+        refused = await running.client.put(PATH, content=b"new")
+        assert (refused.status_code, refused.headers["connection"]) == (401, "close")
+
+
+async def test_a_batch_starts_on_all_servers_before_weights_are_switched_or_after() -> None:
+    async with ingress_over(2) as (running, servers):
+        weights = install(servers)
+        begin, seen = asyncio.Event(), list[int]()
+
+        def batches(at: int) -> Handler:
+            async def events() -> AsyncIterator[bytes]:
+                if at == 1:
+                    await begin.wait()
+                seen.append(weights[at].version)
+                yield encode("batch", {"policy": "off", "survivors": False, "sampling": {}})
+                group = {"number": 0, "trajectories": [{"length": 1}], "discarded": [], "error": None}
+                yield encode("group", group)
+                yield encode("done", {"usage": {"generated": 1}, "carried": 0})
+
+            async def handle(_: Request) -> Response:
+                return StreamingResponse(events(), media_type="text/event-stream")
+
+            return handle
+
+        for at, server in enumerate(servers):
+            server.on("POST", "/darts/v1/rollouts", batches(at))
+        call = asyncio.create_task(running.post("/darts/v1/rollouts", {"prompts": [{"text": "a"}, {"text": "b"}]}))
+        await until(lambda: len(seen) == 1 and all(server.bodies("/darts/v1/rollouts") for server in servers))
+        update = asyncio.create_task(running.client.put(PATH, content=b"new"))
+        await until(lambda: all(each.staged for each in weights))
+        await asyncio.sleep(0.2)
+        begin.set()
+        assert (await call).status_code == 200
+        assert (await update).status_code == 200
+        assert seen == [3, 3]
 
 
 @pytest.mark.parametrize("refusing", [[1], [0, 1, 2]])

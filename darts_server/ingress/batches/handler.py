@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from darts_server.ingress.batches.events import GROUP, Event
 from darts_server.ingress.batches.request import Batch, read_batch
 from darts_server.ingress.batches.run import DividedBatch, PartRefused
 from darts_server.ingress.call import Call, to_response
+from darts_server.ingress.everyone.hold import Hold
 from darts_server.ingress.forwarding.forward import Forwarder
 from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.routing.router import KeyedRequest, RoutedRequest, Router
@@ -29,10 +30,11 @@ _GROUP_SIZE = re.compile(rb'"group_size"\s*:\s*(\d{1,5})')
 class Batches:
     """Divides batches among replicas."""
 
-    def __init__(self, fleet: Fleet, router: Router, forwarder: Forwarder) -> None:
+    def __init__(self, fleet: Fleet, router: Router, forwarder: Forwarder, hold: Hold) -> None:
         self._fleet = fleet
         self._router = router
         self._forwarder = forwarder
+        self._hold = hold
 
     async def run(self, call: Call) -> Response | None:
         """Answer a batch.
@@ -52,7 +54,7 @@ class Batches:
             candidates = (int(size[1]) if size else 1) * (1 if batch is None else len(batch.prompts))
             await self._forward(call, RoutedRequest(self._router, Terms(scope, max(1, candidates))))
             return None
-        divided = DividedBatch(batch, call.outgoing, scope, self._fleet, self._router)
+        divided = DividedBatch(batch, call.outgoing, scope, self._fleet, self._router, self._hold)
         try:
             return await (_stream(divided) if batch.stream else _answer(divided))
         except PartRefused as refused:
@@ -84,15 +86,18 @@ async def _stream(divided: DividedBatch) -> Response:
     return EventStream(_encoded(divided, first, events), nullcontext())
 
 
-async def _encoded(divided: DividedBatch, first: Event, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+async def _encoded(
+    divided: DividedBatch, first: Event, events: AsyncGenerator[Event, None]
+) -> AsyncGenerator[bytes, None]:
     number = 1
-    yield encode("batch", _head(divided) | {"groups": len(divided.batch.prompts)}, number)
     try:
-        if first.name != "batch":
-            yield encode_text(first.name, first.data.decode(), number := number + 1)
-        async for event in events:
-            if event.name != "batch":
-                yield encode_text(event.name, event.data.decode(), number := number + 1)
+        async with aclosing(events):
+            yield encode("batch", _head(divided) | {"groups": len(divided.batch.prompts)}, number)
+            if first.name != "batch":
+                yield encode_text(first.name, first.data.decode(), number := number + 1)
+            async for event in events:
+                if event.name != "batch":
+                    yield encode_text(event.name, event.data.decode(), number := number + 1)
     except PartRefused as refused:
         yield encode("error", json.loads(refused.answer.body), number + 1)
     except DartsError as error:

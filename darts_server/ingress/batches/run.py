@@ -8,15 +8,25 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn
 
 from darts_server.exceptions import ReplicaLost
 from darts_server.ingress.batches.division import divide, share_budget
 from darts_server.ingress.batches.events import GROUP, Event, read_events
 from darts_server.ingress.batches.request import Batch
-from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.everyone.hold import Hold, Start
+from darts_server.ingress.forwarding.forward import MAX_LOST, lost_in_turn, no_resources, ran_until_lost
+from darts_server.ingress.replicas.fleet import RETRY_AFTER, Fleet
 from darts_server.ingress.replicas.member import Member
-from darts_server.ingress.replicas.replica import Answer, Outgoing, ReplicaFailure, Unreachable
+from darts_server.ingress.replicas.replica import (
+    Answer,
+    Disconnected,
+    NoResources,
+    Outgoing,
+    ReplicaFailure,
+    Unreachable,
+    value_of,
+)
 from darts_server.ingress.replicas.whole import WholeAnswer, opened
 from darts_server.ingress.routing.router import Router, no_replica
 
@@ -26,7 +36,10 @@ _PROMPT = re.compile(rb"prompts\[(\d+)\]")
 
 
 class PartRefused(Exception):
-    """A replica refused its part of a batch; ``answer`` is its answer, with the numbers of the whole batch."""
+    """A replica that is well refused its part of a batch, or ended it with an error.
+
+    ``answer``: its answer, with the numbers of the whole batch.
+    """
 
     def __init__(self, answer: WholeAnswer) -> None:
         super().__init__(answer.status)
@@ -47,6 +60,7 @@ class DividedBatch:
     scope: str
     fleet: Fleet
     router: Router
+    hold: Hold
     batch_id: str = field(default_factory=lambda: f"batch-{uuid.uuid4().hex}")
     started: Mapping[str, Any] | None = None
     decided: set[int] = field(default_factory=set)
@@ -55,6 +69,8 @@ class DividedBatch:
     returned: int = 0
     carried: int = 0
     began: float = field(default_factory=time.perf_counter)
+    _losses: dict[int, list[str]] = field(default_factory=dict)
+    """Replicas that were lost while they ran a prompt, by its number."""
     _open: set[int] = field(default_factory=set)
     """Prompts whose groups have begun to arrive, and not ended."""
 
@@ -64,7 +80,7 @@ class DividedBatch:
         ``batch`` comes once, ``done`` never.
 
         Raises:
-            PartRefused: nothing was generated.
+            PartRefused
             NoReplica, ReplicaLost
         """
         wanted = self.batch.num_groups
@@ -84,10 +100,15 @@ class DividedBatch:
         return [number for number in range(len(self.batch.prompts)) if number not in self.decided]
 
     async def _round(self, left: Sequence[int]) -> AsyncGenerator[Event, None]:
-        """Run prompts, and yield events until all replicas have ended their parts or were lost."""
+        """Run prompts, and yield events until all replicas have ended their parts or were lost.
+
+        All parts start before weights are switched, or after that.
+        """
+        await self.hold.wait()
         parts = self._divide(left)
         queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue(maxsize=8)
-        tasks = [asyncio.create_task(self._part(*part, queue)) for part in parts]
+        start = self.hold.starting(len(parts))
+        tasks = [asyncio.create_task(self._part(*part, queue, start)) for part in parts]
         try:
             running = len(tasks)
             while running:
@@ -103,6 +124,7 @@ class DividedBatch:
                 task.cancel()
             # Not gathered: if this task is cancelled once more, that would interrupt them while they close connections.
             await asyncio.wait(tasks)
+            start.end()
 
     def _divide(self, left: Sequence[int]) -> list[tuple[Member, list[int], int | None]]:
         serving = {member.name: member for member in self.fleet.serving}
@@ -140,20 +162,29 @@ class DividedBatch:
         numbers: Sequence[int],
         budget: int | None,
         queue: asyncio.Queue[Event | Exception | None],
+        start: Start,
     ) -> None:
         """Run a part on a replica, and queue its events; at last ``None``, or an error that ends the batch."""
         try:
             with member.loaded(sum(map(self._work, numbers))):
                 async with member.in_use():
-                    await self._run(member, numbers, budget, queue)
+                    await self._run(member, numbers, budget, queue, start)
+        except NoResources as error:
+            await queue.put(no_resources(error))
+            return
         except ReplicaFailure as error:
             await self.fleet.check(member)
+            if (again := self._count_loss(member, numbers, error)) is not None:
+                await queue.put(again)
+                return
             if self._open & set(numbers):
                 await queue.put(ReplicaLost(f"{error}; parts of its groups were streamed already: send the rest again"))
                 return
         except Exception as error:  # the batch ends with it
             await queue.put(error)
             return
+        finally:
+            start.part_started(member.name)  # or it never will
         await queue.put(None)
 
     async def _run(
@@ -162,6 +193,7 @@ class DividedBatch:
         numbers: Sequence[int],
         budget: int | None,
         queue: asyncio.Queue[Event | Exception | None],
+        start: Start,
     ) -> None:
         outgoing = replace(self.outgoing, body=self.batch.part(numbers, budget))
         seen = 0
@@ -172,6 +204,7 @@ class DividedBatch:
                 await self._refuse(member, numbers, answer)
             async for event in read_events(answer.chunks()):
                 if event.name == "batch":
+                    start.part_started(member.name)
                     if self.started is None:
                         self.started = event.json()
                         await queue.put(event)
@@ -181,7 +214,7 @@ class DividedBatch:
                     self.carried = max(self.carried, body["carried"])
                     return
                 elif event.name == "error":
-                    raise Unreachable(f"{member.name}: {event.json()['error']['message']}")
+                    await self._fail(member, numbers, event)
                 else:
                     event = event.renumbered(numbers[event.number])
                     if event.name == GROUP:
@@ -190,7 +223,7 @@ class DividedBatch:
                     else:
                         self._open.add(event.number)
                     await queue.put(event)
-        raise Unreachable(f"{member.name} ended its answer too early")
+        raise Disconnected(f"{member.name} ended its answer too early")
 
     def _add_generated(self, tokens: int) -> None:
         self.generated += tokens
@@ -204,11 +237,38 @@ class DividedBatch:
             prompt = (self.scope, self.batch.identities[group.number])
             self.router.lengths.learn(prompt, sum(lengths) / len(lengths))
 
+    def _count_loss(self, member: Member, numbers: Sequence[int], error: ReplicaFailure) -> ReplicaLost | None:
+        """Count that a replica was lost; return an error if the same prompt ran on as many as may be lost."""
+        if not ran_until_lost(member, error):
+            return None
+        for number in numbers:
+            if number not in self.decided:
+                names = self._losses.setdefault(number, [])
+                if member.name not in names:
+                    names.append(member.name)
+                if len(names) == MAX_LOST:
+                    return lost_in_turn(names, f"prompts[{number}] and others of this batch")
+        return None
+
+    async def _fail(self, member: Member, numbers: Sequence[int], event: Event) -> NoReturn:
+        """Raise for an error event: the part runs on another replica only if this one no longer serves."""
+        await self.fleet.check(member)
+        error = event.json()["error"]
+        if not member.serves:
+            raise Disconnected(f"{member.name}: {error['message']}")
+        headers = [(b"content-type", b"application/json")]
+        raise PartRefused(WholeAnswer(error["code"], headers, _renumbered(event.data, numbers)))
+
     async def _refuse(self, member: Member, numbers: Sequence[int], answer: Answer) -> None:
         body = b"".join([chunk async for chunk in answer.chunks()])
         if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
             await self.fleet.check(member)
             if not member.serves:
-                raise Unreachable(f"{member.name} answered {answer.status}")
-        body = _PROMPT.sub(lambda found: b"prompts[%d]" % numbers[int(found[1])], body)
-        raise PartRefused(WholeAnswer(answer.status, answer.headers, body))
+                failure = Unreachable if value_of(answer.headers, RETRY_AFTER) else Disconnected
+                raise failure(f"{member.name} answered {answer.status}")
+        raise PartRefused(WholeAnswer(answer.status, answer.headers, _renumbered(body, numbers)))
+
+
+def _renumbered(body: bytes, numbers: Sequence[int]) -> bytes:
+    """Replace the numbers of a part's prompts by those of the batch."""
+    return _PROMPT.sub(lambda found: b"prompts[%d]" % numbers[int(found[1])], body)

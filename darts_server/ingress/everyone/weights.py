@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
@@ -29,6 +30,9 @@ STAGED = "/darts/v1/weights/staged"
 MAX_BYTES = 1 << 50
 """The servers limit what is pushed, by the size of their model."""
 DROP_SECONDS = 60.0
+JUDGE_SECONDS = 60.0
+NEVER_STAGED = "of-no-server"
+"""No id of staged weights. To remove them a caller needs the permission that an update needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +54,57 @@ class Weights:
 
     async def push(self, request: Request, outgoing: Outgoing) -> Response:
         """Update to the weights in a body, which is sent to all replicas while it arrives."""
-        return await self._update(outgoing, chunks_of(request, MAX_BYTES))
+        return await self._update_whole(outgoing, chunks_of(request, MAX_BYTES))
 
     async def load(self, outgoing: Outgoing) -> Response:
         """Update to the weights that a body names."""
-        return await self._update(outgoing, None)
+        return await self._update_whole(outgoing, None)
 
-    async def _update(self, outgoing: Outgoing, pushed: AsyncIterator[bytes] | None) -> Response:
+    async def _update_whole(self, outgoing: Outgoing, pushed: AsyncIterator[bytes] | None) -> Response:
+        """Update, to the end also if the caller disconnects: servers go on with what they have begun."""
+        members = self._members()
+        if (refusal := await self._refusal(members, outgoing)) is not None:
+            return refusal
+        return await self._fleet.finish(self._update(members, outgoing, pushed))
+
+    async def _refusal(self, members: Sequence[Member], outgoing: Outgoing) -> Response | None:
+        """Return the answer to a caller who may not update, before a body is read or other updates are kept out.
+
+        Servers judge callers; what this asks of them changes nothing.
+        """
+        asked = await ask(members, _control(outgoing, "DELETE", NEVER_STAGED), JUDGE_SECONDS)
+        for answer in asked.refused.values():
+            if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                response = to_response(answer)
+                response.headers["Connection"] = "close"  # otherwise the rest of the body would be read and discarded
+                return response
+        if asked.failures:
+            raise ReplicaLost(f"nothing was changed, as some servers do not answer: {_refusals(asked, only_lost=True)}")
+        return None
+
+    async def _update(
+        self, members: Sequence[Member], outgoing: Outgoing, pushed: AsyncIterator[bytes] | None
+    ) -> Response:
         """
         Raises:
             UpdateRunning: another update is in progress.
-            NoReplica, ReplicaLost: nothing was changed.
             ReplicasDiffer: the message says which replica serves what.
         """
         if self._updating.locked():
             raise UpdateRunning("another update runs through this ingress; send this one when it has ended")
+        staged: list[Staged] = []
         async with self._updating:
-            members = self._members()
-            asked = await (self._stage(members, outgoing) if pushed is None else self._push(members, outgoing, pushed))
-            staged = _staged(asked, members)
-            if len(staged) < len(members):
+            try:
+                asked = await (
+                    self._stage(members, outgoing) if pushed is None else self._push(members, outgoing, pushed)
+                )
+                staged += _staged(asked, members)
+                if len(staged) < len(members):
+                    return _not_staged(asked, members)
+                async with self._hold.held():
+                    return await self._switch(outgoing, staged)
+            finally:
                 await self._drop(outgoing, staged)
-                return _not_staged(asked, members)
-            with self._hold.held():
-                return await self._switch(outgoing, staged)
 
     def _members(self) -> list[Member]:
         """All replicas: one that is left out would go on with other weights."""
@@ -121,7 +152,11 @@ class Weights:
             {name: why for one in each for name, why in one.failures.items()},
         )
 
-    async def _switch(self, outgoing: Outgoing, staged: Sequence[Staged]) -> Response:
+    async def _switch(self, outgoing: Outgoing, staged: list[Staged]) -> Response:
+        """Switch all replicas to what they have staged, or none.
+
+        ``staged``: then has what they have staged still, and need no more.
+        """
         version = max(each.version for each in staged)
         query = f"version={version}&keep_previous=true"
         asked = await ask_each(
@@ -130,13 +165,13 @@ class Weights:
         members = [each.member for each in staged]
         previous = _staged(asked, members)
         if len(asked.accepted) == len(staged):
-            await self._drop(outgoing, previous)
+            staged[:] = previous
             return merge({name: _without_staged(answer) for name, answer in asked.accepted.items()})
-        await self._drop(outgoing, [each for each in staged if each.member.name not in asked.accepted])
+        staged[:] = [each for each in staged if each.member.name not in asked.accepted]
         back = await ask_each([(each.member, _control(outgoing, "POST", f"{each.id}:switch")) for each in previous])
         refusals = _refusals(asked)
         stuck = [name for name in asked.accepted if name not in back.accepted]
-        await self._drop(outgoing, _staged(back, members))
+        staged += _staged(back, members)
         if stuck:
             logger.error("%s serve version %d of the weights, the other servers do not", ", ".join(stuck), version)
             raise ReplicasDiffer(
@@ -178,8 +213,8 @@ def _not_staged(asked: Asked, members: Sequence[Member]) -> Response:
     raise ReplicasDiffer(f"no server has switched, as some did not take the weights: {_refusals(asked)}")
 
 
-def _refusals(asked: Asked) -> str:
-    refused = asked.failures | {name: message_of(answer) for name, answer in asked.refused.items()}
+def _refusals(asked: Asked, *, only_lost: bool = False) -> str:
+    refused = asked.failures | ({} if only_lost else {name: message_of(each) for name, each in asked.refused.items()})
     return "; ".join(f"{name}: {why}" for name, why in refused.items())
 
 
