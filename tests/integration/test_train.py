@@ -30,7 +30,8 @@ def test_each_step_samples_with_the_weights_of_the_step_before(serve: Serve, tmp
     assert all(0 < step.right < 1 and 3 < step.length_mean < step.length_p95 for step in steps)
     assert all(step.trained < step.generated for step in steps)
     assert all(min(step.seconds.rollout, step.seconds.train, step.seconds.push) > 0 for step in steps)
-    assert sum(step.truncated for step in steps) * recipe.prompts * recipe.group_size >= cut
+    # The log has four digits.
+    assert round(sum(step.truncated for step in steps) * recipe.prompts * recipe.group_size) >= cut
 
     # Only shaped candidates are counted: all of training, none of the evaluations.
     assert started == STEPS * recipe.prompts * recipe.group_size * 1.5
