@@ -48,14 +48,14 @@ async def test_a_running_batch_is_followed_event_by_event_and_its_loss_is_said()
 
 
 async def test_a_running_batch_is_waited_for_when_the_others_do_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "FIND_SECONDS", 0.2)
+    monkeypatch.setattr(find, "FIND_SECONDS", 1.0)
     async with ingress_over(3) as (running, servers):
         path = "/darts/v1/rollouts/b"
         for server in servers:
             server.answer("GET", path, NOT_FOUND, 404)
 
         async def handle(_: Request) -> Response:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(3.0)
             return JSONResponse({"groups": []})
 
         servers[1].on("GET", path, handle)
