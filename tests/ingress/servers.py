@@ -142,6 +142,8 @@ async def listening(app: ASGIApp) -> AsyncIterator[uvicorn.Server]:
     finally:
         server.should_exit = True
         await serving
+        for _ in range(10):  # what was being accepted, or was cancelled while it connected, is closed in later turns
+            await asyncio.sleep(0)
 
 
 def port_of(server: uvicorn.Server) -> int:
