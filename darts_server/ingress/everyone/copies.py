@@ -17,12 +17,14 @@ class Copies:
 
     async def run(self) -> None:
         """Read the source to its end, and pass it on. Its error ends all copies."""
-        end: BaseException | None = None
+        # If this is cancelled, a copy must not look whole.
+        end: BaseException | None = ConnectionError("the source was not read to its end")
         try:
             async for chunk in self._source:
                 await self._put(chunk)
                 if not any(queue is not None for queue in self._queues):
                     return
+            end = None
         except Exception as error:
             end = error
             raise
