@@ -9,7 +9,8 @@ affects all of them alike, and none profits from what the server learned under a
 long training takes between its batches; what is between turns it does not count. They share one server, except
 for the policies that prune by quality, each of which has its own that goes on learning between turns, and for the one
 that resumes, since the others' weights would make what it has generated too old. Evaluation is
-unshaped, on other prompts, with the same random numbers for all policies and steps, and not part of the time.
+unshaped, on other prompts, with the same random numbers for all policies and steps, and not part of the time. Before
+training it is done once for all policies.
 
 Methods called "unbiased" train with the trajectories' weights, the others with GRPO's advantages. The former are scaled
 for the step as a whole; compare them with "off, unbiased", so that this is not taken for an effect of the policy.
@@ -97,6 +98,22 @@ class Run:
             self._state.write_bytes(Store().export())  # empty
         name = f"{log.parent.name}, {log.stem}"
         self._steps = train(client, method, self._learner, recipe, seed, self._progress, name)
+
+    def begin(self, evaluation: Entry | None = None) -> int:
+        """Log the evaluation before training, unless it is logged; return the number of new entries.
+
+        ``evaluation``: of another run with the same seed and start, which has the same weights and random numbers.
+        """
+        if self.logged or evaluation is None:
+            return self.advance(0)
+        self._progress.evaluated = True
+        self._log.write_text(f"{evaluation.line()}\n")
+        self.logged = 1
+        return 1
+
+    def evaluation(self) -> Entry:
+        """Return the evaluation before training."""
+        return read_log(self._log)[0]
 
     def advance(self, step: int) -> int:
         """Take a turn: run from where this run left off until ``step``, where 0 is the evaluation before training.
@@ -187,7 +204,9 @@ def entries_left(plan: Plan, start: str, seed: int, out: Path) -> int:
 
 def train_in_turns(runs: Sequence[Run], steps: int, turn: int, bar: "tqdm[None]") -> None:
     """Run all up to the same step, ``turn`` steps at a time; those that are behind catch up first."""
-    for number, step in enumerate([*range(0, steps, turn), steps]):
+    bar.update(runs[0].begin())
+    bar.update(sum(each.begin(runs[0].evaluation()) for each in runs[1:]))
+    for number, step in enumerate([*range(turn, steps, turn), steps]):
         first = number % len(runs)
         for each in [*runs[first:], *runs[:first]]:
             bar.update(each.advance(step))

@@ -61,12 +61,13 @@ class Progress:
     """How far a run is: with the learner's state, all that is needed to continue it.
 
     ``drawn``: prompts that were drawn from the epochs. ``carried``: prompts (numbers in the pool) whose groups were not
-    among the first to be complete, and which are started again.
+    among the first to be complete, and which are started again. ``evaluated``: the evaluation before training is known.
     """
 
     step: int = 0
     drawn: int = 0
     carried: list[int] = field(default_factory=list)
+    evaluated: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def train(
         return Batch(started, len(new), rollouts(client, method, asked, recipe.group_size, recipe.prompts))
 
     served = client.weights.push(learner.weights()).version
-    if progress.step == 0:
+    if not (progress.step or progress.evaluated):
+        progress.evaluated = True
         yield Entry(0, held_out=evaluate(client, held_out, recipe.held_out_samples, seed))
     ahead: Batch | None = None
     with ThreadPoolExecutor(1) as background:

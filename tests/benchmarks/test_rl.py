@@ -232,6 +232,16 @@ class FakeRun:
     def __init__(self, name: str, logged: int, order: list[str]) -> None:
         self.name, self.logged, self.order = name, logged, order
 
+    def begin(self, evaluation: str | None = None) -> int:
+        if self.logged:
+            return 0
+        self.logged = 1
+        self.order.append(f"{self.name} takes over {evaluation}" if evaluation else f"{self.name} evaluates")
+        return 1
+
+    def evaluation(self) -> str:
+        return f"{self.name}0"
+
     def advance(self, step: int) -> int:
         new = max(0, step + 1 - self.logged)
         self.logged += new
@@ -244,7 +254,7 @@ def test_runs_take_turns_and_those_that_are_behind_catch_up_first() -> None:
     runs = [FakeRun("a", 2, order), FakeRun("b", 0, order), FakeRun("c", 2, order)]
     with tqdm(disable=True) as bar:
         rl.train_in_turns(cast(list[rl.Run], runs), 3, 1, bar)
-    assert order == ["b0", "b1", "c2", "a2", "b2", "a3", "b3", "c3"]
+    assert order == ["b takes over a0", "b1", "b2", "c2", "a2", "c3", "a3", "b3"]
 
 
 def test_a_turn_has_several_steps_and_the_last_one_what_is_left() -> None:
@@ -253,7 +263,7 @@ def test_a_turn_has_several_steps_and_the_last_one_what_is_left() -> None:
     with tqdm(disable=True, total=10) as bar:
         rl.train_in_turns(cast(list[rl.Run], runs), 4, 3, bar)
         assert [run.logged for run in runs] == [5, 5]
-    assert order == ["a0", "b0", "b3", "a3", "a4", "b4"]
+    assert order == ["a evaluates", "b takes over a0", "a3", "b3", "b4", "a4"]
 
 
 @pytest.mark.parametrize("steps", ["0", "2", "6"])

@@ -74,10 +74,14 @@ def test_what_is_resumed_is_trained_on_with_the_share_of_tokens_of_older_weights
 def test_one_step_off_training_keeps_a_batch_while_other_runs_take_their_turns(client: Client, tmp_path: Path) -> None:
     both = (Method("off", staleness=1), Method("off"))
     runs = [Run(client, method, RECIPE, 0, MODEL, tmp_path / str(n)) for n, method in enumerate(both)]
-    for step in (0, 1, 3):
+    assert runs[0].begin() == runs[1].begin(runs[0].evaluation()) == 1
+    for step in (1, 3):
         for run in runs:
             run.advance(step)
-    ahead, usual = ([e.training for e in read_log(tmp_path / str(n)) if e.training is not None] for n in range(2))
+    entries = [read_log(tmp_path / str(n)) for n in range(2)]
+    assert entries[0][0] == entries[1][0], "the evaluation before training is done once"
+    assert [entry.step for entry in entries[1]] == [0, 1, 2, 3]
+    ahead, usual = ([e.training for e in each if e.training is not None] for each in entries)
     assert [step.off_policy for step in ahead] == [0.0, 1.0, 1.0]
     assert [step.off_policy for step in usual] == [0.0, 0.0, 0.0]
     assert all(step.logprob_gap < TOLERANCE for step in [*ahead, *usual])
