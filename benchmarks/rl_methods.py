@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from darts_server.demo.problems import Difficulty
 from darts_server.policy.auto.options import RULES
-from examples.tiny_rl.method import Method
+from examples.tiny_rl.method import Method, Policy
 
 BASE = "off"
 
@@ -67,12 +67,19 @@ AUTOS: Mapping[str, Sequence[str]] = {
     "auto": ("uniform", "darts"),
     "auto, all rules": ("uniform", "darts", "darts_cut", "cap", "cap, lost 0.1", "darts_cut, lost 0.1", *SETTINGS),
 }
+LONG_ROUNDS: Mapping[str, Policy] = {
+    "off": "off",
+    "uniform": "uniform",
+    "darts_cut": "darts_cut",
+    "cap, lost 0.1": POLICIES["cap, lost 0.1"].policy,
+}
 # Tail batching by the server, and tokens of older weights; also run only if they are named.
 CARRY_OVER: Mapping[str, Method] = {
     "off, carry restart": Method("off", started=1.5, carry="restart"),
     "darts_cut, carry restart": Method("darts_cut", started=1.5, carry="restart"),
     "off, carry resume": Method("off", started=1.5, carry="resume"),
     "off, staleness 1": Method("off", staleness=1),
+    **{f"{name}, long rounds": Method(policy, started=1.25, long_rounds=True) for name, policy in LONG_ROUNDS.items()},
 }
 NAMED_ONLY: Mapping[str, Method] = {**SETTINGS, **CARRY_OVER}
 PRUNING = ("arrol", "darts+arrol", "roulette, unbiased")

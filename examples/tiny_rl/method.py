@@ -25,6 +25,9 @@ class Method:
         carry: of tail batching: ``None`` if the trainer alone remembers the other prompts. With "restart" the server
             keeps them too, and starts them first in the next step; with "resume" also what was generated for them, so
             that their trajectories go on from there (partial rollouts).
+        long_rounds: of tail batching: prompts that were left over wait until they fill a batch of their own, which
+            waits for all of them, so that no other batch has to wait for a long one (the long rounds of RollPacker,
+            arXiv 2509.21009). By default they start again in the next batch.
         staleness: 1 to generate each batch while the one before it is trained on, so with weights that are one update
             older (one-step-off training).
 
@@ -40,12 +43,15 @@ class Method:
     # Saved runs are recognized by this class's `repr`, and those of other methods do not know these.
     carry: Literal["restart", "resume"] | None = field(default=None, repr=False)
     staleness: int = field(default=0, repr=False)
+    long_rounds: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.carry is not None and self.started <= 1:
             raise ValueError(f"carry={self.carry!r} needs started above 1, else no prompt is left over")
         if self.staleness not in (0, 1) or (self.staleness and self.started > 1):
             raise ValueError("staleness is 0 or 1, and 1 does not go with started above 1")
+        if self.long_rounds and self.started <= 1:
+            raise ValueError("long_rounds needs started above 1, else no prompt is left over")
 
     @property
     def is_off_policy(self) -> bool:
@@ -55,12 +61,14 @@ class Method:
     @property
     def settings(self) -> str:
         """All options, to recognize a run by."""
-        later = {"carry": self.carry, "staleness": self.staleness}
+        later = {"carry": self.carry, "staleness": self.staleness, "long_rounds": self.long_rounds}
         return "".join([repr(self), *(f" {name}={value}" for name, value in later.items() if value)])
 
-    def prompts(self, needed: int) -> int:
-        """Return the number of prompts to start for ``needed`` groups."""
-        return ceil(self.started * needed)
+    def prompts(self, needed: int, left_over: int) -> tuple[int, int]:
+        """Return how many prompts start for ``needed`` groups: of those left over by earlier batches, and new ones."""
+        if self.long_rounds:
+            return (needed, 0) if left_over >= needed else (0, ceil(self.started * needed))
+        return left_over, ceil(self.started * needed) - left_over
 
     def penalty(self, length: int) -> float:
         """Return what is subtracted from the reward of a trajectory of ``length`` tokens.

@@ -61,7 +61,7 @@ class Progress:
     """How far a run is: with the learner's state, all that is needed to continue it.
 
     ``drawn``: prompts that were drawn from the epochs. ``carried``: prompts (numbers in the pool) whose groups were not
-    among the first to be complete, and which are started again. ``evaluated``: the evaluation before training is known.
+    among the first to be complete, and which start again later. ``evaluated``: the evaluation before training is known.
     """
 
     step: int = 0
@@ -72,11 +72,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Batch:
-    """The prompts of a batch, by their numbers in the pool, the last ``new`` of them drawn for it; and its groups."""
+    """The prompts of a batch, by their numbers in the pool, the last ``new`` of them drawn for it; and its groups.
+
+    ``waiting``: prompts that earlier batches left over, and this one too.
+    """
 
     started: Sequence[int]
     new: int
     shaped: Rollouts
+    waiting: Sequence[int] = ()
 
     @property
     def numbers(self) -> list[int]:
@@ -85,7 +89,11 @@ class Batch:
 
     @property
     def left(self) -> list[int]:
-        """The prompts whose groups were not among the first."""
+        """The prompts for later batches: those that wait, and those whose groups were not among the first."""
+        return [*self.waiting, *self._undecided]
+
+    @property
+    def _undecided(self) -> list[int]:
         return without(self.started, {group.number for group in self.shaped.groups})
 
 
@@ -121,10 +129,11 @@ def train(
     ]
 
     def sample() -> Batch:
-        new = list(islice(epochs, method.prompts(recipe.prompts) - len(progress.carried)))
-        started = progress.carried + new
-        asked = [prompts[number] for number in started]
-        return Batch(started, len(new), rollouts(client, method, asked, recipe.group_size, recipe.prompts))
+        again, count = method.prompts(recipe.prompts, len(progress.carried))
+        new = list(islice(epochs, count))
+        started = progress.carried[:again] + new
+        shaped = rollouts(client, method, [prompts[number] for number in started], recipe.group_size, recipe.prompts)
+        return Batch(started, len(new), shaped, progress.carried[again:])
 
     served = client.weights.push(learner.weights()).version
     if not (progress.step or progress.evaluated):

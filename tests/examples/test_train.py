@@ -154,7 +154,14 @@ def test_a_policy_without_weights_cannot_be_trained_unbiased() -> None:
 
 @pytest.mark.parametrize(("started", "expected"), [(1.0, 16), (1.5, 24), (1.26, 21)])
 def test_tail_batching_starts_more_prompts_than_are_needed(started: float, expected: int) -> None:
-    assert Method("off", started=started).prompts(16) == expected
+    method = Method("off", started=started)
+    assert method.prompts(16, 0) == (0, expected)
+    assert method.prompts(16, expected - 16) == (expected - 16, 16)
+
+
+def test_long_rounds_leave_prompts_waiting_until_they_fill_a_batch() -> None:
+    method = Method("off", started=1.25, long_rounds=True)
+    assert [method.prompts(16, left_over) for left_over in (0, 15, 16, 19)] == [(0, 20), (0, 20), (16, 0), (16, 0)]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +170,7 @@ def test_tail_batching_starts_more_prompts_than_are_needed(started: float, expec
         ({"carry": "resume"}, "carry='resume' needs started above 1"),
         ({"staleness": 2}, "staleness is 0 or 1"),
         ({"staleness": 1, "started": 1.5}, "does not go with started"),
+        ({"long_rounds": True}, "long_rounds needs started above 1"),
     ],
 )
 def test_methods_that_contradict_themselves_are_refused(options: dict[str, Any], message: str) -> None:
@@ -175,6 +183,7 @@ def test_saved_runs_of_methods_without_carry_over_are_still_recognized() -> None
     assert Method("off", started=1.5).settings == before
     assert Method("off", started=1.5, carry="resume").settings == f"{before} carry=resume"
     assert Method("off", staleness=1).settings == f"{before.replace('1.5', '1.0')} staleness=1"
+    assert Method("off", started=1.5, long_rounds=True).settings == f"{before} long_rounds=True"
 
 
 def test_tokens_of_other_weights_than_those_served_are_stale() -> None:

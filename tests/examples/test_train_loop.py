@@ -104,6 +104,24 @@ def test_each_prompt_that_was_drawn_is_trained_on_once_or_still_left(server: Run
     assert any(shares) == (carry == "resume")
 
 
+def test_a_long_round_trains_on_the_prompts_that_were_left_over_and_no_other_batch_has_them(
+    server: RunningServer,
+) -> None:
+    progress = Progress()
+    learner, _ = run(server, Method("off", started=STARTED, long_rounds=True), progress)
+    # Each batch of six new prompts leaves two over, so each third one is of prompts of the two before.
+    steps = learner.prompts()
+    assert [sum(step.values()) for step in steps] == [4] * 6
+    assert progress.drawn == 4 * 6
+    assert progress.carried == []
+    for first in (0, 3):
+        assert steps[first].keys().isdisjoint(steps[first + 2])
+        assert steps[first + 1].keys().isdisjoint(steps[first + 2])
+    epochs, rest = divmod(progress.drawn, RECIPE.pool)
+    trained = sum(steps, Counter[tuple[int, ...]]())
+    assert sorted(trained.values()) == sorted([epochs] * (RECIPE.pool - rest) + [epochs + 1] * rest)
+
+
 def test_what_was_resumed_is_trained_on_as_stale_tokens_with_the_logprobs_that_sampled_them(
     server: RunningServer,
 ) -> None:
