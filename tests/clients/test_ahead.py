@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import count, islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,9 @@ class Server:
         return [Group(None, None, (), place) for place in sorted(self.rng.sample(range(len(prompts)), wanted))]
 
 
-def batches_of(server: Server, batches: int, position: Position = START, ahead: float = 0.25) -> BatchesAhead:
+def batches_of(
+    server: Server, batches: int, position: Position = START, ahead: float = 0.25, **more: Any
+) -> BatchesAhead:
     return BatchesAhead(
         islice(count(), position.drawn, None),
         position,
@@ -36,14 +39,16 @@ def batches_of(server: Server, batches: int, position: Position = START, ahead: 
         batches=batches,
         tokenize=lambda numbers: [[number] for number in numbers],
         request=server.request,
+        **more,
     )
 
 
+@pytest.mark.parametrize("long_rounds", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("ahead", "prefetched"), [(0.25, False), (1.0, False), (0.0, True), (0.5, True)])
-def test_every_prompt_is_trained_on_once(seed: int, ahead: float, prefetched: bool) -> None:
+def test_every_prompt_is_trained_on_once(seed: int, ahead: float, prefetched: bool, long_rounds: bool) -> None:
     server = Server(seed)
-    batches = batches_of(server, 6, ahead=ahead)
+    batches = batches_of(server, 6, ahead=ahead, long_rounds=long_rounds)
     trained: Counter[int] = Counter()
     for _ in range(6):
         batch = batches.next()
@@ -54,10 +59,37 @@ def test_every_prompt_is_trained_on_once(seed: int, ahead: float, prefetched: bo
         trained += Counter(batch.prompts)
     assert not batches.is_prefetched
     assert trained == Counter(range(24))
-    assert [len(started) for started in server.started[:4]] == [4 + round(4 * ahead)] * 4
+    if not long_rounds:
+        assert [len(started) for started in server.started[:4]] == [4 + round(4 * ahead)] * 4
     assert len(server.started[-1]) == 4
     assert batch.position == Position(24, ())
     batches.close()
+
+
+@pytest.mark.parametrize(
+    ("ahead", "batches", "sizes", "long"),
+    [
+        (1.0, 7, [8, 4, 8, 4, 8, 4, 4], [1, 3, 5]),  # the last batch has as many as there are left
+        (0.5, 7, [6, 6, 4, 6, 6, 4, 4], [2, 5]),
+        (0.75, 4, [7, 7, 4, 4], [2]),  # the last batch has the two that wait, and the last two new ones
+    ],
+)
+def test_in_long_rounds_prompts_that_were_left_wait_until_they_fill_a_batch(
+    ahead: float, batches: int, sizes: list[int], long: list[int]
+) -> None:
+    server = Server(1)
+    every = batches_of(server, batches, ahead=ahead, long_rounds=True)
+    waiting: tuple[int, ...] = ()
+    for number in range(batches):
+        position = every.next().position
+        started = tuple(server.started[number])
+        if number in long:
+            assert started == waiting[:4], "the oldest, and no new ones"
+        elif number < batches - 1:
+            assert not set(started) & set(waiting)
+        waiting = position.pending
+    assert [len(started) for started in server.started] == sizes
+    assert (position.drawn, waiting) == (4 * batches, ())
 
 
 def test_prompts_that_were_left_come_first() -> None:

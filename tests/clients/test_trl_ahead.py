@@ -84,6 +84,14 @@ def test_tail_batching_starts_more_prompts_and_the_undecided_ones_first(server: 
     assert order == ["/darts/v1/weights", "/darts/v1/rollouts"] * 4
 
 
+def test_a_long_round_has_the_undecided_prompts_and_waits_for_all_of_them(server: FakeVllm, tmp_path: Path) -> None:
+    trainer_of(server, tmp_path, {"prompts_ahead": 1.0, "long_rounds": True}).train()
+    requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
+    assert [(len(body["prompts"]), body.get("num_groups")) for body in requests] == [(4, 2), (2, None)] * 2
+    long, usual = ([tuple(prompt["token_ids"]) for prompt in body["prompts"]] for body in (requests[1], requests[0]))
+    assert set(long) < set(usual)
+
+
 def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server: FakeVllm, tmp_path: Path) -> None:
     at_reward: list[int] = []
     trainer = trainer_of(server, tmp_path, {"max_staleness": 1})
@@ -133,6 +141,7 @@ def test_an_evaluation_is_sampled_as_before(server: FakeVllm, tmp_path: Path) ->
     ("more", "changes", "message"),
     [
         ({"prompts_ahead": -0.1}, {}, "prompts_ahead must be at least 0"),
+        ({"long_rounds": True}, {}, "long_rounds=True needs prompts_ahead"),
         ({"max_staleness": 2}, {}, "max_staleness must be 0 or 1, got 2"),
         (AHEAD | {"advantages": "unbiased"}, {}, "does not work with prompts_ahead"),
         ({"max_staleness": 1}, {"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_corr"),

@@ -62,6 +62,8 @@ class BatchesAhead:
         ahead: more prompts are started, as a share of ``size``.
         batches: how many there will be. Their prompts are the next ``size`` times as many: towards the end fewer are
             started ahead, and nothing is left over.
+        long_rounds: prompts that are left over wait until they fill a batch of their own, which has no others. By
+            default they start again in the next batch.
         tokenize: returns the tokens of prompts.
         request: called in another thread for batches that are prefetched.
     """
@@ -76,12 +78,14 @@ class BatchesAhead:
         batches: int,
         tokenize: Callable[[Sequence[int]], Sequence[TokenIds]],
         request: Request,
+        long_rounds: bool = False,
     ) -> None:
         self._order = order
         self._position = position
         self._size = size
         self._most = ceil(size * (1 + ahead))
         self._batches = batches
+        self._long_rounds = long_rounds
         self._tokenize = tokenize
         self._request = request
         self._background = ThreadPoolExecutor(1, "darts-ahead")
@@ -108,21 +112,31 @@ class BatchesAhead:
 
     def _start(self) -> Callable[[], Batch]:
         """Draw prompts, and return a function that requests and returns their batch."""
-        pending = self._position.pending
-        most = min(self._most, self._batches * self._size)
-        new = tuple(islice(self._order, max(0, most - len(pending))))
-        started = pending + new
+        again, waiting, count = self._choose(self._position.pending)
+        new = tuple(islice(self._order, count))
+        started = again + new
         self._batches -= 1
-        return partial(self._finish, started, self._tokenize(started), self._position.drawn + len(new))
+        return partial(self._finish, started, self._tokenize(started), self._position.drawn + len(new), waiting)
 
-    def _finish(self, started: Sequence[int], token_ids: Sequence[TokenIds], drawn: int) -> Batch:
+    def _choose(self, pending: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Return which prompts that were left over start again, which wait, and how many new ones start."""
+        undrawn = self._batches * self._size - len(pending)
+        if self._long_rounds and len(pending) >= self._size:
+            return pending[: self._size], pending[self._size :], 0
+        if self._long_rounds and undrawn >= self._size:
+            return (), pending, min(self._most, undrawn)
+        return pending, (), min(max(0, self._most - len(pending)), undrawn)
+
+    def _finish(
+        self, started: Sequence[int], token_ids: Sequence[TokenIds], drawn: int, waiting: tuple[int, ...]
+    ) -> Batch:
         groups = self._request(token_ids, self._size)
         places = [group.number for group in groups]
         if len(set(places)) != self._size or len(places) != self._size:
             raise ProtocolError(f"the batch has groups {places}, not {self._size} different ones of {len(started)}")
         chosen = set(places)
         left = tuple(number for place, number in enumerate(started) if place not in chosen)
-        self._position = Position(drawn, left)
+        self._position = Position(drawn, waiting + left)
         prompts, tokens = [started[place] for place in places], [token_ids[place] for place in places]
         return Batch(prompts, tokens, groups, self._position)
 

@@ -18,10 +18,11 @@ from ._server import Server
 
 @dataclass(frozen=True, slots=True)
 class AheadOptions:
-    """`prompts_ahead` and `max_staleness` of a `DartsGRPOTrainer`."""
+    """`prompts_ahead`, `max_staleness` and `long_rounds` of a `DartsGRPOTrainer`."""
 
     prompts_ahead: float = 0.0
     max_staleness: int = 0
+    long_rounds: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.prompts_ahead or self.max_staleness)
@@ -35,6 +36,8 @@ class AheadOptions:
             raise ValueError(f"prompts_ahead must be at least 0, got {self.prompts_ahead}")
         if self.max_staleness not in (0, 1):
             raise ValueError(f"max_staleness must be 0 or 1, got {self.max_staleness}")
+        if self.long_rounds and not self.prompts_ahead:
+            raise ValueError("long_rounds=True needs prompts_ahead above 0, else no prompt is left over")
         if not self:
             return
         if advantages != "group":
@@ -102,6 +105,7 @@ class PromptsAhead:
             batches=batches,
             tokenize=self._tokenize,
             request=self._requests.request,
+            long_rounds=options.long_rounds,
         )
 
     def next(self) -> Batch:

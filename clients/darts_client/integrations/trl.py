@@ -58,8 +58,9 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
 
     With `prompts_ahead` so many more prompts are started, as a share of those that are needed. The first groups that
     are complete are trained on, and the other prompts are started again first in the next batch (tail batching). With
+    `long_rounds=True` these wait until they fill a batch of their own, so that no other waits for a long one. With
     `max_staleness=1` each generation batch is sampled while the one before is trained on; TRL's importance sampling
-    corrects for the older weights. Both train on the prompts that TRL would train on, each as often, in one process.
+    corrects for the older weights. All train on the prompts that TRL would train on, each as often, in one process.
 
     Raises:
         ValueError: vLLM is not used, or runs in this process; or arguments do not go with each other.
@@ -76,6 +77,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         advantages: Literal["group", "unbiased"] = "group",
         prompts_ahead: float = 0.0,
         max_staleness: int = 0,
+        long_rounds: bool = False,
         api_key: str | None = None,
         **named: Any,
     ) -> None:
@@ -84,7 +86,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         if weight_sync not in ("http", "nccl"):
             raise ValueError(f"weight_sync must be 'http' or 'nccl', got {weight_sync!r}")
         _check_advantages(advantages, args)
-        self._ahead_options = AheadOptions(prompts_ahead, max_staleness)
+        self._ahead_options = AheadOptions(prompts_ahead, max_staleness, long_rounds)
         self._ahead_options.check(args, advantages)
         client_class = PushingVLLMClient if weight_sync == "http" else DartsVLLMClient
         with _replace_vllm_client(partial(client_class, api_key=api_key)):
