@@ -87,8 +87,8 @@ def _bound(off: Sequence[Step], candidates: Candidates, setting: Setting) -> Sum
         rollout,
         training,
         rollout + training,
-        tokens_generated=float(generated),
-        tokens_returned=float(generated),
+        tokens_generated=generated / len(off),
+        tokens_returned=generated / len(off),
         length_bias=generated / (setting.size * setting.prompts * len(off)),
         notes="whole trajectories of every prompt",
     )

@@ -29,8 +29,9 @@ dapo-32b. Candidates beyond the samples are resampled; docs/scaling.md says how,
 
 A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25. Names: {", ".join(NAMES)}.
 Options: redundancy, max_redundancy, longest (places of the tail), tail (sampled or longest), adaptive (yes or no),
-quantile and bound (of the deadline), start (prompts that are started, over those that are returned), order (given, or
-long: prompts with the longest earlier groups first). Of auto: allow (some of uniform, darts, cut, cap and limit,
+quantile and bound (of the deadline), start (prompts that are started, over those that are returned), rounds (all, or
+long: prompts that are left over wait until they fill a step), order (given, or long: prompts with the longest earlier
+groups first). Of auto: allow (some of uniform, darts, cut, cap and limit,
 joined by +), lost, bias, price and exploration, which are --most-lost, --most-bias, --tokens-price and --exploration of
 the server, max_redundancy and longest. It learns for 20 batches before those that are measured.
 
@@ -113,7 +114,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompts", type=int, metavar="N", help="prompts of a step, a group each (default: the preset's)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories of a group (default: %(default)s)")
     add("--steps", type=int, default=3, metavar="N", help="steps under each policy (default: %(default)s)")
-    add("--policies", nargs="+", default=DEFAULT, metavar="POLICY", help="compared with off (default: twelve of them)")
+    add(
+        "--policies", nargs="+", default=DEFAULT, metavar="POLICY", help="compared with off (default: thirteen of them)"
+    )
     add("--new-prompts", action="store_true", help="no prompt was seen before, so that nothing is known of its lengths")
     add("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="file for the table's figures")

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto
@@ -15,7 +16,8 @@ OFF = "off"
 AUTO = "auto"
 NAMES = (OFF, "uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish", AUTO)
 AUTO_OPTIONS = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
-OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", "start", "order")
+DEFERRING = ("start", "rounds", "order")
+OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", *DEFERRING)
 DEFAULT = (
     "uniform",
     "uniform,tail=longest",
@@ -28,6 +30,7 @@ DEFAULT = (
     "cap",
     "off,order=long",
     "off,start=1.25",
+    "off,start=1.25,rounds=long",
     "darts_cut,start=1.25",
     "auto,allow=uniform+darts+cut+cap+limit",
 )
@@ -37,6 +40,7 @@ DEFAULT = (
 class Policy:
     """``shaping``: ``None`` shapes nothing. ``start``: prompts that are started, over those that are returned.
 
+    ``long_rounds``: prompts that are not complete wait until they fill a step of their own, which waits for them all.
     ``long_first``: whether prompts are submitted by the mean lengths of their earlier groups, longest first. ``auto``:
     what is chosen from for each batch, in place of one ``shaping``.
     """
@@ -44,8 +48,14 @@ class Policy:
     name: str
     shaping: Shaping | None = None
     start: float = 1.0
+    long_rounds: bool = False
     long_first: bool = False
     auto: Auto | None = None
+
+    @property
+    def cycle(self) -> int:
+        """Steps from one long round to the next; 1 without."""
+        return 1 + ceil(1 / (self.start - 1)) if self.long_rounds else 1
 
     def plan(self, size: int, stds: Sequence[float | None], enough: int | None) -> Plan:
         """Plan a batch by its prompts' length stds, as `rollout.allocation` does with a fixed budget."""
@@ -88,11 +98,14 @@ def parse_policy(text: str, size: int) -> Policy:
     if name == AUTO:
         return Policy(text, auto=_parse_auto(text, options, size))
     start = number("start", 1.0, 1.0, 4.0)
+    long_rounds = _choice(text, options, "rounds", ("all", "long")) == "long"
+    if long_rounds and start < 1.01:
+        raise InvalidSetting(f"--policies: {text}: rounds=long needs start=1.01 or more, else no prompt is left over")
     long_first = _choice(text, options, "order", ("given", "long")) == "long"
     if name == OFF:
-        if set(options) - {"start", "order"}:
-            raise InvalidSetting(f"--policies: {text}: off has no option but start and order")
-        return Policy(text, None, start, long_first)
+        if set(options) - set(DEFERRING):
+            raise InvalidSetting(f"--policies: {text}: off has no option but start, rounds and order")
+        return Policy(text, None, start, long_rounds, long_first)
     redundancy = number("redundancy", 1.5, 1.0, 8.0)
     longest = number("longest", 1, 0, size - 1)
     base = Shaping(
@@ -105,7 +118,7 @@ def parse_policy(text: str, size: int) -> Policy:
     shaping = build_policies(base, deadline)[name]
     if "adaptive" in options:
         shaping = replace(shaping, adaptive=_choice(text, options, "adaptive", ("yes", "no")) == "yes")
-    return Policy(text, shaping, start, long_first)
+    return Policy(text, shaping, start, long_rounds, long_first)
 
 
 def _parse_auto(text: str, options: Mapping[str, str], size: int) -> Auto:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 import numpy as np
 
@@ -129,24 +130,38 @@ class Candidates:
 def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list[Step]:
     """Simulate the measured steps under a policy.
 
-    Prompts that are not complete in their step are started once more in the next one, before new ones.
+    Prompts that are not complete in their step are started once more in the next one, before new ones, or in a long
+    round; of these steps whole cycles are measured, which may be more steps.
     """
     if policy.start == 1:
         batches = [candidates.step_prompts(step) for step in range(setting.steps)]
         if policy.long_first:
             batches = [candidates.longest_first(batch) for batch in batches]
         return [run_step(policy, batch, None, candidates, setting) for batch in batches]
+    count = policy.cycle * ceil(setting.steps / policy.cycle)
+    warm_up = policy.cycle * ceil(WARM_UP / policy.cycle)
     steps, waiting, fresh = [], list[Prompt](), 0
-    for _ in range(WARM_UP + setting.steps):
-        more = round(policy.start * setting.prompts) - len(waiting)
-        batch = [*waiting, *(Prompt(number) for number in range(fresh, fresh + more))]
+    for _ in range(warm_up + count):
+        again, waiting, more = choose(policy, waiting, setting.prompts)
+        batch = [*again, *(Prompt(number) for number in range(fresh, fresh + more))]
         fresh += more
         if policy.long_first:
             batch = candidates.longest_first(batch)
-        steps.append(run_step(policy, batch, setting.prompts, candidates, setting))
+        enough = setting.prompts if len(batch) > setting.prompts else None
+        steps.append(run_step(policy, batch, enough, candidates, setting))
         left = np.flatnonzero(np.isinf(steps[-1].rollout.completed_at))
-        waiting = [Prompt(batch[i].number, batch[i].attempt + 1) for i in left]
-    return steps[WARM_UP:]
+        waiting += [Prompt(batch[i].number, batch[i].attempt + 1) for i in left]
+    return steps[warm_up:]
+
+
+def choose(policy: Policy, left_over: list[Prompt], needed: int) -> tuple[list[Prompt], list[Prompt], int]:
+    """Return the prompts that start again, those that go on waiting, and how many new ones start."""
+    started = round(policy.start * needed)
+    if not policy.long_rounds:
+        return left_over, [], started - len(left_over)
+    if len(left_over) < needed:
+        return [], left_over, started
+    return left_over[:needed], left_over[needed:], 0
 
 
 def run_partial(start: float, candidates: Candidates, setting: Setting) -> list[Step]:
@@ -209,21 +224,21 @@ class Summary:
 
 
 def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> Summary:
-    """Sum up steps. Seconds are means; token counts are totals, until `relative_to` divides them."""
+    """Sum up steps. Seconds and token counts are means over steps, until `relative_to` divides them."""
     returned = [one for step in steps for one in step.rollout.returned]
-    tokens = sum(one.tokens for one in returned)
-    generated = float(sum(step.rollout.generated.sum() for step in steps))
-    stale = sum(step.stale_tokens for step in steps)
+    tokens = sum(one.tokens for one in returned) / len(steps)
+    generated = float(np.mean([step.rollout.generated.sum() for step in steps]))
+    stale = sum(step.stale_tokens for step in steps) / len(steps)
     return Summary(
         policy=name,
         rollout_seconds=float(np.mean([step.rollout.seconds for step in steps])),
         training_seconds=float(np.mean([step.training_seconds for step in steps])),
         step_seconds=float(np.mean([step.seconds for step in steps])),
         tokens_generated=generated,
-        tokens_returned=float(tokens),
+        tokens_returned=tokens,
         tokens_wasted=max(0.0, generated - tokens),
         idle_share=1 - float(np.mean([step.rollout.busy for step in steps])),
-        length_bias=tokens / len(returned),
+        length_bias=float(np.mean([one.tokens for one in returned])),
         effective_sample_size=_effective_sample_size(steps, size),
         truncated_share=float(np.mean([one.truncated for one in returned])),
         stale_share=stale / tokens,

@@ -32,6 +32,17 @@ def test_prompts_that_were_not_complete_start_again_in_the_next_step() -> None:
     assert steps[1].batch.prompt_tokens[:6].tolist() == left.tolist()
 
 
+def test_a_long_round_has_the_prompts_that_were_left_over_and_waits_for_all_of_them() -> None:
+    # Of 18 prompts 6 are left over, so each third step is a long round of 12; the warm-up is a cycle too.
+    steps = run_policy(parse_policy("off,start=1.5,rounds=long", 4), candidates(), SETTING)
+    assert [len(step.batch.lengths) for step in steps] == [18, 18, 12]
+    assert [np.isfinite(step.rollout.completed_at).sum() for step in steps] == [12, 12, 12]
+    left = [step.batch.prompt_tokens[np.isinf(step.rollout.completed_at)].tolist() for step in steps]
+    assert steps[2].batch.prompt_tokens.tolist() == left[0] + left[1]
+    off = summarise("off", run_policy(parse_policy("off", 4), candidates(), SETTING), 4)
+    assert 0.5 < relative_to(off, summarise("long", steps, 4)).tokens_returned < 1.5, "tokens of a step, not of all"
+
+
 def test_partial_rollouts_generate_no_token_twice() -> None:
     steps = run_partial(1.5, candidates(), SETTING)
     first, second = steps[0], steps[1]
