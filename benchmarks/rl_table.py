@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 from statistics import fmean, median
 from typing import Self
 
@@ -153,15 +153,27 @@ def rights_at_equal(runs: Runs, policy: str, axis: str) -> list[Rights]:
 def cost_table(runs: Runs) -> str:
     """Format tokens, decode steps and seconds; and what each level took, relative to `off`.
 
-    "off-policy": the share of trained tokens that older weights sampled.
+    "off-policy": the share of trained tokens that older weights sampled. "in the last third": decode steps once a
+    policy has learned what it must learn of the prompts, which in a longer run is most of the time.
     """
-    head = ["policy", "generated a step", "trained on", "decode steps", "off-policy", "truncated", "reward variance"]
+    head = [
+        "policy",
+        "generated a step",
+        "trained on",
+        "decode steps",
+        "in the last third",
+        "off-policy",
+        "truncated",
+        "reward variance",
+    ]
     head += ["rollout s", "train s", "push s", "step / off"]
     head += [f"to {level:.2f}: steps, tokens, decode steps, time" for level in LEVELS]
     rows = []
     for policy, seeds in runs.items():
         steps = [entry.training for entries in seeds.values() for entry in entries if entry.training is not None]
         tokens = [f"{fmean(getattr(s, what) for s in steps):.0f}" for what in ("generated", "trained", "decode_steps")]
+        late = [step for entries in seeds.values() for step in last_third(trainings(entries))]
+        tokens.append(f"{fmean(step.decode_steps for step in late):.0f}")
         seconds = (f"{fmean(getattr(s.seconds, part) for s in steps):.2f}" for part in ("rollout", "train", "push"))
         pace = [step_seconds(entries) / step_seconds(runs[BASE][seed]) for seed, entries in seeds.items()]
         off_policy = f"{sum(s.off_policy * s.trained for s in steps) / sum(s.trained for s in steps):.1%}"
@@ -197,6 +209,10 @@ def last_held_out(entries: Sequence[Entry]) -> HeldOut:
 
 def trainings(entries: Sequence[Entry]) -> list[Training]:
     return [entry.training for entry in entries if entry.training is not None]
+
+
+def last_third(steps: Sequence[Training]) -> Sequence[Training]:
+    return steps[-ceil(len(steps) / 3) :]
 
 
 def spread(values: Sequence[float], form: str) -> str:

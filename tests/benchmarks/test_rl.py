@@ -108,7 +108,7 @@ def test_tables_have_a_row_for_each_policy_and_means_with_ranges_over_seeds() ->
     assert rows[2][1:4] == ["0.930 [0.920, 0.940]", "-0.010 ± 0.010", "easy 0.93, hard 0.93"]
     assert rows[2][4:6] == ["30.0 [30.0, 30.0]", "80.0 [80.0, 80.0]"]
     assert rows[5][1:] == [
-        "750", "375", "75", "0.0%", "2.0%", "0.100", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]",
+        "750", "375", "75", "75", "0.0%", "2.0%", "0.100", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]",
         "0.93, 0.71, 0.71, 0.71", "1.00, 0.75, 0.75, 0.75",
     ]  # fmt: skip
     assert text.startswith("wordier: what was learned")
@@ -165,7 +165,14 @@ def test_the_share_of_tokens_of_older_weights_is_over_all_that_were_trained_on()
     whole, half = replace(step(1000, 1.0), off_policy=1.0), replace(step(3000, 1.0), off_policy=0.0)
     entries = [Entry(0, held_out=held_out(0.5)), Entry(1, whole), Entry(2, half, held_out(0.6))]
     row = tables("deep", {"off": {0: entries}}).splitlines()[-1]
-    assert row.split("|")[5].strip() == "25.0%"
+    assert row.split("|")[6].strip() == "25.0%"
+
+
+def test_decode_steps_are_also_given_for_the_last_third_when_prompts_are_known() -> None:
+    steps = [Entry(number, step(tokens, 1.0)) for number, tokens in enumerate([3000, 2000, 1000, 500, 400, 300], 1)]
+    entries = [Entry(0, held_out=held_out(0.5)), *steps, Entry(7, step(200, 1.0), held_out(0.6))]
+    cells = tables("deep", {"off": {0: entries}}).splitlines()[-1].split("|")
+    assert [cell.strip() for cell in cells[4:6]] == ["106", "30"]
 
 
 def test_logs_from_before_have_no_tokens_of_older_weights(tmp_path: Path) -> None:
