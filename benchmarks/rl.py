@@ -55,6 +55,8 @@ from examples.tiny_rl.train_log import Entry, read_log
 PRUNING_FLAGS = ("--detect-at", "10", "--cold-steps", "4")
 QUICK_POLICIES = (BASE, "off, cap 64", "uniform", "darts_cut")
 QUICK_STEPS, QUICK_SEEDS = 12, (0, 1)
+STARTED = Path(__file__).parent / "rl_starts"
+"""Models of starts: runs of several sittings, and on several machines, begin with the same weights."""
 EVALUATED = 3  # steps from one evaluation to the next
 QUICK = "Quick: one start, {seeds} seeds, {steps} steps of {policies}. Too few to conclude anything."
 
@@ -224,10 +226,12 @@ def start_servers(stack: ExitStack, policies: Sequence[str], out: Path) -> dict[
 
 
 def start_model(start: str, out: Path) -> Path:
-    """Return the model of a start; one that is not committed is trained once."""
+    """Return the model of a start; one that is not in `STARTED` is trained once, in some minutes."""
     if start == "standard":
         return MODEL
-    folder = out / "starts" / start
+    folder = STARTED / start
+    if not (folder / "config.json").is_file():
+        folder = out / "starts" / start
     if not (folder / "config.json").is_file():
         variant = VARIANTS[start]
         warm_start.save(warm_start.train(variant, warm_start.Recipe(steps=variant.steps), seed=0), folder)

@@ -280,6 +280,18 @@ def test_a_turn_that_an_evaluation_would_interrupt_is_refused(steps: str, capsys
     assert "--turn must be 1 or 3" in capsys.readouterr().err
 
 
+def test_a_start_s_model_is_taken_from_the_repository_or_trained_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (rl.start_model("deep", tmp_path) / "model.safetensors").is_file()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(rl, "STARTED", tmp_path / "none")
+    trained_before = tmp_path / "starts" / "deep"
+    trained_before.mkdir(parents=True)
+    (trained_before / "config.json").touch()
+    assert rl.start_model("deep", tmp_path) == trained_before
+
+
 def test_what_is_saved_counts_as_done(tmp_path: Path) -> None:
     plan = rl.arguments(["--steps", "6", "--policies", "off", "uniform", "darts"]).plan
     for policy in ("off", "uniform"):
