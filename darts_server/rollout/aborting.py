@@ -58,7 +58,7 @@ class TrajectoryAborter(Generic[RequestT, OutputT]):
             )
         if runs:
             # Shielded, because others may have aborted the same trajectory.
-            output = await asyncio.shield(runs[0].abort_candidate(index))
+            output = await asyncio.shield(runs[0].runner.abort(index))
             record = runs[0].candidate_record(index)
             if output is None:
                 raise _ended(trajectory_id, record)

@@ -316,8 +316,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             if seat.request_id != request_id or caller is None or caller.done() or self._run.has_ended:
                 continue
             seat.aborted = True
-            nothing = self._run.aborted_output(seat.request)
-            self._run.abort_request(seat.request).add_done_callback(partial(_pass_on, caller, nothing))
+            nothing = self._run.runner.aborted_output(seat.request)
+            self._run.runner.abort_request(seat.request).add_done_callback(partial(_pass_on, caller, nothing))
 
     def _stop_if_unattended(self) -> None:
         if not self._ended and not any(seat.is_waiting for seat in self._seats):
@@ -335,7 +335,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                 self._answer_seat(self._draw_seat(trajectory.index), trajectory.output)
             for seat in self._seats:
                 if seat.output is None and not seat.aborted:  # the group was aborted, and has nothing for it
-                    self._answer_seat(seat, self._run.aborted_output(seat.request))
+                    self._answer_seat(seat, self._run.runner.aborted_output(seat.request))
         except Exception as error:
             self._fail(error)
         finally:
@@ -367,12 +367,12 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     def _draw_seat(self, index: int) -> _Seat[RequestT, OutputT]:
         """Draw a seat for a candidate; one that was aborted goes to the caller that it was started for."""
         free = [seat for seat in self._seats if seat.output is None]
-        if index in self._run.aborted:
-            request, number = self._run.request_of(index)
+        if index in self._run.runner.aborted:
+            request, number = self._run.runner.requests.of(index)
             for seat in free:
                 if seat.request is request and number == 0:
                     return seat
-            free = [seat for seat in free if not self._run.owns_aborted(seat.request)] or free
+            free = [seat for seat in free if not self._run.runner.owns_aborted(seat.request)] or free
         return self._rng.choice(free)
 
     def _answer_seat(self, seat: _Seat[RequestT, OutputT], output: OutputT) -> None:

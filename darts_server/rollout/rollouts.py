@@ -285,7 +285,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     def weights_change(self) -> None:
         """Record what running candidates have generated so far, before the paused model gets other weights."""
         for run in list(self._runs):
-            run.weights_change()
+            run.runner.weights_change()
 
     def resume(self) -> None:
         """Restart suspended groups with new candidates. Harmless if there are none."""

@@ -210,7 +210,7 @@ class Callers:
     async def _abort_trajectory(self, run: GroupRun[str, list[int]], index: int) -> None:
         await asyncio.sleep(self._rng.uniform(0, MAX_CANCEL_DELAY))
         with suppress(DartsError):
-            await asyncio.shield(run.abort_candidate(index))
+            await asyncio.shield(run.runner.abort(index))
 
     async def _report(self, rewards: Sequence[Reward], delay: float) -> None:
         await asyncio.sleep(delay)

@@ -106,7 +106,7 @@ async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
     await settle()
     for _ in range(15):
         await harness.engine.step()
-    cohort = runs[7]._cohort
+    cohort = runs[7]._membership.cohort
     assert cohort is not None
     assert (cohort.tokens, cohort.waits_beyond) == (None, 20)
     assert runs[7].suspend()
@@ -128,12 +128,12 @@ async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> No
     await settle()
     for _ in range(25):
         await harness.engine.step()
-    cohort = runs[7]._cohort
+    cohort = runs[7]._membership.cohort
     assert cohort is not None
     assert (cohort.tokens, cohort.waits_beyond) == (None, 20), "it is beyond that, the group before is not"
     script[GROUPS[7]] = Script(13)
     for index in range(SIZE):
-        await runs[7].abort_candidate(index)
+        await runs[7].runner.abort(index)
     for _ in range(8):
         await harness.engine.step()
     assert cohort.tokens is None, "the new candidates may be short"
@@ -147,7 +147,7 @@ async def test_a_group_reports_once_that_it_is_beyond_what_the_others_allow(monk
     script = {name: Script(10) for name in GROUPS[:6]} | {name: Script(CAP) for name in GROUPS[6:8]}
     harness = Harness(lambda prompt, _: script[prompt], POLICIES)
     runs = await harness.start_cohort(SIZE, "cap", GROUPS[:8])
-    cohort = runs[6]._cohort
+    cohort = runs[6]._membership.cohort
     assert cohort is not None
     reports: list[int | None] = []
     monkeypatch.setattr(cohort, "report_minimum", lambda _, tokens: reports.append(tokens))

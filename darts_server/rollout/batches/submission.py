@@ -327,7 +327,7 @@ class Submission(Generic[RequestT, OutputT]):
         finally:  # also of a group that failed, or is stopped because enough others are complete
             if run is not None:  # without a record, a shadow's other candidates still run
                 self.generated_tokens += run.generated_tokens
-        prefixes = dict(sorted(run.prefixes.items())) if self._partial else None
+        prefixes = dict(sorted(run.tokens.prefixes.items())) if self._partial else None
         return replace(result, samples=dict(sorted(samples.items())), record=run.record, prefixes=prefixes)
 
 

@@ -1,0 +1,329 @@
+"""Run the candidates of one group on the engine: start, stop, cut and abort them, and report what happens to them."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic
+
+from darts_server.engine.port import CandidateResult, OutputT, RequestT, RunningCandidate
+from darts_server.exceptions import CandidateFailed, EngineError
+from darts_server.policy.events import Event, Failed, Finished, Lost, Progress, Scored, Started
+from darts_server.policy.group import Group
+from darts_server.policy.pruning.survival import SurvivalRule
+from darts_server.rollout.allocation.cohort import Cohort
+from darts_server.rollout.candidates.aborts import AbortRequests
+from darts_server.rollout.candidates.outputs import CandidateOutputs
+from darts_server.rollout.candidates.requests import CandidateRequests
+from darts_server.rollout.carried import CarriedCandidate, compact
+from darts_server.rollout.pruning.checkpoints import Checkpoints
+from darts_server.rollout.pruning.group_scorer import GroupScorer
+from darts_server.rollout.recorder import GroupRecorder
+from darts_server.rollout.spec import GroupContext, GroupSpec
+from darts_server.types import DiscardReason
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateCallbacks:
+    """What a group does when something happens to its candidates.
+
+    ``on_start``: for each candidate that has reached the engine or could not be started. ``on_events``: with what
+    happened. ``on_error``: with an error that is none of the engine's, so a bug of ours.
+    """
+
+    on_start: Callable[[], None]
+    on_events: Callable[..., None]
+    on_error: Callable[[BaseException], None]
+
+
+class CandidateRunner(Generic[RequestT, OutputT]):
+    """Run the candidates of one group, by index.
+
+    Each has a task that starts it and waits for its result. What happens to one that the group has discarded is
+    recorded, and is no event any more.
+
+    Args:
+        context: the engine, and where candidates wait for their turn to start.
+        spec: what they are started with, and what is kept of them.
+        group: the group's state machine, which decides; here it is only read.
+        recorder: of the group.
+        callbacks: what the group does when something happens to one.
+        survival: with which probability candidates are kept; ``None`` to prune and to score none.
+        carried: what the first candidates have generated already.
+    """
+
+    def __init__(
+        self,
+        context: GroupContext[RequestT, OutputT],
+        spec: GroupSpec[RequestT],
+        group: Group,
+        recorder: GroupRecorder,
+        callbacks: CandidateCallbacks,
+        survival: SurvivalRule | None = None,
+        carried: Sequence[CarriedCandidate[OutputT]] = (),
+    ) -> None:
+        self.requests = CandidateRequests(spec.request)
+        self.outputs = CandidateOutputs(context.engine, self.requests)
+        self.running: dict[int, RunningCandidate[OutputT]] = {}
+        """Candidates that the engine runs or queues, stopped ones until it has answered."""
+        self.aborted: frozenset[int] = frozenset()
+        """Candidates that go to a caller as they were when it was aborted."""
+        self.scorer: GroupScorer | None = None
+        if survival is not None and context.can_score:
+            assert context.scorer is not None
+            self.scorer = GroupScorer(
+                context.scorer,
+                spec.group_id,
+                survival,
+                self.running,
+                callbacks.on_events,
+                wait_for_tokens=spec.keep_prefixes,
+            )
+        self._checkpoints = None if survival is None else Checkpoints(survival, self.running)
+        self._engine = context.engine
+        self._starts = context.starts
+        self._keeps_results = spec.can_carry
+        self._group = group
+        self._recorder = recorder
+        self._callbacks = callbacks
+        self._cohort: Cohort | None = None
+        self._carried = dict(enumerate(carried))
+        self._results: dict[int, CandidateResult[OutputT]] = {}  # of all that ended, if they can be carried over
+        self._aborts: AbortRequests[OutputT] = AbortRequests()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- all candidates -----------------------------------------------------
+
+    def start(self, indices: Iterable[int]) -> None:
+        """Start candidates, each in its turn."""
+        for index in indices:
+            self.outputs.add(index)
+            task = asyncio.get_running_loop().create_task(self._run(index))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._finish_task, index))
+
+    def count_in(self, cohort: Cohort) -> None:
+        """Count the running candidates as the cohort's from now on."""
+        self._cohort = cohort
+        cohort.running += len(self.running)
+
+    def poll(self) -> list[Progress | Scored]:
+        """Return the progress of candidates that reached a count at which it matters, and scores of others."""
+        events: list[Progress | Scored] = [
+            Progress(index, tokens)
+            for index, tokens_due in self._group.check_at.items()
+            if (running := self.running.get(index)) is not None
+            and (tokens := running.tokens()) is not None
+            and tokens >= tokens_due
+        ]
+        events += [] if self.scorer is None else self.scorer.poll()
+        events += [] if self._checkpoints is None else self._checkpoints.poll()
+        return events
+
+    def suspend(self) -> None:
+        """Keep the requests of the candidates for others, before the group is restarted without these."""
+        self.requests.suspend(c.index for c in self._group.candidates if c.alive)
+        self._carried.clear()  # also if none has started yet: it may be too old for the new weights
+
+    def resume(self) -> None:
+        """Give the kept requests to the candidates that are started next."""
+        self.requests.resume(len(self._group.candidates))
+
+    def weights_change(self) -> None:
+        """Record which tokens the present weights have sampled, before the paused engine gets others."""
+        for index, running in self.running.items():
+            if (tokens := running.tokens()) is not None:
+                self._recorder.weights_change(index, self._engine.weight_version, tokens)
+
+    def return_aborted(self, indices: Iterable[int]) -> None:
+        """Return these candidates as they are, once their group has stopped them."""
+        self.aborted |= set(indices)
+
+    # --- what is carried over -----------------------------------------------
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the first candidates go on from what they had generated in a stopped group."""
+        return bool(self._carried)
+
+    @property
+    def aborting(self) -> list[int]:
+        """Candidates whose abort the engine has not answered yet."""
+        return [index for index in self._aborts.pending if index in self.running]  # others may still be carried over
+
+    async def wait_for_results(self) -> None:
+        """Wait until the engine has returned all outputs, which have the tokens up to where they were stopped."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def carry(self, indices: Iterable[int]) -> list[CarriedCandidate[OutputT]]:
+        """Return what stopped candidates have generated, without those whose callers got it when they were aborted."""
+        return [self._carry_candidate(index) for index in indices if not self._aborts.was_taken(index)]
+
+    def _carry_candidate(self, index: int) -> CarriedCandidate[OutputT]:
+        result = self._results.get(index)
+        if result is None:  # it has not reached the engine
+            return self._carried.get(index, CarriedCandidate())
+        return CarriedCandidate(
+            compact(self._engine.tokens_from(result.output, 0)),
+            self._recorder.version_spans(index, result.tokens),
+            None if result.finish_reason is None else result,
+        )
+
+    # --- stopping one candidate ---------------------------------------------
+
+    def stop(self, index: int) -> None:
+        """Stop a candidate that the group has discarded."""
+        if self.scorer is not None:
+            self.scorer.drop(index)
+        if running := self.running.get(index):
+            self._recorder.candidate_stopped(index, running.stop())
+
+    def cut(self, index: int, tokens: int) -> None:
+        """Stop a candidate if it runs, and keep the first ``tokens`` tokens of its output."""
+        if not self.outputs.is_done(index) and not self.outputs.is_cut(index):
+            self.running[index].stop()
+            self._recorder.candidate_ended(index, self._engine.weight_version, finished=False)
+        self.outputs.cut(index, tokens)
+
+    def abort(self, index: int) -> asyncio.Future[OutputT | None]:
+        """Stop a candidate for its caller, and return what it has generated; ``None`` if it has ended otherwise.
+
+        The group goes on without it. All that abort the same candidate share the future: do not cancel it.
+        """
+        if (waiting := self._aborts.find(index)) is not None:
+            return waiting
+        output: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
+        if not self._is_running(index):
+            output.set_result(None)
+            return output
+        self._aborts.add(index, output)
+        if (running := self.running.get(index)) is not None:
+            running.stop()
+        elif index not in self._carried:  # one that was carried over goes on first, so that its tokens have a text
+            self._callbacks.on_events(Lost(index, by_caller=True))
+            self._aborts.answer(index, self.aborted_output(self.requests.of(index)[0]))
+        return output
+
+    def abort_request(self, request: RequestT) -> asyncio.Future[OutputT | None]:
+        """Abort the candidate that was started for one of the group's requests, see `abort`.
+
+        ``None`` if it does not run any more: then it may be another caller's.
+        """
+        for candidate in reversed(self._group.candidates):
+            if candidate.running and self.requests.of(candidate.index)[0] is request:
+                return self.abort(candidate.index)
+        nothing: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
+        nothing.set_result(None)
+        return nothing
+
+    def owns_aborted(self, request: RequestT) -> bool:
+        """Whether a candidate that was started with this request was aborted, alone or with its group."""
+        return any(self.requests.of(index)[0] is request for index in (*self._aborts, *self.aborted))
+
+    def aborted_output(self, request: RequestT) -> OutputT:
+        """Return the output of a request that was aborted before anything was generated for it."""
+        return self._engine.aborted_output(request)
+
+    # --- running one candidate ----------------------------------------------
+
+    async def _run(self, index: int) -> None:
+        carried: CarriedCandidate[OutputT] = self._carried.get(index, CarriedCandidate())
+        if carried.result is not None:
+            self._finish_carried(index, carried, carried.result)
+            return
+        try:
+            await self._starts.candidate(carried.tokens)
+            if not self._is_running(index):  # it was stopped while it waited
+                self._callbacks.on_start()
+                self._set_aborted(index)
+                return
+            try:
+                running = await self._start_or_resume(index, carried)
+            finally:
+                self._callbacks.on_start()
+            self._add_running(index, running, carried)
+            result = await running.result()
+        except EngineError as error:
+            self._handle_failure(index, error)
+        else:
+            self._handle_result(index, result)
+        finally:
+            if self.running.pop(index, None) is not None and self._cohort is not None:
+                self._cohort.running -= 1
+
+    async def _start_or_resume(self, index: int, carried: CarriedCandidate[OutputT]) -> RunningCandidate[OutputT]:
+        if carried.tokens:
+            return await self._engine.resume(*self.requests.of(index), carried.prefix)
+        probe = None if self.scorer is None else self.scorer.probe_for(index)
+        return await self._engine.start(*self.requests.of(index), probe)
+
+    def _add_running(self, index: int, running: RunningCandidate[OutputT], carried: CarriedCandidate[OutputT]) -> None:
+        self.running[index] = running
+        if self._cohort is not None:
+            self._cohort.running += 1
+        self._recorder.candidate_started(index, self._engine.weight_version, carried.version_spans)
+        if self._is_running(index):
+            events: list[Event] = [Started(index)]
+            if carried.tokens:
+                events.append(Progress(index, carried.tokens))
+            if self.scorer is not None:
+                events += self.scorer.mark_started(index)
+            self._callbacks.on_events(*events)
+        if index in self._aborts or not self._is_running(index):  # since before the engine had started it
+            running.stop()
+
+    def _finish_carried(self, index: int, carried: CarriedCandidate[OutputT], result: CandidateResult[OutputT]) -> None:
+        """Handle the result of a candidate that had finished before its group was carried over."""
+        self._callbacks.on_start()
+        version = self._engine.weight_version if carried.last_version is None else carried.last_version
+        self._recorder.candidate_started(index, version, carried.version_spans)
+        if self._is_running(index):
+            self._callbacks.on_events(Started(index))
+        self._handle_result(index, result, version)
+
+    def _handle_result(self, index: int, result: CandidateResult[OutputT], weight_version: int | None = None) -> None:
+        """``weight_version``: of its last token; ``None`` for that of the engine."""
+        finished = result.finish_reason is not None and self._is_running(index)
+        version = self._engine.weight_version if weight_version is None else weight_version
+        self._recorder.candidate_ended(index, version, finished=finished)
+        if self._keeps_results:
+            self._results[index] = result
+        if self.outputs.is_cut(index) or index in self.aborted:
+            self.outputs.set(index, result.output)
+        elif self._is_running(index):
+            if result.finish_reason is not None:
+                self.outputs.set(index, result.output)
+                self._callbacks.on_events(Finished(index, result.tokens, result.finish_reason))
+            elif index in self._aborts:
+                self._recorder.candidate_stopped(index, result.tokens)
+                self._callbacks.on_events(Lost(index, by_caller=True))
+            else:
+                self._callbacks.on_events(Lost(index))
+        is_whole = result.finish_reason is not None or self.outputs.is_cut(index)
+        is_aborted = self._group.candidates[index].reason is DiscardReason.ABORTED  # no one else gets it
+        self._aborts.answer(index, None if is_whole and not is_aborted else result.output)
+
+    def _handle_failure(self, index: int, error: EngineError) -> None:
+        if self.outputs.is_cut(index):
+            self.outputs.fail(index, error)
+        elif index in self.aborted:
+            self._set_aborted(index)
+        elif self._is_running(index):
+            self._callbacks.on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
+
+    def _set_aborted(self, index: int) -> None:
+        """Return an aborted candidate that has generated nothing."""
+        if index in self.aborted:
+            self.outputs.set(index, self.aborted_output(self.requests.of(index)[0]))
+
+    def _finish_task(self, index: int, task: asyncio.Task[None]) -> None:
+        """Report an unexpected error of a candidate's task, which nothing awaits."""
+        self._tasks.discard(task)
+        self._aborts.answer(index, None)  # it failed, or was stopped before it reached the engine
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.outputs.fail(index, error)
+            self._callbacks.on_error(error)
+
+    def _is_running(self, index: int) -> bool:
+        return self._group.candidates[index].running
