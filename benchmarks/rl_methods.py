@@ -36,8 +36,10 @@ STARTS: Mapping[str, Start] = {
     "mixed": Start(caps=(48, 96, 240), difficulties=("looped", *_EASY_ONES)),
 }
 
-# Whoever sets a fixed cap accepts that it takes right answers away. These take a tenth of them, and choose the cap.
-TIGHT: Mapping[str, object] = {"deadline_bound": 1.0, "max_lost_share": 0.1}
+# Whoever sets a fixed cap accepts that it takes right answers away. These choose the cap themselves, and take a tenth
+# of the right answers, or as many as it takes: three quarters of the answers to most prompts end before it.
+LOST: Mapping[str, object] = {"deadline_bound": 1.0, "max_lost_share": 0.1}
+TIGHT: Mapping[str, object] = {"deadline_bound": 1.0, "max_lost_share": 1.0}
 
 POLICIES: Mapping[str, Method] = {
     "uniform": Method("uniform"),
@@ -47,8 +49,10 @@ POLICIES: Mapping[str, Method] = {
     "darts_deadline": Method("darts_deadline"),
     "darts_cut": Method("darts_cut"),
     "cap": Method("cap"),
-    "cap, lost 0.1": Method({"name": "cap", "redundancy": 2.0, **TIGHT}),
-    "darts_cut, lost 0.1": Method({"name": "darts_cut", **TIGHT}),
+    "cap, lost 0.1": Method({"name": "cap", "redundancy": 2.0, **LOST}),
+    "darts_cut, lost 0.1": Method({"name": "darts_cut", **LOST}),
+    "cap, tight": Method({"name": "cap", **TIGHT}),
+    "darts_cut, tight": Method({"name": "darts_cut", **TIGHT}),
     "arrol": Method("arrol"),
     "darts+arrol": Method("darts+arrol"),
     "roulette, unbiased": Method("roulette", unbiased=True),
@@ -65,7 +69,17 @@ SETTINGS: Mapping[str, Method] = {
 # `auto` under its default rules and under all, with the fixed policies of these rules; see `choices`.
 AUTOS: Mapping[str, Sequence[str]] = {
     "auto": ("uniform", "darts"),
-    "auto, all rules": ("uniform", "darts", "darts_cut", "cap", "cap, lost 0.1", "darts_cut, lost 0.1", *SETTINGS),
+    "auto, all rules": (
+        "uniform",
+        "darts",
+        "darts_cut",
+        "cap",
+        "cap, lost 0.1",
+        "darts_cut, lost 0.1",
+        "cap, tight",
+        "darts_cut, tight",
+        *SETTINGS,
+    ),
 }
 LONG_ROUNDS: Mapping[str, Policy] = {
     "off": "off",
