@@ -32,7 +32,7 @@ class DiscardReason(StrEnum):
     FAILED = "failed"
     """The engine failed on it, or aborted it without a request from us."""
     ABORTED = "aborted"
-    """Its caller aborted it, and got what it had generated."""
+    """It was aborted, alone or with the other candidates of its group, and its caller got what it had generated."""
     SHADOW = "shadow"
     """Ran only to measure what shaping would have done with it."""
     CANCELLED = "cancelled"

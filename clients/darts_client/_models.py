@@ -101,19 +101,21 @@ class PartialTrajectory(WireModel):
 
 
 class AbortedTrajectory(WireModel):
-    """What a trajectory had generated when it was aborted. `logprobs` are None when none were requested.
+    """What a trajectory had generated when it, or its group, was aborted. `logprobs` are None when none were requested.
 
-    `version_spans`: the weights that sampled its tokens, in their order, each with its number of tokens.
+    `finish_reason` is "abort" unless it had finished before its group was aborted. `cut`: it was cut at the group's
+    deadline. `version_spans`: the weights that sampled its tokens, in their order, each with its number of tokens.
     """
 
     trajectory_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[FiniteFloat, ...] | None
     text: str
-    finish_reason: Literal["abort"]
+    finish_reason: Literal["abort", "stop", "length"]
     weight_version_start: int | None = None
     weight_version_end: int | None = None
     version_spans: tuple[tuple[int, int], ...] = ()
+    cut: bool = False
 
 
 class Discarded(WireModel):
@@ -138,7 +140,8 @@ class Group:
     went to the shortest (K) where the others were sampled from the rest, else None; `sampled_from` (S) is of how many
     that were not pruned the trajectories are a sample, else None; `deadline` is the length in tokens at which the tail
     was cut. `partial` holds what pruned candidates had generated, if that was requested. `seconds` is the duration.
-    `error`: why the group failed; then it has no trajectories.
+    `error`: why the group failed; then it has no trajectories. `aborted`: of a group that was aborted, or that ran when
+    the server stopped, what its candidates had generated; they are no group, as none of them was selected.
     """
 
     group_id: str | None
@@ -157,6 +160,7 @@ class Group:
     partial: tuple[PartialTrajectory, ...] = ()
     seconds: float | None = None
     error: StatusError | None = None
+    aborted: tuple[AbortedTrajectory, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -174,15 +178,17 @@ class Usage(WireModel):
 
 
 class Unfinished(WireModel):
-    """A prompt whose group was not among the first `num_groups`.
+    """A prompt whose group was not among the first `num_groups`, or was aborted while its batch carries prompts over.
 
     `carry`: "drop": submit it again with the next step; otherwise the server keeps it, see `carried` of `rollouts`.
+    `error`: why it was aborted, OpenAI's error object; None if enough others were complete.
     """
 
     number: int
     prompt_key: str | None
     metadata: dict[str, Any] | None
     carry: str = "drop"
+    error: dict[str, Any] | None = None
 
 
 class Delta(WireModel):

@@ -9,7 +9,16 @@ from uuid import uuid4
 from pydantic import FiniteFloat
 
 from ._errors import ProtocolError, error_from_object
-from ._models import Checkpoint, Discarded, FinishReason, Group, PartialTrajectory, Trajectory, WireModel
+from ._models import (
+    AbortedTrajectory,
+    Checkpoint,
+    Discarded,
+    FinishReason,
+    Group,
+    PartialTrajectory,
+    Trajectory,
+    WireModel,
+)
 from ._prompts import RolloutPrompts, drop_none, list_rollout_prompts
 
 Carry = Literal["drop", "restart", "resume"]
@@ -69,6 +78,7 @@ class GroupPayload(WireModel):
     sampled_from: int | None = None
     deadline: int | None = None
     mixed_versions: bool = False
+    aborted: tuple[AbortedTrajectory, ...] | None = None
     trajectories: tuple[TrajectoryPayload, ...]
     discarded: tuple[Discarded, ...] = ()
     partial: tuple[PartialTrajectory, ...] | None = None
@@ -174,6 +184,7 @@ def build_group(
         partial=payload.partial or (),
         seconds=payload.seconds,
         error=None if payload.error is None else error_from_object(payload.error),
+        aborted=payload.aborted or (),
     )
 
 

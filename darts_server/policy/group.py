@@ -226,9 +226,9 @@ class Group:
             return list(self._give_up()) if self._failed_for_good else []
         return [*self._prune(), *self._decide()]
 
-    def cancel(self) -> list[Decision]:
-        """Stop everything: the caller has disconnected."""
-        return list(self._close(Outcome.CANCELLED)) if self.outcome is None else []
+    def cancel(self, reason: DiscardReason = DiscardReason.CANCELLED) -> list[Decision]:
+        """Stop everything, as the caller has disconnected, or for another ``reason``."""
+        return list(self._close(Outcome.CANCELLED, reason)) if self.outcome is None else []
 
     def reduce(self, candidates: int) -> list[Decision]:
         """Give up candidates until so many are left, but no fewer than the size: those first that were started last.

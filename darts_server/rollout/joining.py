@@ -28,7 +28,7 @@ from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.serving.admission import Ticket
 
 logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._timer: asyncio.TimerHandle | None = None
         self._rng = random.Random()
         spec = GroupSpec.of_plan(
-            first.plan, first.request, self.group_id, first.prompt_key, early=True, returns_aborted=True
+            first.plan, first.request, self.group_id, first.prompt_key, early=True, on_abort=OnAbort.ANSWER
         )
         self._ticket = first.ticket.split(0)
         self._run: GroupRun[RequestT, OutputT] = groups.collect(spec, on_end=self._closed.set, ticket=self._ticket)

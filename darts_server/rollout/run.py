@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from darts_server.engine.port import OutputT, RequestT
-from darts_server.exceptions import GroupAborted
+from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import (
     Complete,
@@ -31,7 +31,7 @@ from darts_server.rollout.candidates.tokens import CandidateTokens
 from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.deliveries import Deliveries
 from darts_server.rollout.recorder import GroupRecorder
-from darts_server.rollout.spec import GroupContext, GroupSpec
+from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.types import GONE, CandidateRecord, DiscardReason, GroupRecord
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._deliveries = Deliveries()
         self.record: GroupRecord | None = None
         """The group's record; ``None`` until it has ended."""
+        self.interrupted: DartsError | None = None
+        """Why it was ended from outside; ``None`` if it was not, or if its caller had all of it by then."""
 
     # --- driving the group --------------------------------------------------
 
@@ -171,48 +173,83 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._act(self._group.end_decided())
         self._close()
 
-    def cancel(self) -> None:
-        """Stop whatever still runs. Synchronous, so that it works while the caller is being cancelled."""
-        self._act(self._group.cancel())
-        self._close()
+    def cancel(self, error: Exception | None = None, reason: DiscardReason = DiscardReason.CANCELLED) -> None:
+        """Stop whatever still runs. Synchronous, so that it works while the caller is being cancelled.
 
-    async def carry(self) -> list[CarriedCandidate[OutputT]]:
-        """End the group, and return what its candidates have generated, for another run that goes on with it.
+        ``error``: why, for its record, if it was ended from outside.
+        """
+        self._act(self._group.cancel(reason))
+        self._close(error)
 
-        Without those that failed or were aborted, and those from before a restart. The group must not have ended: it
-        was counted.
+    def stop_to_carry(self, error: DartsError | None = None) -> None:
+        """End the group, so that another run goes on with what `carried` returns.
+
+        It must not have ended: it was counted. ``error``: why, for its record, if it was ended from outside.
         """
         assert not self.has_ended
         self._act(self._group.carry(self.runner.aborting))
-        self._close()
+        self._close(error)
+
+    async def carried(self) -> list[CarriedCandidate[OutputT]]:
+        """Return what the candidates of a group have generated that was stopped to be carried over.
+
+        Without those that failed or were aborted, and those from before a restart.
+        """
         await self.runner.wait_for_results()
         candidates = self._group.candidates[self._group.restarted_from :]
         return self.runner.carry(c.index for c in candidates if c.reason not in GONE)
 
     def abort(self, reason: str = "the request was aborted while its group was running") -> None:
-        """End the group from outside.
+        """End the group from outside, see `interrupt`."""
+        self.interrupt(GroupAborted(reason))
 
-        If its spec says so, its caller gets as many candidates as it waits for, those first that were started first,
-        as they are: whole if they have finished, otherwise what they have generated. Nothing is chosen by length. A
-        group that was stopped to be restarted has no candidates; its caller gets :class:`GroupAborted`, as all others.
+    def interrupt(self, error: DartsError, on_abort: OnAbort | None = None) -> None:
+        """End the group from outside, unless its caller has all of it already.
+
+        What its caller gets beside the error says its spec, or ``on_abort``. Nothing is chosen by length. A group that
+        was stopped to be restarted has no candidates; its caller gets the error alone.
         """
-        if not self.spec.returns_aborted or self._group.is_paused or not self._group.candidates:
-            self.fail(GroupAborted(reason))
+        if self.has_ended or self._group.all_delivered:
+            self.cancel()
             return
-        if self.has_ended:
-            return
-        rest = [c.index for c in self._group.candidates if c.alive and c.index not in self._deliveries]
+        self.interrupted = error
+        has_candidates = self._group.candidates and not self._group.is_paused
+        match (on_abort or self.spec.on_abort) if has_candidates else OnAbort.FAIL:
+            case OnAbort.FAIL:
+                self.fail(error)
+            case OnAbort.ANSWER:
+                self._answer_aborted(error)
+            case OnAbort.RETURN:
+                aborting = self.runner.aborting  # they go to the others who are just aborting them
+                self.runner.return_aborted(index for index in self._undelivered() if index not in aborting)
+                self.cancel(error, DiscardReason.ABORTED)
+                self._deliveries.fail(error)
+            case OnAbort.CARRY:
+                self.stop_to_carry(error)
+                self._deliveries.fail(error)
+
+    def _answer_aborted(self, error: DartsError) -> None:
+        """End the group, and deliver as many candidates as its caller waits for, those that were started first."""
+        rest = self._undelivered()
         size = self._group.size if self._group.is_open else len(rest)
         chosen = rest[: size - len(self._deliveries)]
         self.runner.return_aborted(chosen)
         self._selected = len(self._deliveries) + len(chosen)
-        self.cancel()
+        self.cancel(error)
         for index in chosen:
             self._deliveries.deliver(index)
 
+    def _undelivered(self) -> list[int]:
+        return [c.index for c in self._group.candidates if c.alive and c.index not in self._deliveries]
+
+    async def aborted_outputs(self) -> dict[int, OutputT]:
+        """Return what the candidates of a group have generated that was aborted, with those that it had delivered."""
+        delivered = (c.index for c in self._group.candidates if c.index in self._deliveries)
+        return {index: await self.runner.outputs.wait(index) for index in sorted({*self.runner.aborted, *delivered})}
+
     def fail(self, error: BaseException) -> None:
         """End the group from outside; its caller gets the error."""
-        self.cancel()
+        self.cancel(error if isinstance(error, Exception) else None)
         self._deliveries.fail(error)
 
     # --- observing the group ------------------------------------------------

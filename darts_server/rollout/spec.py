@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Generic
 
 import numpy as np
@@ -19,6 +20,19 @@ SURVIVAL_STREAM = (1,)
 """Keeps survival draws apart from tail draws, so that the tail is the same with and without pruning."""
 
 
+class OnAbort(Enum):
+    """What the caller of a group gets that is ended from outside, beside the error that says why."""
+
+    FAIL = auto()
+    """Nothing else."""
+    ANSWER = auto()
+    """In place of the error as many candidates as it waits for, as they are: vLLM's answer to an aborted request."""
+    RETURN = auto()
+    """All candidates that are not discarded, as they are. The caller must not take them for a group."""
+    CARRY = auto()
+    """What `GroupRun.carried` returns, for another run that goes on with it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)  # several fields are plain strings
 class GroupSpec(Generic[RequestT]):
     """Describe a group before anything of it is started.
@@ -32,9 +46,7 @@ class GroupSpec(Generic[RequestT]):
         early: deliver each trajectory as soon as it is known to belong to the group.
         pruning: how candidates are pruned; ``None`` to prune and to score none.
         keep_prefixes: keep what pruned candidates have generated, up to where they were pruned.
-        returns_aborted: if it is aborted, return what its candidates have generated so far; otherwise its caller gets
-            :class:`~darts_server.exceptions.GroupAborted`.
-        can_carry: keep what all candidates have generated, for `GroupRun.carry`.
+        on_abort: what its caller gets if it is aborted.
     """
 
     request: RequestT
@@ -45,8 +57,12 @@ class GroupSpec(Generic[RequestT]):
     early: bool = False
     pruning: Pruning | Roulette | None = None
     keep_prefixes: bool = False
-    returns_aborted: bool = False
-    can_carry: bool = False
+    on_abort: OnAbort = OnAbort.FAIL
+
+    @property
+    def can_carry(self) -> bool:
+        """Whether what all candidates have generated is kept, for `GroupRun.carry`."""
+        return self.on_abort is OnAbort.CARRY
 
     @classmethod
     def of_plan(
@@ -59,8 +75,7 @@ class GroupSpec(Generic[RequestT]):
         *,
         early: bool = False,
         keep_prefixes: bool = False,
-        returns_aborted: bool = False,
-        can_carry: bool = False,
+        on_abort: OnAbort = OnAbort.FAIL,
     ) -> "GroupSpec[RequestT]":
         """Describe a group as its plan wants it. A shadow's caller leaves before its last candidates have ended."""
         pruning = plan.shaping.pruning if plan.shaping.prunes else None
@@ -73,8 +88,7 @@ class GroupSpec(Generic[RequestT]):
             early=early or plan.shaping.shadow,
             pruning=pruning,
             keep_prefixes=keep_prefixes,
-            returns_aborted=returns_aborted,
-            can_carry=can_carry,
+            on_abort=on_abort,
         )
 
     def new_group(self) -> Group:

@@ -18,7 +18,7 @@ from darts_server.exceptions import DartsError
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Plan
-from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.rollout.turns.chat_history import ChatHistory, Message
 from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import RequestOptions
@@ -168,7 +168,7 @@ class ShapingLLM(ControlledLLM):
         # CUMULATIVE is what the token route of 0.26 requests without streaming: it reads the last output alone.
         streaming = request.params.output_kind is RequestOutputKind.DELTA
         spec = GroupSpec.of_plan(
-            plan, request, request.request_id, prompt_key, request.tail_seed, early=streaming, returns_aborted=True
+            plan, request, request.request_id, prompt_key, request.tail_seed, early=streaming, on_abort=OnAbort.ANSWER
         )
         with ticket, raise_vllm_errors():
             async with self.gate.enter():

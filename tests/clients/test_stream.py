@@ -391,3 +391,28 @@ def test_a_complete_group_has_no_running_candidate_and_no_later_event() -> None:
         append(assembly, 0, 1, 0, 1)
     with pytest.raises(ProtocolError, match="group 1 is complete, but roll-1-1:0 has not finished"):
         assembly.close(1)
+
+
+def test_a_group_that_was_aborted_has_an_error_and_what_its_candidates_had_generated() -> None:
+    error = {"message": "an update", "type": "InternalServerError", "param": None, "code": 503}
+    whole = {"trajectory_id": "g:0", "token_ids": [1, 2], "logprobs": [-0.5, -1.0], "text": "ab", "length": 2}
+    spans = {"weight_version_start": 3, "weight_version_end": 4, "version_spans": [[3, 1], [4, 1]], "cut": False}
+    aborted = [whole | spans | {"finish_reason": "stop"}, whole | spans | {"finish_reason": "abort"}]
+    batch = build_reader(prompts=["a", "b", "c"])
+    unfinished = done(2)[1]["unfinished"][0] | {"carry": "resume", "error": error}
+    first, second, end = read(
+        batch,
+        started(3),
+        ("group", group(0, trajectories=[], discarded=[], error=error, aborted=aborted)),
+        ("group", group(1, aborted=None)),
+        ("done", done()[1] | {"unfinished": [unfinished]}),
+    )
+    assert isinstance(first, GroupEvent)
+    assert isinstance(second, GroupEvent)
+    assert isinstance(end, Done)
+    assert (first.group.trajectories, str(first.group.error)) == ((), "HTTP 503: an update")
+    assert [(one.finish_reason, one.token_ids) for one in first.group.aborted] == [("stop", (1, 2)), ("abort", (1, 2))]
+    assert first.group.aborted[1].version_spans == ((3, 1), (4, 1))
+    assert second.group.aborted == ()
+    assert batch.failed == [first.group]
+    assert (end.unfinished[0].carry, end.unfinished[0].error) == ("resume", error)

@@ -257,6 +257,56 @@ async def test_an_error_event_of_a_server_that_is_well_ends_the_batch_and_is_not
         assert [len(server.bodies(PATH)) for server in servers] == [1, 1]
 
 
+def aborting(server: FakeServer, *, stops: bool) -> Handler:
+    """Abort the groups of a batch that was half generated. ``stops``: since the server does."""
+    aborted = [{"trajectory_id": "x", "length": 9, "token_ids": [1] * 9, "finish_reason": "abort"}]
+
+    async def events(count: int) -> AsyncIterator[bytes]:
+        yield encode("batch", {"policy": "off", "survivors": False, "sampling": {}})
+        if stops:
+            server.health, server.retry_after = 503, "30"
+        for number in range(count):
+            error = {"message": "it ended", "code": 503}
+            yield encode("group", {"number": number, "aborted": aborted, "trajectories": [], "error": error})
+        usage = {"generated": 9 * count, "returned": 0, "wasted": 9 * count, "seconds": 1.0}
+        yield encode("done", {"usage": usage, "unfinished": [], "carried": 0})
+
+    async def handle(request: Request) -> Response:
+        count = len(json.loads(await request.body())["prompts"])
+        return StreamingResponse(events(count), media_type="text/event-stream")
+
+    return handle
+
+
+@pytest.mark.parametrize("stream", [False, "groups"])
+async def test_groups_that_were_aborted_on_servers_that_are_well_are_returned(stream: object) -> None:
+    async with ingress_over(2) as (running, servers):
+        install(servers)
+        servers[1].on("POST", PATH, aborting(servers[1], stops=False))
+        answer = await running.post(PATH, request(4, stream=stream))
+        body = [data for name, data in parse(answer) if name == "group"] if stream else answer.json()["groups"]
+        assert sorted(group["number"] for group in body) == [0, 1, 2, 3]
+        assert [len(group["aborted"]) for group in body if group["error"]] == [1, 1]
+        for server in servers:
+            server.on("POST", PATH, aborting(server, stops=False))
+        answer = await running.post(PATH, request(4, stream=stream))
+        assert answer.status_code == 200, "there is something to return"
+        if not stream:
+            assert {group["error"]["message"] for group in answer.json()["groups"]} == {"it ended"}
+            assert answer.json()["usage"]["generated"] == 36
+
+
+@pytest.mark.parametrize("stream", [False, "groups"])
+async def test_groups_that_a_server_hands_back_as_it_stops_run_again_on_the_others(stream: object) -> None:
+    async with ingress_over(2) as (running, servers):
+        install(servers)
+        servers[1].on("POST", PATH, aborting(servers[1], stops=True))
+        answer = await running.post(PATH, request(4, stream=stream))
+        body = [data for name, data in parse(answer) if name == "group"] if stream else answer.json()["groups"]
+        assert sorted(texts(body)) == ["p0", "p1", "p2", "p3"]
+        assert [group["error"] for group in body] == [None] * 4
+
+
 async def test_a_stream_that_is_closed_closes_its_events() -> None:
     closed: list[bool] = []
 

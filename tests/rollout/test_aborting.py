@@ -14,7 +14,7 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.run import GroupRun, Trajectory
-from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import DiscardReason, FinishReason, Outcome
 from tests.rollout.batches.test_submission import Texts
@@ -50,7 +50,7 @@ class Aborting:
 
     def start(self, *carried: CarriedCandidate[list[int]]) -> asyncio.Task[list[Trajectory[list[int]]]]:
         plan = self.harness.plan(self.size, self.policy)
-        spec = GroupSpec.of_plan(plan, "g", "a/g", "g", (7,), can_carry=True)
+        spec = GroupSpec.of_plan(plan, "g", "a/g", "g", (7,), on_abort=OnAbort.CARRY)
         allocation = Allocation(plan.shaping.candidates(self.size))
         self.run = self.harness.rollouts.start(spec, plan, allocation, carried=carried)
         return asyncio.create_task(collect(self.run))
@@ -149,7 +149,8 @@ async def test_what_was_aborted_is_not_carried_over_again() -> None:
     await group.steps(3)
     await group.abort(1)
     await group.steps(2)
-    assert [candidate.tokens for candidate in await group.run.carry()] == [5, 5]
+    group.run.stop_to_carry()
+    assert [candidate.tokens for candidate in await group.run.carried()] == [5, 5]
     assert group.reasons == [DiscardReason.CARRIED, ABORTED, DiscardReason.CARRIED]
     waiting.cancel()
 
@@ -165,7 +166,8 @@ async def test_what_is_being_aborted_while_its_group_is_carried_over_belongs_to_
     await group.steps(steps)
     aborting = asyncio.create_task(group.abort(1))
     await asyncio.sleep(0)
-    carrying = asyncio.create_task(group.run.carry())
+    group.run.stop_to_carry()
+    carrying = asyncio.create_task(group.run.carried())
     await asyncio.sleep(0)
     if finishes:
         for candidate in group.harness.engine.running:

@@ -9,7 +9,7 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, GroupAborted
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.run import GroupRun, Trajectory
-from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.types import DiscardReason, FinishReason, Outcome
 from tests.rollout.helpers import Harness, collect, lengths
 from tests.rollout.joining.joining import POLICIES, JoiningHarness, SteppedLoop
@@ -25,7 +25,7 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 
 def start(harness: Harness, size: int, policy: str = "shortest", *, early: bool = False) -> GroupRun[str, list[int]]:
     plan = harness.plan(size, policy)
-    spec = GroupSpec.of_plan(plan, "p", "g", "p", (7,), early=early, returns_aborted=True)
+    spec = GroupSpec.of_plan(plan, "p", "g", "p", (7,), early=early, on_abort=OnAbort.ANSWER)
     return harness.rollouts.start(spec, plan, Allocation(plan.shaping.candidates(size)))
 
 

@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Self
 
-from .._errors import DartsError, ProtocolError
+from .._errors import DartsError, ProtocolError, error_from_object
 from .._models import Group
 from .._sync_rollouts import Rollouts
 from ._server import UPDATE_TIMEOUT, Server
@@ -172,6 +172,9 @@ class GroupRequests:
             for failed in batch.failed:
                 assert failed.error is not None
                 raise failed.error
+            for prompt in batch.unfinished:
+                if prompt.error is not None and len(groups) < wanted:  # it was aborted
+                    raise error_from_object(prompt.error)
         return sorted(groups, key=lambda group: group.number)
 
     def cancel(self) -> None:

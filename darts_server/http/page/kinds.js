@@ -17,7 +17,7 @@ const KINDS = {
   decided: "stopped, vote certain",
   restarted: "restarted",
   carried: "carried over",
-  aborted: "aborted by its caller",
+  aborted: "aborted; its caller got what it had generated",
   load: "given up, engine full",
   shadow: "observed only",
   failed: "failed",

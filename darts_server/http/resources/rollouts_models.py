@@ -21,6 +21,7 @@ from darts_server.http.resources.trajectories import (
     Counted,
     Cut,
     DiscardedOut,
+    GeneratedOut,
     NumShortest,
     Quality,
     SampledFrom,
@@ -30,13 +31,14 @@ from darts_server.http.resources.trajectories import (
     TrajectoryId,
     UsageOut,
     Weight,
+    generated_fields,
     sample_fields,
 )
 from darts_server.identifiers import Name
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone
-from darts_server.rollout.batches.results import GroupResult, Unfinished
-from darts_server.types import CandidateRecord
+from darts_server.rollout.batches.results import AbortedSample, GroupResult, Unfinished
+from darts_server.types import CandidateRecord, FinishReason
 
 MAX_PROMPTS = 100_000
 
@@ -152,6 +154,13 @@ class TrajectoryOut(SampleOut):
     checkpoints: Checkpoints
 
 
+class AbortedCandidateOut(GeneratedOut):
+    """What a candidate had generated when its group was aborted."""
+
+    finish_reason: FinishReason | Literal["abort"] = Field(description="`abort` unless it had finished.")
+    cut: Cut
+
+
 class GroupOut(BaseModel):
     """The group of one prompt, or its error."""
 
@@ -166,6 +175,11 @@ class GroupOut(BaseModel):
     deadline: int | None
     mixed_versions: bool
     mask: list[bool] = Field(description="For each started candidate, by index, whether it was returned.")
+    # Before the trajectories: an ingress finds their lengths in the text.
+    aborted: list[AbortedCandidateOut] | None = Field(
+        description="Of a group that was aborted, what its candidates had generated: they are no group, and none of "
+        "them was selected. Null if it was not aborted."
+    )
     trajectories: list[TrajectoryOut]
     discarded: list[DiscardedOut]
     partial: list[PartialOut] | None = Field(description='The pruned ones, with "partial"; else null.')
@@ -183,17 +197,18 @@ class GroupOut(BaseModel):
             prompt_key=result.prompt_key,
             metadata=None if result.metadata is None else json.loads(result.metadata),
             candidates=len(candidates),
-            counted=(len(result.samples) or None) if record is None else record.counted,
+            counted=_counted(result),
             num_shortest=None if record is None else record.num_shortest,
             sampled_from=None if record is None else record.sampled_from,
             deadline=None if record is None else record.deadline,
             mixed_versions=record is not None and record.mixed_versions,
             mask=[index in result.samples for index in sorted(candidates)],
+            aborted=None if result.aborted is None else [_aborted(result, i, candidates[i]) for i in result.aborted],
             trajectories=[_trajectory(result, i, order.index(i), candidates.get(i)) for i in sorted(result.samples)],
             discarded=[
                 DiscardedOut(trajectory_id=f"{result.group_id}:{c.index}", length=c.tokens, reason=c.reason)
                 for c in candidates.values()
-                if c.reason is not None
+                if c.reason is not None and c.index not in (result.aborted or ())
             ],
             partial=None if result.prefixes is None else [_partial(result, candidates[i]) for i in result.prefixes],
             seconds=None if record is None else record.ended_at - record.started_at,
@@ -208,18 +223,24 @@ def usage_of(done: BatchDone) -> UsageOut:
 
 
 class UnfinishedOut(BaseModel):
-    """A prompt whose group was stopped because enough others were decided."""
+    """A prompt whose group was not decided."""
 
     number: int
     prompt_key: str
     metadata: dict[str, Any] | None
     carry: Carry = Field(description="How it is kept for later batches.")
+    error: dict[str, Any] | None = Field(
+        description="Why its group was aborted; null if it was stopped because enough others were decided."
+    )
 
     @classmethod
     def of(cls, unfinished: Unfinished) -> Self:
-        metadata = None if unfinished.metadata is None else json.loads(unfinished.metadata)
         return cls(
-            number=unfinished.number, prompt_key=unfinished.prompt_key, metadata=metadata, carry=unfinished.carry
+            number=unfinished.number,
+            prompt_key=unfinished.prompt_key,
+            metadata=None if unfinished.metadata is None else json.loads(unfinished.metadata),
+            carry=unfinished.carry,
+            error=None if unfinished.error is None else error_object(unfinished.error),
         )
 
 
@@ -252,6 +273,27 @@ def _trajectory(result: GroupResult, index: int, rank: int, candidate: Candidate
         quality=None if candidate is None else candidate.quality,
         checkpoints=None if candidate is None or result.prefixes is None else _checkpoints(candidate),
         weight=1.0 if candidate is None else candidate.weight,  # only a shadow's group comes before its record
+    )
+
+
+def _counted(result: GroupResult) -> int | None:
+    if result.record is None or result.error is not None:
+        return len(result.samples) or None
+    return result.record.counted
+
+
+def _aborted(result: GroupResult, index: int, candidate: CandidateRecord) -> AbortedCandidateOut:
+    aborted: AbortedSample = (result.aborted or {})[index]
+    spans = aborted.version_spans
+    return AbortedCandidateOut(
+        **generated_fields(f"{result.group_id}:{index}", aborted.sample, candidate)
+        | {
+            "weight_version_start": spans[0][0] if spans else None,
+            "weight_version_end": spans[-1][0] if spans else None,
+            "version_spans": list(spans),
+        },
+        finish_reason=aborted.sample.finish_reason or "abort",
+        cut=candidate.cut,
     )
 
 

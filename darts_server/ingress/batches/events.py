@@ -37,6 +37,16 @@ class Event:
         """Whether a group ended with an error, which is its last field."""
         return not self.data.endswith(b'"error":null}')
 
+    @property
+    def was_aborted(self) -> bool:
+        """Whether a group ended with what its candidates had generated until then, beside its error."""
+        return self.failed and self.json().get("aborted") is not None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a group that failed has anything that was generated."""
+        return any(candidate["length"] for candidate in self.json().get("aborted") or ())
+
     def lengths(self) -> tuple[list[int], list[int]]:
         """Return the lengths of a group's trajectories, and of what was discarded.
 

@@ -70,7 +70,7 @@ async def _answer(divided: DividedBatch) -> Response:
         async for event in events:
             if event.name == GROUP:
                 groups[event.number] = event
-    if not divided.complete:  # no group to return
+    if not divided.complete and not any(group.has_tokens for group in groups.values()):  # nothing to return
         error = groups[min(groups)].json()["error"]
         return JSONResponse({"error": error}, error["code"])
     head = _head(divided)

@@ -216,6 +216,8 @@ class DividedBatch:
                 elif event.name == "error":
                     await self._fail(member, numbers, event)
                 else:
+                    if event.name == GROUP and event.was_aborted:
+                        await self._check_serves(member)
                     event = event.renumbered(numbers[event.number])
                     if event.name == GROUP:
                         seen += sum(map(sum, event.lengths()))
@@ -258,6 +260,15 @@ class DividedBatch:
             raise Disconnected(f"{member.name}: {error['message']}")
         headers = [(b"content-type", b"application/json")]
         raise PartRefused(WholeAnswer(error["code"], headers, _renumbered(event.data, numbers)))
+
+    async def _check_serves(self, member: Member) -> None:
+        """
+        Raises:
+            Disconnected: the replica is stopping. Its prompts run again on others, which return whole groups.
+        """
+        await self.fleet.check(member)
+        if not member.serves:
+            raise Disconnected(f"{member.name} is stopping")
 
     async def _refuse(self, member: Member, numbers: Sequence[int], answer: Answer) -> None:
         body = b"".join([chunk async for chunk in answer.chunks()])

@@ -288,6 +288,7 @@ def kept_bytes(batch: BatchRun) -> int:
 def _group_bytes(result: GroupResult, copies: int) -> int:
     candidates = 0 if result.record is None else len(result.record.candidates)
     samples = sum(_sample_bytes(sample, copies) for sample in result.samples.values())
+    samples += sum(_sample_bytes(aborted.sample, 1) for aborted in (result.aborted or {}).values())
     prefixes = sum(
         sys.getsizeof(prefix.token_ids) + sys.getsizeof(prefix.logprobs) for prefix in (result.prefixes or {}).values()
     )

@@ -7,7 +7,18 @@ from typing import Any, Protocol
 from darts_server.engine.port import TokenSlice
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.run import GroupRun
-from darts_server.types import GroupRecord, Sample
+from darts_server.types import GroupRecord, Sample, VersionSpans
+
+
+@dataclass(frozen=True, slots=True)
+class AbortedSample:
+    """What a candidate had generated when its group was aborted; all of it, if it has a finish reason.
+
+    ``version_spans``: of its tokens.
+    """
+
+    sample: Sample
+    version_spans: VersionSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +27,8 @@ class GroupResult:
 
     ``samples``: returned trajectories by candidate index; empty with an ``error``, which ends this group alone.
     ``prefixes``: tokens of pruned candidates by index, up to where they were pruned; ``None`` if not requested.
+    ``aborted``: of a group that was aborted, all candidates by index that were not discarded. They are no group: some
+    are not whole, and none was selected. ``None`` if it was not aborted.
     """
 
     number: int
@@ -26,16 +39,27 @@ class GroupResult:
     error: Exception | None = None
     metadata: bytes | None = None
     prefixes: Mapping[int, TokenSlice] | None = None
+    aborted: Mapping[int, AbortedSample] | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its caller gets anything that was generated."""
+        return bool(self.samples) or any(aborted.sample.token_ids for aborted in (self.aborted or {}).values())
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A prompt whose group was stopped because enough others were decided. ``carry``: how it is kept."""
+    """A prompt whose group was not decided.
+
+    ``carry``: how it is kept. ``error``: why it was aborted; ``None`` if it was stopped because enough others were
+    decided.
+    """
 
     number: int
     prompt_key: str
     metadata: bytes | None
     carry: Carry = Carry.DROP
+    error: Exception | None = None
 
 
 class BatchObserver(Protocol):

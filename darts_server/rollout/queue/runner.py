@@ -22,9 +22,10 @@ from darts_server.exceptions import (
     StateDamaged,
     StateError,
 )
+from darts_server.rollout.batches.preparation import FIELD
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
 from darts_server.rollout.batches.results import GroupResult
-from darts_server.rollout.batches.submission import FIELD, Submission
+from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.queue.entries import PROMPT, Entry, Job
 from darts_server.rollout.queue.ledger import Ledger
 from darts_server.rollout.queue.prompts import decode_prompt

@@ -6,8 +6,8 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest, Overloaded
+from darts_server.rollout.batches.preparation import FIELD
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner, check_terms
-from darts_server.rollout.batches.submission import FIELD
 from darts_server.rollout.queue.entries import Entry
 from darts_server.rollout.queue.ledger import Ledger
 from darts_server.rollout.queue.runner import QueueRunner, by_terms

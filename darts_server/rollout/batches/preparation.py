@@ -1,0 +1,181 @@
+"""Check the prompts of a batch, and allocate candidates to them: what happens before any of it starts."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic
+
+from darts_server.engine.port import OutputT, PromptRenderer, RequestT
+from darts_server.exceptions import DartsError, InvalidRequest
+from darts_server.rollout.allocation.allocator import CohortChoice
+from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.batches.carried import (
+    CarriedGroup,
+    CarriedPrompt,
+    CarriedPrompts,
+    Carry,
+    CarryLimits,
+    Identity,
+    match,
+)
+from darts_server.rollout.batches.request import BatchRequest, NewPlanner, check_numbers, check_resumable, check_terms
+from darts_server.rollout.plan import Plan
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.serving.admission import Ticket, caller
+from darts_server.types import PromptSpec
+
+FIELD = "prompts"
+"""Named where a batch has more candidates than are admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGroup(Generic[RequestT]):
+    """A checked prompt with its allocation.
+
+    ``carried``: what was kept of it since an earlier batch. ``resumed``: what its candidates go on from.
+    """
+
+    number: int
+    prompt: PromptSpec
+    request: RequestT
+    identity: Identity
+    carried: CarriedPrompt | None
+    allocation: Allocation
+    resumed: CarriedGroup[Any] | None
+
+    @property
+    def prompt_key(self) -> str:
+        return self.identity[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch(Generic[RequestT]):
+    """A batch that was checked and allocated. ``sampling``: in force. ``ticket``: holds its candidates."""
+
+    batch_id: str
+    plan: Plan
+    sampling: Mapping[str, object]
+    groups: Sequence[PreparedGroup[RequestT]]
+    ticket: Ticket
+
+    @property
+    def terms(self) -> object:
+        """What must be the same for a group to go on in another batch."""
+        return terms_of(self.plan, self.sampling)
+
+
+async def prepare_batch(
+    batch: BatchRequest,
+    rollouts: Rollouts[RequestT, OutputT],
+    renderer: PromptRenderer[RequestT, OutputT],
+    new_planner: NewPlanner,
+    kept: CarriedPrompts,
+) -> PreparedBatch[RequestT]:
+    """Check and allocate a batch. Prompts that were carried over are taken from ``kept``.
+
+    Raises:
+        InvalidRequest: names the field; for a prompt, its number too.
+        Overloaded, QuotaReached
+    """
+    batch_id = f"batch-{uuid.uuid4().hex}"
+    plan, sampling = check_terms(batch, rollouts, renderer, new_planner)
+    usual = len(batch.prompts) * rollouts.usual_candidates(plan)
+    ticket = rollouts.admission.admit(batch.budget or usual, FIELD)
+    taken: list[CarriedPrompt] = []
+    try:
+        prompts = list(batch.prompts)
+        requests = [
+            await _request(renderer, batch, f"prompts[{number}]", prompt, f"{batch_id}-{number}")
+            for number, prompt in enumerate(prompts)
+        ]
+        identities = [_identity(renderer, *parts) for parts in zip(prompts, requests, strict=True)]
+        if batch.takes_carried:
+            taken = kept.take(caller.get().name, identities, others=batch.carried)
+        carried = list(match(identities, taken))
+        for other in _without(taken, carried):
+            name = f"{batch_id}-{len(requests)}"
+            requests.append(await _request(renderer, batch, f"carried[{len(requests)}]", other.prompt, name))
+            prompts.append(other.prompt)
+            identities.append(other.identity)
+            carried.append(other)
+        check_numbers(batch, plan, len(prompts))
+        if batch.carry is Carry.RESUME:
+            check_resumable(rollouts, plan, requests)
+        terms, keys = terms_of(plan, sampling), [key for key, _ in identities]
+        resumed = [_resumed(batch, terms, each, kept.limits, rollouts.weight_version) for each in carried]
+        chosen = await rollouts.allocator.choose(plan, keys, batch.num_groups)
+        allocations = _allocate(rollouts, ticket, plan, keys, batch.budget, resumed, chosen)
+    except BaseException:
+        ticket.release()
+        kept.put(caller.get().name, (), taken)
+        raise
+    parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
+    groups = [PreparedGroup(number, *each) for number, each in enumerate(parts)]
+    return PreparedBatch(batch_id, plan, sampling, groups, ticket)
+
+
+def _allocate(
+    rollouts: Rollouts[RequestT, OutputT],
+    ticket: Ticket,
+    plan: Plan,
+    keys: Sequence[str],
+    budget: int | None,
+    resumed: Sequence[CarriedGroup[OutputT] | None],
+    chosen: CohortChoice | None,
+) -> list[Allocation]:
+    """Allocate candidates to all groups of a batch, and hold them. Those that go on keep theirs.
+
+    Raises:
+        Overloaded, QuotaReached, InvalidRequest: there are more than usual, and these are not admitted.
+    """
+    usual, room = ticket.candidates, ticket.room
+    ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
+    cohort = rollouts.allocator.allocate_cohort(plan, keys, budget, chosen, room)
+    allocations = [
+        fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
+        for fresh, group in zip(cohort, resumed, strict=True)
+    ]
+    ticket.resize(usual)  # in the same turn of the loop, so there is still room
+    try:
+        ticket.resize(sum(allocation.candidates for allocation in allocations), FIELD)
+    except DartsError:
+        for allocation in allocations:
+            allocation.drop()
+        raise
+    return allocations
+
+
+def terms_of(plan: Plan, sampling: Mapping[str, object]) -> object:
+    """What must be the same for a group to go on in another batch."""
+    return plan.policy, plan.shaping, plan.size, dict(sampling)
+
+
+def _resumed(
+    batch: BatchRequest, terms: object, carried: CarriedPrompt | None, limits: CarryLimits, version: int
+) -> CarriedGroup[Any] | None:
+    """Return what a prompt's candidates go on from; ``None`` if it starts again."""
+    group = None if carried is None or batch.carry is not Carry.RESUME else carried.group
+    usable = group is not None and group.terms == terms and group.staleness(version) <= limits.staleness
+    return group if usable else None
+
+
+async def _request(
+    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, field: str, prompt: PromptSpec, request_id: str
+) -> RequestT:
+    """``field``: names the prompt in errors."""
+    try:
+        return await renderer.make_request(prompt, batch.sampling, batch.group_size, request_id)
+    except InvalidRequest as error:
+        if error.field.startswith("sampling"):
+            raise
+        raise InvalidRequest(f"{field}.{error.field}", error.message) from error
+
+
+def _identity(renderer: PromptRenderer[RequestT, OutputT], prompt: PromptSpec, request: RequestT) -> Identity:
+    content = renderer.prompt_key(request)
+    return prompt.key or content, content
+
+
+def _without(prompts: Sequence[CarriedPrompt], others: Sequence[CarriedPrompt | None]) -> list[CarriedPrompt]:
+    known = {id(other) for other in others}
+    return [prompt for prompt in prompts if id(prompt) not in known]
