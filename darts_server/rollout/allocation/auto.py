@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,13 +9,12 @@ import numpy as np
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from darts_server.exceptions import StateError
 from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, choose_by_size, learn, learn_training
 from darts_server.policy.auto.forecast import MAX_SAMPLES, Expectation
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.simulation.machine import Machine, StepTime
-from darts_server.rollout.learned.documents import Parse, StoredValues
+from darts_server.rollout.learned.documents import Parse, Restores, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.types import CohortRecord
 
@@ -59,8 +57,7 @@ class AutoCohorts:
         self._one_at_a_time = CapacityLimiter(1)  # several threads would take the interpreter from the event loop
         self._activities: defaultdict[int, _Activity] = defaultdict(_Activity)
         self._most_samples: dict[int, int] = {}
-        self._generation = 0
-        self._forget_replaced()
+        self._restores = Restores(statistics.documents)
 
     def state(self, size: int) -> AutoState:
         """What was learned about groups of ``size``."""
@@ -154,13 +151,10 @@ class AutoCohorts:
 
     def _forget_replaced(self) -> int:
         """Forget what is in memory alone if learned state was restored; return how often it was."""
-        with suppress(StateError):  # what cannot be read cannot have been replaced either
-            generation = self._statistics.documents.generation()
-            if generation != self._generation:
-                self._generation = generation
-                for activity in self._activities.values():
-                    activity.returned, activity.idle_since = 0.0, None
-        return self._generation
+        if self._restores.noticed():
+            for activity in self._activities.values():
+                activity.returned, activity.idle_since = 0.0, None
+        return self._restores.count
 
     def _save(self, size: int, state: AutoState) -> None:
         self._states.save(str(size), asdict(state))

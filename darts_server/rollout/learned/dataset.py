@@ -9,7 +9,7 @@ from darts_server.policy.lengths.profile import LengthProfile, ProfileState
 from darts_server.policy.lengths.ratios import ratios_to_mean
 from darts_server.policy.lengths.stats import DatasetStats, PromptStats
 from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
+from darts_server.rollout.learned.documents import DocumentStore, Parse, Restores, StoredValues
 from darts_server.rollout.learned.prompts import observations
 from darts_server.types import GroupRecord, Outcome
 
@@ -51,6 +51,7 @@ class Dataset:
         self._ratios: list[tuple[float, bool]] = []
         self._groups: list[tuple[int, LengthEstimate]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
+        self._restores = Restores(documents)
 
     @property
     def stats(self) -> DatasetStats:
@@ -69,6 +70,7 @@ class Dataset:
         observed = observations(record)
         if record.outcome is not Outcome.COMPLETED or not observed:
             return
+        self._forget_replaced()
         version = max((c.weight_version_end or 0 for c in record.selected), default=0)
         self._groups.append((version, estimate_lengths(observed)))
         self._ratios += ratios_to_mean(observed, earlier)
@@ -81,7 +83,15 @@ class Dataset:
     def _load_stats(self) -> DatasetStats:
         return self._stats.load(KEY) or DatasetStats()
 
+    def _forget_replaced(self) -> None:
+        """Forget groups that ended before learned state was restored."""
+        if self._restores.noticed():
+            self._ratios, self._groups = [], []
+
     def _write(self) -> None:
+        self._forget_replaced()
+        if not self._groups:
+            return
         ratios, groups = self._ratios, self._groups
         self._ratios, self._groups = [], []
         profile = LengthProfile(self._profiles.load(KEY))

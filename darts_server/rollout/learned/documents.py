@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from darts_server.exceptions import StateError
@@ -45,6 +46,25 @@ def parse_document(document: Document, parse: Callable[[Document], T]) -> T:
 def parse_value(parse: Parse) -> Callable[[Document], Any]:
     """Return a function that parses the documents of `StoredValues`."""
     return lambda document: parse(json.loads(str(document["value"])))
+
+
+class Restores:
+    """Notice when all documents were replaced by a saved state, so that nothing learned before overwrites it.
+
+    ``count``: how often they were, as far as noticed.
+    """
+
+    def __init__(self, documents: DocumentStore) -> None:
+        self._documents = documents
+        self.count = 0
+        self.noticed()
+
+    def noticed(self) -> bool:
+        """Return whether documents were replaced since the last call. It may read the disk, so not for each step."""
+        before = self.count
+        with suppress(StateError):  # what cannot be read cannot have been replaced either
+            self.count = self._documents.generation()
+        return self.count != before
 
 
 class UnusableLog:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.latency.model import LatencyModel, LatencyState
 from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
+from darts_server.rollout.learned.documents import DocumentStore, Parse, Restores, StoredValues
 
 KIND, KEY = "latency", "engine"
 WRITE_DELAY_SECONDS = 2.0
@@ -27,16 +27,19 @@ class Latency:
         self.kv_tokens = kv_tokens
         self._states = StoredValues(documents, KIND, PARSERS[KIND])
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
+        self._restores = Restores(documents)
         self._model = LatencyModel(self._states.load(KEY))
 
     @property
     def curve(self) -> LatencyCurve | None:
         """Seconds of a decode step by batch size; ``None`` until enough steps were observed."""
+        self._load_restored()
         return self._model.curve
 
     def step_seconds(self, batch: int) -> float | None:
         """Seconds of a decode step of ``batch`` sequences; ``None`` until enough steps were observed."""
-        return None if self.curve is None else self.curve.step_seconds(batch)
+        curve = self.curve
+        return None if curve is None else curve.step_seconds(batch)
 
     def observe(self, batch: int, seconds: float) -> None:
         """Learn that a decode step of ``batch`` sequences took ``seconds``."""
@@ -47,5 +50,16 @@ class Latency:
         """Write everything that is pending to ``documents``."""
         self._write_later.run_pending()
 
+    def _load_restored(self) -> bool:
+        """Go on from restored state, if there is any; return whether.
+
+        Steps after the restore are forgotten too if this comes later, which it does within `WRITE_DELAY_SECONDS`.
+        """
+        if not self._restores.noticed():
+            return False
+        self._model = LatencyModel(self._states.load(KEY))
+        return True
+
     def _write(self) -> None:
-        self._states.save(KEY, asdict(self._model.state))
+        if not self._load_restored():
+            self._states.save(KEY, asdict(self._model.state))

@@ -1,0 +1,65 @@
+"""The engine's step times are learned, kept, and replaced by a restored state."""
+
+import pytest
+
+from darts_server.exceptions import StateError
+from darts_server.rollout.learned.latency import Latency
+from tests.rollout.helpers import Documents
+
+pytestmark = pytest.mark.anyio
+
+
+def taught(latency: Latency, step: float) -> Latency:
+    """Steps that all take equally long."""
+    for batch in (4, 16, 64):
+        for _ in range(64):
+            latency.observe(batch, step)
+    return latency
+
+
+async def test_step_times_are_known_after_a_restart() -> None:
+    documents = Documents()
+    taught(Latency(documents), 0.01).flush()
+    latency = Latency(documents)
+    assert latency.step_seconds(16) == pytest.approx(0.01)
+
+
+async def test_nothing_is_known_at_first() -> None:
+    latency = Latency(Documents())
+    assert (latency.curve, latency.step_seconds(8)) == (None, None)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_restored_state_replaces_what_was_learned_and_is_not_overwritten(*, reads: bool) -> None:
+    documents = Documents()
+    taught(Latency(documents), 0.01).flush()
+    saved = dict(documents.kept)
+    latency = taught(Latency(documents), 5.0)
+    assert latency.step_seconds(16) == pytest.approx(5.0)
+    documents.restore(saved)
+    if reads:
+        assert latency.step_seconds(16) == pytest.approx(0.01)
+    latency.flush()  # steps from before the restore were still to be written
+    assert documents.kept == saved
+    latency.observe(16, 0.01)
+    latency.flush()
+    assert documents.kept != saved
+    assert latency.step_seconds(16) == pytest.approx(0.01)
+
+
+async def test_a_restored_state_without_step_times_leaves_none() -> None:
+    documents = Documents()
+    latency = taught(Latency(documents), 0.01)
+    documents.restore({})
+    assert latency.curve is None
+    latency.flush()
+    assert Latency(documents).curve is None
+
+
+async def test_a_store_that_cannot_be_read_changes_nothing() -> None:
+    class Broken(Documents):
+        def generation(self) -> int:
+            raise StateError("no disk")
+
+    latency = taught(Latency(Broken()), 0.01)
+    assert latency.step_seconds(16) == pytest.approx(0.01)
