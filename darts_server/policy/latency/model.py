@@ -2,12 +2,12 @@
 
 PTL(b), the paper's per-token latency, is a property of model, engine and machine: flat and then linear on a GPU, nearly
 linear from the start on a CPU, bent where a larger batch activates more experts, in stairs where batches are padded. So
-no formula is fitted. `LatencyModel` keeps recent steps by batch size, takes a typical one for each, and makes these
+no formula is fitted. `LatencyModel` keeps recent steps by batch size, takes the mean of the usual ones, and makes these
 monotone (isotonic regression of logarithms, so that errors are relative). `LatencyCurve` interpolates between them.
 
 With 5 % noise, a fifth of the steps delayed up to a hundredfold and all batch sizes seen, it is off by 1 % on average
-and 7 % at worst (means over nine kinds of engine; only stairs as wide as an octave do worse than 7 %). A line with one
-bend, fitted to the same points, is off by 5 % and 17 %, since some engines' curves bend the other way.
+and 5 to 8 % at worst (three kinds of engine, which the tests have). A line with one bend, fitted to such points of nine
+kinds of engine, was off by 5 % and 17 %, since some engines' curves bend the other way.
 """
 
 import math
@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import linear_regression, median
+from statistics import fmean, linear_regression, median
 
 from darts_server.policy.checks import LARGEST, check_count, check_length, check_number
 from darts_server.policy.isotonic import fit_isotonic
@@ -25,9 +25,11 @@ BINS_PER_OCTAVE = 4
 """Batch sizes within a fifth of each other share a bin. A bend between two bins is cut off by 4 % at most."""
 STEPS_PER_BIN = 64
 """Enough to average the noise; and when the engine becomes faster or slower, 40 new steps outvote the old ones."""
-TYPICAL = 0.4
-"""The typical step is this quantile. Other work in a step only ever makes it longer: if one step in five is hit, this
-is the median of the others, and if none is, it is low by a quarter of the noise's std."""
+TYPICAL, USUAL = 0.4, 1.75
+"""Steps that differ from this quantile by more than the factor `USUAL` are left out: those that wait for other work,
+such as a pause or a part of a long prefill, and those of an engine that has become slower or faster. If one step in
+five is delayed, the quantile is the median of the others. The mean of what is left counts: a rollout lasts as long as
+its steps do together, and what often delays them a little is part of it."""
 MIN_STEPS = 12
 """Steps that a bin needs to count: if one in five is hit, so many have a hit typical step one time in two thousand."""
 SPREAD = 2.0
@@ -159,12 +161,14 @@ class _Bin:
     last_step: int
 
     def typical(self) -> float:
-        """Return the seconds of a typical step with the bin's median batch.
+        """Return the mean seconds of a usual step with the bin's median batch.
 
         Within a bin, a step is taken to last as long as the root of its batch: half-way between flat and proportional.
         """
         ordered = sorted(s / math.sqrt(b) for s, b in zip(self.seconds, self.batches, strict=True))
-        return ordered[round(TYPICAL * (len(ordered) - 1))] * math.sqrt(median(self.batches))
+        typical = ordered[round(TYPICAL * (len(ordered) - 1))]
+        usual = ordered[bisect_left(ordered, typical / USUAL) : bisect_right(ordered, typical * USUAL)]
+        return fmean(usual) * math.sqrt(median(self.batches))
 
     def weight(self, now: int) -> float:
         return max(len(self.seconds) * math.exp2((self.last_step - now) / HALF_LIFE), MIN_WEIGHT)
