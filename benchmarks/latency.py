@@ -2,9 +2,9 @@
 
     python -m benchmarks.latency
 
-One engine in this process. Some batches of unshaped requests teach it the curve, as in the server. Then the curve is
-frozen, and the time of other batches, of other sizes, is predicted from it and their lengths (the paper's cost model),
-and measured.
+One engine in this process. Some batches of unshaped requests teach it the curve, and what a trajectory costs when it
+starts, as in the server. Then both are frozen, and the time of other batches, of other sizes, is predicted from them
+and their lengths (the paper's cost model, and that cost for each trajectory), and measured.
 """
 
 import argparse
@@ -50,24 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.disable(logging.INFO)
-    curve, rows = asyncio.run(measure(options.rounds))
-    print(report(curve, rows))
+    print(report(*asyncio.run(measure(options.rounds))))
     return 0
 
 
-async def measure(rounds: int) -> tuple[LatencyCurve, list[Row]]:
+async def measure(rounds: int) -> tuple[LatencyCurve, float, list[Row]]:
     rng = Random(2)
     async with shaping_engine({}) as engine:
         for number in range(rounds * len(TRAINING)):
             await run_batch(engine, f"training-{number}", TRAINING[number % len(TRAINING)], rng)
-        curve = engine.statistics.latency.curve
+        curve, start = engine.statistics.latency.curve, engine.statistics.latency.start_seconds
         assert curve is not None, "too few steps to learn from"
+        assert start is not None, "too few steps in which trajectories start"
         rows = []
         for number in range(rounds * len(HELD_OUT)):
             seconds, lengths = await run_batch(engine, f"held-out-{number}", HELD_OUT[number % len(HELD_OUT)], rng)
-            predicted = curve.rollout_seconds(lengths, engine.statistics.latency.capacity)
+            decoding = curve.rollout_seconds(lengths, engine.statistics.latency.capacity)
+            predicted = decoding + start * len(lengths)
             rows.append(Row(len(lengths), sum(lengths), predicted, seconds))
-    return curve, rows
+    return curve, start, rows
 
 
 async def run_batch(engine: TinyEngine, name: str, prompts: int, rng: Random) -> tuple[float, list[int]]:
@@ -80,9 +81,10 @@ async def run_batch(engine: TinyEngine, name: str, prompts: int, rng: Random) ->
     return time.perf_counter() - start, [len(c.token_ids) for output in outputs for c in output.outputs]
 
 
-def report(curve: LatencyCurve, rows: Sequence[Row]) -> str:
+def report(curve: LatencyCurve, start: float, rows: Sequence[Row]) -> str:
     lines = ["| running sequences | step, ms |", "|---|---|"]
     lines += [f"| {batch} | {1000 * curve.step_seconds(batch):.2f} |" for batch in (1, 8, 32, 128, 384)]
+    lines += ["", f"A trajectory that starts: {1000 * start:.2f} ms."]
     lines += ["", "| sequences | tokens | predicted, s | measured, s | error |", "|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda r: (r.sequences, r.tokens)):
         lines.append(

@@ -3,7 +3,8 @@
     python -m benchmarks.prediction
 
 The tiny task on a server of its own. Some batches under `off` teach it: its state has the time of a decode step by
-running sequences, the mean length of each prompt and the distribution of lengths around it. The state is saved, and
+running sequences, what a candidate costs when it starts, the mean length of each prompt and the distribution of lengths
+around it. The state is saved, and
 from it alone the model of a rollout, by which `auto` chooses, predicts the mean time of a batch under each policy. Then
 batches under all policies take turns, each of them from the same state.
 
@@ -54,17 +55,24 @@ POLICIES = ("off", "uniform", "darts", "darts_deadline", "darts_cut", "cap")
 LEARNING = 4
 """Batches of each size under `off`, of which the first one only warms up."""
 RATIOS, SAMPLES = 4096, 24
+STEP_SIZES = (1, 32, MAX_NUM_SEQS)
+"""Of which it says what a step takes."""
 MEDIAN, LARGEST = 0.10, 0.25
 """Wanted errors."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What a server knows. ``prompts``: by key; ``ratios``: equally likely ratios of a length to its prompt's mean."""
+    """What a server knows.
+
+    ``prompts``: by key; ``ratios``: equally likely ratios of a length to its prompt's mean; ``start_seconds``: what a
+    candidate costs when it starts.
+    """
 
     prompts: Mapping[str, PromptStats]
     ratios: np.ndarray
     curve: LatencyCurve
+    start_seconds: float
 
     @classmethod
     def of_state(cls, data: bytes) -> "Learned":
@@ -75,18 +83,20 @@ class Learned:
         """
         rows = {(kind, key): json.loads(text) for kind, key, text in unpack(data, LIMIT_BYTES)}
         values = {name: json.loads(row["value"]) for name, row in rows.items() if "value" in row}
-        ratios, curve = None, None
+        ratios, curve, start = None, None, 0.0
         if (profile := values.get(("profile", "all"))) is not None:
             ratios = LengthProfile(ProfileState(**profile)).quantiles(RATIOS)
         if (latency := values.get(("latency", "engine"))) is not None:
-            curve = LatencyModel(LatencyState(**latency)).curve
+            model = LatencyModel(LatencyState(**latency))
+            curve, start = model.curve, model.start_seconds or 0.0
         if ratios is None or curve is None:
             raise ValueError("the state lacks lengths or step times: the server needs more batches to learn from")
-        return cls({key: PromptStats(**row) for (kind, key), row in rows.items() if kind == "prompt"}, ratios, curve)
+        prompts = {key: PromptStats(**row) for (kind, key), row in rows.items() if kind == "prompt"}
+        return cls(prompts, ratios, curve, start)
 
     @property
     def machine(self) -> Machine:
-        return Machine(StepTime(self.curve), max_num_seqs=MAX_NUM_SEQS)
+        return Machine(StepTime(self.curve, per_start=self.start_seconds), max_num_seqs=MAX_NUM_SEQS)
 
     def seconds(self, shaping: Shaping | None, keys: Sequence[str], rng: np.random.Generator) -> float:
         """Predict the mean seconds of a rollout of prompts with these keys."""
@@ -100,11 +110,14 @@ class Learned:
         return fmean(predict(batch, plan, self.machine).seconds for batch in batches)
 
     def replayed(self, groups: Sequence[Group]) -> float:
-        """Return the seconds that the tokens of these groups take, those of stopped candidates too."""
-        return self.curve.rollout_seconds(
-            [tokens for group in groups for tokens in (*group.lengths, *(d.length for d in group.discarded))],
-            MAX_NUM_SEQS,
-        )
+        """Return the seconds that these groups take by their tokens, those of stopped candidates too."""
+        tokens = [n for group in groups for n in (*group.lengths, *(d.length for d in group.discarded))]
+        return self.curve.rollout_seconds(tokens, MAX_NUM_SEQS) + self.start_seconds * len(tokens)
+
+    def __str__(self) -> str:
+        """Say what steps and starts take."""
+        steps = ", ".join(f"{1000 * self.curve.step_seconds(batch):.2f} ms of {batch}" for batch in STEP_SIZES)
+        return f"Learned: steps of {steps}; a candidate that starts {1000 * self.start_seconds:.2f} ms."
 
 
 @dataclass(frozen=True)
@@ -126,13 +139,17 @@ class Row:
     def replay_error(self) -> float:
         return fmean(self.replayed) / fmean(self.measured) - 1
 
+    def decoding_error(self, start_seconds: float) -> float:
+        """Return the same without what starts take."""
+        return (fmean(self.replayed) - start_seconds * self.candidates) / fmean(self.measured) - 1
+
     def corrected(self, factor: float) -> float:
         """Return the error of the prediction times a factor."""
         return factor * (1 + self.error) - 1
 
     @property
     def unexplained(self) -> float:
-        """Seconds beyond the decode steps, for each candidate."""
+        """Seconds beyond what the model computes of the tokens, for each candidate."""
         return (fmean(self.measured) - fmean(self.replayed)) / self.candidates
 
 
@@ -161,8 +178,8 @@ def run_batch(client: Client, policy: str, texts: Sequence[str]) -> tuple[float,
     return time.perf_counter() - start, sorted(groups, key=lambda group: group.number)
 
 
-def measure(client: Client, sizes: Sequence[int], rounds: int, state: Path) -> tuple[list[Row], float]:
-    """Let the server learn, predict and measure; return the rows and the correction by `off`."""
+def measure(client: Client, sizes: Sequence[int], rounds: int, state: Path) -> tuple[Learned, list[Row], float]:
+    """Let the server learn, predict and measure; return what it learned, the rows and the correction by `off`."""
     rng = Random(3)
     texts = list(dict.fromkeys(sample_problem(rng).prompt for _ in range(4 * max(sizes))))[: max(sizes)]
     keys: dict[str, str] = {}
@@ -193,10 +210,10 @@ def measure(client: Client, sizes: Sequence[int], rounds: int, state: Path) -> t
         Row(*each, fmean(tally.candidates), predicted[each], tally.seconds, tally.replayed)
         for each, tally in tallies.items()
     ]
-    return rows, median(seconds / predicted["off", prompts] for prompts, seconds in learning)
+    return learned, rows, median(seconds / predicted["off", prompts] for prompts, seconds in learning)
 
 
-def report(rows: Sequence[Row], factor: float) -> str:
+def report(learned: Learned, rows: Sequence[Row], factor: float) -> str:
     """Format the table, and the errors last."""
     head = ["prompts", "policy", "candidates", "measured, s", "predicted", "error", "of what was generated", "error"]
     head += ["ms a candidate beyond that", "predicted, corrected"]
@@ -219,7 +236,9 @@ def report(rows: Sequence[Row], factor: float) -> str:
         [
             markdown(head, cells),
             "",
+            str(learned),
             f"Of what was generated: {errors([row.replay_error for row in rows])}.",
+            f"The same by decode steps alone: {errors([row.decoding_error(learned.start_seconds) for row in rows])}.",
             f"Predicted, times {factor:.3f}, by which off took longer before: "
             f"{errors([row.corrected(factor) for row in rows])}.",
             f"Predicted: {errors([row.error for row in rows])}. Wanted: {MEDIAN:.0%}, {LARGEST:.0%}.",
@@ -247,8 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             serving(DARTS, out / "server.log", "--max-num-seqs", str(MAX_NUM_SEQS)) as server,
             Client(server.url, timeout=300) as client,
         ):
-            rows, factor = measure(client, options.prompts, options.rounds, out / "state")
-    print(report(rows, factor))
+            found = measure(client, options.prompts, options.rounds, out / "state")
+    print(report(*found))
     return 0
 
 

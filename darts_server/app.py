@@ -317,6 +317,7 @@ def _metric_sources(rollouts: VllmRollouts, control: Control, store: Store, bias
         tracked=lambda: store.count(KIND),
         fault=lambda: store.fault is not None,
         step_seconds=statistics.latency.step_seconds,
+        start_seconds=lambda: statistics.latency.start_seconds,
         mean_length=bias.mean,
         length_quantile=bias.quantile,
         budget_aversion=lambda: control.settings.budget_aversion,

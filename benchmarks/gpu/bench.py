@@ -99,10 +99,11 @@ class Bench:
         return Statistics(documents, self.port.capacity)
 
     def _log_steps(self, learn: StepListener | None) -> None:
-        def log(sequences: int, seconds: float) -> None:
+        def log(sequences: int, seconds: float, started: int) -> None:
             if learn is not None:
-                learn(sequences, seconds)
-            self.log.add(time.perf_counter(), sequences, seconds)
+                learn(sequences, seconds, started)
+            if not started:
+                self.log.add(time.perf_counter(), sequences, seconds)
 
         self._running.observe_steps(log)
 

@@ -41,18 +41,19 @@ class RolloutSources:
     """Functions that are called at each scrape; they return ``None`` while a value is unknown.
 
     ``tracked``: number of prompts with statistics. ``fault``: whether learned state cannot be written.
-    ``step_seconds``: duration of a decode step with this many sequences. ``mean_length``, ``length_quantile``: in
-    tokens, for one of `KINDS`. ``budget_aversion``: lambda of the utility budget. ``lost_share``: share of correct
-    answers that the deadline discards. ``deadline_stretch``: factor that moves the deadline later. ``pass_rate``: share
-    of correct trajectories among rewarded ones. ``answer_length``: mean tokens, for one of `ANSWERS`.
-    ``pattern_difference``, ``pattern_error``: mean length of correct minus incorrect ones, and its standard error.
-    ``redundancy_scale``: share of the configured redundancy that is in force. ``observer_failures``: calls of observers
-    that failed.
+    ``step_seconds``: duration of a decode step with this many sequences. ``start_seconds``: what a candidate costs when
+    it starts, besides its decode steps. ``mean_length``, ``length_quantile``: in tokens, for one of `KINDS`.
+    ``budget_aversion``: lambda of the utility budget. ``lost_share``: share of correct answers that the deadline
+    discards. ``deadline_stretch``: factor that moves the deadline later. ``pass_rate``: share of correct trajectories
+    among rewarded ones. ``answer_length``: mean tokens, for one of `ANSWERS`. ``pattern_difference``,
+    ``pattern_error``: mean length of correct minus incorrect ones, and its standard error. ``redundancy_scale``: share
+    of the configured redundancy that is in force. ``observer_failures``: calls of observers that failed.
     """
 
     tracked: Callable[[], float]
     fault: Callable[[], bool]
     step_seconds: Callable[[int], float | None]
+    start_seconds: Callable[[], float | None]
     mean_length: Callable[[str], float | None]
     length_quantile: Callable[[str, float], float | None]
     budget_aversion: Callable[[], float]
@@ -276,6 +277,11 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             "Measured duration of a decode step by the number of running sequences.",
             {(str(size),): partial(sources.step_seconds, size) for size in STEP_SIZES},
             "sequences",
+        )
+        self._make_gauge(
+            "darts_start_seconds",
+            "Measured seconds by which a candidate that starts lengthens the engine's step, besides its decoding.",
+            {(): sources.start_seconds},
         )
         lengths: Values = {(kind, "mean"): partial(sources.mean_length, kind) for kind in KINDS}
         for kind, (name, share) in product(KINDS, QUANTILES.items()):

@@ -42,7 +42,7 @@ class RunningEngine:
         self.llm.updates = updates
 
     def observe_steps(self, listener: StepListener) -> None:
-        """Call ``listener`` with the number of sequences and the seconds of each step that only decodes."""
+        """Report each step that decodes to ``listener``."""
         self._steps.listener = listener
 
 

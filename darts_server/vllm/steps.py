@@ -1,4 +1,4 @@
-"""Measure the engine's decode steps, from the statistics that vLLM collects anyway."""
+"""Measure the engine's steps, from the statistics that vLLM collects anyway."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +7,12 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats
 
-StepListener = Callable[[int, float], None]
+StepListener = Callable[[int, float, int], None]
+"""Gets how many sequences got a token in a step, its seconds, and for how many of them the token was the first."""
 
 
 class Steps:
-    """Report the number of sequences and the seconds of each step that only decoded."""
+    """Report each step that decoded, see `StepListener`."""
 
     def __init__(self) -> None:
         self.listener: StepListener | None = None
@@ -21,12 +22,12 @@ class Steps:
         return _StepLogger(vllm_config, engine_index, self)
 
     def record(self, stats: IterationStats) -> None:
-        between_tokens = stats.inter_token_latencies_iter
-        # A step with a prefill takes longer than its decoding; several tokens per sequence have no step time each.
-        decoding_only = stats.num_generation_tokens == len(between_tokens) and not stats.time_to_first_tokens_iter
-        if self.listener is not None and between_tokens and decoding_only and (seconds := min(between_tokens)) > 0:
+        between_tokens, started = stats.inter_token_latencies_iter, len(stats.time_to_first_tokens_iter)
+        # Several tokens per sequence have no step time each. A step in which all are the first has none either.
+        one_each = stats.num_generation_tokens == len(between_tokens) + started
+        if self.listener is not None and between_tokens and one_each and (seconds := min(between_tokens)) > 0:
             # The minimum: a sequence that was preempted in between waited longer than the step took.
-            self.listener(len(between_tokens), seconds)
+            self.listener(len(between_tokens) + started, seconds, started)
 
 
 class _StepLogger(StatLoggerBase):

@@ -17,12 +17,14 @@ from darts_server.policy.lengths.stats import PromptStats
 from darts_server.store import Store
 
 
-def saved(*, step_seconds: float = 0.01) -> bytes:
-    """A state in which every length is that of its prompt's mean, and every step takes equally long."""
+def saved(*, step_seconds: float = 0.01, start_seconds: float = 0.0) -> bytes:
+    """A state in which every length is that of its prompt's mean, and every step and every start take equally long."""
     latency, profile = LatencyModel(), LengthProfile()
     for batch in (1, 8, 64, 256):
         for _ in range(20):
             latency.observe(batch, step_seconds)
+    for _ in range(20):
+        latency.observe(64, step_seconds + 8 * start_seconds, 8)
     profile.observe([(1.0, False)] * 500)
     with Store() as store:
         for number in range(10):
@@ -51,6 +53,17 @@ def test_tokens_of_stopped_candidates_take_time_too() -> None:
     discarded = Discarded(trajectory_id="x", length=30, reason="middle")
     group = Group("g", None, (trajectory,), discarded=(discarded,))
     assert learned.replayed([group]) == pytest.approx(0.30)
+
+
+def test_candidates_that_start_take_time_besides_their_tokens() -> None:
+    learned, free = Learned.of_state(saved(start_seconds=0.001)), Learned.of_state(saved())
+    keys = [f"p{number}" for number in range(8)]
+    for policy, candidates in (("off", SIZE), ("uniform", 12)):
+        seconds = [each.seconds(shaping_of(policy), keys, np.random.default_rng(0)) for each in (learned, free)]
+        assert seconds[0] - seconds[1] == pytest.approx(0.001 * 8 * candidates)
+    trajectory = Trajectory(0, "", finish_reason="stop", token_ids=(1,) * 20, logprobs=None)
+    assert learned.replayed([Group("g", None, (trajectory,) * 3)]) == pytest.approx(0.203)
+    assert str(learned).endswith("10.00 ms of 128; a candidate that starts 1.00 ms.")
 
 
 def test_a_state_without_lengths_or_steps_is_refused() -> None:
@@ -97,7 +110,7 @@ class FakeClient:
 
 def test_every_policy_is_measured_in_every_round_from_the_state_that_predicted_it(tmp_path: Path) -> None:
     client = FakeClient()
-    rows, factor = measure(cast(Client, client), (8, 10), 2, tmp_path / "state")
+    learned, rows, factor = measure(cast(Client, client), (8, 10), 2, tmp_path / "state")
     assert [(row.prompts, row.policy) for row in rows] == [(size, policy) for size in (8, 10) for policy in POLICIES]
     assert client.policies[: 3 * LEARNING] == ["off"] * 3 * LEARNING
     assert sorted(client.policies[3 * LEARNING :]) == sorted([*POLICIES] * 4)
@@ -107,6 +120,7 @@ def test_every_policy_is_measured_in_every_round_from_the_state_that_predicted_i
         assert row.candidates == row.prompts * SIZE
         assert row.replayed == pytest.approx([0.4] * 2)
     assert 0 < factor < 1
+    assert learned.start_seconds == 0
 
 
 @pytest.mark.parametrize("argv", [["--rounds", "0"], ["--prompts", "8", "0"]])
@@ -123,8 +137,10 @@ def test_errors_are_against_the_mean_of_the_rounds_and_last() -> None:
     ]
     assert rows[0].error == pytest.approx(-0.1)
     assert rows[0].unexplained == pytest.approx(0.1 / 64)
+    assert rows[0].decoding_error(0.1 / 64) == pytest.approx(-0.2)
     assert rows[1].corrected(1.2) == pytest.approx(1.4 * 1.2 / 2 - 1)
-    lines = report(rows, 1.2).splitlines()
+    lines = report(Learned.of_state(saved()), rows, 1.2).splitlines()
     assert lines[-1] == "Predicted: median error 20.0%, largest 30.0%. Wanted: 10%, 25%."
-    assert "median error 7.5%, largest 10.0%" in lines[-3]
+    assert "median error 7.5%, largest 10.0%" in lines[-4]
+    assert lines[-3] == "The same by decode steps alone: median error 7.5%, largest 10.0%."
     assert "| 8 | off | 64 | 1.000 [0.800, 1.200] | 0.900 | -10% | 0.900 | -10% | 1.56 | +8% |" in lines

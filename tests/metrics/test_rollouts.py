@@ -123,6 +123,7 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
         tracked=lambda: 7,
         fault=lambda: bool(faults),
         step_seconds=lambda _: None,
+        start_seconds=lambda: 0.002,
         mean_length=lambda _: None,
         length_quantile=lambda *_: None,
         budget_aversion=lambda: 1.0,
@@ -138,6 +139,7 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
     labels = {"model_name": "tiny"}
     assert registry.get_sample_value("darts_prompts_tracked", labels) == 7
     assert registry.get_sample_value("darts_deadline_stretch", labels) == 1.25
+    assert registry.get_sample_value("darts_start_seconds", labels) == 0.002
     assert registry.get_sample_value("darts_redundancy_scale", labels) == 0.25
     assert math.isnan(registry.get_sample_value("darts_deadline_lost_share", labels) or 0)
     assert registry.get_sample_value("darts_pass_rate", labels) == 0.75

@@ -2,7 +2,7 @@
 
 Lengths are sampled from the recorded distribution (`lengths.profile`), candidates are stopped as the selection rules
 stop them, and the time follows from the latency curve. Candidates are allocated to the simulated prompts as they would
-be to the batch's. Left out: prefill and pruning.
+be to the batch's. Left out: pruning, and what prefills take beyond the average cost of a start.
 """
 
 import math
@@ -37,7 +37,8 @@ class Workload:
     the shortest counts for that, if not the M-th. ``capacity``: how many sequences the engine runs at once; the others
     queue. ``stds``: length std of each prompt in tokens, ``None`` for an unknown one, by which candidates are
     allocated; ``None`` for a policy that gives all prompts the same number. ``saturated_at``: prompts with so many
-    candidates return their M shortest, without a tail.
+    candidates return their M shortest, without a tail. ``start_seconds``: what a candidate costs besides its decode
+    steps, see `latency.starts`.
 
     Raises:
         ValueError: there are no means or no ratios, one of these is not finite and above 0, or another is out of range.
@@ -54,6 +55,7 @@ class Workload:
     capacity: int | None = None
     stds: Sequence[float | None] | None = None
     saturated_at: int | None = None
+    start_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name, values in (("means", self.means), ("ratios", self.ratios)):
@@ -74,7 +76,7 @@ class RolloutEstimate:
     """Estimate for a rollout of the whole batch.
 
     ``returned_mean``: mean length of the returned trajectories, in tokens. ``generated_tokens``: of all candidates.
-    ``seconds``: until the last candidate has ended, without prefill.
+    ``seconds``: until the last candidate has ended.
     """
 
     returned_mean: float
@@ -228,9 +230,10 @@ def _estimate(
     workload: Workload, returned: Floats, run: Floats, curve: LatencyCurve, sample: SampledRollouts
 ) -> RolloutEstimate:
     rounds = run.shape[0]
-    seconds = curve.rollout_seconds_batch(run.reshape(rounds, -1), workload.capacity, sample.weight)
+    decoding = curve.rollout_seconds_batch(run.reshape(rounds, -1), workload.capacity, sample.weight)
+    starting = workload.start_seconds * np.count_nonzero(run) * sample.weight / rounds
     return RolloutEstimate(
         returned_mean=float(returned.mean()),
         generated_tokens=float(run.sum()) * sample.weight / rounds,
-        seconds=float(seconds.mean()),
+        seconds=float(decoding.mean()) + starting,
     )

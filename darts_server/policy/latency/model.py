@@ -20,6 +20,7 @@ from statistics import fmean, linear_regression, median
 from darts_server.policy.checks import LARGEST, check_count, check_length, check_number
 from darts_server.policy.isotonic import fit_isotonic
 from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency.starts import MAX_STARTS, Start, start_seconds
 
 BINS_PER_OCTAVE = 4
 """Batch sizes within a fifth of each other share a bin. A bend between two bins is cut off by 4 % at most."""
@@ -48,17 +49,19 @@ class LatencyState:
     """State of a `LatencyModel`. Plain fields: ``LatencyState(**json)`` restores it.
 
     One entry for each bin of batch sizes: ``batches`` and ``seconds`` of its last steps, oldest first, and ``ages``:
-    how many steps of all sizes ago it was last seen.
+    how many steps of all sizes ago it was last seen. ``starts``: the last steps in which sequences started.
     """
 
     batches: tuple[tuple[int, ...], ...] = ()
     seconds: tuple[tuple[float, ...], ...] = ()
     ages: tuple[int, ...] = ()
+    starts: tuple[Start, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "batches", tuple(tuple(x) for x in self.batches))  # JSON has lists only
         object.__setattr__(self, "seconds", tuple(tuple(x) for x in self.seconds))
         object.__setattr__(self, "ages", tuple(self.ages))
+        object.__setattr__(self, "starts", tuple((batch, started, value) for batch, started, value in self.starts))
         if [len(x) for x in self.batches] != [len(x) for x in self.seconds] or len(self.ages) != len(self.seconds):
             raise ValueError("batches, seconds and ages must be equally many")
         for batches, seconds, age in zip(self.batches, self.seconds, self.ages, strict=True):
@@ -73,10 +76,15 @@ class LatencyState:
         bins = [_bin_index(batches[0]) for batches in self.batches]
         if len(set(bins)) != len(bins):
             raise ValueError("batches must have one entry for each bin")
+        check_length("starts", self.starts, MAX_STARTS)
+        for batch, started, value in self.starts:
+            check_count("starts", started, 1)
+            check_count("starts", batch, started)
+            check_number("starts", value, *SECONDS)
 
 
 class LatencyModel:
-    """PTL(b) from the engine's decode steps, in any order.
+    """PTL(b) from the engine's decode steps, in any order, and from other steps what a sequence costs that starts.
 
     A stall hardly moves it, and an engine that has become slower or faster is believed after some forty steps of a
     batch size. Batch sizes that were not seen since are overruled where they would make the curve fall.
@@ -90,11 +98,12 @@ class LatencyModel:
         self._bins: dict[int, _Bin] = {}
         self._steps = 0
         self._curve: LatencyCurve | None = None
-        self._is_fitted = True
+        self._starts = deque(state.starts, MAX_STARTS)
+        self._start_seconds: float | None = None
         for batches, seconds, age in zip(state.batches, state.seconds, state.ages, strict=True):
             steps = (deque(batches, STEPS_PER_BIN), deque(seconds, STEPS_PER_BIN))
             self._bins[_bin_index(batches[0])] = _Bin(*steps, last_step=-age)
-            self._is_fitted = False
+        self._is_fitted = not self._bins
 
     @property
     def state(self) -> LatencyState:
@@ -103,24 +112,32 @@ class LatencyModel:
             batches=tuple(tuple(b.batches) for b in bins),
             seconds=tuple(tuple(b.seconds) for b in bins),
             ages=tuple(min(self._steps - b.last_step, LARGEST) for b in bins),
+            starts=tuple(self._starts),
         )
 
-    def observe(self, batch: int, seconds: float) -> None:
-        """Record one decode step, which took ``seconds`` while ``batch`` sequences ran.
+    def observe(self, batch: int, seconds: float, started: int = 0) -> None:
+        """Record one step, which took ``seconds`` while ``batch`` sequences ran, of which so many ``started`` in it.
 
         Raises:
-            ValueError: ``batch`` is below 1 or ``seconds`` not above 0, or one of them is not finite.
+            ValueError: ``batch`` is below 1 or ``seconds`` not above 0, or one of them is not finite, or ``started`` is
+                not from 0 to ``batch``.
         """
         index = _bin_index(_checked_batch(batch))
         _checked_seconds(seconds)
+        if not 0 <= started <= batch:
+            raise ValueError(f"started must be from 0 to the batch, {batch}, got {started}")
+        seconds = float(f"{min(max(seconds, SECONDS[0]), SECONDS[1]):.{DIGITS}g}")
+        self._is_fitted = False
+        if started:
+            self._starts.append((batch, started, seconds))
+            return
         known = self._bins.get(index)
         if known is None:
             known = self._bins[index] = _Bin(deque(maxlen=STEPS_PER_BIN), deque(maxlen=STEPS_PER_BIN), 0)
         self._steps += 1
         known.batches.append(batch)
-        known.seconds.append(float(f"{min(max(seconds, SECONDS[0]), SECONDS[1]):.{DIGITS}g}"))
+        known.seconds.append(seconds)
         known.last_step = self._steps
-        self._is_fitted = False
 
     @property
     def curve(self) -> LatencyCurve | None:
@@ -128,10 +145,22 @@ class LatencyModel:
 
         ``None`` until there have been `MIN_STEPS` steps each of two batch sizes that differ by a factor of `SPREAD`.
         """
-        if not self._is_fitted:
-            self._curve = self._fit()
-            self._is_fitted = True
+        self._fit_new()
         return self._curve
+
+    @property
+    def start_seconds(self) -> float | None:
+        """Seconds by which each sequence that starts lengthens its step, see `starts`; ``None`` while not known."""
+        self._fit_new()
+        return self._start_seconds
+
+    def _fit_new(self) -> None:
+        """Fit both if a step was recorded since."""
+        if self._is_fitted:
+            return
+        self._curve = self._fit()
+        self._start_seconds = None if self._curve is None else start_seconds(tuple(self._starts), self._curve)
+        self._is_fitted = True
 
     def _fit(self) -> LatencyCurve | None:
         bins = [b for b in self._bins.values() if len(b.seconds) >= MIN_STEPS]

@@ -6,17 +6,19 @@ engines and delay them. Then its rollout takes at least `rollout_bound` seconds.
 
 **Proof.** Let S be the M shortest candidates of each prompt, with l tokens after a prompt of p tokens. Engine r takes
 n_r steps; a step in which b sequences run takes decode(b) + kappa * (tokens in their KV caches) + pi * (prefilled
-tokens). Take any alpha, beta >= 0 with alpha + beta b <= decode(b) for all b from 1 to B = ``max_num_seqs``.
+tokens) + sigma * (admitted sequences). Take any alpha, beta >= 0 with alpha + beta b <= decode(b) for all b from 1 to
+B = ``max_num_seqs``.
 
 1. Each token is generated in some step of some engine, while its sequence has at least p + (tokens before it) in the
    cache, and one sequence gets at most one token a step. So the whole schedule takes, summed over engines,
 
        sum_r T_r >= alpha sum_r n_r + sum over generated trajectories of v + pi * (prompts, once each),
-       v = beta l + kappa (p l + l (l - 1) / 2).
+       v = sigma + beta l + kappa (p l + l (l - 1) / 2).
 
-   v grows with l, so the sum over what is generated is at least the sum over S. At most B sequences get a token in a
-   step, so sum_r n_r >= (sum of l over S) / B; and the trajectory with the most tokens in S, or one at least as long,
-   takes a step for each, so sum_r n_r >= max l. All engines have ended when the rollout has, so R T >= sum_r T_r.
+   since each is admitted at least once. v grows with l, so the sum over what is generated is at least the sum over S.
+   At most B sequences get a token in a step, so sum_r n_r >= (sum of l over S) / B; and the trajectory with the most
+   tokens in S, or one at least as long, takes a step for each, so sum_r n_r >= max l. All engines have ended when the
+   rollout has, so R T >= sum_r T_r.
 2. Each trajectory of S, or one of its prompt at least as long, is generated alone or among others. Its l steps are one
    after the other, on whatever engines: T >= alpha l + v + pi p for it.
 
@@ -42,7 +44,7 @@ def rollout_bound(batch: Batch, size: int, machine: Machine) -> float:
     prefill = times.per_prefill_token * prompts
     bounds = []
     for alpha, beta in _lines_below(machine):
-        alone = beta * lengths + context
+        alone = times.per_start + beta * lengths + context
         steps = max(lengths.sum() / machine.max_num_seqs, lengths.max())
         bounds.append((alpha * steps + alone.sum() + prefill.sum()) / machine.replicas)
         bounds.append((alpha * lengths + alone + prefill[:, None]).max())

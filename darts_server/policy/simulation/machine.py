@@ -17,7 +17,8 @@ class StepTime:
     """Time of a decode step: ``decode`` seconds by the number of running sequences, and what comes on top.
 
     ``per_context_token``: seconds for each token in the KV cache of the running sequences, which every step reads.
-    ``per_prefill_token``: seconds for each token that is prefilled in the step.
+    ``per_prefill_token``: seconds for each token that is prefilled in the step. ``per_start``: seconds for each
+    sequence that is admitted in the step, whatever its prompt, also after a preemption; see `policy.latency.starts`.
 
     Raises:
         ValueError: a number is negative or not finite.
@@ -26,9 +27,10 @@ class StepTime:
     decode: LatencyCurve
     per_context_token: float = 0.0
     per_prefill_token: float = 0.0
+    per_start: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("per_context_token", "per_prefill_token"):
+        for name in ("per_context_token", "per_prefill_token", "per_start"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
 

@@ -7,7 +7,8 @@ long as one of them runs; the first of them prefills them.
 
 Time advances over any number of steps at once, as long as the same sequences run: one step takes
 
-    decode(b) + per_context_token * (tokens in their KV caches) + per_prefill_token * (prefilled tokens),
+    decode(b) + per_context_token * (tokens in their KV caches) + per_prefill_token * (prefilled tokens)
+    + per_start * (admitted sequences),
 
 and each step adds b tokens to the cache, so that k of them are an arithmetic series.
 """
@@ -57,7 +58,8 @@ class Replica:
         self._machine = machine
         self._waiting: deque[Sequence] = deque()
         self._context = 0
-        self._prefill = 0
+        self._prefill = 0  # tokens, in the next step
+        self._admitted = 0  # sequences, for the next step
         self._resident: dict[int, int] = {}  # group -> its running sequences
         self._blocks = 0  # that the next step needs
         self._phases = [0] * machine.block_size  # running sequences that need a new block before such a step
@@ -72,8 +74,8 @@ class Replica:
             self._decode[running] = self._machine.step_time.decode.step_seconds(running)
         times = self._machine.step_time
         context = steps * self._context + running * (steps * (steps - 1) // 2)
-        prefill = self._prefill if steps else 0
-        return steps * self._decode[running] + times.per_context_token * context + times.per_prefill_token * prefill
+        first = times.per_prefill_token * self._prefill + times.per_start * self._admitted if steps else 0.0
+        return steps * self._decode[running] + times.per_context_token * context + first
 
     def steps_until(self, time: float) -> int:
         """Return after how many steps it will be ``time``, rounded up."""
@@ -98,7 +100,7 @@ class Replica:
         self.now += seconds
         self.busy += seconds * running
         self._context += steps * running
-        self._prefill = 0
+        self._prefill = self._admitted = 0
         if self._machine.kv_blocks is not None:
             self._blocks += self._new_blocks(steps)
         self.step = step
@@ -177,6 +179,7 @@ class Replica:
         size = self._machine.block_size
         is_first = sequence.group not in self._resident
         self._prefill += sequence.tokens + (sequence.prompt if is_first else sequence.prompt % size)
+        self._admitted += 1
         self._blocks += self._needed(sequence)
         self._resident[sequence.group] = self._resident.get(sequence.group, 0) + 1
         self._context += sequence.prompt + sequence.tokens

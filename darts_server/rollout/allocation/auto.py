@@ -166,4 +166,5 @@ class AutoCohorts:
         blocks: dict[str, Any] = {}
         if latency.kv_tokens is not None:
             blocks = {"kv_blocks": latency.kv_tokens, "block_size": 1}
-        return Machine(StepTime(latency.curve), max_num_seqs=latency.capacity or UNLIMITED, **blocks)
+        times = StepTime(latency.curve, per_start=latency.start_seconds or 0.0)
+        return Machine(times, max_num_seqs=latency.capacity or UNLIMITED, **blocks)

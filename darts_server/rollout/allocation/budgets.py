@@ -105,4 +105,5 @@ class Budgets:
             capacity=self._latency.capacity,
             stds=[self._prompts.std(key) for key in keys] if shaping.adaptive else None,
             saturated_at=high if saturates else None,
+            start_seconds=self._latency.start_seconds or 0.0,
         )

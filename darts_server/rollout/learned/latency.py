@@ -1,4 +1,4 @@
-"""The engine's latency: seconds of a decode step by batch size, learned while it runs."""
+"""The engine's latency: seconds of a decode step by batch size, and of a start, learned while it runs."""
 
 from dataclasses import asdict
 
@@ -36,14 +36,20 @@ class Latency:
         self._load_restored()
         return self._model.curve
 
+    @property
+    def start_seconds(self) -> float | None:
+        """Seconds that a candidate costs when it starts, besides its decode steps; ``None`` likewise."""
+        self._load_restored()
+        return self._model.start_seconds
+
     def step_seconds(self, batch: int) -> float | None:
         """Seconds of a decode step of ``batch`` sequences; ``None`` until enough steps were observed."""
         curve = self.curve
         return None if curve is None else curve.step_seconds(batch)
 
-    def observe(self, batch: int, seconds: float) -> None:
-        """Learn that a decode step of ``batch`` sequences took ``seconds``."""
-        self._model.observe(batch, seconds)
+    def observe(self, batch: int, seconds: float, started: int = 0) -> None:
+        """Learn that a step of ``batch`` sequences took ``seconds``, in which so many of them ``started``."""
+        self._model.observe(batch, seconds, started)
         self._write_later.request()
 
     def flush(self) -> None:

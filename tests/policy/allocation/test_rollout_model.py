@@ -63,6 +63,14 @@ def test_with_proportional_steps_the_sum_of_tokens_decides_the_time(candidates: 
         assert found.seconds == pytest.approx(0.004 * found.generated_tokens)
 
 
+@pytest.mark.parametrize("workload", [prompts(3), replace(prompts(50), capacity=100), prompts(5000)])
+@pytest.mark.parametrize("candidates", [8, 11.5, 16])
+def test_each_candidate_that_starts_costs_the_same(workload: Workload, candidates: float) -> None:
+    found = foresee(replace(workload, start_seconds=0.5), candidates, GPU)
+    started = round(candidates * len(workload.means)) if len(workload.means) < 1000 else candidates * 5000
+    assert found.seconds - foresee(workload, candidates, GPU).seconds == pytest.approx(0.5 * started, rel=1e-3)
+
+
 def test_a_sampled_tail_has_the_mean_length_of_the_rest() -> None:
     candidates, shortest = 12, SIZE - 1
     found = foresee(replace(prompts(64), num_longest=1), candidates, PROPORTIONAL)

@@ -18,7 +18,7 @@ TIMES = StepTime(LatencyCurve((1.0,), (1.0,)))
 BATCH = Batch(np.ones(2, dtype=int), np.full((2, 3), 5), np.zeros((2, 3)), 4)
 
 
-@pytest.mark.parametrize("name", ["per_context_token", "per_prefill_token"])
+@pytest.mark.parametrize("name", ["per_context_token", "per_prefill_token", "per_start"])
 @pytest.mark.parametrize("value", [-1.0, inf])
 def test_step_times_are_finite_and_not_negative(name: str, value: float) -> None:
     wrong: dict[str, Any] = {name: value}

@@ -71,6 +71,14 @@ def test_a_step_costs_what_runs_what_it_reads_and_what_is_prefilled() -> None:
     assert found.busy == pytest.approx((2 * (first + 7.2) + 6.5) / (2 * found.seconds))
 
 
+def test_a_step_takes_longer_by_what_each_candidate_costs_that_starts_in_it() -> None:
+    times = StepTime(LatencyCurve((1.0,), (1.0,)), per_start=0.5)
+    found = simulate(batch([[5, 2], [3, 4]]), Plan(2, [2, 2]), Machine(times, max_num_seqs=2))
+    # Two start at once, the third when the second ends after two steps, the fourth when the others end after five.
+    assert found.started_at.tolist() == [[0, 0], [2 + 1.0, 5 + 1.5]]
+    assert found.seconds == 9 + 4 * 0.5
+
+
 def test_candidates_beyond_the_places_wait_in_order() -> None:
     found = simulate(batch([[5, 2], [3, 4]]), Plan(2, [2, 2]), Machine(SECOND, max_num_seqs=2))
     assert found.started_at.tolist() == [[0, 0], [2, 5]]

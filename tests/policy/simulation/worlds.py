@@ -62,7 +62,7 @@ def world(policy: str, seed: int, *, replicas: int = 0, room: int | None = None,
 
 def machine(rng: Generator, replicas: int, room: int | None, longest: int) -> Machine:
     curve = LatencyCurve((1.0, 8.0, 32.0), tuple(np.cumsum(rng.uniform(0.5, 1.5, 3)).tolist()), 0.03)
-    times = StepTime(curve, float(rng.uniform(0, 0.01)), float(rng.uniform(0, 0.02)))
+    times = StepTime(curve, float(rng.uniform(0, 0.01)), float(rng.uniform(0, 0.02)), float(rng.uniform(0, 0.5)))
     size = int(rng.choice([1, 4, 16]))
     least = -(-longest // size) + 1
     blocks = None if room is not None or rng.random() < 0.3 else int(least * rng.uniform(1, 6))
@@ -90,6 +90,7 @@ class Engine:
     running: list[Candidate] = field(default_factory=list)
     waiting: list[Candidate] = field(default_factory=list)
     prefill: int = 0
+    admitted: int = 0
 
     def blocks(self) -> int:
         size = self.machine.block_size
@@ -109,12 +110,14 @@ class Engine:
                 return
             self.waiting.pop(0)
             self.prefill += first.tokens + (first.prompt % size if has_prompt else first.prompt)
+            self.admitted += 1
 
     def step_seconds(self) -> float:
         times = self.machine.step_time
         context = sum(c.prompt + c.tokens for c in self.running)
         decode = times.decode.step_seconds(len(self.running))
-        return decode + times.per_context_token * context + times.per_prefill_token * self.prefill
+        first = times.per_prefill_token * self.prefill + times.per_start * self.admitted
+        return decode + times.per_context_token * context + first
 
     def remove(self, candidate: Candidate) -> None:
         candidate.over = True
@@ -246,7 +249,7 @@ def token_by_token(world: World) -> Outcome:
         replica = int(np.argmin(ends))
         engine = engines[replica]
         engine.now = ends[replica]
-        engine.prefill = 0
+        engine.prefill = engine.admitted = 0
         for c in engine.running:
             c.tokens += 1
         if limit_seen[replica] != cohort.waits_beyond and engine.now >= limit_at[replica] * (1 - 1e-9):
@@ -272,7 +275,7 @@ def token_by_token(world: World) -> Outcome:
     for other in engines:
         while other.running and other.now < seconds * (1 - 1e-9):
             other.now += other.step_seconds()
-            other.prefill = 0
+            other.prefill = other.admitted = 0
             for c in other.running:
                 c.tokens += 1
     return Outcome(

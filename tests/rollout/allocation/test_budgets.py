@@ -21,6 +21,12 @@ ADAPTIVE = Shaping(adaptive=True, budget=BudgetKind.UTILITY)
 
 
 class KnownLatency(Latency):
+    cost: float | None = None
+
+    @property
+    def start_seconds(self) -> float | None:
+        return self.cost
+
     @property
     def curve(self) -> LatencyCurve:
         return LatencyCurve((1.0, 128.0, 256.0), (0.02, 0.02, 0.04), 0.0002)
@@ -51,6 +57,16 @@ def test_an_adaptive_policys_budget_counts_on_its_saturated_prompts(budgets: Bud
     adaptive = budgets.decide(ADAPTIVE, SIZE, KEYS)
     assert adaptive.mean > even.mean
     assert (adaptive.seconds or 0) < (even.seconds or 0)
+
+
+def test_what_candidates_cost_when_they_start_makes_more_of_them_worth_less(budgets: Budgets) -> None:
+    latency = KnownLatency(Documents())
+    latency.cost = 0.02
+    dear = Budgets(budgets._prompts, budgets._dataset, latency, clock=lambda: 0.0)
+    fixed = replace(ADAPTIVE, budget=BudgetKind.FIXED)
+    more = (dear.decide(fixed, SIZE, KEYS).seconds or 0) - (budgets.decide(fixed, SIZE, KEYS).seconds or 0)
+    assert more == pytest.approx(0.02 * 1.5 * SIZE * len(KEYS))
+    assert dear.decide(ADAPTIVE, SIZE, KEYS).mean < budgets.decide(ADAPTIVE, SIZE, KEYS).mean
 
 
 def test_with_a_deadline_no_prompt_is_saturated(budgets: Budgets) -> None:

@@ -9,24 +9,27 @@ from tests.rollout.helpers import Documents
 pytestmark = pytest.mark.anyio
 
 
-def taught(latency: Latency, step: float) -> Latency:
-    """Steps that all take equally long."""
+def taught(latency: Latency, step: float, start: float = 0.002) -> Latency:
+    """Steps that all take equally long, and some in which four candidates start."""
     for batch in (4, 16, 64):
         for _ in range(64):
             latency.observe(batch, step)
+    for _ in range(20):
+        latency.observe(16, step + 4 * start, 4)
     return latency
 
 
-async def test_step_times_are_known_after_a_restart() -> None:
+async def test_step_times_and_starts_are_known_after_a_restart() -> None:
     documents = Documents()
     taught(Latency(documents), 0.01).flush()
     latency = Latency(documents)
     assert latency.step_seconds(16) == pytest.approx(0.01)
+    assert latency.start_seconds == pytest.approx(0.002)
 
 
 async def test_nothing_is_known_at_first() -> None:
     latency = Latency(Documents())
-    assert (latency.curve, latency.step_seconds(8)) == (None, None)
+    assert (latency.curve, latency.step_seconds(8), latency.start_seconds) == (None, None, None)
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -34,11 +37,12 @@ async def test_a_restored_state_replaces_what_was_learned_and_is_not_overwritten
     documents = Documents()
     taught(Latency(documents), 0.01).flush()
     saved = dict(documents.kept)
-    latency = taught(Latency(documents), 5.0)
+    latency = taught(Latency(documents), 5.0, 1.0)
     assert latency.step_seconds(16) == pytest.approx(5.0)
     documents.restore(saved)
     if reads:
         assert latency.step_seconds(16) == pytest.approx(0.01)
+        assert latency.start_seconds == pytest.approx(0.002)
     latency.flush()  # steps from before the restore were still to be written
     assert documents.kept == saved
     latency.observe(16, 0.01)
