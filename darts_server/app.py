@@ -27,6 +27,7 @@ from darts_server.http.security.sites import Sites
 from darts_server.http.shaping.group_id import GroupIdHeader
 from darts_server.http.shaping.headers import read_options
 from darts_server.http.shaping.options import merge_options
+from darts_server.http.shaping.weights_header import WeightsHeader
 from darts_server.metrics import (
     AccessMetrics,
     QualityMetrics,
@@ -271,6 +272,12 @@ def extend(
     errors.install(application)
     fail_fast(application)
     application.add_middleware(GroupIdHeader)
+    application.add_middleware(
+        WeightsHeader,
+        version=lambda: rooms.updates.version,
+        are_initial=lambda: rooms.updates.are_initial,
+        loras=lambda: {name: each.version for name, each in rooms.updates.loras.served.items()},
+    )
     statistics = rooms.rollouts.statistics
     monitored = MonitorSources(
         rooms.monitor,

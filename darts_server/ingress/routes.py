@@ -82,6 +82,7 @@ OURS = {
     Handling.WEIGHTS: WEIGHTS,
     Handling.TRAINER_WEIGHTS: TRAINER_WEIGHTS,
     Handling.ONE_SERVER: ONE_SERVER,
+    Handling.ANY: {"/darts/v1/weights/tensors": "GET"},
     Handling.ALL: {
         "/darts/v1/weights": "GET",
         "/is_paused": "GET",

@@ -25,6 +25,11 @@ class LoadedWeights:
         """Paths that must not be removed."""
         return {file.path for file in (self._tensors or {}).values()}
 
+    @property
+    def are_initial(self) -> bool:
+        """Whether they are those of the checkpoint that the engine was started with, and never were others."""
+        return self._tensors is None and self._in_files
+
     def record(self, tensors: TensorSet | None) -> None:
         """Record what the model was loaded from; ``None`` for weights that are in no file."""
         self._in_files, self.intact = tensors is not None, True

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from anyio.to_thread import run_sync
 
-from darts_server.exceptions import Conflict, UpdateFailed
+from darts_server.exceptions import Conflict, UpdateFailed, UpdateRunning
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateRecord
 from darts_server.weights.coordinator import Coordinator
+from darts_server.weights.export import WeightsExport, open_weights
 from darts_server.weights.external import ExternalUpdates
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.lora import Loras
@@ -92,6 +93,11 @@ class Updates:
         return self._loaded.intact
 
     @property
+    def are_initial(self) -> bool:
+        """Whether the weights are those that the server was started with."""
+        return self._loaded.are_initial
+
+    @property
     def rule(self) -> Rule:
         """Rule of updates that name none."""
         return self.coordinator.settings.rule
@@ -146,6 +152,32 @@ class Updates:
         """
         self._hosts.check(url)
         return await self._stream("http", lambda limit: stream_url(self._hosts, url, limit), options, "url")
+
+    async def export(self) -> WeightsExport:
+        """Open the served weights for reading.
+
+        Raises:
+            UpdateRunning
+            Conflict: they are in no file.
+        """
+        self._check_settled()
+        version, tensors = self.version, await self._loaded.restorable()
+        if tensors is None:
+            raise Conflict(
+                "weights", "are in no file, as they came by vLLM's own routes, or it has changed; push a full set"
+            )
+        export = await run_sync(open_weights, tensors, version)
+        try:
+            self._check_settled(version)
+        except UpdateRunning:
+            export.close()
+            raise
+        return export
+
+    def _check_settled(self, version: int | None = None) -> None:
+        """Check that no update changes the weights. ``version``: that it had none to change them to meanwhile."""
+        if self.state not in (State.SERVING, State.STAGING) or version not in (None, self.version):
+            raise UpdateRunning("the weights are being updated; try again when that has ended")
 
     async def _stream(
         self, source: str, body: Callable[[int], AsyncIterator[bytes]], options: UpdateOptions, field: str

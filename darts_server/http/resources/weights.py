@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.responses import StreamingResponse
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
@@ -18,6 +19,8 @@ MAX_REQUEST_BYTES = 64 * 1024
 """Of the JSON that names a path."""
 MAX_VERSION = 2**53 - 1
 """The largest whole number that every JSON parser keeps exact."""
+MEDIA_TYPE = "application/octet-stream"
+VERSION_HEADER = "X-Darts-Weight-Version"
 RULE = "What happens to running groups; --weights-rule by default."
 VERSION = "Version of the new weights; the next number by default."
 PARTIAL = "Whether tensors may be missing; missing ones keep their values."
@@ -136,6 +139,17 @@ def routes(updates: Updates) -> APIRouter:
     async def read() -> WeightsAnswer:
         """Return the served version and the result of the last update."""
         return answer(updates)
+
+    @api.get(
+        "/weights/tensors",
+        response_class=StreamingResponse,
+        responses={200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
+    )
+    async def download() -> StreamingResponse:
+        """Return the served weights of the model as one safetensors file, for a server that joins others."""
+        export = await updates.export()
+        headers = {"Content-Length": str(export.size), VERSION_HEADER: str(export.version)}
+        return StreamingResponse(export.chunks(), media_type=MEDIA_TYPE, headers=headers)
 
     @api.put("/weights", openapi_extra=binary_body("A safetensors file."))
     async def push(

@@ -139,3 +139,14 @@ def test_only_this_machine_or_who_has_the_key_may_change_weights(updates: Update
         assert model.values == dict.fromkeys(SHAPES, 0)
         headers = {"Authorization": "Bearer admin"}
         assert caller.put(URL, content=save(tensors(5)), headers=headers).status_code == 200
+
+
+def test_the_served_weights_can_be_read_and_pushed_again(here: TestClient) -> None:
+    here.put(f"{URL}?version=7", content=save(tensors(5)))
+    answer = here.get(f"{URL}/tensors")
+    assert answer.status_code == 200
+    assert (answer.headers["X-Darts-Weight-Version"], len(answer.content)) == (
+        "7",
+        int(answer.headers["content-length"]),
+    )
+    assert here.put(f"{URL}?version=8", content=answer.content).json()["version"] == 8
