@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import re
 from collections.abc import Sequence
 
@@ -9,6 +10,9 @@ from darts_server import logs
 from darts_server.exceptions import InvalidSetting
 from darts_server.ingress.process import serve
 from darts_server.ingress.settings import IngressSettings, read_server_list
+
+KEY_VARIABLES = ("DARTS_ADMIN_API_KEY", "VLLM_API_KEY")
+"""The servers' own. Without an admin key, servers on this machine accept updates with any key of theirs."""
 
 DESCRIPTION = """\
 Put one address in front of several running servers (darts-server serve). Trainers and clients use it as they would use
@@ -18,9 +22,10 @@ server is lost, what ran on it runs again on another.
 """
 
 EPILOG = """\
-API keys are the servers' own: the ingress passes the header Authorization on. Start all servers with the same model,
-flags and keys. Several ingresses may stand in front of the same servers; single requests of a group must come through
-the same one.
+API keys are the servers' own: the ingress passes the header Authorization on. Only to copy weights to a server that
+joins or was restarted it uses a key of its own: DARTS_ADMIN_API_KEY, or VLLM_API_KEY if the servers have no admin key.
+Start all servers with the same model, flags and keys. Several ingresses may stand in front of the same servers; single
+requests of a group must come through the same one.
 
 examples:
   darts-server serve MODEL --port 8001 &
@@ -141,7 +146,7 @@ def read_settings(options: argparse.Namespace) -> IngressSettings:
         server_list=read_server_list(options.server_list),
         host=options.host,
         port=options.port,
-        group_pattern=_group_pattern(options.group_pattern),
+        group_pattern=compile_group_pattern(options.group_pattern),
         poll_interval=options.poll_interval,
         poll_timeout=options.poll_timeout,
         grace_seconds=options.grace_seconds,
@@ -149,10 +154,16 @@ def read_settings(options: argparse.Namespace) -> IngressSettings:
         allowed_hosts=_parts(options.allowed_hosts),
         allowed_origins=_parts(options.allowed_origins),
         allow_unauthenticated=options.allow_unauthenticated,
+        admin_key=next(filter(None, map(os.environ.get, KEY_VARIABLES)), ""),
     )
 
 
-def _group_pattern(text: str) -> re.Pattern[str] | None:
+def compile_group_pattern(text: str) -> re.Pattern[str] | None:
+    """Return the pattern of sessions that name their group; ``None`` without one.
+
+    Raises:
+        InvalidSetting
+    """
     if not text:
         return None
     try:

@@ -5,7 +5,7 @@ import logging
 import resource
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -16,6 +16,7 @@ from darts_server.http.security.sites import is_loopback
 from darts_server.ingress.app import Ingress
 from darts_server.ingress.replicas.fleet import Fleet, PollSettings
 from darts_server.ingress.replicas.http import HttpReplica
+from darts_server.ingress.replicas.listed import ListServers, following
 from darts_server.ingress.replicas.replica import Replica
 from darts_server.ingress.settings import IngressSettings
 from darts_server.serving.lifecycle import RETRY_SECONDS, Lifecycle
@@ -25,13 +26,18 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-async def serve(settings: IngressSettings) -> None:
+async def serve(settings: IngressSettings, list_servers: ListServers | None = None) -> None:
     """Serve until a signal. The first one stops accepting, and waits for running requests; the second one does not.
 
-    An update of weights that has begun is finished in any case.
+    An update of weights that has begun is finished in any case. ``list_servers``: for servers that come and go, in
+    addition to those of the settings.
     """
     raise_file_limit()
-    async with make_fleet(settings, [HttpReplica(url) for url in settings.server_list]).polled() as fleet:
+    async with AsyncExitStack() as stack:
+        fleet = make_fleet(settings, [HttpReplica(url) for url in settings.server_list])
+        await stack.enter_async_context(fleet.polled())
+        if list_servers is not None:
+            await stack.enter_async_context(following(fleet, list_servers, HttpReplica, settings.poll_interval))
         lifecycle = Lifecycle()
         await _Server(make_app(fleet, settings, lifecycle), settings, lifecycle).serve()
 
@@ -49,7 +55,7 @@ def make_fleet(settings: IngressSettings, replicas: Sequence[Replica]) -> Fleet:
     Servers without keys are used by an ingress that other machines can reach only if that is allowed.
     """
     allow_open = settings.allow_unauthenticated or is_loopback(settings.host)
-    return Fleet(replicas, PollSettings(settings.poll_interval, settings.poll_timeout, allow_open))
+    return Fleet(replicas, PollSettings(settings.poll_interval, settings.poll_timeout, allow_open, settings.admin_key))
 
 
 def make_app(fleet: Fleet, settings: IngressSettings, lifecycle: Lifecycle) -> ASGIApp:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from darts_server.exceptions import InvalidSetting
@@ -16,6 +16,7 @@ class IngressSettings:
     """``server_list``: URLs of the servers. Intervals and timeouts in seconds.
 
     ``group_pattern``: of sessions that name their group. ``allowed_hosts``, ``allowed_origins``: see `Sites`.
+    ``admin_key``: with which weights are copied to servers that join; empty if they need none.
     """
 
     server_list: Sequence[str]
@@ -29,6 +30,7 @@ class IngressSettings:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     allow_unauthenticated: bool = False
+    admin_key: str = field(default="", repr=False)
 
 
 def read_server_list(text: str) -> list[str]:

@@ -48,6 +48,7 @@ class FakeServer:
     health: int = 200
     retry_after: str = ""
     """Of its health."""
+    health_headers: Callable[[], dict[str, str]] = dict
     models: int = 200
     frozen: bool = False
     """Whether it accepts requests and answers none."""
@@ -66,7 +67,7 @@ class FakeServer:
         while self.frozen:
             await asyncio.sleep(0.01)
         if scope["path"] == "/health":
-            headers = {"Retry-After": self.retry_after} if self.retry_after else {}
+            headers = self.health_headers() | ({"Retry-After": self.retry_after} if self.retry_after else {})
             response: Response = JSONResponse({"error": {"message": "it is stopping"}}, self.health, headers)
         elif self.needs_key and "authorization" not in request.headers:
             response = JSONResponse({"error": {"message": "key?"}}, 401)

@@ -3,93 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from darts_server.http.sse import encode
-from tests.ingress.servers import FakeServer, Handler, fake_servers, ingress, ingress_over, until
+from tests.ingress.fake_weights import PATH, install, state
+from tests.ingress.servers import Handler, fake_servers, ingress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
-PATH = "/darts/v1/weights"
-STAGED = f"{PATH}/staged"
-REFUSAL = {"error": {"message": "too large"}}
-
-
-@dataclass
-class FakeWeights:
-    """Stages weights and switches as a server does. ``refuses``: what: ``stage``, ``switch``, ``back``."""
-
-    server: FakeServer
-    served: bytes = b"old"
-    version: int = 3
-    staged: dict[str, tuple[bytes, int]] = field(default_factory=dict)
-    refuses: str = ""
-    number: int = 0
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    stage_gate: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def install(self) -> None:
-        self.gate.set()
-        self.stage_gate.set()
-        self.server.on("PUT", PATH, self.stage)
-        self.server.on("POST", PATH, self.stage)
-        self.add_routes()
-
-    async def stage(self, request: Request) -> Response:
-        body = await request.body()
-        await self.stage_gate.wait()
-        if self.refuses == "stage":
-            return JSONResponse(REFUSAL, 413)
-        assert request.query_params.get("stage") == "true" or (await request.json())["stage"]
-        return self.answer(self.keep(body, self.version + 1))
-
-    def keep(self, weights: bytes, version: int) -> str:
-        self.number += 1
-        name = f"{self.server.name}{self.number}"
-        self.staged[name] = weights, version
-        self.add_routes()
-        return name
-
-    def add_routes(self) -> None:
-        for name in list(self.staged):
-            self.server.on("POST", f"{STAGED}/{name}:switch", self.switch)
-            self.server.on("DELETE", f"{STAGED}/{name}", self.drop)
-
-    async def switch(self, request: Request) -> Response:
-        name = request.url.path.rpartition("/")[2].removesuffix(":switch")
-        is_back = "keep_previous" not in request.query_params
-        await self.gate.wait()
-        if self.refuses == ("back" if is_back else "switch"):
-            return JSONResponse({"error": {"message": f"no {self.refuses}"}}, 503)
-        weights, version = self.staged.pop(name)
-        before = self.served, self.version
-        self.served, self.version = weights, int(request.query_params.get("version", version))
-        return self.answer(None if is_back else self.keep(*before))
-
-    async def drop(self, request: Request) -> Response:
-        self.staged.pop(request.url.path.rpartition("/")[2])
-        return self.answer(None)
-
-    def answer(self, name: str | None) -> Response:
-        staged = None if name is None else {"id": name, "version": self.staged[name][1]}
-        return JSONResponse({"version": self.version, "staged": staged})
-
-
-def install(servers: list[FakeServer]) -> list[FakeWeights]:
-    found = [FakeWeights(server) for server in servers]
-    for each in found:
-        each.install()
-    return found
-
-
-def state(weights: list[FakeWeights]) -> list[tuple[bytes, int]]:
-    assert not any(each.staged for each in weights), "nothing stays staged"
-    return [(each.served, each.version) for each in weights]
 
 
 async def chunks(count: int) -> AsyncIterator[bytes]:

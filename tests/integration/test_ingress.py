@@ -8,30 +8,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from random import Random
+from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.numpy import load
 
-from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import DARTS, MODEL, Server
+from tests.integration.clusters import (
+    START_SECONDS,
+    Cluster,
+    body,
+    check_groups,
+    check_single_requests,
+    client_of,
+    prompts,
+    wait_healthy,
+)
 from tests.integration.fork_server import Serve
-from tests.integration.test_single_requests import SIZE, check_selection
+from tests.integration.test_single_requests import SIZE
 from tests.integration.waiting import wait_started
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
-START_SECONDS = 60.0
-GROUP = {"X-Darts-Group": f"size={SIZE}"}
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """An ingress, at ``url``, and the servers behind it."""
-
-    url: str
-    servers: tuple[Server, Server]
 
 
 @pytest.fixture(scope="module")
@@ -54,55 +52,12 @@ def cluster(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             assert process.wait(60) == 0
 
 
-def wait_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", verify=False).status_code == 200:
-                return
-        time.sleep(0.1)
-    raise AssertionError("the ingress did not become healthy")
-
-
-def prompts(count: int) -> list[str]:
-    rng = Random(5)
-    return list({sample_problem(rng).prompt: None for _ in range(4 * count)})[:count]
-
-
-def body(prompt: str, **fields: object) -> dict[str, object]:
-    return {"model": "tiny", "prompt": prompt, "max_tokens": 128, "temperature": 1.0, **fields}
-
-
-def client_of(cluster: Cluster) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=cluster.url, timeout=180, limits=limits, verify=False)
-
-
 async def test_groups_are_exact_and_on_both_servers(cluster: Cluster) -> None:
-    async with client_of(cluster) as client:
-        calls = (client.post("/v1/completions", json=body(prompt, n=SIZE)) for prompt in prompts(8))
-        for answer in await asyncio.gather(*calls):
-            assert answer.status_code == 200, answer.text
-            assert len(answer.json()["choices"]) == SIZE
-            found = await client.get(f"/darts/v1/groups/{answer.headers['X-Darts-Group-Id']}")
-            [group] = found.json()["groups"]
-            assert (group["outcome"], group["group_size"]) == ("completed", SIZE)
-            check_selection(group)
-    for server in cluster.servers:
-        assert server.metric("darts_groups_total", outcome="completed") > 0
+    await check_groups(cluster)
 
 
 async def test_single_requests_of_a_group_meet(cluster: Cluster) -> None:
-    async with client_of(cluster) as client:
-        callers = [prompt for prompt in prompts(6) for _ in range(SIZE)]
-        Random(1).shuffle(callers)
-        calls = (client.post("/v1/completions", json=body(prompt), headers=GROUP) for prompt in callers)
-        answers = await asyncio.gather(*calls)
-        names = {answer.headers["X-Darts-Group-Id"] for answer in answers}
-        assert len(names) == 6
-        for name in names:
-            [group] = (await client.get(f"/darts/v1/groups/{name}")).json()["groups"]
-            assert (group["outcome"], group["group_size"], len(group["members"])) == ("completed", SIZE, SIZE)
+    await check_single_requests(cluster)
 
 
 async def test_a_batch_is_divided_its_rewards_find_their_servers_and_weights_are_one_update(cluster: Cluster) -> None:
@@ -133,7 +88,9 @@ async def test_a_batch_is_divided_its_rewards_find_their_servers_and_weights_are
         assert (served["version"], served["staged"]) == (1, None)
 
 
-async def test_a_server_that_is_killed_in_the_middle_of_16_groups_is_not_noticed(cluster: Cluster) -> None:
+async def test_a_server_that_is_killed_in_the_middle_of_16_groups_is_not_noticed(
+    cluster: Cluster, serve: Serve, tmp_path: Path
+) -> None:
     dying, other = cluster.servers
     started = [server.metric("darts_candidates_started_total") for server in cluster.servers]
     async with client_of(cluster) as client:
@@ -154,3 +111,25 @@ async def test_a_server_that_is_killed_in_the_middle_of_16_groups_is_not_noticed
         metrics = (await client.get("/metrics")).text
         name = other.url.removeprefix("http://")
         assert f'darts_candidates_started_total{{replica="{name}"' in metrics
+    await asyncio.to_thread(check_restarted, cluster, dying, other, serve, tmp_path)
+
+
+def check_restarted(cluster: Cluster, dead: Server, other: Server, serve: Serve, folder: Path) -> None:
+    """Check that a server that is started again serves when it has the weights of the other one, and not before."""
+    version, tensors = weights_of(other)
+    assert version > 0
+    with serve(DARTS, folder / "again", port=int(dead.url.rpartition(":")[2])) as again:
+        deadline = time.monotonic() + START_SECONDS
+        while {each["state"] for each in httpx.get(f"{cluster.url}/health", verify=False).json()["replicas"]} != {
+            "serving"
+        }:
+            assert time.monotonic() < deadline, again.log_tail()
+            time.sleep(0.1)
+        assert weights_of(again) == (version, tensors)
+
+
+def weights_of(server: Server) -> tuple[int, dict[str, bytes]]:
+    """Return the version and the tensors that a server serves."""
+    answer = httpx.get(f"{server.url}/darts/v1/weights/tensors", verify=False, timeout=60)
+    served = {name: tensor.tobytes() for name, tensor in load(answer.content).items()}
+    return int(answer.headers["X-Darts-Weight-Version"]), served

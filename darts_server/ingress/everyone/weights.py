@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import parse_qs
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +21,16 @@ from darts_server.ingress.everyone.controls import merge, message_of
 from darts_server.ingress.everyone.copies import Copies
 from darts_server.ingress.everyone.hold import Hold
 from darts_server.ingress.replicas.fleet import Fleet
-from darts_server.ingress.replicas.member import Member
+from darts_server.ingress.replicas.member import Member, State
 from darts_server.ingress.replicas.replica import Outgoing
 from darts_server.ingress.routing.router import no_replica
 
 logger = logging.getLogger(__name__)
 
-STAGED = "/darts/v1/weights/staged"
+MODEL = "/darts/v1/weights"
+STAGED = f"{MODEL}/staged"
+FALSE = ("false", "0", "no", "off", "f", "n")
+"""As the servers read it."""
 MAX_BYTES = 1 << 50
 """The servers limit what is pushed, by the size of their model."""
 DROP_SECONDS = 60.0
@@ -50,7 +54,7 @@ class Weights:
     def __init__(self, fleet: Fleet, hold: Hold) -> None:
         self._fleet = fleet
         self._hold = hold
-        self._updating = asyncio.Lock()
+        self._is_updating = False
 
     async def push(self, request: Request, outgoing: Outgoing) -> Response:
         """Update to the weights in a body, which is sent to all replicas while it arrives."""
@@ -62,10 +66,10 @@ class Weights:
 
     async def _update_whole(self, outgoing: Outgoing, pushed: AsyncIterator[bytes] | None) -> Response:
         """Update, to the end also if the caller disconnects: servers go on with what they have begun."""
-        members = self._members()
+        members = self._members(outgoing)
         if (refusal := await self._refusal(members, outgoing)) is not None:
             return refusal
-        return await self._fleet.finish(self._update(members, outgoing, pushed))
+        return await self._fleet.finish(self._update(outgoing, pushed))
 
     async def _refusal(self, members: Sequence[Member], outgoing: Outgoing) -> Response | None:
         """Return the answer to a caller who may not update, before a body is read or other updates are kept out.
@@ -82,32 +86,43 @@ class Weights:
             raise ReplicaLost(f"nothing was changed, as some servers do not answer: {_refusals(asked, only_lost=True)}")
         return None
 
-    async def _update(
-        self, members: Sequence[Member], outgoing: Outgoing, pushed: AsyncIterator[bytes] | None
-    ) -> Response:
+    async def _update(self, outgoing: Outgoing, pushed: AsyncIterator[bytes] | None) -> Response:
         """
         Raises:
             UpdateRunning: another update is in progress.
             ReplicasDiffer: the message says which replica serves what.
         """
-        if self._updating.locked():
+        if self._is_updating:
             raise UpdateRunning("another update runs through this ingress; send this one when it has ended")
-        staged: list[Staged] = []
-        async with self._updating:
-            try:
-                asked = await (
-                    self._stage(members, outgoing) if pushed is None else self._push(members, outgoing, pushed)
-                )
-                staged += _staged(asked, members)
-                if len(staged) < len(members):
-                    return _not_staged(asked, members)
-                async with self._hold.held():
-                    return await self._switch(outgoing, staged)
-            finally:
-                await self._drop(outgoing, staged)
+        self._is_updating = True
+        try:
+            async with self._fleet.changing:  # also a replica that joins may change its weights
+                return await self._update_all(self._members(outgoing), outgoing, pushed)
+        finally:
+            self._is_updating = False
 
-    def _members(self) -> list[Member]:
-        """All replicas: one that is left out would go on with other weights."""
+    async def _update_all(
+        self, members: Sequence[Member], outgoing: Outgoing, pushed: AsyncIterator[bytes] | None
+    ) -> Response:
+        staged: list[Staged] = []
+        is_switched = False
+        try:
+            asked = await (self._stage(members, outgoing) if pushed is None else self._push(members, outgoing, pushed))
+            staged += _staged(asked, members)
+            if len(staged) < len(members):
+                return _not_staged(asked, members)
+            async with self._hold.held():
+                response = await self._switch(outgoing, staged)
+                is_switched = True
+                return response
+        finally:
+            await self._drop(outgoing, staged)
+            await asyncio.gather(*map(self._fleet.check, members))
+            if is_switched:
+                self._fleet.joining.updated(members)
+
+    def _members(self, outgoing: Outgoing) -> list[Member]:
+        """All replicas: one that is left out would go on with other weights. Those that join get the weights then."""
         if not self._fleet.reachable:
             raise no_replica(self._fleet)
         if missing := self._fleet.unreachable:
@@ -115,7 +130,16 @@ class Weights:
                 f"the weights were not changed, because {', '.join(m.name for m in missing)} cannot be reached and "
                 "would go on with the old ones; restart it, or the ingress without it in --server-list"
             )
-        return list(self._fleet.members)
+        members = [member for member in self._fleet.members if member.state is not State.JOINING]
+        if not members:
+            raise no_replica(self._fleet)
+        outdated = [member.name for member in members if self._fleet.joining.misses_updates(member)]
+        if outdated and not _is_full_set(outgoing):
+            raise ReplicaLost(
+                f"the weights were not changed, because {', '.join(outdated)} has not those that these would be added "
+                "to; push a full set"
+            )
+        return members
 
     async def _stage(self, members: Sequence[Member], outgoing: Outgoing) -> Asked:
         assert isinstance(outgoing.body, bytes)
@@ -216,6 +240,17 @@ def _not_staged(asked: Asked, members: Sequence[Member]) -> Response:
 def _refusals(asked: Asked, *, only_lost: bool = False) -> str:
     refused = asked.failures | ({} if only_lost else {name: message_of(each) for name, each in asked.refused.items()})
     return "; ".join(f"{name}: {why}" for name, why in refused.items())
+
+
+def _is_full_set(outgoing: Outgoing) -> bool:
+    """Whether an update replaces all of the model's weights."""
+    path, _, query = outgoing.target.partition("?")
+    if path != MODEL:
+        return False
+    if isinstance(outgoing.body, bytes) and outgoing.body:
+        with suppress(ValueError, RecursionError, AttributeError):
+            return not json.loads(outgoing.body).get("partial")
+    return all(value.lower() in FALSE for value in parse_qs(query).get("partial", []))
 
 
 def _check_unstaged(fields: Mapping[str, object]) -> None:

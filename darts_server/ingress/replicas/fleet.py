@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Self, TypeVar
 
+from darts_server.ingress.replicas.joining import Joining
 from darts_server.ingress.replicas.member import Member, State
 from darts_server.ingress.replicas.replica import NoResources, Outgoing, Replica, ReplicaFailure, Unreachable, value_of
 from darts_server.ingress.replicas.whole import WholeAnswer, fetch
@@ -24,6 +25,7 @@ MAX_MISSED = 3
 """Polls in a row without an answer after which a replica counts as lost. A busy API process may miss one."""
 RETRY_AFTER = b"retry-after"
 """Servers that stop in order send it, and those whose engine is dead do not."""
+REACHABLE = (State.SERVING, State.JOINING, State.OUTDATED, State.UNHEALTHY)
 OPEN = (
     "it serves callers without a key, and this ingress listens for other machines: start the server with --api-key, or "
     "the ingress with --allow-unauthenticated"
@@ -34,12 +36,13 @@ OPEN = (
 class PollSettings:
     """``interval``: seconds between two polls. ``timeout``: seconds for an answer.
 
-    ``allow_open``: whether servers are used that need no key.
+    ``allow_open``: whether servers are used that need no key. ``key``: that copies weights, see `Joining`.
     """
 
     interval: float = 2.0
     timeout: float = 5.0
     allow_open: bool = True
+    key: str = ""
 
 
 class Fleet:
@@ -47,8 +50,12 @@ class Fleet:
 
     def __init__(self, replicas: Sequence[Replica], settings: PollSettings | None = None) -> None:
         self.members = [Member(replica) for replica in replicas]
+        self.changing = asyncio.Lock()
+        """Held while the weights of replicas change, or are compared."""
         self._settings = settings or PollSettings()
+        self.joining = Joining(self.members, self.check, self.changing, self._settings.key)
         self._checks: dict[str, asyncio.Task[None]] = {}
+        self._polling: dict[str, asyncio.Task[None]] = {}
         self._finishing: set[asyncio.Task[Any]] = set()
 
     @property
@@ -57,8 +64,8 @@ class Fleet:
 
     @property
     def reachable(self) -> list[Member]:
-        """Those that answer, also while they drain."""
-        return [member for member in self.members if member.state in (State.SERVING, State.UNHEALTHY)]
+        """Those that answer, also while they drain, or wait for weights."""
+        return [member for member in self.members if member.state in REACHABLE]
 
     @property
     def unreachable(self) -> list[Member]:
@@ -76,19 +83,37 @@ class Fleet:
         Then their connections are closed, after what must not end half-way.
         """
         await asyncio.gather(*map(self.check, self.members))
-        polling = [asyncio.create_task(self._poll(member)) for member in self.members]
+        for member in self.members:
+            self._start_polling(member)
+        await self.joining.admit()
+        joining = asyncio.create_task(self.joining.run(self._settings.interval))
         try:
             yield self
             if self._finishing:
                 logger.info("wait until an update that has begun has ended")
                 await asyncio.wait(self._finishing)
         finally:
-            for task in [*polling, *self._checks.values()]:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+            await _cancel(joining, *self._polling.values())
+            await _cancel(*self._checks.values())  # now nothing begins another one
             for member in self.members:
                 await member.replica.aclose()
+
+    def join(self, replica: Replica) -> Member:
+        """Add a replica, which is polled from now on. It is used when a poll has found that it serves."""
+        member = Member(replica)
+        self.members.append(member)
+        self._start_polling(member)
+        logger.info("replica %s joins", member.name)
+        return member
+
+    async def leave(self, member: Member) -> None:
+        """Remove a replica that no request runs on."""
+        self.members.remove(member)
+        await _cancel(self._polling.pop(member.name))
+        if (checking := self._checks.get(member.name)) is not None:
+            await checking  # a request that was lost on it may wait for this
+        await member.replica.aclose()
+        logger.info("replica %s has left", member.name)
 
     async def check(self, member: Member) -> None:
         """Find out now how a replica is. Callers at the same time share one poll, which begins after their calls."""
@@ -110,6 +135,9 @@ class Fleet:
         except asyncio.CancelledError:
             task.add_done_callback(_log_failure)
             raise
+
+    def _start_polling(self, member: Member) -> None:
+        self._polling[member.name] = asyncio.create_task(self._poll(member))
 
     async def _poll(self, member: Member) -> None:
         while True:
@@ -134,7 +162,8 @@ class Fleet:
             member.missed = 0
             member.is_stopping = health.status != HTTPStatus.OK and bool(value_of(health.headers, RETRY_AFTER))
             member.needs_key = models.status == HTTPStatus.UNAUTHORIZED
-            member.change(*self._judge(health, models))
+            self.joining.read(member, health)
+            member.change(*self._judge(member, health, models))
         if member.state is not before:
             level = logging.INFO if member.serves else logging.WARNING
             logger.log(level, "replica %s is %s%s", member.name, member.state, member.detail and f": {member.detail}")
@@ -144,14 +173,25 @@ class Fleet:
         if member.missed >= MAX_MISSED or member.state in (State.UNKNOWN, State.LOST):
             member.change(State.LOST, f"it does not answer: {why}")
 
-    def _judge(self, health: WholeAnswer, models: WholeAnswer) -> tuple[State, str]:
+    def _judge(self, member: Member, health: WholeAnswer, models: WholeAnswer) -> tuple[State, str]:
         if health.status != HTTPStatus.OK:
             return State.UNHEALTHY, _message(health)
         if models.status == HTTPStatus.FORBIDDEN:
             return State.REFUSED, _message(models)  # it does not know the name by which it is addressed
         if models.status == HTTPStatus.OK and not self._settings.allow_open:
             return State.REFUSED, OPEN
+        if not member.is_admitted:
+            is_waiting = member.state in (State.JOINING, State.OUTDATED)
+            return (member.state, member.detail) if is_waiting else (State.JOINING, "its weights are compared")
         return State.SERVING, ""
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def _log_failure(task: asyncio.Task[Any]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 
 from darts_server.ingress.replicas.replica import Disconnected, Replica
@@ -14,12 +15,38 @@ class State(StrEnum):
     UNKNOWN = "unknown"
     """It was not polled yet."""
     SERVING = "serving"
+    JOINING = "joining"
+    """It was started, and gets the weights that the others serve if its own are others."""
+    OUTDATED = "outdated"
+    """It serves other weights than the others, and could not get theirs."""
     UNHEALTHY = "unhealthy"
     """It says so itself: it is draining, or its engine is dead. What runs on it may still end."""
     REFUSED = "refused"
     """It is not used because of its configuration."""
     LOST = "lost"
     """It does not answer. What ran on it is run again elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """What a server says of its weights.
+
+    ``start``: of the server: another one after each restart. ``is_initial``: whether they are those of its start.
+    ``loras``: the same for the same LoRA adapters.
+    """
+
+    start: str
+    version: int
+    is_initial: bool
+    loras: str
+
+    @property
+    def model(self) -> tuple[int, bool]:
+        """What two servers have in common that serve the same weights of the model."""
+        return self.version, self.is_initial
+
+    def __str__(self) -> str:
+        return f"version {self.version}" + (" (of its start)" if self.is_initial else "")
 
 
 class Member:
@@ -32,6 +59,10 @@ class Member:
         self.needs_key: bool | None = None
         self.missed = 0
         """Polls in a row that were not answered."""
+        self.weights: ServedWeights | None = None
+        """``None``: it does not say which it serves, and its weights are not compared."""
+        self.admitted = ""
+        """The start of the server whose weights are those of the others."""
         self.is_stopping = False
         """Whether its latest answer says that it stops in order: what it does not end is not to blame for it."""
         self.in_flight = 0
@@ -42,6 +73,11 @@ class Member:
     @property
     def name(self) -> str:
         return self.replica.name
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether its weights are those of the others."""
+        return self.weights is None or self.weights.start == self.admitted
 
     @property
     def serves(self) -> bool:

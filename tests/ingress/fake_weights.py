@@ -1,0 +1,112 @@
+"""Weights of small servers, which are staged and switched as a darts-server does it."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tests.ingress.servers import FakeServer
+
+PATH = "/darts/v1/weights"
+STAGED = f"{PATH}/staged"
+REFUSAL = {"error": {"message": "too large"}}
+
+
+@dataclass
+class FakeWeights:
+    """Stages weights and switches as a server does. ``refuses``: what: ``stage``, ``switch``, ``back``."""
+
+    server: FakeServer
+    served: bytes = b"old"
+    version: int = 3
+    staged: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+    refuses: str = ""
+    number: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    stage_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    read_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    start: str = ""
+    """Named by its health, if it is not empty."""
+    is_initial: bool = False
+    loras: str = "none"
+
+    def install(self) -> None:
+        self.gate.set()
+        self.stage_gate.set()
+        self.read_gate.set()
+        self.server.health_headers = self.header
+        self.server.on("GET", f"{PATH}/tensors", self.read)
+        self.server.on("PUT", PATH, self.stage)
+        self.server.on("POST", PATH, self.stage)
+        self.add_routes()
+
+    def header(self) -> dict[str, str]:
+        if not self.start:
+            return {}
+        source = "start" if self.is_initial else "update"
+        return {"X-Darts-Weights": f"start={self.start}; version={self.version}; source={source}; loras={self.loras}"}
+
+    def restart(self, start: str) -> None:
+        """Serve the weights of a start."""
+        self.start, self.served, self.version, self.is_initial, self.loras = start, b"initial", 0, True, "none"
+        self.staged.clear()
+
+    async def read(self, request: Request) -> Response:
+        if self.refuses == "read":
+            return JSONResponse({"error": {"message": "in no file"}}, 409)
+        version = self.version
+        await self.read_gate.wait()
+        return Response(self.served, headers={"X-Darts-Weight-Version": str(version)})
+
+    async def stage(self, request: Request) -> Response:
+        body = await request.body()
+        await self.stage_gate.wait()
+        if self.refuses == "stage":
+            return JSONResponse(REFUSAL, 413)
+        assert request.query_params.get("stage") == "true" or (await request.json())["stage"]
+        return self.answer(self.keep(body, int(request.query_params.get("version", self.version + 1))))
+
+    def keep(self, weights: bytes, version: int) -> str:
+        self.number += 1
+        name = f"{self.server.name}{self.number}"
+        self.staged[name] = weights, version
+        self.add_routes()
+        return name
+
+    def add_routes(self) -> None:
+        for name in list(self.staged):
+            self.server.on("POST", f"{STAGED}/{name}:switch", self.switch)
+            self.server.on("DELETE", f"{STAGED}/{name}", self.drop)
+
+    async def switch(self, request: Request) -> Response:
+        name = request.url.path.rpartition("/")[2].removesuffix(":switch")
+        is_back = "keep_previous" not in request.query_params
+        await self.gate.wait()
+        if self.refuses == ("back" if is_back else "switch"):
+            return JSONResponse({"error": {"message": f"no {self.refuses}"}}, 503)
+        weights, version = self.staged.pop(name)
+        before = self.served, self.version
+        self.served, self.version = weights, int(request.query_params.get("version", version))
+        self.is_initial = False
+        return self.answer(None if is_back else self.keep(*before))
+
+    async def drop(self, request: Request) -> Response:
+        self.staged.pop(request.url.path.rpartition("/")[2])
+        return self.answer(None)
+
+    def answer(self, name: str | None) -> Response:
+        staged = None if name is None else {"id": name, "version": self.staged[name][1]}
+        return JSONResponse({"version": self.version, "staged": staged})
+
+
+def install(servers: list[FakeServer]) -> list[FakeWeights]:
+    found = [FakeWeights(server) for server in servers]
+    for each in found:
+        each.install()
+    return found
+
+
+def state(weights: list[FakeWeights]) -> list[tuple[bytes, int]]:
+    assert not any(each.staged for each in weights), "nothing stays staged"
+    return [(each.served, each.version) for each in weights]

@@ -1,0 +1,202 @@
+"""Servers that join, or were restarted, get the current weights before they serve."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from darts_server.ingress.replicas import joining
+from darts_server.ingress.replicas.joining import read_weights
+from darts_server.ingress.replicas.member import ServedWeights, State
+from tests.ingress.fake_weights import PATH, FakeWeights, install, state
+from tests.ingress.servers import RunningIngress, fake_servers, ingress, until
+
+pytestmark = pytest.mark.anyio
+ROUTE = "/v1/completions"
+
+
+@asynccontextmanager
+async def cluster(
+    *versions: int, start: list[str] | None = None, **settings: Any
+) -> AsyncIterator[tuple[RunningIngress, list[FakeWeights]]]:
+    """Run servers with these versions, 0 for those of their start, and an ingress in front of them."""
+    async with fake_servers(len(versions)) as servers:
+        weights = install(servers)
+        for each, version in zip(weights, versions, strict=True):
+            each.restart(f"first-{each.server.name}")
+            if version:
+                each.served, each.version, each.is_initial = b"new", version, False
+        async with ingress(servers, **settings) as running:
+            yield running, weights
+
+
+def states(running: RunningIngress) -> list[State]:
+    return [member.state for member in running.fleet.members]
+
+
+def all_serve(running: RunningIngress) -> bool:
+    return set(states(running)) == {State.SERVING}
+
+
+async def test_servers_with_the_same_weights_serve() -> None:
+    async with cluster(0, 0) as (running, weights):
+        assert all_serve(running)
+        assert not any(got.path.startswith(PATH) for each in weights for got in each.server.received)
+
+
+@pytest.mark.parametrize("versions", [(7, 0), (0, 7), (7, 7, 0), (7, 9, 0)])
+async def test_an_ingress_that_starts_takes_the_newest_weights_for_the_current_ones(versions: tuple[int, ...]) -> None:
+    async with cluster(*versions) as (running, weights):
+        await until(lambda: all_serve(running))
+        assert state(weights) == [(b"new", max(versions))] * len(versions)
+
+
+async def test_a_server_that_was_restarted_gets_no_request_before_it_has_the_weights_of_the_others() -> None:
+    async with cluster(7, 7) as (running, weights):
+        assert all_serve(running)
+        weights[0].stage_gate.clear()
+        weights[0].restart("second")
+        await until(lambda: weights[0].server.running == 1)  # it is sent the weights
+        assert states(running) == [State.JOINING, State.SERVING]
+        for _ in range(4):
+            assert (await running.post(ROUTE, {"prompt": "p", "n": 2})).json()["server"] == "b"
+        replicas = (await running.client.get("/health")).json()["replicas"]
+        assert "version 0 (of its start) of the weights, and the others version 7" in replicas[0]["detail"]
+        weights[0].stage_gate.set()
+        await until(lambda: all_serve(running))
+        assert state(weights) == [(b"new", 7)] * 2
+
+
+async def test_weights_are_copied_with_the_ingresss_own_key() -> None:
+    async with cluster(7, 0, admin_key="secret") as (running, weights):
+        await until(lambda: all_serve(running))
+        sent = [got for each in weights for got in each.server.received if got.path.startswith(PATH)]
+        assert len(sent) == 3
+        assert {got.headers["authorization"] for got in sent} == {"Bearer secret"}
+
+
+async def test_a_server_that_does_not_get_them_says_why_and_is_updated_with_the_others() -> None:
+    async with cluster(7, 7) as (running, weights):
+        weights[1].refuses = "read"
+        weights[0].restart("second")
+        await until(lambda: states(running)[0] is State.OUTDATED)
+        assert "in no file" in running.fleet.members[0].detail
+        refused = await running.post(PATH, {"path": "/w", "partial": True})
+        assert refused.status_code == 502
+        assert "push a full set" in refused.text
+        refused = await running.client.put(f"{PATH}?partial=true", content=b"part")
+        assert "push a full set" in refused.text
+        assert "push a full set" in (await running.post(f"{PATH}/lora/x", {"path": "/w"})).text
+        updated = await running.client.put(f"{PATH}?partial=false", content=b"full")
+        assert updated.status_code == 200, updated.text
+        await until(lambda: all_serve(running))
+        assert state(weights) == [(b"full", 8)] * 2
+
+
+async def test_a_copy_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "RETRY_SECONDS", 0.1)
+    async with cluster(7, 7) as (running, weights):
+        weights[0].refuses = "stage"
+        weights[0].restart("second")
+        await until(lambda: states(running)[0] is State.OUTDATED)
+        assert "too large" in running.fleet.members[0].detail
+        weights[0].refuses = ""
+        await until(lambda: all_serve(running))
+        assert state(weights) == [(b"new", 7)] * 2
+
+
+async def test_an_update_while_weights_are_copied_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "RETRY_SECONDS", 0.1)
+    async with cluster(7, 7) as (running, weights):
+        weights[1].read_gate.clear()
+        weights[0].restart("second")
+        await until(lambda: weights[1].server.running == 1)  # the copy has begun
+        answer = await running.client.put(PATH, content=b"newer")
+        assert answer.status_code == 200, answer.text
+        assert weights[1].version == 8
+        assert weights[0].is_initial
+        weights[1].read_gate.set()
+        await until(lambda: all_serve(running))
+        assert state(weights) == [(b"newer", 8)] * 2
+
+
+async def test_a_server_that_joins_while_an_update_runs_gets_its_weights() -> None:
+    async with cluster(0, 0) as (running, weights):
+        weights[1].gate.clear()
+        update = asyncio.create_task(running.client.put(PATH, content=b"newer"))
+        await until(lambda: any(":switch" in got.path for got in weights[1].server.received))
+        weights[0].gate.clear()
+        assert weights[0].version == 1
+        running.fleet.members[0].admitted = ""  # as if it had joined now, with the weights of the start
+        weights[0].restart("second")
+        await until(lambda: states(running)[0] is State.JOINING)
+        weights[0].gate.set()
+        weights[1].gate.set()
+        assert (await update).status_code == 200
+        await until(lambda: all_serve(running))
+        assert [(each.served, each.version) for each in weights] == [(b"newer", 1)] * 2
+
+
+async def test_where_no_server_has_the_weights_any_more_a_full_set_is_needed() -> None:
+    async with cluster(7, 7) as (running, weights):
+        for each in weights:
+            each.restart(f"second-{each.server.name}")
+        await until(lambda: states(running) == [State.OUTDATED] * 2)
+        answer = await running.post(ROUTE, {"prompt": "p"})
+        assert answer.status_code == 503
+        assert "version 7 is on no server: push a full set" in answer.text
+        assert (await running.client.put(PATH, content=b"full")).status_code == 200
+        assert all_serve(running)
+        assert (await running.post(ROUTE, {"prompt": "p"})).status_code == 200
+
+
+async def test_servers_that_never_had_other_weights_may_all_be_restarted() -> None:
+    async with cluster(0, 0) as (running, weights):
+        for each in weights:
+            each.restart(f"second-{each.server.name}")
+        await until(
+            lambda: all(
+                m.admitted == f"second-{w.server.name}" for m, w in zip(running.fleet.members, weights, strict=True)
+            )
+        )
+        assert all_serve(running)
+
+
+async def test_a_server_without_the_lora_adapters_of_the_others_does_not_serve() -> None:
+    async with cluster(0, 0) as (running, weights):
+        for each in weights:
+            each.loras = "both"
+        await until(lambda: running.fleet.joining.current is not None and running.fleet.joining.current.loras == "both")
+        weights[0].restart("second")
+        await until(lambda: states(running)[0] is State.OUTDATED)
+        assert "push them again" in running.fleet.members[0].detail
+        weights[0].loras = "both"
+        await until(lambda: all_serve(running))
+
+
+async def test_lora_adapters_that_are_pushed_to_all_servers_let_them_serve_again() -> None:
+    async with cluster(0, 0) as (running, weights):
+        for each in weights:
+            each.loras = "old"
+        await until(lambda: running.fleet.joining.current is not None and running.fleet.joining.current.loras == "old")
+        for each in weights:
+            each.restart(f"second-{each.server.name}")
+        await until(lambda: states(running) == [State.OUTDATED] * 2)
+        assert not any(map(running.fleet.joining.misses_updates, running.fleet.members))
+
+
+@pytest.mark.parametrize(
+    ("text", "served"),
+    [
+        ("start=a; version=7; source=update; loras=x", ServedWeights("a", 7, False, "x")),
+        ("start=a;version=0;source=start;loras=none; more=1", ServedWeights("a", 0, True, "none")),
+        ("", None),
+        ("start=; version=7", None),
+        ("start=a; version=-1", None),
+        ("garbage", None),
+    ],
+)
+def test_what_a_servers_health_says_of_its_weights(text: str, served: ServedWeights | None) -> None:
+    assert read_weights([(b"X-Darts-Weights", text.encode())]) == served

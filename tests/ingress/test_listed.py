@@ -1,0 +1,134 @@
+"""Servers that come and go."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from darts_server.ingress.process import make_app, make_fleet
+from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.replicas.http import HttpReplica
+from darts_server.ingress.replicas.listed import ListedServers, following
+from darts_server.ingress.replicas.member import State
+from darts_server.ingress.settings import IngressSettings
+from darts_server.serving.lifecycle import Lifecycle
+from tests.ingress.servers import POLL_SECONDS, FakeServer, RunningIngress, fake_servers, listening, port_of, until
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/completions"
+
+
+class Listing:
+    """A list of servers. ``broken``: whether it cannot be read."""
+
+    def __init__(self, *servers: FakeServer) -> None:
+        self.servers: Sequence[FakeServer] = servers
+        self.broken = False
+        self.reads = 0
+
+    async def __call__(self) -> list[str]:
+        self.reads += 1
+        if self.broken:
+            raise ConnectionError("the list is elsewhere")
+        return [server.url for server in self.servers]
+
+
+@asynccontextmanager
+async def ingress_of(listing: Listing) -> AsyncIterator[RunningIngress]:
+    settings = IngressSettings((), poll_interval=POLL_SECONDS, poll_timeout=30.0)
+    lifecycle = Lifecycle()
+    async with (
+        make_fleet(settings, []).polled() as fleet,
+        following(fleet, listing, HttpReplica, POLL_SECONDS),
+        listening(make_app(fleet, settings, lifecycle)) as server,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}", timeout=60, verify=False) as client,
+    ):
+        yield RunningIngress(client, fleet, lifecycle, str(client.base_url))
+
+
+def hosts(fleet: Fleet) -> list[str]:
+    return [f"http://{member.name}" for member in fleet.members]
+
+
+async def test_a_server_that_joins_gets_requests() -> None:
+    async with fake_servers(2) as (one, two):
+        listing = Listing(one)
+        async with ingress_of(listing) as running:
+            assert hosts(running.fleet) == [one.url]
+            listing.servers = [one, two]
+            await until(lambda: len(running.fleet.serving) == 2)
+            answers = [(await running.post(PATH, {"prompt": "p", "n": 2})).json()["server"] for _ in range(4)]
+            assert sorted(answers) == ["a", "a", "b", "b"]
+
+
+async def test_a_server_that_was_stopped_leaves_when_its_requests_have_ended() -> None:
+    async with fake_servers(2) as (one, two):
+        listing, release = Listing(one, two), asyncio.Event()
+
+        async def wait(_: Request) -> Response:
+            await release.wait()
+            return Response(b"done")
+
+        one.on("POST", PATH, wait)
+        two.on("POST", PATH, wait)
+        async with ingress_of(listing) as running:
+            calls = [asyncio.create_task(running.post(PATH, {"prompt": "p", "n": 2})) for _ in range(2)]
+            await until(lambda: one.running == two.running == 1)
+            one.health, one.retry_after = 503, "30"  # it drains
+            listing.servers = [two]
+            await until(lambda: running.fleet.members[0].state is State.UNHEALTHY)
+            reads = listing.reads
+            await until(lambda: listing.reads > reads + 1)
+            assert hosts(running.fleet) == [one.url, two.url]
+            release.set()
+            assert [(await call).text for call in calls] == ["done", "done"]
+            await until(lambda: hosts(running.fleet) == [two.url])
+            health = (await running.client.get("/health")).json()
+            assert [f"http://{each['name']}" for each in health["replicas"]] == [two.url]
+
+
+async def test_a_server_that_was_killed_leaves_and_weights_can_be_updated_again() -> None:
+    async with fake_servers(2) as (one, two):
+        listing = Listing(one, two)
+        async with ingress_of(listing) as running:
+            await one.kill()
+            await until(lambda: running.fleet.members[0].state is State.LOST)
+            assert "cannot be reached" in (await running.post("/darts/v1/weights", {"path": "x"})).text
+            listing.servers = [two]
+            await until(lambda: hosts(running.fleet) == [two.url])
+            assert "cannot be reached" not in (await running.post("/darts/v1/weights", {"path": "x"})).text
+
+
+async def test_servers_that_answer_stay_while_the_list_is_lost_or_empty() -> None:
+    async with fake_servers(1) as (one,):
+        listing = Listing(one)
+        async with ingress_of(listing) as running:
+            for broken in (True, False):
+                listing.broken, listing.servers = broken, []
+                reads = listing.reads
+                await until(lambda reads=reads: listing.reads > reads + 2)  # type: ignore[misc]
+                assert [member.serves for member in running.fleet.members] == [True]
+
+
+async def test_a_server_that_is_lost_while_a_request_waits_for_its_poll_does_not_cancel_that() -> None:
+    async with fake_servers(1) as (one,):
+        listing = Listing(one)
+        fleet = make_fleet(IngressSettings((), poll_interval=3600.0, poll_timeout=30.0), [])
+        async with fleet.polled():
+            servers = ListedServers(fleet, listing, HttpReplica)
+            await servers.update()
+            [member] = fleet.members
+            one.frozen = True
+            waiting = asyncio.create_task(fleet.check(member))
+            await asyncio.sleep(0.05)
+            member.change(State.LOST)
+            listing.servers = []
+            leaving = asyncio.create_task(servers.update())
+            await asyncio.sleep(0.05)
+            one.frozen = False
+            await asyncio.gather(waiting, leaving)
+            assert fleet.members == []
