@@ -4,11 +4,13 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import chain
 
 from darts_server import logs, settings
 from darts_server.doctor import findings
 from darts_server.exceptions import InvalidSetting, StateError
+from darts_server.ray.settings import prepare_cluster, value_of
 
 USAGE_ERROR = 2
 
@@ -41,6 +43,7 @@ SERVE_MORE = """\
 All of vLLM's flags work too, e.g. --port 8000 --max-model-len 8192 --tensor-parallel-size 2.
   darts-server serve --help=all           every vLLM flag
   darts-server serve --help=FLAG          vLLM's help on one flag or section
+  darts-server serve MODEL --replicas N   N servers behind one address, under Ray; --replicas N --help explains it
 
 The server listens on 127.0.0.1 unless --host says otherwise. Log-probs are those of the distribution that is sampled
 from unless --logprobs-mode says otherwise (vLLM's own default: raw_logprobs, without temperature, top_k and the like).
@@ -73,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(argv: list[str]) -> int:
+    if value_of(argv, "--replicas") is not None:
+        return _serve_replicas(argv)
     parser = _settings_parser("serve", SERVE, SERVE_MORE)
     if "-h" in argv or "--help" in argv:
         parser.print_help()
@@ -83,6 +88,17 @@ def _serve(argv: list[str]) -> int:
     from darts_server import app  # imports vLLM, which takes seconds
 
     return app.serve(loaded, vllm_argv)
+
+
+def _serve_replicas(argv: list[str]) -> int:
+    if find_spec("ray") is None:
+        raise InvalidSetting("--replicas runs the servers under Ray: pip install 'darts-server[ray]'")
+
+    if value_of(argv, "--ray-address") is None:
+        prepare_cluster()
+    from darts_server.ray import command  # imports Ray
+
+    return command.main(argv)
 
 
 def _doctor(argv: list[str]) -> int:

@@ -37,6 +37,13 @@ def end_with_parent() -> None:
     _watch_forks()
 
 
+def end_with_process(pid: int) -> None:
+    """Let this process end with its parent, which has this id, however that ends."""
+    if os.getppid() != pid:
+        os._exit(1)  # it has ended already
+    _watch(pid)
+
+
 @cache
 def _watch_forks() -> None:
     """Let forks of this process, and their forks, end with the process that forked them."""

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import getLogger
@@ -39,6 +39,11 @@ from darts_server.vllm.traces import Traces
 logger = getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+MORE_HELP = {
+    "data_parallel_size": "darts-server: engines of one API process, which learns from all of them, and is too slow "
+    "for many; --replicas N runs servers with an API process each.",
+    "api_server_count": "darts-server: only 1, as API processes share no groups; use --replicas N.",
+}
 KEY_VARIABLE = "VLLM_API_KEY"
 
 
@@ -55,6 +60,7 @@ def parse(argv: Sequence[str]) -> Namespace:
         allowed_origins=[],  # vLLM's default lets the web pages of all sites read all answers
         logprobs_mode=PROCESSED_LOGPROBS,  # of what was sampled from; vLLM's are those of the model at temperature 1
     )
+    _explain(parser)
     args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag
@@ -177,11 +183,19 @@ async def _serve_http(
     )
 
 
+def _explain(parser: ArgumentParser) -> None:
+    """Say in the help of vLLM's flags when to use which."""
+    for action in parser._actions:
+        if (more := MORE_HELP.get(action.dest)) is not None:
+            action.help = f"{action.help or ''} {more}".strip()
+
+
 def _refuse_other_modes(args: Namespace) -> None:
     if args.headless or args.grpc:
         raise InvalidSetting("--headless and --grpc start no HTTP server here; run vLLM itself for those")
     if args.api_server_count not in (None, 1):
         raise InvalidSetting(
-            f"--api-server-count = {args.api_server_count}: API processes share no groups; only 1 is supported"
+            f"--api-server-count = {args.api_server_count}: API processes share no groups, so a server has one; where "
+            "that is too slow, --replicas N runs N servers behind one address"
         )
     args.api_server_count = None

@@ -1,0 +1,119 @@
+"""A darts-server as a child of this process."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from random import SystemRandom
+
+from darts_server.ingress.replicas.fleet import HEALTH
+from darts_server.ingress.replicas.http import HttpReplica
+from darts_server.ingress.replicas.replica import ReplicaFailure
+from darts_server.ingress.replicas.whole import fetch
+
+CHILD = "darts_server.ray.child"
+PORTS, MAX_TRIES = range(20_000, 30_000), 100
+"""The system gives these to no connection, so that a port stays free until the server binds it."""
+POLL_SECONDS = 0.5
+REQUEST_SECONDS = 10.0
+HTTP_OK = 200
+
+
+class ServerEnded(Exception):
+    """The server has exited by itself."""
+
+
+class ServerProcess:
+    """A server that was started. It ends with this process, however that ends."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", url: str) -> None:
+        self.url = url
+        self.pid = process.pid
+        self._process = process
+
+    def check_running(self) -> None:
+        """
+        Raises:
+            ServerEnded
+        """
+        if (code := self._process.poll()) is not None:
+            self._kill_group()
+            raise ServerEnded(f"the server of this replica has exited with code {code}; its log says why")
+
+    async def wait_until_healthy(self) -> None:
+        """Wait until the server answers, which may take as long as its model takes to load.
+
+        Raises:
+            ServerEnded
+        """
+        replica = HttpReplica(self.url)
+        try:
+            while True:
+                self.check_running()
+                with suppress(ReplicaFailure, TimeoutError):
+                    async with asyncio.timeout(REQUEST_SECONDS):
+                        if (await fetch(replica, HEALTH)).status == HTTP_OK:
+                            return
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            await replica.aclose()
+
+    async def wait(self) -> None:
+        """Wait until the server has ended."""
+        while self._process.poll() is None:
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def stop(self, seconds: float) -> None:
+        """Stop the server in order: it ends what runs. After so many seconds it is killed."""
+        try:
+            if self._process.poll() is None:
+                self._process.terminate()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self.wait()
+        finally:
+            self._kill_group()
+            self._process.wait()
+
+    def _kill_group(self) -> None:
+        """Kill what is left of the server, such as processes of its engine."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def start_server(arguments: Sequence[str], host: str, child: str | None = None) -> ServerProcess:
+    """Start ``darts-server serve`` with these arguments, on a free port of an address of this machine.
+
+    ``child``: the module that is run; `CHILD` by default.
+    """
+    port = free_port(host)
+    command = [
+        sys.executable,
+        "-m",
+        child or CHILD,
+        str(os.getpid()),
+        "serve",
+        *arguments,
+        "--host",
+        host,
+        "--port",
+        str(port),
+    ]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    return ServerProcess(process, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
+
+def free_port(host: str) -> int:
+    """Return a port that nobody uses now."""
+    for port in SystemRandom().sample(PORTS, MAX_TRIES):
+        with suppress(OSError), socket.create_server((host, port), family=_family(host)):
+            return port
+    raise OSError(f"{MAX_TRIES} ports of {PORTS.start} to {PORTS.stop - 1} are taken")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,175 @@
+"""Servers that Ray keeps, on real vLLM. The last test but one kills one of them."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from darts_server.demo.server import ENVIRONMENT, FLAGS, MODEL, Server
+from tests.deploy.names import ROOT
+from tests.integration.clusters import (
+    Cluster,
+    body,
+    check_groups,
+    check_single_requests,
+    client_of,
+    prompts,
+    wait_healthy,
+)
+from tests.integration.fork_server import EAGER
+from tests.integration.test_single_requests import SIZE
+from tests.integration.waiting import wait_started
+
+pytest.importorskip("ray")
+START_SECONDS = 1500.0
+"""A Ray cluster and several servers that nobody has forked, on a busy machine."""
+REPLACE_SECONDS = 900.0
+pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(1800)]
+WEIGHTS = (MODEL / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    flags = [str(MODEL), *FLAGS, "--replicas", str(request.param), "--cpus-per-replica", "0"]
+    log = tmp_path_factory.mktemp("replicas") / "log"
+    with running([sys.executable, "-m", "darts_server", "serve", *flags], "--port", log) as url:
+        yield Cluster(url, servers_of(url))
+
+
+@contextmanager
+def running(command: list[str], port_flag: str, log: Path) -> Iterator[str]:
+    """Run a command until the block ends, then end it in order, with everything that it has started."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = ENVIRONMENT | os.environ | EAGER | {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients'}"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, port_flag, str(port)], stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0
+        )
+    started: list[psutil.Process] = []
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}", process, START_SECONDS)
+        started = psutil.Process(process.pid).children(recursive=True)
+        yield f"http://127.0.0.1:{port}"
+    except BaseException:
+        print(log.read_text(errors="replace")[-20_000:])
+        raise
+    finally:
+        process.terminate()
+        try:
+            assert process.wait(300) == 0
+        finally:
+            process.kill()
+    assert psutil.wait_procs(started, timeout=60)[1] == []
+
+
+def replicas(url: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx.get(f"{url}/health", verify=False, timeout=30).json()["replicas"]
+    return found
+
+
+def servers_of(url: str) -> list[Server]:
+    """Return the servers behind an ingress, whose processes are others' children."""
+    return [Server(None, int(each["name"].rpartition(":")[2]), Path()) for each in replicas(url)]  # type: ignore[arg-type]
+
+
+def process_of(server: Server) -> psutil.Process:
+    """Return the process that listens at a server's address."""
+    port = server.url.rpartition(":")[2]
+    [found] = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "darts_server.ray.child" in (process.info["cmdline"] or []) and process.info["cmdline"][-1] == port
+    ]
+    return found
+
+
+async def test_all_replicas_serve(cluster: Cluster) -> None:
+    assert [each["state"] for each in replicas(cluster.url)] == ["serving"] * len(cluster.servers)
+
+
+async def test_groups_are_exact_and_on_all_replicas(cluster: Cluster) -> None:
+    await check_groups(cluster)
+
+
+async def test_single_requests_of_a_group_meet(cluster: Cluster) -> None:
+    await check_single_requests(cluster)
+
+
+async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
+    async with client_of(cluster) as client:
+        stop = asyncio.Event()
+
+        async def load(prompt: str) -> list[dict[str, Any]]:
+            groups = []
+            while not stop.is_set():
+                batch = {
+                    "prompts": [{"text": prompt}, {"text": prompt}],
+                    "group_size": 4,
+                    "sampling": {"max_tokens": 64},
+                }
+                answer = await client.post("/darts/v1/rollouts", json=batch)
+                assert answer.status_code == 200, answer.text
+                groups += [answer.json()["groups"]]
+            return groups
+
+        callers = [asyncio.create_task(load(prompt)) for prompt in prompts(3)]
+        for version in (1, 2):
+            pushed = await client.put("/darts/v1/weights", content=WEIGHTS)
+            assert pushed.status_code == 200, pushed.text
+            assert pushed.json()["version"] == version
+        stop.set()
+        batches = [groups for caller in callers for groups in await caller]
+    for groups in batches:
+        trajectories = [each for group in groups for each in group["trajectories"]]
+        ends = {each[f"weight_version_{end}"] for each in trajectories for end in ("start", "end")}
+        assert len(ends) == 1, "a batch under the rule finish has one version"
+    assert versions(cluster.servers) == {2}
+
+
+def versions(servers: list[Server] | Any) -> set[int]:
+    return {httpx.get(f"{server.url}/darts/v1/weights", verify=False).json()["version"] for server in servers}
+
+
+async def test_a_replica_that_is_killed_in_the_middle_of_64_groups_is_replaced_and_gets_the_weights(
+    cluster: Cluster,
+) -> None:
+    dying = cluster.servers[0]
+    server = process_of(dying)
+    family = [server, *server.children(recursive=True)]
+    started = dying.metric("darts_candidates_started_total")
+    async with client_of(cluster) as client:
+        calls = [
+            asyncio.create_task(client.post("/v1/completions", json=body(prompt, n=SIZE))) for prompt in prompts(64)
+        ]
+        await asyncio.to_thread(wait_started, dying, started + 4 * SIZE)
+        server.send_signal(signal.SIGKILL)
+        answers = await asyncio.gather(*calls)
+    assert [answer.status_code for answer in answers] == [200] * 64
+    assert all(len(answer.json()["choices"]) == SIZE for answer in answers)
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+    await asyncio.to_thread(check_replaced, cluster, dying)
+
+
+def check_replaced(cluster: Cluster, dead: Server) -> None:
+    """Check that there are as many replicas again, with the weights of the others when they serve."""
+    deadline = time.monotonic() + REPLACE_SECONDS
+    while True:
+        now = {each["name"]: each["state"] for each in replicas(cluster.url)}
+        if len(now) == len(cluster.servers) and set(now.values()) == {"serving"}:
+            break
+        assert time.monotonic() < deadline, now
+        time.sleep(0.5)
+    assert dead.url.removeprefix("http://") not in now
+    assert versions(servers_of(cluster.url)) == {2}

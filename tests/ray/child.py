@@ -1,0 +1,40 @@
+"""In place of a darts-server: ``python -m tests.ray.child PID serve ... --host HOST --port PORT``.
+
+It prints the id of a process that it starts. With ``slow`` it is healthy after a request for ``/ready``, with
+``stubborn`` it ignores SIGTERM, with ``failing`` it exits at once.
+"""
+
+import signal
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from darts_server.vllm.parent import end_with_process
+
+FAILED = 3
+ready = "slow" not in sys.argv
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        global ready
+        ready = ready or self.path == "/ready"
+        self.send_response(200 if ready else 503)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+if __name__ == "__main__":
+    end_with_process(int(sys.argv[1]))
+    assert sys.argv[2] == "serve"
+    if "failing" in sys.argv:
+        sys.exit(FAILED)
+    if "stubborn" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print(engine.pid, flush=True)
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    HTTPServer((sys.argv[sys.argv.index("--host") + 1], port), Handler).serve_forever()
