@@ -21,10 +21,12 @@ FROM ${BASE_IMAGE}
 ARG VLLM_VERSION
 ARG VERSION=0.1.0
 ARG REVISION=unknown
+# [ray] for several servers under Ray.
+ARG EXTRAS=
 
 COPY --from=wheel /wheels /tmp/wheels
 # Nearly all that we need is there already. Whatever pip did, vLLM must still be the one that we are tested with.
-RUN python3 -m pip install --no-cache-dir /tmp/wheels/*.whl \
+RUN python3 -m pip install --no-cache-dir "$(echo /tmp/wheels/*.whl)${EXTRAS}" \
     && rm -r /tmp/wheels \
     && darts-server version \
     && python3 -c "import sys; from importlib.metadata import version; sys.exit(version('vllm').split('+')[0] != '${VLLM_VERSION}')" \
