@@ -14,6 +14,7 @@ import ray
 from ray import serve
 
 from darts_server import logs
+from darts_server.exceptions import InvalidSetting
 from darts_server.ingress import process
 from darts_server.ingress.settings import IngressSettings
 from darts_server.ray.application import DIRECTORY, build_servers, ingress_settings
@@ -122,8 +123,16 @@ def read_settings(options: argparse.Namespace, arguments: Sequence[str]) -> tupl
 
 @contextmanager
 def _cluster(address: str | None) -> Iterator[None]:
-    """Connect to a cluster, or start one that ends with the block."""
-    ray.init(address=address or HERE, include_dashboard=False if address is None else None)
+    """Connect to a cluster, or start one that ends with the block.
+
+    Raises:
+        InvalidSetting: there is none.
+    """
+    try:
+        ray.init(address=address or HERE, include_dashboard=False if address is None else None)
+    except Exception as error:  # it raises exceptions of no common class
+        where = "could not be started on this machine" if address is None else f"at {address} could not be reached"
+        raise InvalidSetting(f"a Ray cluster {where}: {error}") from error
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
