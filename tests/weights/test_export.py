@@ -105,7 +105,7 @@ async def test_an_update_does_not_disturb_who_reads_the_weights_before(tmp_path:
 
 def test_several_files_and_types_become_one_file(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    sets = [
+    sets: list[dict[str, np.ndarray]] = [
         {"b": rng.normal(size=(3, 5)).astype(np.float16), "a": rng.normal(size=(2,)).astype(np.float32)},
         {"c": rng.integers(0, 9, (7, 1), dtype=np.int8), "empty": np.zeros((0, 4), np.float32)},
     ]

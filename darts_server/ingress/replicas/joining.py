@@ -56,8 +56,9 @@ class Joining:
         self._copies: dict[str, asyncio.Task[None]] = {}
 
     def read(self, member: Member, health: WholeAnswer) -> None:
-        """Note what a replica says of its weights."""
-        member.weights = read_weights(health.headers)
+        """Note what a replica says of its weights. One that is stopping says nothing of them."""
+        if health.status == HTTPStatus.OK:
+            member.weights = read_weights(health.headers)
         if member.weights is not None and member.is_admitted:
             self.current = member.weights
 
