@@ -35,6 +35,7 @@ pytest.importorskip("ray")
 START_SECONDS = 1500.0
 """A Ray cluster and several servers that nobody has forked, on a busy machine."""
 REPLACE_SECONDS = 900.0
+CLUSTER_TRIES = 5
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(1800)]
 WEIGHTS = (MODEL / "model.safetensors").read_bytes()
 
@@ -52,11 +53,7 @@ def running(command: list[str], port_flag: str, log: Path) -> Iterator[str]:
     """Run a command until the block ends, then end it in order, with everything that it has started."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = ENVIRONMENT | os.environ | EAGER | {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients'}"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, port_flag, str(port)], stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0
-        )
+    process = start([*command, port_flag, str(port)], log)
     started: list[psutil.Process] = []
     try:
         wait_healthy(f"http://127.0.0.1:{port}", process, START_SECONDS)
@@ -72,6 +69,21 @@ def running(command: list[str], port_flag: str, log: Path) -> Iterator[str]:
         finally:
             process.kill()
     assert psutil.wait_procs(started, timeout=60)[1] == []
+
+
+def start(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
+    """Start a command; again if Ray gives up, which waits for 30 s for a cluster to start, however busy the machine."""
+    environment = ENVIRONMENT | os.environ | EAGER | {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients'}"}
+    for _ in range(CLUSTER_TRIES):
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0
+            )
+        while process.poll() is None and b"Started a local Ray instance" not in log.read_bytes():
+            time.sleep(0.5)
+        if process.poll() is None:
+            break
+    return process
 
 
 def replicas(url: str) -> list[dict[str, Any]]:
