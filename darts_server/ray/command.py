@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
     settings, spec = read_settings(options, arguments)
     logs.set_up(spec.settings.log_format, spec.settings.log_level)
     try:
-        with _cluster(options.ray_address):
-            return _serve(options.ray_app, settings, spec)
+        with cluster(options.ray_address):
+            return serve_replicas(options.ray_app, settings, spec)
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -122,7 +122,7 @@ def read_settings(options: argparse.Namespace, arguments: Sequence[str]) -> tupl
 
 
 @contextmanager
-def _cluster(address: str | None) -> Iterator[None]:
+def cluster(address: str | None) -> Iterator[None]:
     """Connect to a cluster, or start one that ends with the block.
 
     Raises:
@@ -140,7 +140,7 @@ def _cluster(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def _serve(name: str, settings: IngressSettings, spec: ApplicationSpec) -> int:
+def serve_replicas(name: str, settings: IngressSettings, spec: ApplicationSpec) -> int:
     """Serve until a signal."""
     serve.start(proxy_location="Disabled")  # the ingress is this process; Ray Serve's proxy would take port 8000
     try:

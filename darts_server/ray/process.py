@@ -15,7 +15,6 @@ from darts_server.ingress.replicas.http import HttpReplica
 from darts_server.ingress.replicas.replica import ReplicaFailure
 from darts_server.ingress.replicas.whole import fetch
 
-CHILD = "darts_server.ray.child"
 PORTS, MAX_TRIES = range(20_000, 30_000), 100
 """The system gives these to no connection, so that a port stays free until the server binds it."""
 POLL_SECONDS = 0.5
@@ -85,16 +84,16 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def start_server(arguments: Sequence[str], host: str, child: str | None = None) -> ServerProcess:
+def start_server(arguments: Sequence[str], host: str, child: str) -> ServerProcess:
     """Start ``darts-server serve`` with these arguments, on a free port of an address of this machine.
 
-    ``child``: the module that is run; `CHILD` by default.
+    ``child``: the module that is run.
     """
     port = free_port(host)
     command = [
         sys.executable,
         "-m",
-        child or CHILD,
+        child,
         str(os.getpid()),
         "serve",
         *arguments,

@@ -33,7 +33,7 @@ class Server:
         self._url: str | None = None
         await self._announce()
         assert self._number is not None
-        self._process = start_server(spec.arguments_of(self._number), spec.host or _node_address())
+        self._process = start_server(spec.arguments_of(self._number), spec.host or _node_address(), spec.child)
         self._announcing = asyncio.create_task(self._announce_until_the_end(self._process))
         try:
             await self._process.wait_until_healthy()

@@ -40,7 +40,7 @@ class ServerSpec:
 
     ``arguments``: of ``darts-server serve``, without address. ``host``: address that it listens on; ``None`` for that
     of its node. ``state_dir``: folder in which each server has one for its state. ``grace``: seconds that running
-    requests may take when it is stopped.
+    requests may take when it is stopped. ``child``: the module that is run.
     """
 
     arguments: Sequence[str]
@@ -48,6 +48,7 @@ class ServerSpec:
     resources: Resources = Resources()
     state_dir: str | None = None
     grace: float = GRACE_SECONDS
+    child: str = "darts_server.ray.child"
 
     def arguments_of(self, number: int) -> list[str]:
         """Return the arguments of the replica with this number."""

@@ -1,14 +1,9 @@
 """Servers that Ray keeps, on real vLLM. The last test but one kills one of them."""
 
 import asyncio
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import ENVIRONMENT, FLAGS, MODEL, Server
-from tests.deploy.names import ROOT
+from darts_server.demo.server import FLAGS, MODEL, Server
 from tests.integration.clusters import (
     Cluster,
     body,
@@ -25,17 +19,13 @@ from tests.integration.clusters import (
     check_single_requests,
     client_of,
     prompts,
-    wait_healthy,
 )
-from tests.integration.fork_server import EAGER
 from tests.integration.test_single_requests import SIZE
 from tests.integration.waiting import wait_started
+from tests.ray.running import running
 
 pytest.importorskip("ray")
-START_SECONDS = 1500.0
-"""A Ray cluster and several servers that nobody has forked, on a busy machine."""
 REPLACE_SECONDS = 900.0
-CLUSTER_TRIES = 5
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(1800)]
 WEIGHTS = (MODEL / "model.safetensors").read_bytes()
 
@@ -44,46 +34,8 @@ WEIGHTS = (MODEL / "model.safetensors").read_bytes()
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     flags = [str(MODEL), *FLAGS, "--replicas", str(request.param), "--cpus-per-replica", "0"]
     log = tmp_path_factory.mktemp("replicas") / "log"
-    with running([sys.executable, "-m", "darts_server", "serve", *flags], "--port", log) as url:
+    with running(lambda port: ["-m", "darts_server", "serve", *flags, "--port", str(port)], log) as url:
         yield Cluster(url, servers_of(url))
-
-
-@contextmanager
-def running(command: list[str], port_flag: str, log: Path) -> Iterator[str]:
-    """Run a command until the block ends, then end it in order, with everything that it has started."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = start([*command, port_flag, str(port)], log)
-    started: list[psutil.Process] = []
-    try:
-        wait_healthy(f"http://127.0.0.1:{port}", process, START_SECONDS)
-        started = psutil.Process(process.pid).children(recursive=True)
-        yield f"http://127.0.0.1:{port}"
-    except BaseException:
-        print(log.read_text(errors="replace")[-20_000:])
-        raise
-    finally:
-        process.terminate()
-        try:
-            assert process.wait(300) == 0
-        finally:
-            process.kill()
-    assert psutil.wait_procs(started, timeout=60)[1] == []
-
-
-def start(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    """Start a command; again if Ray gives up, which waits for 30 s for a cluster to start, however busy the machine."""
-    environment = ENVIRONMENT | os.environ | EAGER | {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients'}"}
-    for _ in range(CLUSTER_TRIES):
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0
-            )
-        while process.poll() is None and b"Started a local Ray instance" not in log.read_bytes():
-            time.sleep(0.5)
-        if process.poll() is None:
-            break
-    return process
 
 
 def replicas(url: str) -> list[dict[str, Any]]:

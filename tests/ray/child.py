@@ -1,9 +1,10 @@
 """In place of a darts-server: ``python -m tests.ray.child PID serve ... --host HOST --port PORT``.
 
-It prints the id of a process that it starts. With ``slow`` it is healthy after a request for ``/ready``, with
-``stubborn`` it ignores SIGTERM, with ``failing`` it exits at once.
+It prints the id of a process that it starts, and answers requests with its own. With ``slow`` it is healthy after a
+request for ``/ready``, with ``stubborn`` it ignores SIGTERM, with ``failing`` it exits at once.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -19,9 +20,17 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         global ready
         ready = ready or self.path == "/ready"
-        self.send_response(200 if ready else 503)
-        self.send_header("Content-Length", "0")
+        self._answer(200 if ready else 503, b"")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(200, b'{"server": %d}' % os.getpid())
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Print nothing."""

@@ -16,7 +16,8 @@ from darts_server.ray.server import Server
 from darts_server.ray.settings import ServerSpec
 
 pytestmark = pytest.mark.anyio
-SPEC = ServerSpec(["model"], host="127.0.0.1", state_dir="/state", grace=60.0)
+CHILD = "tests.ray.child"
+SPEC = ServerSpec(["model"], host="127.0.0.1", state_dir="/state", grace=60.0, child=CHILD)
 
 
 @pytest.fixture
@@ -25,8 +26,7 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(autouse=True)
-def small_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("darts_server.ray.process.CHILD", "tests.ray.child")
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "ANNOUNCE_SECONDS", 0.05)
 
 
@@ -101,7 +101,7 @@ async def test_a_replica_whose_server_died_is_unhealthy_and_leaves_at_once() -> 
 async def test_a_replica_whose_server_does_not_start_fails_and_leaves() -> None:
     handle = Handle()
     with pytest.raises(ServerEnded, match="code 3"):
-        await started(handle, ServerSpec(["model", "failing"], host="127.0.0.1"))
+        await started(handle, ServerSpec(["model", "failing"], host="127.0.0.1", child=CHILD))
     assert handle.directory.announce("next", None, None) == 0
 
 
