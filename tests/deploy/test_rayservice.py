@@ -32,7 +32,10 @@ def test_the_workers_have_room_for_all_servers_and_for_nothing_else() -> None:
     assert spec.server.resources.gpus == gpus_of(spec.server.arguments)
     assert spec.server.resources.gpus == float(container["resources"]["limits"]["nvidia.com/gpu"])
     assert spec.server.resources.cpus <= float(container["resources"]["requests"]["cpu"])
-    assert WORKERS["replicas"] == WORKERS["minReplicas"] == WORKERS["maxReplicas"] == spec.replicas
+    [servers] = application["deployments"]
+    assert WORKERS["replicas"] == WORKERS["minReplicas"] == WORKERS["maxReplicas"] == servers["num_replicas"]
+    assert servers["name"] == "Server"
+    assert "replicas" not in application["args"], "a change of it would restart all servers"
     assert CLUSTER["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert application["import_path"] == "darts_server.ray:app"
 

@@ -1,6 +1,7 @@
 """Run a command that starts a Ray cluster, and end it with everything that it has started."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,8 +24,10 @@ CLUSTER_TRIES = 5
 
 
 @contextmanager
-def running(arguments: Callable[[int], Sequence[str]], log: Path) -> Iterator[str]:
-    """Run Python with arguments for a port, from when its address is healthy; yield the URL."""
+def running(
+    arguments: Callable[[int], Sequence[str]], log: Path, end: signal.Signals = signal.SIGTERM
+) -> Iterator[str]:
+    """Run Python with arguments for a port, from when its address is healthy; yield the URL. ``end``: what ends it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = _start([sys.executable, *arguments(port)], log)
@@ -37,7 +40,7 @@ def running(arguments: Callable[[int], Sequence[str]], log: Path) -> Iterator[st
         print(log.read_text(errors="replace")[-20_000:])
         raise
     finally:
-        process.terminate()
+        process.send_signal(end)
         try:
             assert process.wait(STOP_SECONDS) == 0
         finally:
