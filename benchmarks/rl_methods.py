@@ -37,9 +37,11 @@ STARTS: Mapping[str, Start] = {
 }
 
 # Whoever sets a fixed cap accepts that it takes right answers away. These choose the cap themselves, and take a tenth
-# of the right answers, or as many as it takes: three quarters of the answers to most prompts end before it.
+# of the right answers; or as many as it takes, so that three quarters of the answers to most prompts end before it,
+# with twice as many tokens for the other prompts or without.
 LOST: Mapping[str, object] = {"deadline_bound": 1.0, "max_lost_share": 0.1}
-TIGHT: Mapping[str, object] = {"deadline_bound": 1.0, "max_lost_share": 1.0}
+UNGUARDED: Mapping[str, object] = {"max_lost_share": 1.0, "exploration": 0.0}
+TIGHT: Mapping[str, object] = {"deadline_bound": 1.0, **UNGUARDED}
 
 POLICIES: Mapping[str, Method] = {
     "uniform": Method("uniform"),
@@ -51,6 +53,7 @@ POLICIES: Mapping[str, Method] = {
     "cap": Method("cap"),
     "cap, lost 0.1": Method({"name": "cap", "redundancy": 2.0, **LOST}),
     "darts_cut, lost 0.1": Method({"name": "darts_cut", **LOST}),
+    "cap, unguarded": Method({"name": "cap", **UNGUARDED}),
     "cap, tight": Method({"name": "cap", **TIGHT}),
     "darts_cut, tight": Method({"name": "darts_cut", **TIGHT}),
     "arrol": Method("arrol"),
@@ -76,6 +79,7 @@ AUTOS: Mapping[str, Sequence[str]] = {
         "cap",
         "cap, lost 0.1",
         "darts_cut, lost 0.1",
+        "cap, unguarded",
         "cap, tight",
         "darts_cut, tight",
         *SETTINGS,
