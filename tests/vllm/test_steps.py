@@ -1,5 +1,7 @@
 """Which of the engine's steps are reported, from the statistics that vLLM collects."""
 
+from typing import Any
+
 import pytest
 from vllm.v1.metrics.stats import IterationStats
 
@@ -8,7 +10,8 @@ from darts_server.vllm.steps import Steps
 
 def reported(tokens: int, between: list[float], first: int = 0) -> list[tuple[int, float, int]]:
     """Return what is reported of a step with so many tokens, of which some are the first ones."""
-    stats, found = IterationStats(), []
+    stats: Any = IterationStats()  # type: ignore[no-untyped-call]
+    found: list[tuple[int, float, int]] = []
     stats.num_generation_tokens = tokens
     stats.inter_token_latencies_iter = between
     stats.time_to_first_tokens_iter = [0.5] * first

@@ -201,8 +201,9 @@ class _Clock:
         context = running(prompts) + count * steps[:-1] - running(starts)
         linear = times.decode.step_seconds_array(count) + times.per_context_token * context
         square = times.per_context_token * count
-        first = times.per_prefill_token * np.bincount(begins, prefill, steps.size)[:-1]
-        first += times.per_start * np.bincount(begins, minlength=steps.size)[:-1]
+        prefilled, admitted = np.bincount(begins, prefill, steps.size), np.bincount(begins, minlength=steps.size)
+        longer = times.per_prefill_token * prefilled + times.per_start * admitted
+        first = np.asarray(longer[:-1], dtype=np.float64)
         seconds = first + linear * length + square * length * (length - 1) / 2
         all_starts = np.full(run.shape, inf)
         all_starts[started] = starts
