@@ -60,6 +60,7 @@ async def run(documents: Documents, *policies: str) -> Recorder:
             await settle()
             for size in (1, 2, 4) * 12:
                 rollouts.statistics.latency.observe(size, 0.01 * size)
+                rollouts.statistics.latency.observe(size, 0.02 * size, 1)
             await engine.run()
             assert {len(group) for group in await asyncio.gather(*tasks)} == {8}
     rollouts.statistics.rewards.learn({"p": RewardStats(single_length(7), single_length(9), 1, 0)})
