@@ -65,7 +65,7 @@ class Ingress:
             Handling.FIND: finder.find,
             Handling.GROUPS: finder.find_groups,
             Handling.PROMPT: finder.find_prompt,
-            Handling.ALL: Controls(fleet).ask_all,
+            Handling.ALL: Controls(fleet).send_to_all,
             Handling.REWARDS: rewards.report,
             Handling.HEALTH: health.health,
             Handling.METRICS: health.metrics,

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 NOT_FOUND = {"error": {"message": "no such id"}}
 
 
-async def test_an_id_is_found_whichever_ingress_is_asked() -> None:
+async def test_an_id_is_found_whichever_ingress_gets_the_request() -> None:
     async with fake_servers(3) as servers, ingress(servers) as one, ingress(servers) as two:
         for server in servers:
             server.answer("POST", "/darts/v1/trajectories/g:0:abort", NOT_FOUND, 404)
@@ -62,7 +62,7 @@ async def test_a_running_batch_is_waited_for_when_the_others_do_not_know_it(monk
         assert (await running.client.get(path)).json() == {"groups": []}
         servers[2].on("GET", path, handle)  # two that do not answer in time
         answer = await running.client.get(path)
-        assert (answer.status_code, "could not be asked" in answer.text) == (502, True)
+        assert (answer.status_code, "could not be reached" in answer.text) == (502, True)
 
 
 async def test_a_batch_that_is_lost_before_it_answered_is_an_error() -> None:
@@ -90,7 +90,7 @@ async def test_a_conflict_of_the_replica_that_knows_the_id_counts_more_than_404s
         assert (await running.client.delete("/darts/v1/rollouts/b")).status_code == 409
 
 
-async def test_an_unknown_id_is_a_404_unless_a_replica_could_not_be_asked() -> None:
+async def test_an_unknown_id_is_a_404_unless_a_replica_could_not_be_reached() -> None:
     async with ingress_over(2) as (running, servers):
         for server in servers:
             server.answer("GET", "/darts/v1/groups/g", NOT_FOUND, 404)
@@ -163,7 +163,7 @@ async def test_an_invalid_reward_is_refused_before_any_is_reported() -> None:
         assert not any(server.received for server in servers)
 
 
-async def test_unknown_rewards_are_an_error_while_a_replica_cannot_be_asked() -> None:
+async def test_unknown_rewards_are_an_error_while_a_replica_cannot_be_reached() -> None:
     async with ingress_over(2) as (running, servers):
         keeps_rewards(servers[1], {"g:0"})
         await servers[0].kill()
@@ -216,7 +216,7 @@ async def test_a_replica_that_could_not_be_reached_is_named_in_a_header() -> Non
         await running.fleet.check(running.fleet.members[1])
         answer = await running.client.post("/resume")
         assert answer.status_code == 200
-        assert answer.headers["x-darts-not-asked"] == running.fleet.members[1].name
+        assert answer.headers["x-darts-unreachable"] == running.fleet.members[1].name
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/darts/v1/weights/staged/x:switch"])

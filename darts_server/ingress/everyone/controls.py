@@ -10,14 +10,14 @@ from starlette.responses import JSONResponse, Response
 
 from darts_server.exceptions import ReplicasDiffer
 from darts_server.ingress.call import Call, to_response
-from darts_server.ingress.everyone.ask import ask
+from darts_server.ingress.everyone.broadcast import broadcast
 from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.whole import WholeAnswer
 from darts_server.ingress.routing.router import no_replica
 
 logger = logging.getLogger(__name__)
 
-NOT_ASKED = "X-Darts-Not-Asked"
+UNREACHABLE = "X-Darts-Unreachable"
 """Header with the names of replicas that could not be reached."""
 
 
@@ -27,7 +27,7 @@ class Controls:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    async def ask_all(self, call: Call) -> Response:
+    async def send_to_all(self, call: Call) -> Response:
         """Send a request to all replicas, and merge their answers.
 
         Raises:
@@ -37,19 +37,19 @@ class Controls:
         reachable = self._fleet.reachable
         if not reachable:
             raise no_replica(self._fleet)
-        asked = await ask(reachable, call.outgoing)
-        refusals = asked.failures | {name: message_of(answer) for name, answer in asked.refused.items()}
-        if asked.accepted and refusals:
+        result = await broadcast(reachable, call.outgoing)
+        refusals = result.failures | {name: message_of(answer) for name, answer in result.refused.items()}
+        if result.accepted and refusals:
             raise ReplicasDiffer(
-                f"{', '.join(asked.accepted)} carried it out, others did not: "
+                f"{', '.join(result.accepted)} carried it out, others did not: "
                 + "; ".join(f"{name}: {why}" for name, why in refusals.items())
             )
-        if not asked.answers:
+        if not result.answers:
             raise no_replica(self._fleet)
-        response = merge(asked.answers)
+        response = merge(result.answers)
         if missed := [member.name for member in self._fleet.unreachable]:
             logger.warning("%s %s was not sent to %s", call.outgoing.method, call.path, ", ".join(missed))
-            response.headers[NOT_ASKED] = ", ".join(missed)
+            response.headers[UNREACHABLE] = ", ".join(missed)
         return response
 
 

@@ -1,4 +1,4 @@
-"""Find what one replica has, by its id: any ingress can, as all replicas are asked."""
+"""Find what one replica has, by its id: any ingress can, as it sends the request to all replicas."""
 
 import json
 from http import HTTPStatus
@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from darts_server.exceptions import ReplicaLost
 from darts_server.ingress.call import Call, to_response
-from darts_server.ingress.everyone.ask import Asked, ask
+from darts_server.ingress.everyone.broadcast import BroadcastResult, broadcast
 from darts_server.ingress.everyone.search import Search
 from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.member import Member
@@ -30,28 +30,28 @@ class Finder:
         Raises:
             NoReplica, ReplicaLost
         """
-        asked = await Search(call.outgoing, call.reply).run(self._reachable(), FIND_SECONDS)
-        return None if asked is None else to_response(self._one(asked))
+        result = await Search(call.outgoing, call.reply).run(self._reachable(), FIND_SECONDS)
+        return None if result is None else to_response(self._one(result))
 
     async def find_groups(self, call: Call) -> Response:
         """Return the groups of an id. With a caller's own name they may be on several replicas."""
-        asked = await self._ask(call)
-        if len(asked.accepted) < 2:
-            return to_response(self._one(asked))
+        result = await self._broadcast(call)
+        if len(result.accepted) < 2:
+            return to_response(self._one(result))
         found: list[Any] = []
-        for answer in asked.accepted.values():
+        for answer in result.accepted.values():
             found += json.loads(answer.body)["groups"]
         return JSONResponse({"groups": found})
 
     async def find_prompt(self, call: Call) -> Response:
         """Return the statistics of a prompt, of the replica that has seen the most groups of it."""
-        asked = await self._ask(call)
-        if not asked.accepted:
-            return to_response(self._one(asked))
-        return to_response(max(asked.accepted.values(), key=lambda answer: int(json.loads(answer.body)["groups"])))
+        result = await self._broadcast(call)
+        if not result.accepted:
+            return to_response(self._one(result))
+        return to_response(max(result.accepted.values(), key=lambda answer: int(json.loads(answer.body)["groups"])))
 
-    async def _ask(self, call: Call) -> Asked:
-        return await ask(self._reachable(), call.outgoing, FIND_SECONDS)
+    async def _broadcast(self, call: Call) -> BroadcastResult:
+        return await broadcast(self._reachable(), call.outgoing, FIND_SECONDS)
 
     def _reachable(self) -> list[Member]:
         reachable = self._fleet.reachable
@@ -59,15 +59,15 @@ class Finder:
             raise no_replica(self._fleet)
         return reachable
 
-    def _one(self, asked: Asked) -> WholeAnswer:
+    def _one(self, result: BroadcastResult) -> WholeAnswer:
         """Return the answer of the replica that knows the id; else what one of those says that do not."""
-        known = [answer for answer in asked.answers.values() if answer.status != HTTPStatus.NOT_FOUND]
+        known = [answer for answer in result.answers.values() if answer.status != HTTPStatus.NOT_FOUND]
         if known:
             return min(known, key=lambda answer: answer.status)
-        missing = asked.failures | {member.name: member.detail for member in self._fleet.unreachable}
+        missing = result.failures | {member.name: member.detail for member in self._fleet.unreachable}
         if missing:
             raise ReplicaLost(
-                f"no server that answers knows this id, and {', '.join(missing)} could not be asked; retry later: what "
-                "a server knew is gone only if it was restarted"
+                f"no server that answers knows this id, and {', '.join(missing)} could not be reached; retry later: "
+                "what a server knew is gone only if it was restarted"
             )
-        return next(iter(asked.answers.values()))
+        return next(iter(result.answers.values()))

@@ -5,7 +5,7 @@ from http import HTTPStatus
 from starlette.responses import JSONResponse, Response
 
 from darts_server.ingress.call import Call
-from darts_server.ingress.everyone.ask import ask
+from darts_server.ingress.everyone.broadcast import broadcast
 from darts_server.ingress.everyone.metrics_text import CONTENT_TYPE, merge_metrics
 from darts_server.ingress.metrics import IngressMetrics
 from darts_server.ingress.replicas.fleet import Fleet
@@ -42,6 +42,6 @@ class Health:
 
     async def metrics(self, call: Call) -> Response:
         """Respond with the metrics of all replicas that answer, and the ingress's own."""
-        asked = await ask(self._fleet.reachable, Outgoing("GET", call.outgoing.target), METRICS_SECONDS)
-        texts = {name: answer.body.decode() for name, answer in asked.accepted.items()}
+        result = await broadcast(self._fleet.reachable, Outgoing("GET", call.outgoing.target), METRICS_SECONDS)
+        texts = {name: answer.body.decode() for name, answer in result.accepted.items()}
         return Response(merge_metrics(texts, self._metrics.text().decode()), media_type=CONTENT_TYPE)

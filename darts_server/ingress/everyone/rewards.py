@@ -11,7 +11,7 @@ from darts_server.exceptions import ReplicaLost
 from darts_server.http.body import parse_body
 from darts_server.http.resources.rewards import RewardsIn
 from darts_server.ingress.call import Call, to_response
-from darts_server.ingress.everyone.ask import Asked, ask
+from darts_server.ingress.everyone.broadcast import BroadcastResult, broadcast
 from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.member import Member
 from darts_server.ingress.replicas.whole import WholeAnswer
@@ -34,7 +34,7 @@ class Rewards:
 
         Raises:
             InvalidRequest: nothing was reported.
-            ReplicaLost: a replica could not be asked for rewards that no other one knows.
+            ReplicaLost: no other replica knows some rewards, and one could not be reached.
         """
         body = await parse_body(RewardsIn, call.body, "rewards")
         reachable = self._fleet.reachable
@@ -44,35 +44,35 @@ class Rewards:
         parts = [rewards[start : start + PER_REQUEST] for start in range(0, len(rewards), PER_REQUEST)] or [[]]
         slots = asyncio.Semaphore(AT_ONCE)
 
-        async def send(part: list[dict[str, object]]) -> Asked:
+        async def send(part: list[dict[str, object]]) -> BroadcastResult:
             async with slots:
                 return await self._send(reachable, call, part)
 
-        asked = await asyncio.gather(*(send(part) for part in parts))
-        refused = [answer for each in asked for answer in each.refused.values()]
+        results = await asyncio.gather(*(send(part) for part in parts))
+        refused = [answer for each in results for answer in each.refused.values()]
         if refused:
             return to_response(refused[0])
-        self._check_complete(asked)
-        return JSONResponse(_counts(asked))
+        self._check_complete(results)
+        return JSONResponse(_counts(results))
 
-    async def _send(self, members: Sequence[Member], call: Call, part: list[dict[str, object]]) -> Asked:
+    async def _send(self, members: Sequence[Member], call: Call, part: list[dict[str, object]]) -> BroadcastResult:
         headers = [(name, value) for name, value in call.outgoing.headers if name.lower() != b"content-length"]
         outgoing = replace(call.outgoing, body=json.dumps({"rewards": part}).encode(), headers=headers)
-        return await ask(members, outgoing, REWARDS_SECONDS)
+        return await broadcast(members, outgoing, REWARDS_SECONDS)
 
-    def _check_complete(self, asked: Sequence[Asked]) -> None:
-        missing = {name for each in asked for name in each.failures} | {m.name for m in self._fleet.unreachable}
-        if missing and any(_unknown(list(each.answers.values())) for each in asked):
+    def _check_complete(self, results: Sequence[BroadcastResult]) -> None:
+        missing = {name for each in results for name in each.failures} | {m.name for m in self._fleet.unreachable}
+        if missing and any(_unknown(list(each.answers.values())) for each in results):
             raise ReplicaLost(
-                f"some rewards are of no server that answers, and {', '.join(sorted(missing))} could not be asked; "
+                f"some rewards are of no server that answers, and {', '.join(sorted(missing))} could not be reached; "
                 "send all again later: a trajectory keeps its first reward"
             )
 
 
-def _counts(asked: Sequence[Asked]) -> dict[str, object]:
+def _counts(results: Sequence[BroadcastResult]) -> dict[str, object]:
     matched = repeated = 0
     unknown: list[int] = []
-    for number, each in enumerate(asked):
+    for number, each in enumerate(results):
         bodies = [json.loads(answer.body) for answer in each.answers.values()]
         matched += sum(body["matched"] for body in bodies)
         repeated += sum(body["repeated"] for body in bodies)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from darts_server.exceptions import ReplicaLost
-from darts_server.ingress.everyone.ask import SUCCESS, Asked
+from darts_server.ingress.everyone.broadcast import SUCCESS, BroadcastResult
 from darts_server.ingress.forwarding.reply import Reply
 from darts_server.ingress.replicas.member import Member
 from darts_server.ingress.replicas.replica import Outgoing, ReplicaFailure
@@ -22,7 +22,7 @@ class Search:
         self._refused: dict[str, WholeAnswer] = {}
         self._failures: dict[str, str] = {}
 
-    async def run(self, members: Sequence[Member], seconds: float) -> Asked | None:
+    async def run(self, members: Sequence[Member], seconds: float) -> BroadcastResult | None:
         """Pass on the first answer that is a success; return the answers of all if there is none.
 
         ``seconds``: for the answers of all but one. The last one may take any time: the replica that has a running
@@ -37,7 +37,7 @@ class Search:
             await self._wait(set(tasks), accepting, seconds)
             if self._accepting is None:
                 late = {m.name: f"no answer within {seconds:.0f} s" for task, m in tasks.items() if not task.done()}
-                return Asked(self._refused, self._failures | late)
+                return BroadcastResult(self._refused, self._failures | late)
             await next(task for task, member in tasks.items() if member is self._accepting)
             return None
         finally:

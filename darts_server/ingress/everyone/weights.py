@@ -16,7 +16,7 @@ from starlette.responses import Response
 from darts_server.exceptions import InvalidRequest, ReplicaLost, ReplicasDiffer, UpdateRunning
 from darts_server.http.body import chunks_of
 from darts_server.ingress.call import to_response
-from darts_server.ingress.everyone.ask import Asked, ask, ask_each
+from darts_server.ingress.everyone.broadcast import BroadcastResult, broadcast, broadcast_each
 from darts_server.ingress.everyone.controls import merge, message_of
 from darts_server.ingress.everyone.copies import Copies
 from darts_server.ingress.everyone.hold import Hold
@@ -74,16 +74,18 @@ class Weights:
     async def _refusal(self, members: Sequence[Member], outgoing: Outgoing) -> Response | None:
         """Return the answer to a caller who may not update, before a body is read or other updates are kept out.
 
-        Servers judge callers; what this asks of them changes nothing.
+        Servers judge callers; what is sent to them here changes nothing.
         """
-        asked = await ask(members, _control(outgoing, "DELETE", NEVER_STAGED), JUDGE_SECONDS)
-        for answer in asked.refused.values():
+        result = await broadcast(members, _control(outgoing, "DELETE", NEVER_STAGED), JUDGE_SECONDS)
+        for answer in result.refused.values():
             if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 response = to_response(answer)
                 response.headers["Connection"] = "close"  # otherwise the rest of the body would be read and discarded
                 return response
-        if asked.failures:
-            raise ReplicaLost(f"nothing was changed, as some servers do not answer: {_refusals(asked, only_lost=True)}")
+        if result.failures:
+            raise ReplicaLost(
+                f"nothing was changed, as some servers do not answer: {_refusals(result, only_lost=True)}"
+            )
         return None
 
     async def _update(self, outgoing: Outgoing, pushed: AsyncIterator[bytes] | None) -> Response:
@@ -107,10 +109,10 @@ class Weights:
         staged: list[Staged] = []
         is_switched = False
         try:
-            asked = await (self._stage(members, outgoing) if pushed is None else self._push(members, outgoing, pushed))
-            staged += _staged(asked, members)
+            result = await (self._stage(members, outgoing) if pushed is None else self._push(members, outgoing, pushed))
+            staged += _staged(result, members)
             if len(staged) < len(members):
-                return _not_staged(asked, members)
+                return _not_staged(result, members)
             async with self._hold.held():
                 response = await self._switch(outgoing, staged)
                 is_switched = True
@@ -141,7 +143,7 @@ class Weights:
             )
         return members
 
-    async def _stage(self, members: Sequence[Member], outgoing: Outgoing) -> Asked:
+    async def _stage(self, members: Sequence[Member], outgoing: Outgoing) -> BroadcastResult:
         assert isinstance(outgoing.body, bytes)
         try:
             fields = json.loads(outgoing.body)
@@ -150,17 +152,17 @@ class Weights:
         if not isinstance(fields, dict):
             raise InvalidRequest("body", "must be a JSON object; correct it")
         _check_unstaged(fields)
-        return await ask(members, replace(outgoing, body=json.dumps({**fields, "stage": True}).encode()))
+        return await broadcast(members, replace(outgoing, body=json.dumps({**fields, "stage": True}).encode()))
 
-    async def _push(self, members: Sequence[Member], outgoing: Outgoing, body: AsyncIterator[bytes]) -> Asked:
+    async def _push(self, members: Sequence[Member], outgoing: Outgoing, body: AsyncIterator[bytes]) -> BroadcastResult:
         path, _, query = outgoing.target.partition("?")
         _check_unstaged({part.partition("=")[0]: part for part in query.split("&")})
         target = f"{path}?{query}&stage=true" if query else f"{path}?stage=true"
         copies = Copies(body, len(members))
 
-        async def push(number: int, member: Member) -> Asked:
+        async def push(number: int, member: Member) -> BroadcastResult:
             try:
-                return await ask([member], replace(outgoing, target=target, body=copies.copy(number)))
+                return await broadcast([member], replace(outgoing, target=target, body=copies.copy(number)))
             finally:
                 copies.drop(number)
 
@@ -171,7 +173,7 @@ class Weights:
             reading.cancel()
             with suppress(asyncio.CancelledError):
                 await reading  # raises what was wrong with the body
-        return Asked(
+        return BroadcastResult(
             {name: answer for one in each for name, answer in one.answers.items()},
             {name: why for one in each for name, why in one.failures.items()},
         )
@@ -183,18 +185,20 @@ class Weights:
         """
         version = max(each.version for each in staged)
         query = f"version={version}&keep_previous=true"
-        asked = await ask_each(
+        result = await broadcast_each(
             [(each.member, _control(outgoing, "POST", f"{each.id}:switch?{query}")) for each in staged]
         )
         members = [each.member for each in staged]
-        previous = _staged(asked, members)
-        if len(asked.accepted) == len(staged):
+        previous = _staged(result, members)
+        if len(result.accepted) == len(staged):
             staged[:] = previous
-            return merge({name: _without_staged(answer) for name, answer in asked.accepted.items()})
-        staged[:] = [each for each in staged if each.member.name not in asked.accepted]
-        back = await ask_each([(each.member, _control(outgoing, "POST", f"{each.id}:switch")) for each in previous])
-        refusals = _refusals(asked)
-        stuck = [name for name in asked.accepted if name not in back.accepted]
+            return merge({name: _without_staged(answer) for name, answer in result.accepted.items()})
+        staged[:] = [each for each in staged if each.member.name not in result.accepted]
+        back = await broadcast_each(
+            [(each.member, _control(outgoing, "POST", f"{each.id}:switch")) for each in previous]
+        )
+        refusals = _refusals(result)
+        stuck = [name for name in result.accepted if name not in back.accepted]
         staged += _staged(back, members)
         if stuck:
             logger.error("%s serve version %d of the weights, the other servers do not", ", ".join(stuck), version)
@@ -206,7 +210,7 @@ class Weights:
 
     async def _drop(self, outgoing: Outgoing, staged: Sequence[Staged]) -> None:
         """Remove staged weights. What cannot be removed expires."""
-        await ask_each([(each.member, _control(outgoing, "DELETE", each.id)) for each in staged], DROP_SECONDS)
+        await broadcast_each([(each.member, _control(outgoing, "DELETE", each.id)) for each in staged], DROP_SECONDS)
 
 
 def _control(outgoing: Outgoing, method: str, what: str) -> Outgoing:
@@ -214,11 +218,11 @@ def _control(outgoing: Outgoing, method: str, what: str) -> Outgoing:
     return Outgoing(method, f"{STAGED}/{what}", headers)
 
 
-def _staged(asked: Asked, members: Sequence[Member]) -> list[Staged]:
+def _staged(result: BroadcastResult, members: Sequence[Member]) -> list[Staged]:
     """What the replicas that accepted a request have staged."""
     found = []
     for member in members:
-        if (answer := asked.accepted.get(member.name)) is not None:
+        if (answer := result.accepted.get(member.name)) is not None:
             body = json.loads(answer.body)["staged"]
             if body is not None:
                 found.append(Staged(member, body["id"], body["version"]))
@@ -230,15 +234,15 @@ def _without_staged(answer: Any) -> Any:
     return replace(answer, body=json.dumps({**body, "staged": None}).encode())
 
 
-def _not_staged(asked: Asked, members: Sequence[Member]) -> Response:
+def _not_staged(result: BroadcastResult, members: Sequence[Member]) -> Response:
     """Answer an update that was not staged everywhere."""
-    if len(asked.refused) == len(members):
-        return to_response(next(iter(asked.refused.values())))
-    raise ReplicasDiffer(f"no server has switched, as some did not take the weights: {_refusals(asked)}")
+    if len(result.refused) == len(members):
+        return to_response(next(iter(result.refused.values())))
+    raise ReplicasDiffer(f"no server has switched, as some did not take the weights: {_refusals(result)}")
 
 
-def _refusals(asked: Asked, *, only_lost: bool = False) -> str:
-    refused = asked.failures | ({} if only_lost else {name: message_of(each) for name, each in asked.refused.items()})
+def _refusals(result: BroadcastResult, *, only_lost: bool = False) -> str:
+    refused = result.failures | ({} if only_lost else {name: message_of(each) for name, each in result.refused.items()})
     return "; ".join(f"{name}: {why}" for name, why in refused.items())
 
 

@@ -12,7 +12,7 @@ SUCCESS = range(200, 300)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BroadcastResult:
     """What replicas answered, by their names, and why others did not."""
 
     answers: dict[str, WholeAnswer]
@@ -27,27 +27,27 @@ class Asked:
         return {name: answer for name, answer in self.answers.items() if answer.status not in SUCCESS}
 
 
-async def ask(members: Sequence[Member], request: Outgoing, timeout: float | None = None) -> Asked:
+async def broadcast(members: Sequence[Member], request: Outgoing, timeout: float | None = None) -> BroadcastResult:
     """Send a request to all of these replicas, and wait for their answers.
 
     ``timeout``: seconds; ``None`` where an answer may take any time: it ends if the replica is lost.
     """
-    return await ask_each([(member, request) for member in members], timeout)
+    return await broadcast_each([(member, request) for member in members], timeout)
 
 
-async def ask_each(requests: Sequence[tuple[Member, Outgoing]], timeout: float | None = None) -> Asked:
+async def broadcast_each(requests: Sequence[tuple[Member, Outgoing]], timeout: float | None = None) -> BroadcastResult:
     """Send each replica a request of its own, and wait for their answers."""
-    results = await asyncio.gather(*(_ask(member, request, timeout) for member, request in requests))
+    results = await asyncio.gather(*(_send(member, request, timeout) for member, request in requests))
     answers, failures = {}, {}
     for (member, _), result in zip(requests, results, strict=True):
         if isinstance(result, WholeAnswer):
             answers[member.name] = result
         else:
             failures[member.name] = result
-    return Asked(answers, failures)
+    return BroadcastResult(answers, failures)
 
 
-async def _ask(member: Member, request: Outgoing, timeout: float | None) -> WholeAnswer | str:
+async def _send(member: Member, request: Outgoing, timeout: float | None) -> WholeAnswer | str:
     try:
         async with asyncio.timeout(timeout), member.in_use():
             return await fetch(member.replica, request)
