@@ -228,8 +228,8 @@ def make_rooms(
         carry_limits=carry_limits,
     )
     queue_sources = QueueSources(
-        count=lambda state: queue.totals()[EntryState(state)],
-        age=lambda: queue.age(),
+        count=lambda state: queue.meter.totals()[EntryState(state)],
+        age=lambda: queue.meter.age(),
     )
     queue: VllmQueue = PromptQueue(
         rollouts,

@@ -1,7 +1,7 @@
 """Request and response models of ``/darts/v1/queue``."""
 
 import json
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, Field
 
@@ -9,9 +9,9 @@ from darts_server.http.body import Body
 from darts_server.http.resources.rollouts_models import MAX_PROMPTS, GroupOut, PromptIn
 from darts_server.identifiers import Name
 from darts_server.rollout.batches.results import GroupResult
-from darts_server.rollout.queue.entries import AckOutcome
+from darts_server.rollout.queue.entries import AckOutcome, WaitsFor
+from darts_server.rollout.queue.handout import TakenGroup
 from darts_server.rollout.queue.job_entries import JobEntries
-from darts_server.rollout.queue.queue import TakenGroup
 
 DEFAULT_JOB = "default"
 MAX_PRIORITY = 2**31 - 1
@@ -161,13 +161,13 @@ class JobOut(BaseModel):
     weight: float
     expires_after: float | None
     taken: int = Field(description="Groups that were handed out under the served weights.")
-    waits_for: Literal["weights", "consumer"] | None = Field(
+    waits_for: WaitsFor | None = Field(
         description="Why no prompt of it may start: `weights`, as its consumers have taken all groups of this "
         "version, or `consumer`, as enough groups wait to be taken; null if one may."
     )
 
     @classmethod
-    def of(cls, each: JobEntries, version: int, waits_for: str | None, *, for_admin: bool) -> Self:
+    def of(cls, each: JobEntries, version: int, waits_for: WaitsFor | None, *, for_admin: bool) -> Self:
         options = each.job.options
         return cls(
             job=each.job.id[1],
@@ -183,7 +183,7 @@ class JobOut(BaseModel):
             weight=options.weight,
             expires_after=options.expires_after,
             taken=each.job.taken_under(version),
-            waits_for=waits_for,  # type: ignore[arg-type]
+            waits_for=waits_for,
         )
 
 

@@ -33,8 +33,9 @@ from darts_server.http.sse import MEDIA_TYPE, EventStream, encode_text
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
 from darts_server.rollout.batches.registry import KEY_HEADER
 from darts_server.rollout.queue.entries import AckOutcome
+from darts_server.rollout.queue.handout import TakenGroup
 from darts_server.rollout.queue.puts import Put, terms_of
-from darts_server.rollout.queue.queue import PromptQueue, TakenGroup
+from darts_server.rollout.queue.queue import PromptQueue
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import PromptSpec
 

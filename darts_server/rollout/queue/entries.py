@@ -3,10 +3,13 @@
 import json
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 JobId = tuple[str, str]
 """Name of the owner, empty for callers without a key, and name of the job."""
+
+WaitsFor = Literal["weights", "consumer"]
+"""What must happen before a job's next prompt may start: a weight update, or the consumer takes groups."""
 
 MODEL, NUMBER, JOB, TERMS, ENTRY = "model", "number", "job", "terms", "entry"
 PROMPT, GROUP = "prompt", "group"

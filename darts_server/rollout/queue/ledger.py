@@ -7,7 +7,7 @@ crash the ledger is what `load` makes of the changes that were written, in their
 from collections.abc import Callable, Iterable, Mapping
 
 from darts_server.exceptions import NotFound
-from darts_server.rollout.queue.entries import JOB, MODEL, NUMBER, Entry, EntryState, JobId, JobOptions, Terms
+from darts_server.rollout.queue.entries import JOB, MODEL, NUMBER, Entry, EntryState, JobId, JobOptions, Terms, WaitsFor
 from darts_server.rollout.queue.entry_table import EntryTable
 from darts_server.rollout.queue.history import ACKNOWLEDGED, PUT, Acknowledgements, Changes, Counts, PutResult, Puts
 from darts_server.rollout.queue.job_entries import JobEntries
@@ -230,7 +230,7 @@ class Ledger:
                     del able[owner]
         return started
 
-    def waits_for(self, each: JobEntries) -> str | None:
+    def waits_for(self, each: JobEntries) -> WaitsFor | None:
         """Return why no prompt of a job may start: ``weights`` or ``consumer``; ``None`` if one may."""
         if self._owners.must_take_groups(each.job.id[0]):
             return "consumer"

@@ -4,21 +4,21 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
 from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import DartsError, ServerStopping, StateDamaged, StateError
-from darts_server.observers import QUEUE_EVENTS, QueueObserver
+from darts_server.exceptions import DartsError, ServerStopping, StateError
+from darts_server.observers import QueueObserver
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner, check_terms
 from darts_server.rollout.queue.consumers import Consumers
-from darts_server.rollout.queue.entries import GROUP, AckOutcome, Entry, EntryState
-from darts_server.rollout.queue.history import Counts, PutResult
+from darts_server.rollout.queue.entries import AckOutcome, WaitsFor
+from darts_server.rollout.queue.handout import Handout, TakenGroup
+from darts_server.rollout.queue.history import PutResult
 from darts_server.rollout.queue.job_entries import JobEntries
 from darts_server.rollout.queue.ledger import Ledger
+from darts_server.rollout.queue.meter import QueueMeter
 from darts_server.rollout.queue.owners import QueueLimits
 from darts_server.rollout.queue.puts import Put
 from darts_server.rollout.queue.runner import Encode, QueueRunner
@@ -36,17 +36,6 @@ TURN_SECONDS = 0.05
 IDLE_SECONDS = 1.0
 ACKNOWLEDGED_AT_ONCE = 500
 """Leases that are acknowledged in one turn of the event loop: ten milliseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakenGroup:
-    """A group that was handed out. ``staleness``: weight versions since its first token. ``group``: encoded."""
-
-    name: str
-    lease: str
-    lease_until: float
-    staleness: int
-    group: bytes
 
 
 class PromptQueue(Generic[RequestT, OutputT]):
@@ -79,12 +68,14 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._rollouts = rollouts
         self._renderer = renderer
         self._new_planner = new_planner
-        self._observer = observer or QueueObserver()
         self._clock = clock
         self._ledger = Ledger(limits or QueueLimits(), max_staleness, new_name)
         self._ledger.load(disk.items)
         self._ledger.set_version(rollouts.weight_version, model)
         self._saver = Saver(disk, self._ledger.changes)
+        observer = observer or QueueObserver()
+        self.meter = QueueMeter(self._ledger, observer, clock)
+        self._handout = Handout(self._ledger, self._saver, observer, self._wake_up)
         self._runner = QueueRunner(
             self._ledger,
             self._saver,
@@ -104,7 +95,6 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._ending: asyncio.Task[None] | None = None
         self._last_turn = time.monotonic()
         self._look_for_unused_at = 0.0
-        self._observed = Counts()
 
     def open(self) -> None:
         """Begin to run prompts."""
@@ -176,7 +166,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
             enough = 1 if is_over else at_least or count
             entries = self._ledger.leases.take(job_id, count, enough, self._clock(), lease_seconds, key)
             self._notify()
-            groups = await self._hand_out(entries, key) if entries else []
+            groups = await self._handout.read(entries, key) if entries else []
             if groups or is_over:
                 return groups
             if not entries:
@@ -220,7 +210,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
         """Return the caller's jobs; for an admin, all."""
         return [each for each in self._ledger.jobs if who.may_see(each.job.id[0] or None)]
 
-    def waits_for(self, job: JobEntries) -> str | None:
+    def waits_for(self, job: JobEntries) -> WaitsFor | None:
         """Return why no prompt of a job may start, see `Ledger.waits_for`."""
         return self._ledger.waits_for(job)
 
@@ -238,27 +228,6 @@ class PromptQueue(Generic[RequestT, OutputT]):
     def version(self) -> int:
         """The served weight version."""
         return self._ledger.version
-
-    # --- metrics ------------------------------------------------------------
-
-    @property
-    def counts(self) -> Counts:
-        return self._ledger.counts
-
-    def totals(self) -> Counter[EntryState]:
-        """Return the number of prompts in each state."""
-        totals: Counter[EntryState] = Counter()
-        for each in self._ledger.jobs:
-            totals[EntryState.QUEUED] += len(each.order)
-            totals[EntryState.RUNNING] += len(each.running)
-            totals[EntryState.READY] += len(each.ready)
-            totals[EntryState.LEASED] += len(each.leased)
-        return totals
-
-    def age(self) -> float:
-        """Return since how many seconds the oldest prompt waits for its acknowledgement; 0 without one."""
-        oldest = self._ledger.entries.oldest()
-        return 0.0 if oldest is None else max(0.0, self._clock() - oldest)
 
     # --- weights and the server's end ---------------------------------------
 
@@ -318,7 +287,7 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._stop_unwanted()
         self._drop_unused()
         self._starter.start()
-        self._observe(elapsed)
+        self.meter.report(elapsed)
         self._notify()
 
     def _drop_unused(self) -> None:
@@ -329,16 +298,6 @@ class PromptQueue(Generic[RequestT, OutputT]):
         for job_id in self._ledger.jobs.unused():
             dropped = self._ledger.drop_unused(job_id)
             logger.warning("job %r of the queue was not used for its expires_after: %d dropped", job_id[1], dropped)
-
-    def _observe(self, elapsed: float) -> None:
-        totals = self.totals()
-        waits = "waiting" if totals[EntryState.QUEUED] else "empty"
-        self._observer.queue_active("running" if totals[EntryState.RUNNING] else waits, elapsed)
-        counts = self._ledger.counts
-        for event in QUEUE_EVENTS:
-            if more := getattr(counts, event) - getattr(self._observed, event):
-                self._observer.queue_events(event, more)
-        self._observed = replace(counts)
 
     def _follow_weights(self) -> None:
         """Follow a change of the weights."""
@@ -360,46 +319,6 @@ class PromptQueue(Generic[RequestT, OutputT]):
         for number in self._ledger.stopped:
             self._runner.stop(number)
         self._ledger.stopped.clear()
-
-    async def _hand_out(self, entries: list[Entry], key: str | None) -> list[TakenGroup]:
-        """Return groups that were leased, when the leases are on the disk; those that are damaged start again.
-
-        If that fails the leases are taken back. Those of a request that is cancelled and has a ``key`` wait for the
-        request that comes again with it.
-        """
-        version = self._ledger.version
-        leases = [(entry, entry.lease or "", entry.lease_until, max(0, version - entry.version)) for entry in entries]
-        try:
-            await self._saver.save()
-            groups = [await self._read_group(entry.number, lease) for entry, lease, _, _ in leases]
-        except BaseException as error:
-            if key is None or isinstance(error, Exception):
-                for _, lease, _, _ in leases:
-                    self._ledger.leases.release(lease)
-                self._wake_up()
-            raise
-        for _, lease, _, _ in leases:
-            if (staleness := self._ledger.leases.staleness.pop(lease, None)) is not None:
-                self._observer.group_handed_out(staleness)
-        self._wake_up()
-        return [
-            TakenGroup(entry.name, lease, until, staleness, group)
-            for (entry, lease, until, staleness), group in zip(leases, groups, strict=True)
-            if group is not None  # its job was deleted meanwhile, or it is damaged
-        ]
-
-    async def _read_group(self, number: int, lease: str) -> bytes | None:
-        """Read a leased group; ``None`` if it is gone, or damaged and starts again.
-
-        Raises:
-            StateError: the disk cannot be read now.
-        """
-        try:
-            return await self._saver.read(GROUP, str(number))
-        except StateDamaged as error:
-            logger.error("group %d of the queue starts again: %s", number, error)
-            self._ledger.restart_damaged(lease)
-            return None
 
     def _interval(self) -> float:
         """Return after how many seconds the next turn is due."""

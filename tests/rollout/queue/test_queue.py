@@ -25,10 +25,11 @@ from darts_server.exceptions import (
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.queue import leases, ledger
-from darts_server.rollout.queue.entries import AckOutcome, EntryState
+from darts_server.rollout.queue.entries import AckOutcome, EntryState, Terms
+from darts_server.rollout.queue.handout import TakenGroup
 from darts_server.rollout.queue.owners import QueueLimits
 from darts_server.rollout.queue.puts import Put, terms_of
-from darts_server.rollout.queue.queue import PromptQueue, TakenGroup
+from darts_server.rollout.queue.queue import PromptQueue
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.store.transactions import Changes, TransactionStore
 from darts_server.types import PromptSpec, UpdateOutcome, UpdateRecord
@@ -88,10 +89,10 @@ async def run(harness: Harness) -> None:
 
 async def wait_for(queue: Queue, **states: int) -> None:
     for _ in range(500):
-        if all(queue.totals()[EntryState(name)] == count for name, count in states.items()):
+        if all(queue.meter.totals()[EntryState(name)] == count for name, count in states.items()):
             return
         await asyncio.sleep(0.01)
-    raise AssertionError(queue.totals())
+    raise AssertionError(queue.meter.totals())
 
 
 def content(groups: list[TakenGroup]) -> list[object]:
@@ -111,7 +112,7 @@ async def test_groups_come_out_as_they_are_complete_and_are_done_when_they_are_a
         assert await queue.take(ME, "job", 1, 0, 60) == []
         done = await queue.acknowledge(ME, [group.lease for group in groups])
         assert done == [AckOutcome.ACKNOWLEDGED] * 3
-        assert not sum(queue.totals().values())
+        assert not sum(queue.meter.totals().values())
         assert harness.recorder.records[0].owner == "me"
 
 
@@ -165,16 +166,16 @@ async def test_prompts_that_were_in_a_batch_with_a_bad_one_do_not_wait_for_the_r
         for _ in range(500):
             await harness.engine.step()
             await asyncio.sleep(0.001)
-            if queue.totals()[EntryState.READY] == 3:
+            if queue.meter.totals()[EntryState.READY] == 3:
                 break
         assert harness.engine.now < 5000
-        assert (queue.totals()[EntryState.READY], queue.totals()[EntryState.RUNNING]) == (3, 1)
+        assert (queue.meter.totals()[EntryState.READY], queue.meter.totals()[EntryState.RUNNING]) == (3, 1)
         queue.drain()
         await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("terms", [terms_of(4, {"any": 1}, {}), terms_of(99, {}, {}), terms_of(4, {}, {"name": "no"})])
-async def test_terms_that_no_prompt_could_run_under_are_refused(terms: object) -> None:
+async def test_terms_that_no_prompt_could_run_under_are_refused(terms: Terms) -> None:
     class Strict(Texts):
         def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
             if sampling:
@@ -185,7 +186,7 @@ async def test_terms_that_no_prompt_could_run_under_are_refused(terms: object) -
     with TransactionStore() as disk:
         queue = Queue(harness.rollouts, Strict(), new_planner, disk, encode)
         with pytest.raises(InvalidRequest):
-            await queue.put(ME, Put("job", [PromptSpec(text="1")], [None], terms))  # type: ignore[arg-type]
+            await queue.put(ME, Put("job", [PromptSpec(text="1")], [None], terms))
         assert queue.jobs(ME) == []
 
 
@@ -253,7 +254,7 @@ async def test_the_engine_is_filled_and_not_more_so_that_later_jobs_have_their_t
             if taking.done():
                 break
         assert content(await taking) == ["40"]
-        assert queue.totals()[EntryState.QUEUED] > 10
+        assert queue.meter.totals()[EntryState.QUEUED] > 10
 
 
 async def test_prompts_that_a_key_may_not_have_in_flight_together_run_one_after_the_other() -> None:
@@ -296,7 +297,7 @@ async def test_an_update_does_not_wait_for_groups_that_would_be_too_old_and_thes
         while not harness.engine.running:
             await asyncio.sleep(0.01)
         assert harness.engine.running[0].request == "5000"
-        assert queue.counts.stale == 1
+        assert queue.meter.counts.stale == 1
 
 
 async def test_one_step_off_the_engine_runs_while_the_consumer_trains() -> None:
@@ -311,10 +312,10 @@ async def test_one_step_off_the_engine_runs_while_the_consumer_trains() -> None:
             assert [group.staleness for group in groups] == [min(step, 1)] * 4
             await queue.acknowledge(ME, [group.lease for group in groups])
             await run(harness)
-            assert queue.totals()[EntryState.READY] == 4, "nothing more starts until the update"
+            assert queue.meter.totals()[EntryState.READY] == 4, "nothing more starts until the update"
             assert queue.waits_for(queue.jobs(ME)[0]) == "weights"
             updated(harness, queue)
-        assert queue.counts.stale == 0
+        assert queue.meter.counts.stale == 0
 
 
 async def test_groups_that_are_aborted_from_outside_start_again() -> None:
@@ -327,7 +328,7 @@ async def test_groups_that_are_aborted_from_outside_start_again() -> None:
         taking = asyncio.create_task(queue.take(ME, "job", 1, 30, 60))
         await run(harness)
         assert content(await taking) == ["50"]
-        assert queue.counts.aborted == 1
+        assert queue.meter.counts.aborted == 1
 
 
 async def test_a_group_that_is_always_aborted_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +339,7 @@ async def test_a_group_that_is_always_aborted_ends_with_an_error(monkeypatch: py
         for _ in range(1000):
             await asyncio.sleep(0.005)
             harness.rollouts.abort_all("paused")
-            if queue.totals()[EntryState.READY]:
+            if queue.meter.totals()[EntryState.READY]:
                 break
         [group] = await queue.take(ME, "job", 1, 0, 60)
         assert "paused" in json.loads(group.group)["error"]
@@ -357,7 +358,7 @@ async def test_a_stopping_server_leases_nothing_and_acknowledges(monkeypatch: py
         for taking in (waiting, queue.take(ME, "job", 1, 30, 60)):
             with pytest.raises(ServerStopping):
                 await taking
-        assert queue.totals()[EntryState.READY] == 1
+        assert queue.meter.totals()[EntryState.READY] == 1
         assert await queue.acknowledge(ME, [group.lease]) == [AckOutcome.ACKNOWLEDGED]
 
 
@@ -397,8 +398,8 @@ async def test_lost_weights_fail_no_prompt() -> None:
         await run(harness)
         await queue.put(ME, put("12"))
         await run(harness)
-        assert queue.totals()[EntryState.QUEUED] == 3
-        assert queue.counts.failed == 0
+        assert queue.meter.totals()[EntryState.QUEUED] == 3
+        assert queue.meter.counts.failed == 0
         queue.drain()
         await asyncio.sleep(0.01)
 
@@ -470,7 +471,7 @@ async def test_prompts_for_which_the_engine_has_no_room_start_again_later() -> N
         await queue.put(ME, put("10", "20"))
         await run(harness)
         await wait_for(queue, queued=2)
-        assert queue.counts.aborted == 0
+        assert queue.meter.counts.aborted == 0
         harness.engine.start_error = None
         taking = asyncio.create_task(queue.take(ME, "job", 2, 30, 60))
         while not taking.done():
@@ -497,12 +498,12 @@ async def test_many_groups_that_are_too_old_or_whose_leases_expire_are_moved_in_
         queue.update_ended(UpdateRecord(1, UpdateOutcome.COMPLETED, "push", None, False, {}))
         for _ in range(20):
             await run(harness)
-            if queue.counts.stale == 9 and queue.totals()[EntryState.READY] == 9:
+            if queue.meter.counts.stale == 9 and queue.meter.totals()[EntryState.READY] == 9:
                 break
         groups = await queue.take(ME, "job", 9, 0, 60)
         assert sorted(content(groups), key=str) == texts
         assert [group.staleness for group in groups] == [0] * 9
-        assert queue.counts.expired == 9
+        assert queue.meter.counts.expired == 9
 
 
 async def test_ready_groups_outlive_an_update_that_was_announced_and_failed() -> None:
@@ -511,15 +512,15 @@ async def test_ready_groups_outlive_an_update_that_was_announced_and_failed() ->
         await queue.put(ME, put("10", "5000", max_staleness=0))
         await wait_for(queue, running=2)
         await settle()
-        while not queue.totals()[EntryState.READY]:
+        while not queue.meter.totals()[EntryState.READY]:
             await harness.engine.step()
             await asyncio.sleep(0.001)
         queue.update_announced(1)
-        assert queue.totals()[EntryState.READY] == 1
+        assert queue.meter.totals()[EntryState.READY] == 1
         queue.update_ended(UpdateRecord(0, UpdateOutcome.FAILED, "push", "finish", False, {}))
         [group] = await queue.take(ME, "job", 1, 0, 60)
         assert (content([group]), group.staleness) == (["10"], 0)
-        assert queue.counts.stale == 1, "the running one was stopped"
+        assert queue.meter.counts.stale == 1, "the running one was stopped"
 
 
 async def test_a_take_whose_answer_was_lost_gets_its_groups_again() -> None:
@@ -622,7 +623,7 @@ async def test_a_consumer_gets_a_group_as_soon_as_an_older_one_no_longer_holds_i
         await taking
         updated(harness, queue)
         await wait_for(queue, running=2)
-        while not queue.totals()[EntryState.READY]:
+        while not queue.meter.totals()[EntryState.READY]:
             await harness.engine.step()
             await asyncio.sleep(0.001)
         waiting = asyncio.create_task(queue.take(ME, "job", 1, 60, 60))
@@ -659,7 +660,7 @@ async def test_jobs_outlive_a_step_of_the_clock_and_a_suspended_machine(monkeypa
         for _ in range(3):
             queue._wake_up()
             await asyncio.sleep(0.01)
-        assert queue.counts.dropped == 0
+        assert queue.meter.counts.dropped == 0
         assert 1 <= queue._ledger.jobs.clock <= 2
         queue.drain()
         await asyncio.sleep(0.01)
@@ -683,7 +684,7 @@ async def test_a_job_that_is_not_used_is_dropped_with_what_runs(monkeypatch: pyt
             await asyncio.sleep(0.01)
         assert not queue.jobs(ME)
         await run(harness)
-        assert (queue.counts.dropped, harness.rollouts.running) == (1, 0)
+        assert (queue.meter.counts.dropped, harness.rollouts.running) == (1, 0)
         queue.drain()
         await asyncio.sleep(0.01)
 
