@@ -16,8 +16,7 @@ And decisions are final: a stopped candidate never returns, a delivered one stay
 settle what no future event can change.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from math import isfinite
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 from darts_server.exceptions import GroupAborted, GroupFailed, IllegalMove
@@ -39,10 +38,10 @@ from darts_server.policy.events import (
     Started,
     Stop,
 )
-from darts_server.policy.pruning.failures import weight_factor
 from darts_server.policy.selection.assessment import Assessment
 from darts_server.policy.selection.rules import SelectionRule
-from darts_server.types import GONE, UNCOUNTED, DiscardReason, Outcome, SelectedAs
+from darts_server.policy.selection.standings import Standings
+from darts_server.types import GONE, DiscardReason, Outcome, SelectedAs
 
 
 class UniformGenerator(Protocol):
@@ -128,22 +127,12 @@ class Group:
     @property
     def completion_length(self) -> int | None:
         """Length of the shortest at the rule's ``completion_place`` so far; ``None`` while there are too few."""
-        return self.nth_shortest(self.rule.completion_place)
+        return self.standings.nth_shortest(self.rule.completion_place)
 
-    def nth_shortest(self, n: int) -> int | None:
-        """Return the length of the ``n``-th shortest valid candidate, from 1; ``None`` if there are fewer."""
-        valid = self._assessment.standings.valid
-        return valid[n - 1][0] if len(valid) >= n else None
-
-    def nth_shortest_minimum(self, n: int, generated: Mapping[int, int]) -> int | None:
-        """Return the length that the ``n``-th shortest valid candidate has at least; ``None`` if there cannot be one.
-
-        ``generated``: tokens of running candidates so far, by index.
-        """
-        standings = self._assessment.standings
-        running = (max(tokens, generated.get(index, 0) + 1) for tokens, index in standings.running)
-        lengths = sorted([*(tokens for tokens, _ in standings.valid), *running])
-        return lengths[n - 1] if len(lengths) >= n else None
+    @property
+    def standings(self) -> Standings:
+        """Its candidates in the order of lengths, without discarded ones and those before a restart."""
+        return self._assessment.standings
 
     @property
     def check_at(self) -> dict[int, int]:
@@ -153,33 +142,6 @@ class Group:
         if self._check_at is None:
             self._check_at = self._assessment.check_at()
         return self._check_at
-
-    def weights(self) -> dict[int, float]:
-        """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
-
-        `UNCOUNTED` candidates and those before a restart do not count; failures after a checkpoint are corrected for.
-        Empty if the group is not complete, if its rule never selects some candidates, or if so many failed after
-        checkpoints that they exceed the range of floats.
-        """
-        if self.outcome is not Outcome.COMPLETED:
-            return {}
-        weights = self.rule.weights(self._counted) or {}
-        candidates = self.candidates[self.restarted_from :]
-        failed = [c.survival for c in candidates if c.reason in UNCOUNTED]
-        if min(failed, default=1.0) == 1:
-            return weights
-        factor = weight_factor(failed, len(candidates))
-        weights = {index: weight * factor for index, weight in weights.items()}
-        return weights if all(map(isfinite, weights.values())) else {}
-
-    @property
-    def sampled_from(self) -> int | None:
-        """Of how many candidates the complete group is a plain sample; ``None`` if it is selected otherwise."""
-        return self.rule.sampled_from(self._counted) if self.outcome is Outcome.COMPLETED else None
-
-    @property
-    def _counted(self) -> list[Candidate]:
-        return [c for c in self.candidates[self.restarted_from :] if c.reason not in UNCOUNTED]
 
     def add_candidate(self) -> list[Decision]:
         """Start one candidate before the group is open. Nothing is decided about it until then."""
@@ -208,7 +170,7 @@ class Group:
         if self._owed is not None:
             self._owed = max(self._owed, candidates)
             return []
-        missing = candidates - len(self._assessment.standings)
+        missing = candidates - len(self.standings)
         self._begin()
         return [*([self._start(missing)] if missing > 0 else []), *self.handle()]
 
@@ -381,14 +343,14 @@ class Group:
 
     def _can_prune_one(self) -> bool:
         """Whether enough others remain. Truncated ones do not count: a valid one is worth more than any of them."""
-        standings = self._assessment.standings
+        standings = self.standings
         return self._survival_rng is not None and len(standings.running) + len(standings.valid) > self.rule.fewest
 
     def _decide(self) -> Iterator[Decision]:
         if not self._needs_assessment:
             return
         self._needs_assessment = False
-        standings = self._assessment.standings
+        standings = self.standings
         missing = self.rule.fewest - len(standings)
         if missing > self._replacements_left:
             yield from self._give_up()

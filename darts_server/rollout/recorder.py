@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
+from darts_server.policy.group_weights import sampled_from, selection_weights
 from darts_server.policy.replay import replay
 from darts_server.policy.selection.rules import Shadow
 from darts_server.rollout.allocation.cohort import Cohort
@@ -116,7 +117,7 @@ class GroupRecorder:
         now = self._clock()
         would_be = cohort if cohort is not None and cohort.terms.explored else None
         rule = None if cohort is None else cohort.terms.deadline
-        weights = group.weights()
+        weights = selection_weights(group)
         return GroupRecord(
             group_id=self.group_id,
             prompt_key=self.prompt_key,
@@ -133,7 +134,7 @@ class GroupRecorder:
             stretch=1.0 if rule is None else rule.stretch,
             completion_length=group.completion_length if group.is_open else None,
             num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
-            sampled_from=group.sampled_from,
+            sampled_from=sampled_from(group),
             explored=would_be is not None,
             tokens_needed=tokens_needed,
             request_ids=self.request_ids,

@@ -12,6 +12,7 @@ from darts_client import Checkpoint, Group, PartialTrajectory, Trajectory
 from darts_client.advantages import token_advantages, unbiased_advantages, weighted_mean
 from darts_client.tensors import to_tensors
 from darts_server.policy.group import Group as Run
+from darts_server.policy.group_weights import sampled_from, selection_weights
 from darts_server.policy.selection.quality_rules import AllSurvivors, SampledSurvivors
 from darts_server.policy.selection.rules import InOrder, SelectionRule
 from darts_server.policy.selection.tail_rules import CutTail, SampledTail
@@ -47,7 +48,7 @@ def group_of(
 ) -> tuple[Group, list[int]]:
     """Return the group as a caller gets it, and which candidates are in it."""
     run = complete(rule, [(c.tokens, c.stopped) for c in candidates], draws, deadline)
-    weights = run.weights()
+    weights = selection_weights(run)
     chosen = [c for c in run.candidates if c.selected_as is not None]
     trajectories = tuple(
         Trajectory(k, "", (7,) * c.tokens, None, "stop", selected_as=c.selected_as, weight=weights.get(c.index))
@@ -109,7 +110,7 @@ class PrunedGroup:
 
     @property
     def group(self) -> Group:
-        weights = self.run.weights()
+        weights = selection_weights(self.run)
         trajectories = tuple(
             Trajectory(
                 k,
@@ -132,8 +133,8 @@ class PrunedGroup:
             )
             for i in self.pruned
         )
-        count, sampled_from = len(self.candidates), self.run.sampled_from
-        return Group("g", None, trajectories, counted=count, sampled_from=sampled_from, partial=partial)
+        count, survivors = len(self.candidates), sampled_from(self.run)
+        return Group("g", None, trajectories, counted=count, sampled_from=survivors, partial=partial)
 
     @property
     def pruned(self) -> list[int]:

@@ -205,9 +205,9 @@ def test_the_least_that_a_group_can_need_comes_from_what_runs() -> None:
     started = Group(rng=default_rng(0))
     started.open(POLICIES["cap"].selection_rule(4), 4)
     started.handle(*(Started(i) for i in range(4)), Finished(0, 5, FinishReason.STOP), Progress(1, 7))
-    assert [started.nth_shortest_minimum(n, {2: 9, 3: 2}) for n in range(1, 6)] == [3, 5, 8, 10, None]
+    assert [started.standings.nth_shortest_minimum(n, {2: 9, 3: 2}) for n in range(1, 6)] == [3, 5, 8, 10, None]
     started.handle(Finished(2, 30, FinishReason.LENGTH))
-    assert [started.nth_shortest_minimum(n, {}) for n in (3, 4)] == [8, None]
+    assert [started.standings.nth_shortest_minimum(n, {}) for n in (3, 4)] == [8, None]
 
 
 def test_the_bound_is_a_factor_rounded_up() -> None:

@@ -21,6 +21,7 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.group import Group
+from darts_server.policy.group_weights import selection_weights
 from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
@@ -219,7 +220,7 @@ def test_a_candidate_that_its_caller_aborts_is_replaced_if_the_group_needs_it_an
     group.handle(Started(3), stop(2, 4), stop(3, 5))
     assert group.outcome is Outcome.COMPLETED
     assert reasons(group) == [DiscardReason.ABORTED, DiscardReason.ABORTED, None, None]
-    assert group.weights() == {2: 1.0, 3: 1.0}
+    assert selection_weights(group) == {2: 1.0, 3: 1.0}
 
 
 def test_a_group_of_which_too_many_are_aborted_names_the_caller() -> None:

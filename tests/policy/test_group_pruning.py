@@ -1,6 +1,7 @@
 """Groups whose candidates are scored: who is pruned, who is kept, and what that does to each rule."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.group import Group
+from darts_server.policy.group_weights import sampled_from, selection_weights
 from darts_server.policy.selection.quality_rules import Balanced
 from darts_server.policy.selection.rules import SelectionRule, Shortest
 from darts_server.policy.selection.tail_rules import SampledTail
@@ -96,8 +98,8 @@ def test_of_sampled_survivors_nothing_but_pruned_ones_is_stopped_and_weights_say
     assert world.stopped.keys() == world.pruned
     assert not world.delivered
     survivors = len(world.runs) - len(world.pruned)
-    assert world.group.sampled_from == survivors
-    for index, weight in world.group.weights().items():
+    assert sampled_from(world.group) == survivors
+    for index, weight in selection_weights(world.group).items():
         assert weight == pytest.approx(survivors / case.case.rule.size / world.kept.get(index, 1.0), abs=1e-9)
 
 
@@ -211,8 +213,8 @@ class Draws:
         return next(self._draws, 0.99)
 
 
-def opened(rule: SelectionRule, candidates: int, chances: object, early: bool = False, most: int = 0) -> Group:
-    group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)  # type: ignore[arg-type]
+def opened(rule: SelectionRule, candidates: int, chances: Any, early: bool = False, most: int = 0) -> Group:
+    group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)
     group.open(rule, candidates, most)
     group.handle(*(Started(i) for i in range(candidates)))
     return group

@@ -19,6 +19,7 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.group import Group
+from darts_server.policy.group_weights import selection_weights
 from darts_server.policy.selection.rules import InOrder, SelectionRule, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, Outcome
@@ -67,7 +68,7 @@ def test_a_reduced_group_is_as_if_it_had_been_opened_with_fewer(
     small.handle(*(Started(index) for index in range(left)))
     assert run(reduced, lengths, deadline) == run(small, lengths, deadline)
     assert reduced.outcome is small.outcome is Outcome.COMPLETED
-    assert reduced.weights() == small.weights()
+    assert selection_weights(reduced) == selection_weights(small)
     assert [(c.reason, c.selected_as, c.tokens) for c in reduced.candidates[:left]] == [
         (c.reason, c.selected_as, c.tokens) for c in small.candidates
     ]

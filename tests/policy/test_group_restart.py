@@ -41,11 +41,11 @@ def test_candidates_before_a_restart_do_not_count() -> None:
     group.handle(Finished(0, 5, STOP))
     group.restart()
     assert group.handle(Finished(1, 6, STOP), DeadlineSet(9)) == []
-    assert group.nth_shortest(1) is None
+    assert group.standings.nth_shortest(1) is None
     group.resume()
     group.handle(*(Started(i) for i in (3, 4, 5)))
     group.handle(Finished(5, 8, STOP))
-    assert group.nth_shortest(1) == 8
+    assert group.standings.nth_shortest(1) == 8
     assert group.candidates[5].finish_position == 1
     assert group.check_at.keys() <= {3, 4}
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Scored, Started
 from darts_server.policy.group import Group
+from darts_server.policy.group_weights import sampled_from, selection_weights
 from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
 from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
@@ -59,7 +60,7 @@ def test_over_all_orders_of_tail_draws_the_weighted_sum_is_that_of_all_candidate
     orders = list(permutations([i / 10 for i in range(len(lengths))]))
     sums = []
     for draws in orders:
-        weights = complete(rule, lengths, draws).weights()
+        weights = selection_weights(complete(rule, lengths, draws))
         if isinstance(rule, SampledTail | CutTail):
             assert rule.samples_rest
         if not weights:
@@ -75,7 +76,7 @@ def test_over_all_orders_of_tail_draws_the_weighted_sum_is_that_of_all_candidate
 @given(cases(WITHOUT_FAILURES, of=SAMPLED_TAILS | CUT_TAILS))
 def test_weights_do_not_depend_on_timing(case: Case) -> None:
     world = case.world().run()
-    weights = world.group.weights()
+    weights = selection_weights(world.group)
     assume(weights)
     short = sum(end == "short" for end in (world.selection or {}).values())
     others = case.rule.size - short
@@ -92,15 +93,15 @@ def test_weights_do_not_depend_on_timing(case: Case) -> None:
     ids=lambda rule: type(rule).__name__,
 )
 def test_rules_that_never_select_some_candidates_have_no_weights(rule: SelectionRule) -> None:
-    assert complete(rule, [(3, True), (5, True), (7, True)], (0.1, 0.2, 0.3)).weights() == {}
+    assert selection_weights(complete(rule, [(3, True), (5, True), (7, True)], (0.1, 0.2, 0.3))) == {}
     assert not rule.samples_rest
-    assert complete(rule, [(3, True), (5, True)], (0.1, 0.2)).weights() == {0: 1.0, 1: 1.0}, "all are selected"
+    assert selection_weights(complete(rule, [(3, True), (5, True)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}, "all are selected"
 
 
 def test_a_shadow_returns_a_plain_sample() -> None:
     rule = Shadow(SampledTail(1, 1))
     group = complete(rule, [(7, True), (5, True), (3, True)], (0.1, 0.2, 0.3))
-    assert group.weights() == {0: 1.0, 1: 1.0}
+    assert selection_weights(group) == {0: 1.0, 1: 1.0}
     assert not rule.samples_rest
 
 
@@ -111,13 +112,13 @@ def test_failed_candidates_and_those_before_a_restart_do_not_count() -> None:
     group.resume()
     group.handle(*(Started(i) for i in range(4, 8)), Failed(4, RuntimeError(), retryable=True))
     group.handle(*(Finished(i, i, FinishReason.STOP) for i in range(5, 8)))
-    assert group.weights() == {5: 1.0, 6: 2.0}
+    assert selection_weights(group) == {5: 1.0, 6: 2.0}
 
 
 def test_an_incomplete_group_has_no_weights() -> None:
     group = Group(rng=Draws([0.1, 0.2]))
     group.open(SampledTail(1, 1), 2)
-    assert group.weights() == {}
+    assert selection_weights(group) == {}
 
 
 @pytest.mark.parametrize(("failures", "survival", "has_weights"), [(600, 0.9, True), (1000, 0.001, False)])
@@ -132,7 +133,7 @@ def test_a_large_group_of_which_many_fail_after_a_checkpoint_ends_with_weights_i
     group.handle(*(Failed(i, RuntimeError(), retryable=True) for i in range(failures)))
     group.handle(*(Finished(i, 5, FinishReason.STOP) for i in range(failures, count)))
     assert group.outcome is Outcome.COMPLETED
-    weights = group.weights()
+    weights = selection_weights(group)
     assert len(weights) == (count - failures if has_weights else 0)
     assert all(weight < inf for weight in weights.values())
 
@@ -170,20 +171,21 @@ class TestPruning:
             chance = 1.0
             for kept, survival in zip(outcome, survivals, strict=True):
                 chance *= survival if kept else 1 - survival
-            weights = self.survivors(survivals, draws, AllSurvivors(size)).weights()
+            weights = selection_weights(self.survivors(survivals, draws, AllSurvivors(size)))
             total += chance * fsum(weight * values[i] for i, weight in weights.items())
         assert total == pytest.approx(fsum(values), abs=1e-9)
 
     def test_survivors_that_lose_the_draw_count(self) -> None:
         group = self.survivors([0.5] * 4, [0.0, 0.9, 0.0, 0.0], SampledSurvivors(2))
-        assert group.weights() == {0: 3.0, 2: 3.0}
-        assert group.sampled_from == 3
+        assert selection_weights(group) == {0: 3.0, 2: 3.0}
+        assert sampled_from(group) == 3
         assert [c.reason for c in group.candidates] == [None, DiscardReason.PRUNED, None, DiscardReason.MIDDLE]
-        assert self.survivors([0.5] * 4, [0.0, 0.9, 0.0, 0.0], AllSurvivors(2)).sampled_from is None
+        assert sampled_from(self.survivors([0.5] * 4, [0.0, 0.9, 0.0, 0.0], AllSurvivors(2))) is None
 
     def test_a_choice_among_survivors_has_no_weights(self) -> None:
-        assert self.survivors([0.5, 0.5, 0.5], [0.0, 0.0, 0.0], SampledTail(1, 1)).weights() == {}
-        assert self.survivors([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], SampledTail(1, 1)).weights() == {0: 1.0, 1: 2.0}
+        pruned, certain = (self.survivors([chance] * 3, [0.0] * 3, SampledTail(1, 1)) for chance in (0.5, 1.0))
+        assert selection_weights(pruned) == {}
+        assert selection_weights(certain) == {0: 1.0, 1: 2.0}
 
 
 CELLS = 4
@@ -250,13 +252,13 @@ def test_survivors_estimate_sums_over_candidates_and_over_pairs(
         for order in orders:
             draws = [(cell + 0.5) / CELLS for cell in cells]
             group = run_with_checkpoints(rule, lengths, order, draws, survival)
-            weights, runs = group.weights(), runs + 1
+            weights, runs = selection_weights(group), runs + 1
             returned = len(weights)
             for i, weight in weights.items():
                 singles[i] += weight
             for i, j in pairs:
                 if i in weights and j in weights:
-                    s = group.sampled_from or returned
+                    s = sampled_from(group) or returned
                     given_the_other = (s - 1) / (returned - 1) * returned / s
                     pairs[i, j] += weights[i] * weights[j] * given_the_other
     for total in [*singles, *([] if rule.size == 1 and isinstance(rule, SampledSurvivors) else pairs.values())]:
@@ -286,7 +288,7 @@ def test_survivors_estimate_means_over_candidates_whichever_of_them_fail(
                 ends = [(length, True) for length in lengths]
                 group = run_with_checkpoints(rule, ends, order, draws, survival, failing=failing)
                 counted = sum(c.reason not in UNCOUNTED for c in group.candidates)
-                weights, runs = group.weights(), runs + 1
+                weights, runs = selection_weights(group), runs + 1
                 corrected += bool(weights) and any(c.survival < 1 for c in group.candidates if c.reason in UNCOUNTED)
                 for i, weight in weights.items():
                     sums[i] += weight / counted

@@ -1,6 +1,7 @@
 """A group's candidates in the order of lengths, kept up to date one candidate at a time."""
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 
 from darts_server.policy.candidate import Candidate
 
@@ -24,6 +25,19 @@ class Standings:
     def __len__(self) -> int:
         """Number of candidates that are in the group or may still be."""
         return len(self._entries)
+
+    def nth_shortest(self, n: int) -> int | None:
+        """Return the length of the ``n``-th shortest valid candidate, from 1; ``None`` if there are fewer."""
+        return self.valid[n - 1][0] if len(self.valid) >= n else None
+
+    def nth_shortest_minimum(self, n: int, generated: Mapping[int, int]) -> int | None:
+        """Return the length that the ``n``-th shortest valid candidate has at least; ``None`` if there cannot be one.
+
+        ``generated``: tokens of running candidates so far, by index.
+        """
+        running = (max(tokens, generated.get(index, 0) + 1) for tokens, index in self.running)
+        lengths = sorted([*(tokens for tokens, _ in self.valid), *running])
+        return lengths[n - 1] if len(lengths) >= n else None
 
     def add(self, candidate: Candidate) -> None:
         keys = self.running if candidate.running else self.valid if candidate.valid else self.invalid

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
 from darts_server.policy.events import Complete, Cut, DeadlineSet, Decision, Event, Finished, Progress, Started, Stop
 from darts_server.policy.group import Group
+from darts_server.policy.group_weights import selection_weights
 from darts_server.policy.replay import RecordedDraws
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.policy.simulation.batch import Batch, Plan
@@ -38,7 +39,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A returned trajectory. ``weight``: see `Group.weights`; ``None`` if the group has none."""
+    """A returned trajectory. ``weight``: see `selection_weights`; ``None`` if the group has none."""
 
     group: int
     index: int
@@ -153,9 +154,9 @@ class _Member:
         return minimum is None or minimum > limit
 
     def minimum(self, step: int) -> int | None:
-        """Return the least that it can need, if nothing ends before ``step``; see `Group.nth_shortest_minimum`."""
+        """Return the least that it can need, if nothing ends before ``step``; see `Standings.nth_shortest_minimum`."""
         generated = {i: s.tokens if s.offset is None else step - s.offset for i, s in self._running()}
-        return self.group.nth_shortest_minimum(self.place, generated)
+        return self.group.standings.nth_shortest_minimum(self.place, generated)
 
     def _step_beyond(self, limit: int, earliest: int) -> float:
         """Return the step at which `is_beyond` becomes true, if nothing ends before; infinite if that is not known."""
@@ -288,7 +289,7 @@ class _Simulation:
 
     def _report(self, member: _Member) -> None:
         """Report what a group needs or, if the cohort wants to know, that it needs more than others allow."""
-        need, limit = member.group.nth_shortest(member.place), self._cohort.waits_beyond
+        need, limit = member.group.standings.nth_shortest(member.place), self._cohort.waits_beyond
         if need is not None:
             member.has_reported = True
             self._cohort.report_need(member.number, need)
@@ -358,7 +359,7 @@ class _Simulation:
                 generated[at] = member.engine.tokens(sequence) - (0 if self._done is None else self._done[at])
                 started_at[at] = sequence.started_at
                 preemptions += sequence.preemptions
-            weights = member.group.weights()
+            weights = selection_weights(member.group)
             for c in member.group.candidates:
                 if c.selected_as is not None:
                     returned.append(Returned(member.number, c.index, c.tokens, not c.valid, weights.get(c.index)))

@@ -43,7 +43,7 @@ class CohortMembership:
     def report_need(self) -> None:
         """Report how many tokens the group needs, once that is known."""
         if self.cohort is not None and self.tokens_needed is None and self._group.is_open:
-            self.tokens_needed = self._group.nth_shortest(self._place)
+            self.tokens_needed = self._group.standings.nth_shortest(self._place)
             if self.tokens_needed is not None:
                 self.cohort.report_need(self._member, self.tokens_needed)
 
@@ -56,7 +56,7 @@ class CohortMembership:
             return
         if (limit := self.cohort.waits_beyond) not in (None, self._beyond):
             generated = {index: candidate.tokens() or 0 for index, candidate in running.items()}
-            minimum = self._group.nth_shortest_minimum(self._place, generated)
+            minimum = self._group.standings.nth_shortest_minimum(self._place, generated)
             if minimum is None or minimum > limit:
                 self._beyond = limit
                 self.cohort.report_minimum(self._member, minimum)

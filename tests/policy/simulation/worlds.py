@@ -196,7 +196,7 @@ def token_by_token(world: World) -> Outcome:
         return found
 
     def minimum(member: Member) -> int | None:
-        return member.group.nth_shortest_minimum(member.place, {c.index: c.tokens for c in member.candidates})
+        return member.group.standings.nth_shortest_minimum(member.place, {c.index: c.tokens for c in member.candidates})
 
     def is_beyond(member: Member, replica: int) -> bool:
         limit = limit_seen[replica]
@@ -215,7 +215,7 @@ def token_by_token(world: World) -> Outcome:
             if isinstance(event, Finished):
                 member.engine.remove(member.candidates[event.index])
         decisions = member.group.handle(*happened)
-        need = member.group.nth_shortest(member.place)
+        need = member.group.standings.nth_shortest(member.place)
         if rule_of_deadline is not None and not member.reported:
             if need is not None:
                 member.reported = True

@@ -1,0 +1,36 @@
+"""What the selected candidates of a complete group stand for: their inverse propensity weights."""
+
+from math import isfinite
+
+from darts_server.policy.candidate import Candidate
+from darts_server.policy.group import Group
+from darts_server.policy.pruning.failures import weight_factor
+from darts_server.types import UNCOUNTED, Outcome
+
+
+def selection_weights(group: Group) -> dict[int, float]:
+    """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
+
+    `UNCOUNTED` candidates and those before a restart do not count; failures after a checkpoint are corrected for.
+    Empty if the group is not complete, if its rule never selects some candidates, or if so many failed after
+    checkpoints that they exceed the range of floats.
+    """
+    if group.outcome is not Outcome.COMPLETED:
+        return {}
+    weights = group.rule.weights(_counted(group)) or {}
+    candidates = group.candidates[group.restarted_from :]
+    failed = [c.survival for c in candidates if c.reason in UNCOUNTED]
+    if min(failed, default=1.0) == 1:
+        return weights
+    factor = weight_factor(failed, len(candidates))
+    weights = {index: weight * factor for index, weight in weights.items()}
+    return weights if all(map(isfinite, weights.values())) else {}
+
+
+def sampled_from(group: Group) -> int | None:
+    """Return of how many candidates the complete group is a plain sample; ``None`` if it is selected otherwise."""
+    return group.rule.sampled_from(_counted(group)) if group.outcome is Outcome.COMPLETED else None
+
+
+def _counted(group: Group) -> list[Candidate]:
+    return [c for c in group.candidates[group.restarted_from :] if c.reason not in UNCOUNTED]
