@@ -1,6 +1,26 @@
+from collections.abc import Iterator
+
 import pytest
+from fastapi import FastAPI
+
+from darts_server.weights.updates import Updates
+from tests.http.serving import client
+from tests.weights.fixtures import model, updates
+
+from .servers import listening
+
+__all__ = ["anyio_backend", "model", "updates", "url"]
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def url(updates: Updates) -> Iterator[str]:
+    """The server's own routes on a port, with weights that can be updated."""
+    with client(updates=updates) as caller:
+        assert isinstance(caller.app, FastAPI)
+        with listening(caller.app) as listener:
+            yield listener.url

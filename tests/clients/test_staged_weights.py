@@ -12,7 +12,7 @@ from darts_client import AsyncClient, BadRequest, Client, NotFound, ProtocolErro
 from tests.weights.lora_sets import CONFIG, bytes_of
 from tests.weights.model import SHAPES, FakeModel, tensors, write
 
-from .test_weights import UPDATE, WEIGHTS, model, updates, url  # noqa: F401  # fixtures
+from .test_weights import UPDATE, WEIGHTS
 from .vllm_answers import URL
 
 STAGED: dict[str, Any] = {
@@ -101,7 +101,7 @@ def test_a_server_that_does_not_stage_is_an_error() -> None:
         client.weights.stage(b"w")
 
 
-def test_the_server_stages_switches_and_drops(url: str, model: FakeModel, tmp_path: Path) -> None:  # noqa: F811
+def test_the_server_stages_switches_and_drops(url: str, model: FakeModel, tmp_path: Path) -> None:
     with Client(url) as client:
         staged = client.weights.stage(save(tensors(5)), version=7, expires_after=60)
         assert client.weights.get().staged == staged
@@ -123,7 +123,7 @@ def test_the_server_stages_switches_and_drops(url: str, model: FakeModel, tmp_pa
 
 
 @pytest.mark.anyio
-async def test_the_server_stages_a_lora_adapter(url: str, model: FakeModel) -> None:  # noqa: F811
+async def test_the_server_stages_a_lora_adapter(url: str, model: FakeModel) -> None:
     assert model.loras is not None
     async with AsyncClient(url) as client:
         staged = await client.weights.stage_lora("a", bytes_of(5), config=json.loads(CONFIG), rule="keep")

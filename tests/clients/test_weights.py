@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -212,26 +212,6 @@ async def test_update_options_are_sent_only_if_given() -> None:
     assert json.loads(server.bodies[3][0]) == json.loads(server.bodies[6][0]) == {"path": "step 7", **options}
     assert json.loads(server.bodies[4][0]) == json.loads(server.bodies[7][0]) == {"url": "http://trainer/w", **options}
     assert load.url == load_with_options.url == load_async.url == pull.url == pull_async.url
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> FakeModel:
-    return FakeModel(tmp_path)
-
-
-@pytest.fixture
-def updates(model: FakeModel, tmp_path: Path) -> Iterator[Updates]:
-    with Staging(tmp_path) as staging:
-        yield Updates(model, Gate(), staging, tmp_path)
-
-
-@pytest.fixture
-def url(updates: Updates) -> Iterator[str]:
-    """The server's own routes on a port."""
-    with routes(updates=updates) as caller:
-        assert isinstance(caller.app, FastAPI)
-        with listening(caller.app) as listener:
-            yield listener.url
 
 
 def test_the_server_applies_what_is_sent(url: str, model: FakeModel, tmp_path: Path) -> None:

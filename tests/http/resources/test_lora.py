@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,6 @@ from tests.weights.model import FakeModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 URL = "/darts/v1/weights/lora/a"
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> FakeModel:
-    return FakeModel(tmp_path)
-
-
-@pytest.fixture
-def here(model: FakeModel, tmp_path: Path) -> Iterator[TestClient]:
-    with Staging(tmp_path) as staging, client(updates=Updates(model, Gate(), staging, tmp_path)) as caller:
-        yield caller
 
 
 def test_an_adapter_is_pushed_named_and_removed(here: TestClient, tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import save
 from starlette.testclient import TestClient
 
-from darts_server.serving.gate import Gate
 from darts_server.weights.staged import EXPIRE_SECONDS
-from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 from tests.http.serving import client
 from tests.weights.lora_sets import CONFIG, bytes_of, save_to
@@ -15,23 +12,6 @@ from tests.weights.model import SHAPES, FakeModel, tensors, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 URL = "/darts/v1/weights"
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> FakeModel:
-    return FakeModel(tmp_path)
-
-
-@pytest.fixture
-def updates(model: FakeModel, tmp_path: Path) -> Iterator[Updates]:
-    with Staging(tmp_path) as staging:
-        yield Updates(model, Gate(), staging, tmp_path)
-
-
-@pytest.fixture
-def here(updates: Updates) -> Iterator[TestClient]:
-    with client(updates=updates) as caller, caller:  # one event loop for all requests: staged weights have timers
-        yield caller
 
 
 def test_pushed_weights_are_staged_shown_and_switched(here: TestClient, model: FakeModel) -> None:

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -6,9 +5,7 @@ from safetensors.numpy import save
 from starlette.testclient import TestClient
 
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
-from darts_server.serving.gate import Gate
 from darts_server.weights.phases import Update
-from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 from tests.http.serving import client
 from tests.weights.model import SHAPES, FakeModel, tensors, write
@@ -17,24 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 URL = "/darts/v1/weights"
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> FakeModel:
-    return FakeModel(tmp_path)
-
-
-@pytest.fixture
-def updates(model: FakeModel, tmp_path: Path) -> Iterator[Updates]:
-    with Staging(tmp_path) as staging:
-        yield Updates(model, Gate(), staging, tmp_path)
-
-
-@pytest.fixture
-def here(updates: Updates) -> Iterator[TestClient]:
-    with client(updates=updates) as caller:
-        yield caller
-
-
-def test_a_pushed_file_is_served_with_the_version_that_was_asked_for(here: TestClient, model: FakeModel) -> None:
+def test_a_pushed_file_is_served_with_the_version_that_was_requested(here: TestClient, model: FakeModel) -> None:
     answer = here.put(f"{URL}?version=7&rule=keep", content=save(tensors(5)))
     assert answer.status_code == 200
     assert model.values == dict.fromkeys(SHAPES, 5)
@@ -54,7 +34,7 @@ def test_a_file_that_is_named_is_served(here: TestClient, model: FakeModel, tmp_
     assert answer.json()["last"]["partial"] is True
 
 
-def test_before_any_update_there_is_none_to_tell_of(here: TestClient) -> None:
+def test_before_any_update_there_is_none(here: TestClient) -> None:
     assert here.get(URL).json() == {
         "version": 0,
         "state": "serving",

@@ -1,0 +1,17 @@
+from collections.abc import Iterator
+
+import pytest
+from starlette.testclient import TestClient
+
+from darts_server.weights.updates import Updates
+from tests.http.serving import client
+from tests.weights.fixtures import model, updates
+
+__all__ = ["here", "model", "updates"]
+
+
+@pytest.fixture
+def here(updates: Updates) -> Iterator[TestClient]:
+    """The server's routes, with weights that can be updated."""
+    with client(updates=updates) as caller, caller:  # one event loop for all requests: staged weights have timers
+        yield caller
