@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import psutil
+from starlette.types import Receive, Scope, Send
 
 REPLICAS = (1, 2, 4)
 START_SECONDS = 60.0
@@ -36,7 +37,7 @@ SERVE = ["-m", "benchmarks.ingress", "--serve"]
 HEADS = ("servers", "direct ms p50, p99", "through the ingress", "added p50", "requests/s", "CPU ms a request")
 
 
-async def trivial_server(scope, receive, send):  # type: ignore[no-untyped-def]
+async def trivial_server(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer every request with the same JSON."""
     assert scope["type"] == "http"
     while (await receive()).get("more_body"):

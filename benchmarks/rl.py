@@ -181,7 +181,7 @@ def run(plan: Plan, out: Path) -> None:
     if not any(left.values()):
         return
     torch.set_num_threads(1)  # the server needs the other core
-    disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]  # of loading models
+    disable_progress_bar()  # of loading models
     with ExitStack() as stack:
         urls = start_servers(stack, plan.policies, out)
         clients = {url: stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS)) for url in urls.values()}

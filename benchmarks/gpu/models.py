@@ -104,7 +104,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     backend = Tokenizer(WordLevel(words, unk_token=f" w{UNKNOWN}"))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.decoder = Fuse()
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=f" w{EOS}", unk_token=f" w{UNKNOWN}", clean_up_tokenization_spaces=False
     )
     tokenizer.save_pretrained(folder)

@@ -14,9 +14,9 @@ def nvml() -> Any:
     """Return NVML's binding, initialised; ``None`` without one. vLLM includes one."""
     try:
         try:
-            import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+            import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]  # optional
         except ImportError:
-            from vllm.third_party import pynvml  # type: ignore[no-redef, unused-ignore]
+            from vllm.third_party import pynvml  # type: ignore[no-redef, unused-ignore]  # the same library
         pynvml.nvmlInit()
     except Exception:  # no binding, no library or no driver: the report leaves its column out
         return None

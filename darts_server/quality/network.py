@@ -42,7 +42,7 @@ class Network:
         logits = functional.linear(hidden, p["out_weight"], p["out_bias"]).squeeze(1)
         loss = functional.binary_cross_entropy_with_logits(logits, targets, weight=weights)
         self._optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(p.values(), GRADIENT_NORM)
         self._optimiser.step()
         return float(loss.detach())

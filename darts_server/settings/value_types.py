@@ -1,7 +1,7 @@
 """Types of the values of settings."""
 
 import re
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_settings import NoDecode
@@ -53,10 +53,10 @@ def _names(value: object) -> object:
 Dialects = Annotated[tuple[Dialect, ...], NoDecode, BeforeValidator(_names)]
 
 
-def _detection_points(value: object) -> object:
+def _detection_points(value: Any) -> object:
     """Parse ascending whole numbers from ``128,512`` or from a list."""
     try:
-        points = [int(part) for part in (value.split(",") if isinstance(value, str) else value)]  # type: ignore[attr-defined]
+        points = [int(part) for part in (value.split(",") if isinstance(value, str) else value)]
     except (TypeError, ValueError):
         points = []
     if not points or min(points) < 1:

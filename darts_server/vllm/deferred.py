@@ -90,7 +90,7 @@ class CollectedLogprobs(LogprobsProcessor):
                 self._packed_outputs += 1
             if len(self._packed) >= PACKED_BYTES:  # not all at the end, where hundreds may be aborted at once
                 self._unpack()
-            output.packed_logprobs = None  # type: ignore[attr-defined]
+            output.packed_logprobs = None  # type: ignore[attr-defined]  # of `PackedOutput`
         super().update_from_output(output)
 
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
@@ -159,7 +159,7 @@ class Deferred:
         assert state.detokenizer is not None
         assert state.logprobs_processor is not None
         if not self._stop_strings:
-            self._detokenizer, state.detokenizer = state.detokenizer, IncrementalDetokenizer()  # type: ignore[no-untyped-call]
+            self._detokenizer, state.detokenizer = state.detokenizer, IncrementalDetokenizer()
         if state.logprobs_processor.logprobs is not None:
             self._logprobs = CollectedLogprobs(state.logprobs_processor, self._tokenizer)
             state.logprobs_processor = self._logprobs

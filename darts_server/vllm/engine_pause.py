@@ -10,8 +10,8 @@ class EnginePause:
     """Resume the engine again if it was resumed while it was being paused.
 
     In vLLM 0.31 a pause that waits for running requests takes effect when the engine is next idle, also after a resume
-    (``EngineCoreProc.pause_scheduler`` leaves a callback). Nobody would know then that the engine is paused. The same
-    holds for a pause whose caller gave up: it goes on here.
+    (``EngineCoreProc.pause_scheduler`` leaves a callback). The engine would then be paused while the server takes it
+    for resumed. The same holds for a pause whose caller gave up: it goes on here.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:

@@ -222,7 +222,7 @@ class ShapingLLM(ControlledLLM):
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
             observe_outputs(self.engine_core, self.pulse)
-        super()._run_output_handler()  # type: ignore[no-untyped-call]
+        super()._run_output_handler()  # type: ignore[no-untyped-call]  # of a base class, which mypy cannot exclude
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort as vLLM does; a request that runs as a group is aborted as a whole."""

@@ -27,7 +27,7 @@ def change_new_states(processor: OutputProcessor) -> None:
         if changes := _changes.get():
             changes.pop()(processor.request_states[request.request_id])
 
-    processor.add_request = add_changed_request  # type: ignore[method-assign]
+    processor.add_request = add_changed_request  # type: ignore[method-assign]  # of this one, not of its class
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def receive_packed(engine_core: Any) -> None:
     def decode_packed(frames: Any) -> Any:
         return packed.decode(frames[0]) if len(frames) == 1 else decode(frames)
 
-    vllms.decode = decode_packed  # type: ignore[assignment, method-assign]
+    vllms.decode = decode_packed  # type: ignore[assignment, method-assign]  # of this one decoder
 
 
 def unpack(packed: bytes | bytearray, outputs: int) -> list[LogprobsLists]:

@@ -38,7 +38,7 @@ def share_cores() -> None:
         return
     from vllm.distributed.device_communicators import shm_broadcast
 
-    shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)  # type: ignore[attr-defined]
+    shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)  # type: ignore[attr-defined]  # it imports it
     if (reader := getattr(shm_broadcast, "SpinCondition", None)) is not None:
         reader.wait = _notified(getattr(reader.wait, "__wrapped__", reader.wait))
 

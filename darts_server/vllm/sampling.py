@@ -136,7 +136,7 @@ class SamplingReader:
 def json_type(hint: Any) -> Any:
     """Return the type of a parameter in JSON: without the arrays that vLLM takes from Python callers too."""
     kinds = [kind for kind in get_args(hint) if not isinstance(type_info(kind), CustomType)]
-    return Union[tuple(kinds)] if isinstance(hint, UnionType) and kinds else hint  # noqa: UP007
+    return Union[tuple(kinds)] if isinstance(hint, UnionType) and kinds else hint  # noqa: UP007  # of a tuple
 
 
 def split_place(error: msgspec.ValidationError) -> tuple[str, str]:

@@ -53,8 +53,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     Raises:
         InvalidSetting: a mode of vLLM's in which groups could not be shaped.
     """
-    cli_env_setup()  # type: ignore[no-untyped-call]
-    empty = FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]")  # type: ignore[no-untyped-call]
+    cli_env_setup()
+    empty = FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]")
     parser = make_arg_parser(empty)
     parser.set_defaults(
         allowed_origins=[],  # vLLM's default lets the web pages of all sites read all answers

@@ -39,7 +39,7 @@ class WorkerExtension:
         except Exception as error:
             # A reload moves every layer to the meta device, and puts it together again when all of its tensors have
             # arrived. Layers that were not reached would be left there, and the engine's next step would crash.
-            finalize_layerwise_reload(model, worker.model_runner.model_config)  # type: ignore[no-untyped-call]
+            finalize_layerwise_reload(model, worker.model_runner.model_config)
             return f"{type(error).__name__}: {error}"
         _pack_heads(model)
         return None
@@ -57,7 +57,7 @@ class WorkerExtension:
                     # places the old tensors back only where none was loaded. So forget those that were.
                     info.load_numel = 0
                     info.loaded_weights.clear()
-            finalize_layerwise_reload(model, runner.model_config)  # type: ignore[no-untyped-call]
+            finalize_layerwise_reload(model, runner.model_config)
             _pack_heads(model)
             # What finish_weight_update would reset. 0.26 has no target.
             worker._weight_update_active = False

@@ -25,7 +25,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNKNOWN))
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
         eos_token=EOS,

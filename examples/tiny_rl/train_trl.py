@@ -115,7 +115,7 @@ def verifier(of: Sequence[Problem]) -> Callable[..., list[float]]:
 
 def held_out_score(trainer: DartsGRPOTrainer, client: Client, recipe: Recipe) -> HeldOut:
     """Run the evaluation of `train.py` with the trainer's current weights."""
-    trainer.vllm_generation.sync_weights()  # type: ignore[no-untyped-call, unused-ignore]
+    trainer.vllm_generation.sync_weights()
     return evaluate(client, problems(HELD_OUT_SEED, recipe.held_out_prompts), recipe.held_out_samples, seed=0)
 
 

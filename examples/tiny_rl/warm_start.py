@@ -70,7 +70,7 @@ def build_model() -> Qwen3ForCausalLM:
         pad_token_id=PAD_ID,
         dtype="float32",
     )
-    return Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call, unused-ignore]
+    return Qwen3ForCausalLM(config)
 
 
 def warmup_then_cosine(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
@@ -119,7 +119,7 @@ def train(variant: Variant, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
 def save(model: Qwen3ForCausalLM, folder: Path) -> None:
     """Write weights, configuration and tokenizer as vLLM and transformers read them."""
     # vLLM takes default sampling parameters from this file, so it has only the end of sequence.
-    ends = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)  # type: ignore[no-untyped-call, unused-ignore]
+    ends = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     model.generation_config = ends
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder, save_jinja_files=False)

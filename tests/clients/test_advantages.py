@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,12 +167,10 @@ def pruned_groups(
                 yield PrunedGroup(likelihood, candidates, run)
 
 
-def expected_after_pruning(
-    rule: AllSurvivors | SampledSurvivors, seed: int, count: int, **changes: object
-) -> np.ndarray:
+def expected_after_pruning(rule: AllSurvivors | SampledSurvivors, seed: int, count: int, **changes: Any) -> np.ndarray:
     total = np.zeros(MAX_TOKENS)
     for pruned in pruned_groups(rule, seed, count):
-        group = replace(pruned.group, **changes)  # type: ignore[arg-type]
+        group = replace(pruned.group, **changes)
         advantages = unbiased_advantages(group, pruned.rewards)
         for i, advantage in zip(pruned.chosen, advantages, strict=True):
             total += pruned.probability * advantage * pruned.candidates[i].score / len(pruned.chosen)
@@ -331,9 +330,9 @@ def test_without_weights_the_gradient_is_biased() -> None:
     assert np.linalg.norm(scaled - TRUE) > 0.1 * np.linalg.norm(TRUE)
 
 
-def group(weights: Sequence[float | None], **more: object) -> Group:
+def group(weights: Sequence[float | None], **more: Any) -> Group:
     trajectories = tuple(Trajectory(k, "", (1,), None, "stop", weight=weight) for k, weight in enumerate(weights))
-    return Group("g", None, trajectories, number=3, counted=len(weights), **more)  # type: ignore[arg-type]
+    return Group("g", None, trajectories, number=3, counted=len(weights), **more)
 
 
 def test_groups_without_weights_and_wrong_numbers_of_rewards_are_refused() -> None:

@@ -120,7 +120,7 @@ def test_what_goes_on_from_a_saved_position_trains_on_the_rest(stop: int, tmp_pa
 def test_a_batch_with_too_few_groups_or_one_twice_is_an_error() -> None:
     for places in ([0, 1, 2], [0, 1, 2, 2]):
         server = Server()
-        server.request = lambda prompts, wanted, places=places: [  # type: ignore[method-assign, misc]
+        server.request = lambda prompts, wanted, places=places: [  # type: ignore[method-assign, misc]  # to answer wrong
             Group(None, None, (), place) for place in places
         ]
         with pytest.raises(ProtocolError, match="not 4 different ones of 5"):
@@ -132,7 +132,7 @@ def test_an_error_of_a_batch_that_was_prefetched_is_raised_with_it() -> None:
     batches = batches_of(server, 2)
     batches.next()
     server.rng = Random()
-    server.request = lambda prompts, wanted: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    server.request = lambda prompts, wanted: 1 / 0  # type: ignore[method-assign, assignment, return-value]  # to fail
     failing = batches_of(server, 2)
     failing.prefetch()
     with pytest.raises(ZeroDivisionError):

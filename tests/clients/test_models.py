@@ -13,4 +13,4 @@ def test_lengths_are_the_numbers_of_generated_tokens() -> None:
 def test_a_group_is_immutable() -> None:
     group = Group(None, None, ())
     with pytest.raises(FrozenInstanceError):
-        group.group_id = "other"  # type: ignore[misc]
+        group.group_id = "other"  # type: ignore[misc]  # what must not work

@@ -54,6 +54,6 @@ def test_an_empty_list_of_prompts_is_rejected() -> None:
 
 def test_invalid_token_ids_are_rejected() -> None:
     with pytest.raises(TypeError):
-        list_prompts([[1, 2.5]])  # type: ignore[arg-type]
+        list_prompts([[1, 2.5]])  # type: ignore[arg-type]  # what must not work
     with pytest.raises(TypeError):
-        list_prompts([1, [2]])  # type: ignore[arg-type]
+        list_prompts([1, [2]])  # type: ignore[arg-type]  # what must not work

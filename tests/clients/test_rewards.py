@@ -73,7 +73,7 @@ def test_rewards_that_match_no_trajectory_are_rejected(wrong: Callable[[], Any])
 
 def test_a_list_of_another_type_is_rejected() -> None:
     with pytest.raises(TypeError, match="Reward objects"):
-        as_rewards([1.0, 2.0])  # type: ignore[arg-type]
+        as_rewards([1.0, 2.0])  # type: ignore[arg-type]  # what must not work
 
 
 @given(st.lists(st.integers(0, 30), max_size=40))

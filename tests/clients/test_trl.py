@@ -106,7 +106,7 @@ def test_all_weights_are_pushed_before_each_step_samples(server: FakeVllm, tmp_p
     trainer = build_trainer(server, tmp_path)
     before = copy_weights(trainer)
     trainer.train()
-    trainer.vllm_generation.sync_weights()  # type: ignore[no-untyped-call, unused-ignore]
+    trainer.vllm_generation.sync_weights()
     first, second, last = server.pushed
     assert equal(first, before)
     assert not equal(second, first)
@@ -293,7 +293,7 @@ def test_rewards_of_completions_outside_the_last_batch_are_not_reported(server: 
         return [*inner(completion_ids=completion_ids[:half], **named), *[0.0] * (len(completion_ids) - half)]
 
     inner: Any = report_rewards(reward_by_index)
-    setattr(reward_half, "report", inner.report)  # noqa: B010
+    setattr(reward_half, "report", inner.report)  # noqa: B010  # functions have no such attribute for mypy
     build_trainer(server, tmp_path, reward_half, max_steps=1).train()
     assert inner.report.unreported == len(PROMPTS) * GROUP // 2
     assert server.rewards == []
@@ -302,7 +302,7 @@ def test_rewards_of_completions_outside_the_last_batch_are_not_reported(server: 
 def test_a_reward_model_cannot_be_wrapped() -> None:
     for model in ("org/reward-model", torch.nn.Linear(1, 1)):
         with pytest.raises(TypeError, match="takes a function"):
-            report_rewards(model)  # type: ignore[arg-type]
+            report_rewards(model)  # type: ignore[arg-type]  # what must not work
 
 
 def test_the_state_is_saved_with_checkpoints_and_restored(server: FakeVllm, tmp_path: Path) -> None:
@@ -476,7 +476,7 @@ def test_a_server_that_takes_no_weights_ends_the_training_before_it_begins(serve
         WeightTransfer(server.url).init_weight_transfer()
 
 
-def test_the_weight_transfer_waits_for_the_server_as_long_as_it_is_told() -> None:
+def test_the_weight_transfer_waits_for_the_server_as_long_as_its_timeout() -> None:
     PartialState()
     with socket.socket() as unused:  # bound, but nothing listens there
         unused.bind(("127.0.0.1", 0))

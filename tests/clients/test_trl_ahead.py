@@ -35,7 +35,8 @@ def trainer_of(
 
     def reward(prompts: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         assert prompts == answer, "a row has come apart from its prompt"
-        if trainer.model.training:  # type: ignore[union-attr, unused-ignore]
+        model: Any = trainer.model
+        if model.training:
             seen.append(prompts[::GROUP])
         return reward_by_index(completion_ids)
 
@@ -98,11 +99,12 @@ def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server:
     inner = trainer._calculate_rewards
 
     def counted(*inputs: Any) -> Any:
-        trainer._positions.prompts._batches._next and trainer._positions.prompts._batches._next.result()  # type: ignore[union-attr]
+        prompts: Any = trainer._positions.prompts
+        prompts._batches._next and prompts._batches._next.result()
         at_reward.append(len(server.of("POST", "/darts/v1/rollouts")))
         return inner(*inputs)
 
-    trainer._calculate_rewards = counted  # type: ignore[method-assign]
+    trainer._calculate_rewards = counted  # type: ignore[method-assign]  # to look in between
     trainer.train()
     assert at_reward == [2, 3, 4, 4]
     order = [
@@ -157,7 +159,9 @@ def test_what_does_not_go_together_is_refused_before_training(
 
 
 def test_a_rollout_function_is_refused(server: FakeVllm, tmp_path: Path) -> None:
-    function: Any = lambda prompts, trainer: {}  # noqa: E731
+    def function(prompts: Any, trainer: Any) -> dict[str, Any]:
+        return {}
+
     with pytest.raises(ValueError, match="do not work with rollout_func"):
         build_trainer(server, tmp_path, more=AHEAD | {"rollout_func": function}, generation_kwargs=POLICY)
     build_trainer(server, tmp_path, more={"rollout_func": function})
@@ -170,6 +174,7 @@ def test_data_that_prompts_cannot_be_drawn_from_ahead_are_refused(server: FakeVl
     ):
         trainer = trainer_of(server, tmp_path, AHEAD)
         trainer.train_dataset = Dataset.from_list(rows)
-        trainer.model.train()  # type: ignore[union-attr, unused-ignore]
+        model: Any = trainer.model
+        model.train()
         with pytest.raises(ValueError, match=message):
             trainer._generate_and_score_completions([])

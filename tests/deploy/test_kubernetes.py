@@ -120,13 +120,13 @@ def test_a_server_that_other_hosts_reach_has_a_key() -> None:
 def test_keys_come_from_the_secret() -> None:
     secret = one("Secret")
     for variable in server()["env"]:
-        asked = variable["valueFrom"]["secretKeyRef"]
-        assert asked["name"] == secret["metadata"]["name"]
-        assert asked["key"] in secret["stringData"]
+        reference = variable["valueFrom"]["secretKeyRef"]
+        assert reference["name"] == secret["metadata"]["name"]
+        assert reference["key"] in secret["stringData"]
     assert not [flag for flag in server()["args"] if "key" in flag]
 
 
 def test_all_flags_of_the_server_exist() -> None:
     ours = {flag_of(name) for name in settings.Settings.model_fields}
-    asked = {flag.partition("=")[0] for flag in server()["args"] if flag.startswith("--")}
-    assert asked - ours == {"--host", "--port", "--max-model-len", "--shutdown-timeout"}
+    flags = {flag.partition("=")[0] for flag in server()["args"] if flag.startswith("--")}
+    assert flags - ours == {"--host", "--port", "--max-model-len", "--shutdown-timeout"}

@@ -72,7 +72,7 @@ def run(server: RunningServer, method: Method, progress: Progress | None = None,
     entries: list[Entry] = []
     with Client(server.url, retries=0) as client:
         client.weights = cast(Any, Weights(server))
-        client.metrics = lambda: ""  # type: ignore[method-assign]
+        client.metrics = lambda: ""  # type: ignore[method-assign]  # without a server
         training = train.train(client, method, cast(Learner, learner), RECIPE, 0, progress, "run")
         for entry in training:
             entries.append(entry)

@@ -43,7 +43,7 @@ STARTUP_SECONDS = 20.0
 
 
 class Work:
-    """Groups of 8 that are asked for by whoever drives the browser, from its own thread."""
+    """Groups of 8 that the test requests from the thread of the browser."""
 
     def __init__(self, store: Store, lengths: Callable[[str, int], int]) -> None:
         self.engine = ScriptedEngine(lambda request, index: Script(length=lengths(request, index)))

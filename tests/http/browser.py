@@ -34,7 +34,7 @@ def chromium() -> Iterator[Browser]:
 
 
 class Visit:
-    """A page that is open, and what it complained of or asked for."""
+    """A page that is open, and what it complained of and requested."""
 
     def __init__(self, browser: Browser, url: str, dark: bool = False) -> None:
         context = browser.new_context(
@@ -43,7 +43,7 @@ class Visit:
         context.set_default_timeout(WAIT_MS)
         self.page: Page = context.new_page()
         self.complaints: list[str] = []
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.page.on("console", self._heard)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", self._requested)
@@ -75,7 +75,7 @@ class Visit:
             self.complaints.append(message.text)
 
     def _requested(self, request: Request) -> None:
-        self.asked.append(request.url)
+        self.requested.append(request.url)
 
 
 COUNT_COLOURS = """id => {

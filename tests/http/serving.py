@@ -89,4 +89,4 @@ def client(
         async def unshaped() -> None:
             pass
 
-        yield TestClient(app, URL, client=None if host is None else (host, 1))  # type: ignore[arg-type]
+        yield TestClient(app, URL, client=None if host is None else (host, 1))  # type: ignore[arg-type]  # None: without an address

@@ -48,8 +48,8 @@ def test_a_thousand_candidates_are_drawn_and_followed_to_their_end(browser: Brow
         visit.says("end-long", "84")
         ends = page.evaluate("[...document.querySelectorAll('#ends b')].map(each => Number(each.textContent))")
         assert sum(ends) == 1008
-        told = httpx.get(f"{url}v1/live").json()
-        tokens = sum(c["tokens"] for group in told["groups"] for c in group["candidates"])
+        live = httpx.get(f"{url}v1/live").json()
+        tokens = sum(c["tokens"] for group in live["groups"] for c in group["candidates"])
         visit.says("tokens-said", f"{tokens:,} generated")
         colours = visit.colours("bars")
         assert colours[visit.colour("short")] > 1000
@@ -58,7 +58,7 @@ def test_a_thousand_candidates_are_drawn_and_followed_to_their_end(browser: Brow
         assert page.evaluate("document.documentElement.scrollHeight") <= 720
         assert page.evaluate("shifts") == []
         assert visit.complaints == []
-        assert {urlsplit(asked).netloc for asked in visit.asked if not asked.startswith("data:")} == {
+        assert {urlsplit(url).netloc for url in visit.requested if not url.startswith("data:")} == {
             urlsplit(url).netloc
         }
 

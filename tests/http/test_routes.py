@@ -61,7 +61,7 @@ def test_what_is_not_there_is_not_found_in_openais_form(opened: TestClient, path
         ("bearer two", 200),
     ],
 )
-def test_with_keys_any_of_them_is_asked_for(header: str | None, status: int) -> None:
+def test_with_keys_any_of_them_is_accepted(header: str | None, status: int) -> None:
     headers = {} if header is None else {"Authorization": header}
     with client("one", "two") as guarded:
         answer = guarded.get("/darts/v1/prompts/p", headers=headers)

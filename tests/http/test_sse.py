@@ -88,7 +88,7 @@ async def test_a_stop_of_the_web_server_does_not_cut_a_stream() -> None:
     """Batches finish during a drain; only our own shutdown ends their streams."""
     AppStatus.original_handler, original = None, AppStatus.original_handler
     try:
-        AppStatus.handle_exit()  # type: ignore[no-untyped-call]
+        AppStatus.handle_exit()
     finally:
         AppStatus.original_handler = original
     assert not AppStatus.should_exit

@@ -62,7 +62,7 @@ class FakeServer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         if self.killed:  # a connection that was being accepted
-            self._abort_connections()
+            self.abort_connections()
             return
         while self.frozen:
             await asyncio.sleep(0.01)
@@ -109,10 +109,11 @@ class FakeServer:
         for server in self._server.servers:
             server.close()
         self.killed = True
-        self._abort_connections()
+        self.abort_connections()
         await asyncio.sleep(0)
 
-    def _abort_connections(self) -> None:
+    def abort_connections(self) -> None:
+        """Cut all connections. The port stays open."""
         assert self._server is not None
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
@@ -134,7 +135,7 @@ async def listening(app: ASGIApp) -> AsyncIterator[uvicorn.Server]:
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
-    server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]
+    server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]  # signals are for pytest
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.001)

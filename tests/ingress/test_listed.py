@@ -36,6 +36,11 @@ class Listing:
             raise ConnectionError("the list is elsewhere")
         return [server.url for server in self.servers]
 
+    async def wait_for_reads(self, count: int) -> None:
+        """Wait until it was read so many times more."""
+        reads = self.reads
+        await until(lambda: self.reads >= reads + count)
+
 
 @asynccontextmanager
 async def ingress_of(listing: Listing) -> AsyncIterator[RunningIngress]:
@@ -109,8 +114,7 @@ async def test_servers_that_answer_stay_while_the_list_is_lost_or_empty() -> Non
         async with ingress_of(listing) as running:
             for broken in (True, False):
                 listing.broken, listing.servers = broken, []
-                reads = listing.reads
-                await until(lambda reads=reads: listing.reads > reads + 2)  # type: ignore[misc]
+                await listing.wait_for_reads(3)
                 assert [member.serves for member in running.fleet.members] == [True]
 
 

@@ -60,7 +60,7 @@ async def test_an_answer_that_breaks_off_before_the_caller_got_any_of_it_is_run_
         assert (await calls).json()["server"] != dying.name
 
 
-def breaking(server: FakeServer, part: bytes, media_type: str):  # type: ignore[no-untyped-def]
+def breaking(server: FakeServer, part: bytes, media_type: str) -> Handler:
     async def chunks() -> AsyncIterator[bytes]:
         yield part
         await asyncio.sleep(60)
@@ -88,12 +88,11 @@ async def test_a_lost_connection_to_a_replica_that_is_well_is_tried_again_on_it(
     async with ingress_over(2) as (running, servers):
         failed: list[str] = []
 
-        def failing_once(server: FakeServer):  # type: ignore[no-untyped-def]
+        def failing_once(server: FakeServer) -> Handler:
             async def handle(_: Request) -> Response:
                 if not failed:
                     failed.append(server.name)
-                    for connection in list(server._server.server_state.connections):  # type: ignore[union-attr]
-                        connection.transport.abort()
+                    server.abort_connections()
                 return JSONResponse({"server": server.name})
 
             return handle

@@ -35,7 +35,7 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         model: Any = self.model

@@ -117,7 +117,7 @@ def import_engine() -> None:
 
     import darts_server.app
     import darts_server.vllm.server
-    import darts_server.vllm.worker  # noqa: F401
+    import darts_server.vllm.worker  # noqa: F401  # loaded before the forks
 
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"  # its CPU platform sets spawn
     os.register_at_fork(after_in_child=forget_signals)

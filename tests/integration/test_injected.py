@@ -1,5 +1,6 @@
 """Short forms of those faults of ``scripts/faults`` that no other test injects."""
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 
@@ -15,8 +16,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 
 
 @pytest.mark.parametrize("fault", [slow_readers, half_open, broken_http])
-async def test_bystanders_are_served_and_the_server_gets_idle(server: Server, tmp_path: Path, fault: object) -> None:
-    outcome: Outcome = await fault(Scene(tmp_path, quick=True, random=Random(1), server=server))  # type: ignore[operator]
+async def test_bystanders_are_served_and_the_server_gets_idle(
+    server: Server, tmp_path: Path, fault: Callable[[Scene], Awaitable[Outcome]]
+) -> None:
+    outcome = await fault(Scene(tmp_path, quick=True, random=Random(1), server=server))
     await check_idle(server, outcome)
     assert outcome.injected
     assert outcome.survived

@@ -45,7 +45,7 @@ def replicas(url: str) -> list[dict[str, Any]]:
 
 def servers_of(url: str) -> list[Server]:
     """Return the servers behind an ingress, whose processes are others' children."""
-    return [Server(None, int(each["name"].rpartition(":")[2]), Path()) for each in replicas(url)]  # type: ignore[arg-type]
+    return [Server(None, int(each["name"].rpartition(":")[2]), Path()) for each in replicas(url)]  # type: ignore[arg-type]  # no process
 
 
 def process_of(server: Server) -> psutil.Process:

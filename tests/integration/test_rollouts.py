@@ -260,9 +260,9 @@ def abort(server: Server, trajectory_id: str) -> httpx.Response:
 
 def test_prompts_that_were_carried_over_go_on_with_what_was_generated(server: Server) -> None:
     texts = [f"{i}a+2b*3c-4d+5e*6f-7g+8h*9i-1a+3b*2c>" for i in range(1, 5)]
-    asked = [{"text": text, "key": f"carried/{text}"} for text in ["1a+2>", *texts]]
+    prompts = [{"text": text, "key": f"carried/{text}"} for text in ["1a+2>", *texts]]
     sampling = {"max_tokens": 250, "temperature": 0.0, "logprobs": True}
-    body = {"prompts": asked, "group_size": 1, "sampling": sampling, "policy": {"name": "off"}}
+    body = {"prompts": prompts, "group_size": 1, "sampling": sampling, "policy": {"name": "off"}}
     answer = post(server, body)
     assert answer.status_code == 200, answer.text
     wanted = {group["prompt_key"]: group for group in answer.json()["groups"]}
@@ -272,7 +272,7 @@ def test_prompts_that_were_carried_over_go_on_with_what_was_generated(server: Se
     assert first["carried"] >= 4
     records = httpx.get(f"{server.url}/darts/v1/groups/{first['id']}").json()["groups"]
     assert sum(c["length"] for record in records for c in record["candidates"] if c["reason"] == "carried") > 0
-    again = [asked[prompt["number"]] for prompt in first["unfinished"]]
+    again = [prompts[prompt["number"]] for prompt in first["unfinished"]]
     last = post(server, body | {"prompts": again, "carry": "resume"}).json()
     assert last["carried"] == first["carried"] - 4
     for group in last["groups"]:

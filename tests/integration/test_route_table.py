@@ -95,8 +95,8 @@ def test_no_route_handles_options_requests_which_need_no_key(full_app: FastAPI) 
 
 
 def test_the_security_middleware_is_the_outermost(full_app: FastAPI) -> None:
-    assert full_app.user_middleware[0].cls.__name__ == "SecurityMiddleware"  # type: ignore[attr-defined]
-    assert not [each for each in full_app.user_middleware if "Authentication" in each.cls.__name__]  # type: ignore[attr-defined]
+    assert full_app.user_middleware[0].cls.__name__ == "SecurityMiddleware"  # type: ignore[attr-defined]  # a class
+    assert not [each for each in full_app.user_middleware if "Authentication" in each.cls.__name__]  # type: ignore[attr-defined]  # a class
 
 
 def test_every_route_in_vllms_source_is_in_the_table() -> None:

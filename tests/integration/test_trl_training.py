@@ -113,7 +113,7 @@ def test_an_adapter_is_trained_alone_and_served_merged(own: Server, tmp_path: Pa
         assert "lora" in name or torch.allclose(tensor, base[name], rtol=0, atol=1e-6), name
     # The server has the policy of the trained adapter, not that of the base model.
     with Client(own.url) as client:
-        trainer.vllm_generation.sync_weights()  # type: ignore[no-untyped-call, unused-ignore]
+        trainer.vllm_generation.sync_weights()
         (group,) = client.rollouts([PROMPT], group_size=2, max_tokens=40, policy="off")
     (trajectory, *_) = group.trajectories
     with_adapter = scored(model, trajectory.token_ids)

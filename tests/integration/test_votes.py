@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from darts_client import Client
+from darts_client._votes import Score, Weights
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 from darts_server.demo.server import Server
 from tests.integration.waiting import wait_idle
@@ -42,14 +43,16 @@ def test_the_trajectories_of_a_vote_are_those_of_an_unshaped_batch(server: Serve
     [group] = httpx.post(f"{server.url}/darts/v1/rollouts", json=whole, timeout=60).json()["groups"]
     texts = {t["trajectory_id"].rpartition(":")[2]: t["text"] for t in group["trajectories"]}
     with Client(server.url) as client:
-        for weights, score in (("majority", None), ("rank", "logprob"), ("log_odds", "lowest_logprob")):
+        kinds: list[tuple[Weights, Score | None]]
+        kinds = [("majority", None), ("rank", "logprob"), ("log_odds", "lowest_logprob")]
+        for weights, score in kinds:
             vote = client.vote(
                 EASY,
                 n=8,
                 max_tokens=100,
                 pattern=ANSWER,
-                weights=weights,  # type: ignore[arg-type]
-                score=score,  # type: ignore[arg-type]
+                weights=weights,
+                score=score,
                 seed=11,
             )
             assert {v.trajectory_id.rpartition(":")[2]: v.text for v in vote.trajectories}.items() <= texts.items()

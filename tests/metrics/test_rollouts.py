@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -27,8 +28,8 @@ def candidate(
     return CandidateRecord(index, tokens, FinishReason.STOP, selected_as, reason, False, 0.0, 1.0, 0, 0)
 
 
-def record(**changes: object) -> GroupRecord:
-    fields: dict[str, object] = {
+def record(**changes: Any) -> GroupRecord:
+    fields: dict[str, Any] = {
         "group_id": "g",
         "prompt_key": "p",
         "policy": "uniform",
@@ -43,7 +44,7 @@ def record(**changes: object) -> GroupRecord:
         "ended_at": 8.0,
         "tail_wait": 1.5,
     }
-    return GroupRecord(**fields | changes)  # type: ignore[arg-type]
+    return GroupRecord(**fields | changes)
 
 
 def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:

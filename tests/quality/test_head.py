@@ -3,6 +3,7 @@
 import math
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -292,6 +293,6 @@ def test_arguments_out_of_range_are_refused(
 @pytest.mark.parametrize(
     "wrong", [{"hidden": 0}, {"batch_size": 0}, {"min_labels": 0}, {"capacity": 8}, {"half_life": 0.0}]
 )
-def test_settings_out_of_range_are_refused(wrong: dict[str, int]) -> None:
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
-        HeadSettings(**wrong)  # type: ignore[arg-type]
+        HeadSettings(**wrong)

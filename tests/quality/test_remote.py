@@ -35,6 +35,15 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.005)
 
 
+def wait_for_training(head: RemoteHead, steps: int) -> None:
+    """Wait until the head has made more steps than these."""
+    wait_until(lambda: head.report.steps > steps, "it is trained")
+
+
+def wait_for_loss(head: RemoteHead) -> None:
+    wait_until(lambda: head.is_lost, "it is given up")
+
+
 @contextmanager
 def running_head(
     settings: HeadSettings = QUICK, schedule: TrainingSchedule = AFTER_64_LABELS, **more: Any
@@ -52,7 +61,7 @@ def train(head: RemoteHead, task: SyntheticTask, rounds: int = 1) -> None:
         steps = head.report.steps
         for hidden, target in task.trajectories(64):
             head.learn(hidden.astype(np.float32), 512, target)
-        wait_until(lambda before=steps: head.report.steps > before, "it is trained")  # type: ignore[misc]
+        wait_for_training(head, steps)
 
 
 def test_scores_metrics_and_status_equal_those_of_a_head_in_this_process() -> None:
@@ -68,7 +77,7 @@ def test_scores_metrics_and_status_equal_those_of_a_head_in_this_process() -> No
                 for head in (local, remote):
                     head.learn(single, 512, target, 0.5 + target / 4)
             local.train(30)
-            wait_until(lambda before=steps: remote.report.steps > before, "it is trained")  # type: ignore[misc]
+            wait_for_training(remote, steps)
             report = remote.report
             assert (remote.status, report.steps, report.prior) == (local.status, local.steps, local.prior)
             assert remote.metrics() == local.metrics()
@@ -241,7 +250,7 @@ def test_no_descriptor_is_left_open_by_processes_that_ended() -> None:
     for command in ((sys.executable, "-c", "raise SystemExit(3)"), ("/nonexistent/python",)):
         head = RemoteHead(WIDTH, QUICK, command=command)
         head.start()
-        wait_until(lambda head=head: head.is_lost, "it is given up")  # type: ignore[misc]
+        wait_for_loss(head)
         head.close()
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 

@@ -60,7 +60,7 @@ class Handle:
 async def started(handle: Handle, spec: ServerSpec = SPEC) -> Server:
     """Start a replica as Ray Serve does."""
     server = Server.__new__(Server)
-    await server.__init__(spec, handle)  # type: ignore[misc]
+    await server.__init__(spec, handle)  # type: ignore[misc]  # Ray awaits it
     return server
 
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from darts_server.exceptions import InvalidRequest
@@ -82,10 +84,10 @@ def test_a_group_of_one_is_not_shaped_on_a_server_that_groups_single_requests() 
     ],
 )
 def test_contradictory_options_are_refused_under_every_policy(
-    policy: str | None, group_size: int | None, n: int, options: dict[str, str | int], field: str, message: str
+    policy: str | None, group_size: int | None, n: int, options: dict[str, Any], field: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as refused:
-        planner(group_size).plan(n, RequestOptions(policy, **options))  # type: ignore[arg-type]
+        planner(group_size).plan(n, RequestOptions(policy, **options))
     assert refused.value.field == field
 
 

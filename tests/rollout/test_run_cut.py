@@ -16,7 +16,7 @@ from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Selec
 from tests.rollout.helpers import Recorder, collect
 
 pytestmark = pytest.mark.anyio
-# With these lots candidate 3 is the first to be drawn, then 2.
+# With this seed candidate 3 is the first to be drawn, then 2.
 SEED = 0
 
 

@@ -156,7 +156,8 @@ async def test_candidates_that_start_at_different_times_have_the_same_token_limi
             assert candidate.tokens <= max(played.batch.deadline, played.needed(name))
             assert candidate.tokens == fates[candidate.index].length or candidate.cut
         if tail is Tail.SAMPLED:
-            assert {c.index for c in record.selected} == chosen(played.runs[name]._group.rule, fates).keys()  # type: ignore[arg-type]
+            rule = played.runs[name]._group.rule
+            assert {c.index for c in record.selected} == chosen(rule, fates).keys()  # type: ignore[arg-type]  # one of `Rule`
 
 
 @pytest.mark.parametrize("tail", TAILS)

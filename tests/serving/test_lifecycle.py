@@ -22,7 +22,7 @@ class SteppedLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def call_later(self, delay: float, callback: Any, *args: Any, **more: Any) -> Any:  # type: ignore[override]
+    def call_later(self, delay: float, callback: Any, *args: Any, **more: Any) -> Any:  # type: ignore[override]  # any callback
         self.now += delay
         return super().call_later(0, callback, *args, **more)
 

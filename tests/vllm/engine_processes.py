@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from typing import Any
 
 from darts_server.vllm.parent import end_engine_with_server, end_with_parent
 
@@ -14,9 +15,9 @@ def run(method: str, generations: int) -> None:
         end_with_parent()
     os.write(1, f"{os.getpid()}\n".encode())  # in one piece: all of these processes write to the same pipe
     if generations:
-        context = multiprocessing.get_context(method)
+        context: Any = multiprocessing.get_context(method)
         for _ in range(2):
-            context.Process(target=run, args=(method, generations - 1)).start()  # type: ignore[attr-defined]
+            context.Process(target=run, args=(method, generations - 1)).start()
     signal.pause()
 
 

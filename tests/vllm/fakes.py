@@ -68,7 +68,7 @@ class Fake(MetaPathFinder, Loader):
         prefix = f"{home}:{name}."
         inside = {n.removeprefix(prefix): s for n, s in self._recorded.items() if n.startswith(prefix)}
         if Enum in bases:
-            return Enum(name, {inner: inner for inner in inside}, module=home)  # type: ignore[return-value]
+            return Enum(name, {inner: inner for inner in inside}, module=home)  # type: ignore[return-value]  # it returns a class
         made = {inner: self._value(home, f"{name}.{inner}", s) for inner, s in inside.items()}
         return type(name, bases, made | {"__module__": home})
 

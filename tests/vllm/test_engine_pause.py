@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Engine:
-    """Pauses when it is told to be idle, as vLLM's engine does, resumed or not."""
+    """Pauses when it gets idle, as vLLM's engine does, resumed or not."""
 
     def __init__(self) -> None:
         self.idle = asyncio.Event()

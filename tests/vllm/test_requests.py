@@ -33,14 +33,14 @@ class Serving:
 
 
 @pytest.mark.anyio
-async def test_a_handler_sees_what_its_own_request_asked_for() -> None:
+async def test_a_handler_sees_what_its_own_request_sets() -> None:
     serving = Serving()
     attach(State({"openai_serving_completion": serving}), read_options, frozenset({"tiny:raw"}))
-    asked = SimpleNamespace(headers={"X-Darts-Policy": "uniform", "X-Darts-Prompt-Key": "p"})
+    request = SimpleNamespace(headers={"X-Darts-Policy": "uniform", "X-Darts-Prompt-Key": "p"})
     plain = SimpleNamespace(headers={})
-    assert await serving.create_completion(SimpleNamespace(model="tiny"), asked) == "answer"
+    assert await serving.create_completion(SimpleNamespace(model="tiny"), request) == "answer"
     await serving.create_completion(SimpleNamespace(model="tiny"), plain)
-    await serving.create_completion(SimpleNamespace(model="tiny:raw"), asked)
+    await serving.create_completion(SimpleNamespace(model="tiny:raw"), request)
     await serving.create_completion(SimpleNamespace(model=None))
     assert [options.policy for options in serving.seen] == ["uniform", None, "off", None]
     assert [options.prompt_key for options in serving.seen] == ["p", None, "p", None]

@@ -10,7 +10,7 @@ from darts_server.vllm.steps import Steps
 
 def reported(tokens: int, between: list[float], first: int = 0) -> list[tuple[int, float, int]]:
     """Return what is reported of a step with so many tokens, of which some are the first ones."""
-    stats: Any = IterationStats()  # type: ignore[no-untyped-call]
+    stats: Any = IterationStats()
     found: list[tuple[int, float, int]] = []
     stats.num_generation_tokens = tokens
     stats.inter_token_latencies_iter = between

@@ -19,7 +19,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Sequence[Any]:
     """Collect the exported spans."""
     sent: list[Any] = []
 
-    class Collected(sdk.SpanProcessor):  # type: ignore[misc, name-defined]
+    class Collected(sdk.SpanProcessor):  # type: ignore[misc, name-defined]  # optional
         def on_end(self, span: Any) -> None:
             sent.append(span)
 

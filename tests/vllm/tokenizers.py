@@ -15,7 +15,7 @@ def multi_byte_tokenizer() -> TokenizersBackend:
     vocabulary = {"".join(letters[byte] for byte in piece): number for number, piece in enumerate(pieces)}
     tokenizer = Tokenizer(WordLevel(vocabulary))
     tokenizer.decoder = decoders.ByteLevel()
-    return TokenizersBackend(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    return TokenizersBackend(tokenizer_object=tokenizer)
 
 
 def _byte_letter(byte: int) -> str:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
@@ -42,11 +43,11 @@ def save_to(folder: Path, value: float) -> Path:
     return folder
 
 
-async def push(harness: Harness, value: float | bytes, name: str = "a", config: str = CONFIG, **more: object) -> None:
+async def push(harness: Harness, value: float | bytes, name: str = "a", config: str = CONFIG, **more: Any) -> None:
     data = value if isinstance(value, bytes) else bytes_of(value)
 
     async def body(limit: int) -> AsyncIterator[bytes]:
         assert len(data) <= limit
         yield data
 
-    await harness.updates.loras.push(name, config, body, **more)  # type: ignore[arg-type]
+    await harness.updates.loras.push(name, config, body, **more)

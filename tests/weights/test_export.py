@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,9 +87,9 @@ async def test_an_update_while_files_are_opened_is_noticed(tmp_path: Path, monke
     await harness.push(5)
     real = export_module.open_weights
 
-    def open_late(*arguments: object) -> object:
+    def open_late(*arguments: Any) -> object:
         harness.updates.coordinator._machine.version += 1
-        return real(*arguments)  # type: ignore[arg-type]
+        return real(*arguments)
 
     monkeypatch.setattr("darts_server.weights.updates.open_weights", open_late)
     with pytest.raises(UpdateRunning):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from safetensors.numpy import save
@@ -20,12 +21,12 @@ pytestmark = pytest.mark.anyio
 LONG = 600.0
 
 
-async def stage(harness: Harness, value: float, *names: str, seconds: float = LONG, **options: object) -> str:
+async def stage(harness: Harness, value: float, *names: str, seconds: float = LONG, **options: Any) -> str:
     """Stage a set of one value. Returns its id."""
     await harness.push(
         value,
         *names,
-        options=UpdateOptions(partial=bool(names), stage_seconds=seconds, **options),  # type: ignore[arg-type]
+        options=UpdateOptions(partial=bool(names), stage_seconds=seconds, **options),
     )
     return current(harness).id
 

@@ -29,7 +29,7 @@ GAUGES = {"darts/weight_version": "darts_weight_version", "darts/pass_rate": "da
 logger = logging.getLogger(__name__)
 
 
-class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # Any without trl
     """Saves and restores the server's state with checkpoints, and adds its metrics to the logs of training steps.
 
     `DartsGRPOTrainer` has one. Another trainer can use it too: pass it the server's `url`, and put it before the

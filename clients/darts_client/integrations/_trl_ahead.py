@@ -138,7 +138,7 @@ class PromptsAhead:
         return token_ids
 
 
-class PositionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class PositionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # Any without trl
     """Saves with each checkpoint which prompts are still to be trained on."""
 
     def __init__(self) -> None:

@@ -91,10 +91,10 @@ def served(executor: T, url: str, api_key: str | None = None, model: str | None 
     """Return a subclass of an OpenRLHF `AgentExecutor` that samples from the server."""
     engine = HttpEngine(url, api_key, model)
 
-    class Served(executor):  # type: ignore[misc, valid-type]
+    class Served(executor):  # type: ignore[misc, valid-type]  # a class that only the caller has
         async def execute(self, *args: Any, **more: Any) -> Any:
             if "llm_engine" not in more:
                 raise TypeError("execute() needs llm_engine as a keyword, as OpenRLHF's actor passes it")
             return await super().execute(*args, **(more | {"llm_engine": engine}))
 
-    return Served  # type: ignore[return-value]
+    return Served  # type: ignore[return-value]  # a subclass of it

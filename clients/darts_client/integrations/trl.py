@@ -44,7 +44,7 @@ XARGS = "vllm_xargs"
 CLIENT = "VLLMClient"
 
 
-class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
+class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any without trl
     """TRL's trainer, which pushes weights without NCCL, evaluates unshaped, reports rewards, and has a `DartsCallback`.
 
     The arguments are TRL's; `args` must have `use_vllm=True` and `vllm_mode="server"`. With `weight_sync="nccl"` TRL
@@ -180,7 +180,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
         return bool(model.training)
 
 
-class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]
+class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]  # Any without trl
     """TRL's client, with an API key; it requests unshaped completions while the policy is not in training mode."""
 
     def __init__(self, *args: Any, api_key: str | None = None, **named: Any) -> None:

@@ -102,13 +102,13 @@ class LLMServerClient:
 def served(manager: T, url: str, api_key: str | None = None, model: str | None = None) -> T:
     """Return a subclass of veRL's `AgentLoopManager` (or `AgentLoopManagerTQ`) whose agent loops use the server."""
 
-    class Served(manager):  # type: ignore[misc, valid-type]
+    class Served(manager):  # type: ignore[misc, valid-type]  # a class that only the caller has
         def __init__(self, config: Any, llm_client: Any, *args: Any, **more: Any) -> None:
             resumes = type(llm_client).__name__.startswith("FullyAsync")
             client = LLMServerClient(config, url, api_key, model, resumes=resumes)
             super().__init__(config, client, *args, **more)
 
-    return Served  # type: ignore[return-value]
+    return Served  # type: ignore[return-value]  # a subclass of it
 
 
 def _output_class() -> Any:

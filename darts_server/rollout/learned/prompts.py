@@ -24,7 +24,7 @@ def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
 
 def parse_stats(document: Document) -> PromptStats:
     """Parse the statistics of a prompt; raises if they are not such."""
-    return PromptStats(**document)  # type: ignore[arg-type]
+    return PromptStats(**document)  # type: ignore[arg-type]  # it checks the types itself
 
 
 class Prompts:

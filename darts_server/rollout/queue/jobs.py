@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from darts_server.exceptions import QuotaReached
 from darts_server.rollout.queue.entries import JOB, Entry, Job, JobId, JobOptions
@@ -70,13 +71,13 @@ class Jobs:
             raise QuotaReached(f"this key has {MAX_JOBS} jobs; delete one that is done, and retry", RETRY_SECONDS)
         return oldest.job.id
 
-    def open(self, job_id: JobId, options: Mapping[str, object], is_admin: bool, number: int) -> JobEntries:
+    def open(self, job_id: JobId, options: Mapping[str, Any], is_admin: bool, number: int) -> JobEntries:
         """Return a job after changing its options; if there is none, one with this number is created."""
         each = self._jobs.get(job_id)
         if each is None:
             each = self._add(Job(job_id, self._default_options, is_admin, self.version, number=number))
         self.use(each)
-        each.job.options = replace(each.job.options, **options)  # type: ignore[arg-type]
+        each.job.options = replace(each.job.options, **options)
         self.save(each.job)
         self.changed.add(job_id)
         return each

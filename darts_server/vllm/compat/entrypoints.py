@@ -77,7 +77,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """
     parser = _make_arg_parser(parser)
     if not hasattr(FrontendArgs, "enable_scale_out"):
-        parser.add_argument(  # type: ignore[no-untyped-call]
+        parser.add_argument(
             "--enable-scale-out", action="store_true", help="No effect: these routes are always served."
         )
     return parser

@@ -34,7 +34,7 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
         """Return copies, and the event after which they may be read. The tensors must not be written to any more."""
@@ -45,7 +45,7 @@ class HostCopies:
             copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
             for tensor in tensors:
                 tensor.record_stream(self._stream)  # or the allocator could reuse its memory before the copy
-            ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            ready = torch.cuda.Event(blocking=True)
             ready.record()
         return copies, ready
 

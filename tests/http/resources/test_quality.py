@@ -14,17 +14,17 @@ RECORD = record(CHOSEN, PRUNED, UNSCORED)
 
 
 def test_a_groups_record_has_the_score_of_every_candidate_and_what_it_was_kept_with() -> None:
-    told = GroupAnswer.of(RECORD, GroupRewards()).candidates
-    assert [(c.quality, c.survival) for c in told] == [(0.25, 0.5), (0.75, 0.1), (None, 1.0)]
-    assert [(c.selected_as, c.reason) for c in told] == [("balanced", None), (None, "pruned"), ("balanced", None)]
+    candidates = GroupAnswer.of(RECORD, GroupRewards()).candidates
+    assert [(c.quality, c.survival) for c in candidates] == [(0.25, 0.5), (0.75, 0.1), (None, 1.0)]
+    assert [(c.selected_as, c.reason) for c in candidates] == [("balanced", None), (None, "pruned"), ("balanced", None)]
 
 
 def test_a_returned_trajectory_has_its_score() -> None:
     samples = {0: Sample((5, 6), None, "a", FinishReason.STOP), 2: Sample((5,), None, "b", FinishReason.STOP)}
-    told = GroupOut.of(GroupResult(0, "g", "p", samples, RECORD))
-    assert [(t.quality, t.selected_as) for t in told.trajectories] == [(0.25, "balanced"), (None, "balanced")]
-    assert [(d.trajectory_id, d.reason) for d in told.discarded] == [("g:1", "pruned")]
-    assert told.mask == [True, False, True]
+    group = GroupOut.of(GroupResult(0, "g", "p", samples, RECORD))
+    assert [(t.quality, t.selected_as) for t in group.trajectories] == [(0.25, "balanced"), (None, "balanced")]
+    assert [(d.trajectory_id, d.reason) for d in group.discarded] == [("g:1", "pruned")]
+    assert group.mask == [True, False, True]
 
 
 def test_one_whose_group_is_not_recorded_yet_has_none() -> None:

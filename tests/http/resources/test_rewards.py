@@ -24,17 +24,17 @@ def opened() -> Iterator[TestClient]:
 def report(opened: TestClient, *rewards: dict[str, Any]) -> dict[str, Any]:
     answer = opened.post(URL, json={"rewards": list(rewards)})
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    body: dict[str, Any] = answer.json()
+    return body
 
 
 def group(opened: TestClient, name: str) -> dict[str, Any]:
-    [told] = opened.get(f"/darts/v1/groups/{name}").json()["groups"]
-    assert isinstance(told, dict)
-    return told
+    [record] = opened.get(f"/darts/v1/groups/{name}").json()["groups"]
+    assert isinstance(record, dict)
+    return record
 
 
-def test_rewards_are_matched_by_id_and_by_tokens_and_what_is_unknown_is_told(opened: TestClient) -> None:
+def test_rewards_are_matched_by_id_and_by_tokens_and_unknown_ones_are_counted(opened: TestClient) -> None:
     by_id = {"trajectory_id": "cmpl-a-0:1", "reward": 0.5}
     by_tokens = {"prompt_token_ids": [1], "completion_token_ids": TEN, "reward": -1, "correct": None}
     discarded = {"trajectory_id": "cmpl-a-0:2", "reward": 1}

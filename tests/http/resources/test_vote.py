@@ -11,7 +11,7 @@ from darts_server.http.openapi import json_body
 from darts_server.http.resources.vote import EXAMPLES
 from darts_server.http.resources.vote_models import VoteIn
 
-ASKED: dict[str, Any] = {"prompt": "7a-5b*4>", "n": 8, "pattern": "#([0-9])"}
+REQUEST: dict[str, Any] = {"prompt": "7a-5b*4>", "n": 8, "pattern": "#([0-9])"}
 
 
 def read(body: dict[str, Any]) -> VoteIn:
@@ -19,12 +19,12 @@ def read(body: dict[str, Any]) -> VoteIn:
 
 
 def test_a_prompt_is_text_token_ids_or_a_chat() -> None:
-    assert read(ASKED).question.prompt.text == "7a-5b*4>"
-    assert read(ASKED | {"prompt": [5, 6], "key": "k"}).question.prompt.token_ids == [5, 6]
+    assert read(REQUEST).question.prompt.text == "7a-5b*4>"
+    assert read(REQUEST | {"prompt": [5, 6], "key": "k"}).question.prompt.token_ids == [5, 6]
     chat = [{"role": "user", "content": "7"}]
-    asked = read({"messages": chat, "n": 1, "pattern": {"choices": ["7", "8"]}}).question
-    assert (asked.prompt.messages, asked.pattern) == (chat, ["7", "8"])
-    assert (asked.weights, asked.score) == ("majority", None)
+    question = read({"messages": chat, "n": 1, "pattern": {"choices": ["7", "8"]}}).question
+    assert (question.prompt.messages, question.pattern) == (chat, ["7", "8"])
+    assert (question.weights, question.score) == ("majority", None)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_prompt_is_text_token_ids_or_a_chat() -> None:
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        read(ASKED | change)
+        read(REQUEST | change)
     assert refused.value.field == field
 
 

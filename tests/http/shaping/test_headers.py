@@ -14,7 +14,7 @@ def test_the_policy_is_read_whatever_the_case_of_the_name(name: str) -> None:
     assert read_options({name: " off ", "Authorization": "x"}).policy == "off"
 
 
-def test_without_our_headers_nothing_is_asked_for() -> None:
+def test_without_our_headers_no_option_is_set() -> None:
     assert read_options({"Content-Type": "application/json"}) == RequestOptions()
 
 

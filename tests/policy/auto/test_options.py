@@ -1,5 +1,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,6 @@ def test_deadlines_can_be_moved_later_in_all_options_that_have_one() -> None:
         {"tokens_price": -1.0},
     ],
 )
-def test_limits_out_of_range_are_refused(wrong: Mapping[str, object]) -> None:
+def test_limits_out_of_range_are_refused(wrong: Mapping[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        AutoLimits(**wrong)  # type: ignore[arg-type]
+        AutoLimits(**wrong)

@@ -195,7 +195,7 @@ async def test_statistics_of_prompts_are_not_read_for_a_batch_of_too_many_candid
     made = harness()
     auto = made.plan(SIZE, AUTO).auto
     assert auto is not None
-    made.store.get = None  # type: ignore[method-assign,assignment]
+    made.store.get = None  # type: ignore[method-assign,assignment]  # a read fails
     choice = await made.rollouts.allocator.auto.choose(auto, SIZE, ["p"] * MOST_CANDIDATES, None)
     assert "more than" in choice.reason
 
@@ -298,7 +298,7 @@ async def test_a_cohort_of_which_nothing_can_be_learned_is_reported_and_delivere
     def fail(*_: object, **__: object) -> None:
         raise ValueError("cannot be learned")
 
-    made.rollouts.allocator.auto.end = fail  # type: ignore[method-assign]
+    made.rollouts.allocator.auto.end = fail  # type: ignore[method-assign]  # to fail
     await cohort(made, "step0")
     assert len(made.recorder.cohorts) == 1
     assert "cannot be learned" in caplog.text

@@ -1,6 +1,7 @@
 """Cohorts: the deadline that their groups determine together, and their record."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -27,11 +28,11 @@ class RecordingMember:
 class CohortHarness:
     """A cohort and its members."""
 
-    def __init__(self, groups: int, deadline: Deadline | None = SURE, **terms: int | bool) -> None:
+    def __init__(self, groups: int, deadline: Deadline | None = SURE, **terms: Any) -> None:
         self.records: list[CohortRecord] = []
         self.now = 10.0
         self.cohort = Cohort(
-            CohortTerms("cut", groups, 12.5, 3.25, deadline, **terms),  # type: ignore[arg-type]
+            CohortTerms("cut", groups, 12.5, 3.25, deadline, **terms),
             self.records.append,
             lambda: self.now,
         )
@@ -223,7 +224,7 @@ async def test_a_minimum_is_forgotten_once_the_group_reports_its_need_or_ends() 
 
 @pytest.mark.parametrize("tokens", [None, 33])
 async def test_explored_groups_get_no_deadline_but_the_record_has_it(tokens: int | None) -> None:
-    harness = CohortHarness(2, explored=True, tokens=tokens)  # type: ignore[arg-type]
+    harness = CohortHarness(2, explored=True, tokens=tokens)
     harness.join(2)
     harness.need(7, 8)
     await turn()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -143,8 +144,8 @@ def gathered(harness: Harness, name: str, candidates: int) -> GroupRun[str, list
     return run
 
 
-def a_batch(harness: Harness, groups: int, **terms: int) -> Cohort:
-    made = CohortTerms("cut", groups, 6.0, None, SURE, **terms)  # type: ignore[arg-type]
+def a_batch(harness: Harness, groups: int, **terms: Any) -> Cohort:
+    made = CohortTerms("cut", groups, 6.0, None, SURE, **terms)
     return Cohort(made, harness.recorder.cohort_ended, lambda: harness.engine.now)
 
 
@@ -180,7 +181,7 @@ async def test_an_observer_that_fails_fails_neither_group_nor_cohort(
     def fail(_: GroupRecord) -> None:
         raise RuntimeError("observer broke")
 
-    harness.recorder.group_ended = fail  # type: ignore[method-assign,assignment]
+    harness.recorder.group_ended = fail  # type: ignore[method-assign,assignment]  # to fail
     [task] = await begun(harness, ["p"])
     await harness.engine.run()
     await task

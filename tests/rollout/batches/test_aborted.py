@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,9 @@ WHOLE = AnswerFormat()
 NIGHTLY = pytest.mark.nightly
 
 
-def request(*texts: str, carry: Carry = Carry.DROP, **more: object) -> BatchRequest:
+def request(*texts: str, carry: Carry = Carry.DROP, **more: Any) -> BatchRequest:
     specs = [PromptSpec(text=text) for text in texts]
-    return BatchRequest(specs, SIZE, carry=carry, hand_back=True, **more)  # type: ignore[arg-type]
+    return BatchRequest(specs, SIZE, carry=carry, hand_back=True, **more)
 
 
 def by_text(text: str, index: int) -> Script:
@@ -42,14 +43,14 @@ def by_text(text: str, index: int) -> Script:
     return Script(int(text) + index)
 
 
-async def begin(harness: Harness, registry: BatchRegistry[str, list[int]], asked: BatchRequest, steps: int) -> BatchRun:
+async def begin(harness: Harness, registry: BatchRegistry[str, list[int]], batch: BatchRequest, steps: int) -> BatchRun:
     """Open a batch that has a listener to the end of the test, and run so many steps of it."""
-    batch = await registry.open(asked, WHOLE)
-    batch.listen().__enter__()
+    run = await registry.open(batch, WHOLE)
+    run.listen().__enter__()
     await settle()
     for _ in range(steps):
         await harness.engine.step()
-    return batch
+    return run
 
 
 async def finish(harness: Harness, batch: BatchRun) -> BatchDone:

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -80,15 +81,15 @@ def test_prompts_are_bounded_in_bytes() -> None:
     assert prompts.count(None) == 0
 
 
-def request(*texts: str, num_groups: int | None = None, carry: Carry = Carry.RESTART, **more: object) -> BatchRequest:
+def request(*texts: str, num_groups: int | None = None, carry: Carry = Carry.RESTART, **more: Any) -> BatchRequest:
     specs = [PromptSpec(text=text, metadata=b'{"of":"%s"}' % text.encode()) for text in texts]
-    return BatchRequest(specs, SIZE, num_groups=num_groups, carry=carry, **more)  # type: ignore[arg-type]
+    return BatchRequest(specs, SIZE, num_groups=num_groups, carry=carry, **more)
 
 
 async def run_batch(
-    harness: Harness, registry: BatchRegistry[str, list[int]], asked: BatchRequest, answer: AnswerFormat = WHOLE
+    harness: Harness, registry: BatchRegistry[str, list[int]], wanted: BatchRequest, answer: AnswerFormat = WHOLE
 ) -> BatchDone:
-    batch = await registry.open(asked, answer)
+    batch = await registry.open(wanted, answer)
     with batch.listen():
         await settle()
         for _ in range(1000):
@@ -215,9 +216,9 @@ def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_batches(s
             count = rng.randint(0 if carried else 1, 6)
             mine, waiting = waiting[:count], waiting[count:]
             takes = not mine or rng.random() < 0.4
-            asked = request(*mine, num_groups=rng.randint(1, max(1, len(mine))), carried=takes)
+            wanted = request(*mine, num_groups=rng.randint(1, max(1, len(mine))), carried=takes)
             key = idempotency_key(f"key-{step}") if rng.random() < 0.3 else None
-            batch = await registry.open(asked, WHOLE, key)
+            batch = await registry.open(wanted, WHOLE, key)
             with batch.listen():
                 for _ in range(rng.choice([1000, 3, 12])):
                     if batch.end is not None:
@@ -238,8 +239,8 @@ def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_batches(s
     run_on_stepped_clock(scenario())
 
 
-def resumed(*texts: str, **more: object) -> BatchRequest:
-    return request(*texts, carry=Carry.RESUME, **more)  # type: ignore[arg-type]
+def resumed(*texts: str, **more: Any) -> BatchRequest:
+    return request(*texts, carry=Carry.RESUME, **more)
 
 
 def spans(done: BatchDone) -> dict[str, list[tuple[tuple[int, int], ...]]]:
@@ -302,7 +303,7 @@ def test_a_group_that_is_complete_with_the_last_wanted_one_is_returned_and_count
         {"version": 2},
     ],
 )
-def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(change: dict[str, object]) -> None:
+def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(change: dict[str, Any]) -> None:
     async def scenario() -> None:
         harness = Harness(by_text)
         registry = new_registry(harness, "shortest")
@@ -312,7 +313,7 @@ def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(change: dict[s
             planner = Planner({"shortest": Shaping(redundancy=2.0, num_longest=0)}, "shortest", Limits(64))
             registry._new_planner = lambda _: planner
         harness.engine.started.clear()
-        done = await run_batch(harness, registry, replace(resumed("30"), **change))  # type: ignore[arg-type]
+        done = await run_batch(harness, registry, replace(resumed("30"), **change))
         assert set(spans(done)["30"]) == {((harness.engine.weight_version, 30),)}
 
     run_on_stepped_clock(scenario())
@@ -419,9 +420,9 @@ def test_events_of_candidates_that_go_on_have_all_of_their_tokens(seed: int) -> 
     async def scenario() -> None:
         harness = Harness(random_script(seed, faults=0.0))
         registry = new_registry(harness, ["shortest", "sampled", "longest"][seed % 3])
-        asked = resumed(*map(str, range(6)), num_groups=2)
+        wanted = resumed(*map(str, range(6)), num_groups=2)
         for _ in range(3):
-            batch = await registry.open(asked, token_stream(3))
+            batch = await registry.open(wanted, token_stream(3))
             events = await play(harness, asyncio.create_task(read_events(batch)))
             candidates = by_candidate(events)
             assert isinstance(batch.end, BatchDone)
@@ -432,7 +433,7 @@ def test_events_of_candidates_that_go_on_have_all_of_their_tokens(seed: int) -> 
             assert {event.reason for _, event in events if isinstance(event, CandidateDiscarded)} <= set(DiscardReason)
             if not batch.end.carried:
                 break
-            asked = resumed(carried=True, num_groups=min(2, batch.end.carried))
+            wanted = resumed(carried=True, num_groups=min(2, batch.end.carried))
         assert isinstance(batch.end, BatchDone)
         assert batch.end.carried == 0
 

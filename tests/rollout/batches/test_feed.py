@@ -225,7 +225,7 @@ async def test_slow_polls_are_done_less_often() -> None:
         return slice_from(output, start)
 
     harness = Harness(lengths(3, 50))
-    harness.engine.tokens_from = slow  # type: ignore[method-assign]
+    harness.engine.tokens_from = slow  # type: ignore[method-assign]  # to be slow
     batch = await new_registry(harness, "longest").open(batch_request(1), token_stream(1))
     listening = asyncio.ensure_future(read_events(batch))
     for _ in range(10):
@@ -244,7 +244,7 @@ async def test_an_error_while_creating_events_is_sent_as_the_last_event(caplog: 
         raise RuntimeError("a fault")
 
     harness = Harness(lengths(3, 50))
-    harness.engine.tokens_from = broken  # type: ignore[method-assign]
+    harness.engine.tokens_from = broken  # type: ignore[method-assign]  # to fail
     batch = await new_registry(harness, "longest").open(batch_request(1), token_stream(100))
     events = await play(harness, asyncio.ensure_future(read_events(batch)))
     assert isinstance(events[-1][1], BatchFailed)

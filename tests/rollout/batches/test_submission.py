@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -77,8 +78,8 @@ async def submit(
     return await Submission.prepare(batch, harness.rollouts, Texts(), new_planner)
 
 
-def batch_request(*texts: str, **more: object) -> BatchRequest:
-    return BatchRequest([PromptSpec(text=text) for text in texts], SIZE, **more)  # type: ignore[arg-type]
+def batch_request(*texts: str, **more: Any) -> BatchRequest:
+    return BatchRequest([PromptSpec(text=text) for text in texts], SIZE, **more)
 
 
 async def play(harness: Harness, submission: Submission[str, list[int]]) -> list[GroupResult]:

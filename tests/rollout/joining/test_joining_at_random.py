@@ -130,7 +130,7 @@ def check_the_rule(crowd: Crowd) -> None:
         if not group.is_open:
             assert not selected
             continue
-        wanted = chosen(group.rule, harness.fates(record.group_id))  # type: ignore[arg-type]
+        wanted = chosen(group.rule, harness.fates(record.group_id))  # type: ignore[arg-type]  # one of `Rule`
         assert record.outcome is not Outcome.FAILED
         if record.outcome is Outcome.COMPLETED:
             assert {c.index: c.selected_as for c in record.selected if not c.cut} == {

@@ -98,7 +98,7 @@ async def test_a_failing_store_fails_every_caller() -> None:
     def broken(kind: str, key: str) -> None:
         raise OSError("the disk is gone")
 
-    harness.store.get = broken  # type: ignore[method-assign]
+    harness.store.get = broken  # type: ignore[method-assign]  # to fail
     callers = [harness.send(f"c{i}") for i in range(4)]
     await harness.assert_empty()
     assert [str(c.task.exception()) for c in callers] == ["the disk is gone"] * 4

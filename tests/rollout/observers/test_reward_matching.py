@@ -229,7 +229,7 @@ def test_the_fingerprint_depends_on_both_lists_and_their_order() -> None:
         ([2], [3]),
     ]
     assert len({fingerprint(*pair) for pair in pairs}) == len(pairs)
-    assert fingerprint((1,), np.array([2, 3])) == fingerprint([1], [2, 3])  # type: ignore[arg-type]
+    assert fingerprint((1,), np.array([2, 3])) == fingerprint([1], [2, 3])  # type: ignore[arg-type]  # an array
 
 
 # --- any order, repetition and mixture of names -------------------------------
@@ -478,7 +478,8 @@ def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:
     trainer.reward_matcher.trajectory_returned(TrajectoryRecord("g", None, 0.0, 0, [112], [1, 2]))
     trainer.report(by_id("g:0", 1.0))
     assert trainer.rewards.dataset.rewarded == 1
-    assert {kind for kind, _ in trainer.store.kept} == {DATASET_KIND}  # type: ignore[union-attr]
+    assert isinstance(trainer.store, Documents)
+    assert {kind for kind, _ in trainer.store.kept} == {DATASET_KIND}
 
 
 def test_a_summary_of_reward_statistics() -> None:

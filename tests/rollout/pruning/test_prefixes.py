@@ -1,6 +1,7 @@
 """Batches that return what pruned candidates had generated."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,8 @@ def house(scorer: FakeScorer, engine: type[ScriptedEngine] = ScriptedEngine) -> 
     return harness
 
 
-def request(**more: object) -> BatchRequest:
-    return BatchRequest([PromptSpec(text="5")], 2, **more)  # type: ignore[arg-type]
+def request(**more: Any) -> BatchRequest:
+    return BatchRequest([PromptSpec(text="5")], 2, **more)
 
 
 @pytest.mark.parametrize("engine", [ScriptedEngine, EarlyStateEngine], ids=["", "a state comes before its tokens"])

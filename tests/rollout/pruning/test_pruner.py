@@ -137,7 +137,7 @@ async def test_all_are_kept_in_the_first_steps_and_with_few_labels(caplog: pytes
 
 async def test_all_are_kept_with_labels_of_one_class(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(task=SyntheticTask(offset=0.0, sharpness=0.0))
-    bench.task.trajectories = lambda count: iter([(np.ones(WIDTH), 1.0)] * count)  # type: ignore[method-assign]
+    bench.task.trajectories = lambda count: iter([(np.ones(WIDTH), 1.0)] * count)  # type: ignore[method-assign]  # of one class
     bench.warm(2)
     assert_all_are_kept(bench, PruningStatus.ONE_CLASS)
     assert is_logged(caplog, PruningStatus.ONE_CLASS)

@@ -146,9 +146,9 @@ def test_of_several_checkpoints_the_last_counts_and_each_counts_once() -> None:
             raise AssertionError
 
     running = {0: Running(3), 1: Running(9), 2: Running(None)}
-    checkpoints = Checkpoints(Halves(), running)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(Halves(), running)  # type: ignore[arg-type]  # only tokens are read
     assert [(s.index, s.quality, s.survival, s.tokens) for s in checkpoints.poll()] == [(1, None, 1 / 8, 8)]
     assert not checkpoints.poll()
     running[0].count, running[1].count = 4, 99
     assert [(s.index, s.tokens) for s in checkpoints.poll()] == [(0, 4), (1, 16)]
-    assert not Checkpoints(Pruning(), running).poll()  # type: ignore[arg-type]
+    assert not Checkpoints(Pruning(), running).poll()  # type: ignore[arg-type]  # only tokens are read

@@ -9,7 +9,7 @@ from darts_server.rollout.queue.leases import EXPIRED_AT_ONCE
 from darts_server.rollout.queue.ledger import MOVED_AT_ONCE
 from darts_server.rollout.queue.new_entries import NewPrompt
 from darts_server.rollout.queue.owners import QueueLimits
-from tests.rollout.queue.world import JOB, LEASE, TERMS, World, prompts
+from tests.rollout.queue.world import JOB, LEASE, TERMS, Disk, World, prompts
 
 RUNNING, READY, QUEUED, LEASED = EntryState.RUNNING, EntryState.READY, EntryState.QUEUED, EntryState.LEASED
 
@@ -381,7 +381,8 @@ def test_a_deleted_job_is_gone_from_the_disk_too() -> None:
     assert world.ledger.stopped == [running.number]
     world.end(running)
     world.commit()
-    assert list(world.disk.rows) == [("number", "")]  # type: ignore[union-attr]
+    assert isinstance(world.disk, Disk)
+    assert list(world.disk.rows) == [("number", "")]
     with pytest.raises(NotFound):
         world.ledger.drop(JOB)
     assert world.ledger.entries.oldest() is None

@@ -132,7 +132,7 @@ def test_memory_is_bounded() -> None:
 
 @pytest.mark.parametrize("later_turns", [False, True])
 def test_only_requests_that_open_a_trajectory_are_planned_as_members_of_groups(later_turns: bool) -> None:
-    harness = Harness(lambda *_: None, {"uniform": Shaping(redundancy=1.5)})  # type: ignore[arg-type]
+    harness = Harness(lambda *_: None, {"uniform": Shaping(redundancy=1.5)})  # type: ignore[arg-type]  # nothing runs
     harness.rollouts.planner.limits = Limits(64, joins_later_turns=later_turns)
     counter = Counter()
     harness.rollouts.observe(counter)
@@ -161,10 +161,10 @@ def test_a_request_of_two_thousand_tokens_costs_a_tenth_of_a_millisecond() -> No
     for prompt in prompts:
         chat = [{"role": "user", "content": "x" * 8000}]
         begun = time.perf_counter()
-        asked = Turn(prompt, ChatHistory(chat), "session")
-        turns.classify(asked)
+        opening = Turn(prompt, ChatHistory(chat), "session")
+        turns.classify(opening)
         classified = time.perf_counter()
-        turns.add_answer(asked, answer, "y" * 4000)
+        turns.add_answer(opening, answer, "y" * 4000)
         costs.append((classified - begun, time.perf_counter() - classified))
     classifying, adding = np.median(costs, axis=0) * 1e6
     print(f"{classifying:.0f} us to classify 2,000 tokens, {adding:.0f} us to add an answer of 1,000 tokens")

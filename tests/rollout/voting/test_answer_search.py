@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,8 @@ SLOW = r"([ab])(?:[ab]*a[ab]{300}c)?"
 
 
 @asynccontextmanager
-async def searching(**options: object) -> AsyncIterator[AnswerSearch]:
-    search = AnswerSearch(**options)  # type: ignore[arg-type]
+async def searching(**options: Any) -> AsyncIterator[AnswerSearch]:
+    search = AnswerSearch(**options)
     try:
         yield search
     finally:

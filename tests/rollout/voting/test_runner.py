@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,8 +128,8 @@ class Election(VoteObserver):
         return await waiting
 
 
-def create_vote(n: int, **more: object) -> VoteRequest:
-    return VoteRequest(PromptSpec(text="p"), n, "#(.*)", **more)  # type: ignore[arg-type]
+def create_vote(n: int, **more: Any) -> VoteRequest:
+    return VoteRequest(PromptSpec(text="p"), n, "#(.*)", **more)
 
 
 def voters(answers: str, logprob: float = -1.0) -> list[Voter]:
@@ -406,11 +407,11 @@ async def test_a_score_that_comes_after_the_candidates_end_counts() -> None:
     ],
 )
 async def test_an_invalid_vote_is_refused_naming_the_field_and_starts_nothing(
-    change: dict[str, object], field: str
+    change: dict[str, Any], field: str
 ) -> None:
     election = Election(*voters("a"))
     with pytest.raises(InvalidRequest) as refused:
-        await election.votes.run(replace(create_vote(1), **change))  # type: ignore[arg-type]
+        await election.votes.run(replace(create_vote(1), **change))
     assert refused.value.field == field
     assert not election.harness.engine.started
 
@@ -478,7 +479,7 @@ def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
         election = Election(*electorate).with_scorer()
         election.votes._confidence = CALIBRATED
         if waits_for_all:
-            election.votes._collect = partial(collect_all, election.votes)  # type: ignore[method-assign]
+            election.votes._collect = partial(collect_all, election.votes)  # type: ignore[method-assign]  # early stops are left out
         return await election.run(VoteRequest(PromptSpec(text="p"), len(electorate), pattern, weights, score))
 
     result, whole = asyncio.run(play(waits_for_all=False)), asyncio.run(play(waits_for_all=True))

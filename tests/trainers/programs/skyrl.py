@@ -6,12 +6,12 @@ import typing_extensions
 
 typing.TypedDict = typing_extensions.TypedDict  # pydantic needs it below Python 3.12
 
-from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # noqa: E402
+from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # noqa: E402  # after the line above
     PauseMode,
     RemoteInferenceClient,
 )
 
-from tests.trainers.programs.steps import PROMPTS, SIZE, Trainer, main  # noqa: E402
+from tests.trainers.programs.steps import PROMPTS, SIZE, Trainer, main  # noqa: E402  # after the line above
 
 SAMPLING = {"max_tokens": 24, "temperature": 1.0, "logprobs": 1}
 

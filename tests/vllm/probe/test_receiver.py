@@ -118,9 +118,14 @@ class FakeLLM:
         return [self._answer]
 
 
+def fake_llm(answer: str | None, *frames: list[bytes]) -> Any:
+    """Make a `FakeLLM`, which has too little of an `AsyncLLM` for its type."""
+    return FakeLLM(answer, *frames)
+
+
 async def test_states_that_a_worker_sends_are_received() -> None:
     received: list[HiddenState] = []
-    async with probing(FakeLLM(None, [wire.READY, b"3", b"first"], states((1, 5)))) as probes:  # type: ignore[arg-type]
+    async with probing(fake_llm(None, [wire.READY, b"3", b"first"], states((1, 5)))) as probes:
         assert probes.width == 3
         assert probes.register(Probe((5,), received.append)) == 1
         async with asyncio.timeout(10):
@@ -130,12 +135,12 @@ async def test_states_that_a_worker_sends_are_received() -> None:
 
 
 async def test_the_reason_of_a_failed_installation_is_the_fault() -> None:
-    async with probing(FakeLLM("ValueError: a pooling model generates nothing")) as probes:  # type: ignore[arg-type]
+    async with probing(fake_llm("ValueError: a pooling model generates nothing")) as probes:
         assert (probes.width, probes.fault) == (None, "ValueError: a pooling model generates nothing")
 
 
 async def test_a_message_that_cannot_be_read_is_a_fault() -> None:
-    async with probing(FakeLLM(None, [wire.READY, b"3", b"first"], [wire.STATES, b"?", b"?"])) as probes:  # type: ignore[arg-type]
+    async with probing(fake_llm(None, [wire.READY, b"3", b"first"], [wire.STATES, b"?", b"?"])) as probes:
         async with asyncio.timeout(10):
             while probes.fault is None:
                 await asyncio.sleep(0.01)

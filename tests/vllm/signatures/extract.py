@@ -201,7 +201,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Source:
-    """The modules under a directory, parsed as they are asked for."""
+    """The modules under a directory, parsed when they are needed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
