@@ -1,5 +1,7 @@
 """The ingress as a deployment, behind Ray Serve's own proxy."""
 
+import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -43,7 +45,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
+def token() -> Iterator[None]:
+    """A token of the cluster, which the command that deploys needs too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        yield
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path, token: None) -> Iterator[str]:
     def arguments(port: int) -> list[str]:
         (folder / "config.yaml").write_text(configuration(port, REPLICAS))
         return [SERVE, "run", str(folder / "config.yaml")]
@@ -62,7 +73,9 @@ def test_a_server_that_is_too_many_leaves_and_the_others_stay(url: str, folder: 
     before = answers(url, 2 * REPLICAS)
     port = int(url.rpartition(":")[2])
     (folder / "fewer.yaml").write_text(configuration(port, REPLICAS - 1))
-    subprocess.run([sys.executable, SERVE, "deploy", str(folder / "fewer.yaml")], check=True, timeout=300)
+    [dashboard] = re.findall(r"dashboard at \S*?(http://[0-9.:]+)", (folder / "log").read_text())
+    command = [sys.executable, SERVE, "deploy", str(folder / "fewer.yaml"), "--address", dashboard]
+    subprocess.run(command, check=True, timeout=300)
     until(lambda: len(replicas(url)) == REPLICAS - 1)
     time.sleep(1)
     assert answers(url, 2 * REPLICAS) < before
