@@ -21,6 +21,8 @@ HEALTH_SECONDS = 2.0
 """Between two health checks of a server's replica. After three that fail in a row Ray Serve replaces it."""
 MANY = 1_000_000
 """Requests at a time. How many a server takes is its own setting."""
+QUIET = {"enable_access_log": False}
+"""The servers log requests, and the directory is called by each replica every two seconds."""
 ANY_ADDRESS = "0.0.0.0"
 """Where Ray Serve's proxy may listen: a deployment does not know it."""
 
@@ -39,6 +41,7 @@ def build(spec: ApplicationSpec) -> Application:
         num_replicas=1,  # single requests of a group meet in one
         max_ongoing_requests=MANY,
         ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
         graceful_shutdown_timeout_s=spec.server.grace + STOP_SECONDS,
     )
     return gateway.bind(build_servers(spec))
@@ -53,7 +56,7 @@ def build_servers(spec: ApplicationSpec) -> Application:
         num_replicas=1,
         max_ongoing_requests=MANY,
         ray_actor_options={"num_cpus": 0},
-        logging_config={"enable_access_log": False},  # each replica calls it every two seconds
+        logging_config=QUIET,
     )
     servers = serve.deployment(
         ServerReplica,
