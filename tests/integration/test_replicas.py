@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
     async with client_of(cluster) as client:
         stop = asyncio.Event()
 
-        async def load(prompt: str) -> list[dict[str, Any]]:
-            groups = []
+        async def load(prompt: str) -> list[list[dict[str, Any]]]:
+            batches = []
             while not stop.is_set():
                 batch = {
                     "prompts": [{"text": prompt}, {"text": prompt}],
@@ -85,8 +85,8 @@ async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
                 }
                 answer = await client.post("/darts/v1/rollouts", json=batch)
                 assert answer.status_code == 200, answer.text
-                groups += [answer.json()["groups"]]
-            return groups
+                batches.append(answer.json()["groups"])
+            return batches
 
         callers = [asyncio.create_task(load(prompt)) for prompt in prompts(3)]
         for version in (1, 2):
@@ -94,15 +94,15 @@ async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
             assert pushed.status_code == 200, pushed.text
             assert pushed.json()["version"] == version
         stop.set()
-        batches = [groups for caller in callers for groups in await caller]
-    for groups in batches:
+        answered = [groups for caller in callers for groups in await caller]
+    for groups in answered:
         trajectories = [each for group in groups for each in group["trajectories"]]
         ends = {each[f"weight_version_{end}"] for each in trajectories for end in ("start", "end")}
         assert len(ends) == 1, "a batch under the rule finish has one version"
     assert versions(cluster.servers) == {2}
 
 
-def versions(servers: list[Server] | Any) -> set[int]:
+def versions(servers: Sequence[Server]) -> set[int]:
     return {httpx.get(f"{server.url}/darts/v1/weights", verify=False).json()["version"] for server in servers}
 
 

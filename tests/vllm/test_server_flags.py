@@ -1,8 +1,7 @@
 """Flags of vLLM's that we refuse or explain."""
 
-import argparse
-
 import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.vllm.compat.entrypoints import make_arg_parser
@@ -18,5 +17,6 @@ def test_the_help_of_vllms_flags_names_replicas(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="0"):
         parse(["--help=data-parallel-size"])
     assert "--replicas N" in " ".join(capsys.readouterr().out.split())
-    names = {action.dest for action in make_arg_parser(argparse.ArgumentParser())._actions}
+    parser = make_arg_parser(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
+    names = {action.dest for action in parser._actions}
     assert MORE_HELP.keys() <= names
