@@ -161,10 +161,11 @@ class AutoCohorts:
 
     def _machine(self) -> Machine | None:
         latency = self._statistics.latency
-        if latency.curve is None:
+        curve = latency.curve  # read once: a restore in another thread replaces it
+        if curve is None:
             return None
         blocks: dict[str, Any] = {}
         if latency.kv_tokens is not None:
             blocks = {"kv_blocks": latency.kv_tokens, "block_size": 1}
-        times = StepTime(latency.curve, per_start=latency.start_seconds or 0.0)
+        times = StepTime(curve, per_start=latency.start_seconds or 0.0)
         return Machine(times, max_num_seqs=latency.capacity or UNLIMITED, **blocks)

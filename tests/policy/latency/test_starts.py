@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.latency.model import LatencyModel, LatencyState
-from darts_server.policy.latency.starts import MAX_STARTS, MIN_STARTS, Start, start_seconds
+from darts_server.policy.latency.starts import MAX_STARTS, MAX_WEIGHT, MIN_STARTS, Start, start_seconds
 
 CURVE = LatencyCurve((1.0, 100.0), (0.01, 0.03), 0.0002)
 COST = 0.003
@@ -49,17 +49,28 @@ def test_it_is_the_same_by_many_small_steps_as_by_a_few_large_ones() -> None:
 
 def test_a_step_counts_by_those_that_start_in_it() -> None:
     few = [(100, 1, CURVE.step_seconds(100) + 2 * COST)] * 50
-    many = [(100, 60, CURVE.step_seconds(100) + 60 * COST)]
+    many = [(100, 60, CURVE.step_seconds(100) + 60 * COST)] * 5
     assert start_seconds(few + many, CURVE) == pytest.approx(COST)
     assert start_seconds(few, CURVE) == pytest.approx(2 * COST)
+
+
+def test_one_step_that_stalled_with_most_of_the_starts_does_not_decide() -> None:
+    usual = [(20, 1, CURVE.step_seconds(20) + COST)] * 127
+    after_a_pause = (128, 128, 20.0)
+    assert start_seconds([*usual, after_a_pause], CURVE) == pytest.approx(COST)
+    few = [*usual[:11], *[(60, 40, CURVE.step_seconds(60) + 40 * COST)] * 2]
+    assert start_seconds([*few, after_a_pause], CURVE) == pytest.approx(COST)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.0, 1.0)), min_size=MIN_STARTS, max_size=30))
 def test_no_other_cost_has_a_smaller_sum_of_absolute_deviations(seen: list[tuple[int, float]]) -> None:
     made = [(started + 1, started, seconds) for started, seconds in seen]
 
+    most = MAX_WEIGHT * sum(n for _, n, _ in made)
+
     def deviations(cost: float) -> float:
-        return sum(abs(s - CURVE.step_seconds(batch) - cost * n) for batch, n, s in made)
+        """Each times its n, but for those that count less."""
+        return sum(abs((s - CURVE.step_seconds(batch)) / n - cost) * min(n, most) for batch, n, s in made)
 
     found = start_seconds(made, CURVE)
     assert found is not None
