@@ -176,6 +176,23 @@ async def test_a_server_without_the_lora_adapters_of_the_others_does_not_serve()
         await until(lambda: all_serve(running))
 
 
+async def test_lora_updates_leave_the_model_the_same_as_a_restarted_servers() -> None:
+    async with cluster(0, 0) as (running, weights):
+        for each in weights:
+            each.version, each.loras = 5, "x5"
+        await until(lambda: running.fleet.joining.current is not None and running.fleet.joining.current.version == 5)
+        for each in weights:
+            each.refuses = "read"  # as servers do that were started with --enable-lora
+        weights[0].restart("second")
+        await until(lambda: states(running)[0] is State.OUTDATED)
+        assert "push them again" in running.fleet.members[0].detail
+        assert not running.fleet.joining.misses_updates(running.fleet.members[0])
+        for each in weights:
+            each.version, each.loras = 6, "x6"
+        await until(lambda: all_serve(running))
+        assert not any(got.path == f"{PATH}/tensors" for each in weights for got in each.server.received)
+
+
 async def test_lora_adapters_that_are_pushed_to_all_servers_let_them_serve_again() -> None:
     async with cluster(0, 0) as (running, weights):
         for each in weights:

@@ -42,8 +42,12 @@ class ServedWeights:
 
     @property
     def model(self) -> tuple[int, bool]:
-        """What two servers have in common that serve the same weights of the model."""
-        return self.version, self.is_initial
+        """What two servers have in common that serve the same weights of the model.
+
+        Updates of LoRA adapters raise the version too: a server that was restarted since has a lower one, and the same
+        weights of the model, if these are those of the start.
+        """
+        return 0 if self.is_initial else self.version, self.is_initial
 
     def __str__(self) -> str:
         return f"version {self.version}" + (" (of its start)" if self.is_initial else "")
