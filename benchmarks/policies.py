@@ -25,7 +25,7 @@ from darts_server.demo.server import ENVIRONMENT
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import SHADOW_PREFIX, build_policies
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.types import GroupRecord
+from darts_server.records import GroupRecord
 
 SIZE = 8
 NAMED = {

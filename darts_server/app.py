@@ -44,6 +44,7 @@ from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.report import TrainerReport
+from darts_server.records import GroupRecord
 from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.carried import CarryLimits
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
@@ -70,7 +71,6 @@ from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.store import Store
 from darts_server.store.transactions import QueueFile
-from darts_server.types import GroupRecord
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmAborter, VllmBatches, VllmPort, VllmQueue, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Mapping
 
 from darts_server.observers import GroupObserver
-from darts_server.types import CohortRecord, GroupRecord, UpdateOutcome, UpdateRecord
+from darts_server.records import CohortRecord, GroupRecord, UpdateRecord
+from darts_server.types import UpdateOutcome
 
 logger = logging.getLogger(__name__)
 

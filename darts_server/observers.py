@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from darts_server.types import CohortRecord, GroupRecord, TrajectoryRecord, TurnKind, VoteOutcome
+from darts_server.records import CohortRecord, GroupRecord, TrajectoryRecord
+from darts_server.types import TurnKind, VoteOutcome
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ import pytest
 from darts_server import logs
 from darts_server.event_log import EventLog
 from darts_server.exceptions import InvalidSetting
+from darts_server.records import ChosenOption, CohortRecord, UpdateRecord
 from darts_server.serving.admission import Caller, caller
-from darts_server.types import ChosenOption, CohortRecord, UpdateOutcome, UpdateRecord
+from darts_server.types import UpdateOutcome
 from tests.metrics.test_rollouts import record
 
 NAMES = (logs.OURS, "vllm", "uvicorn", "uvicorn.access")

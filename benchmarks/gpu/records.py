@@ -1,7 +1,7 @@
 """Keep the records of groups."""
 
 from darts_server.observers import GroupObserver
-from darts_server.types import GroupRecord
+from darts_server.records import GroupRecord
 
 
 class Records(GroupObserver):

@@ -11,8 +11,9 @@ from benchmarks.gpu.bench import Bench, cpu_seconds, gather_within, prompt_numbe
 from benchmarks.gpu.policies import AGAIN, PLAIN, SHAPED, SIZE, UNSHAPED, statistics
 from benchmarks.gpu.records import Records
 from benchmarks.gpu.traces import Trace
+from darts_server.records import GroupRecord
 from darts_server.rollout.learned.prompts import KIND
-from darts_server.types import FinishReason, GroupRecord
+from darts_server.types import FinishReason
 
 
 @dataclass

@@ -9,15 +9,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from darts_server.metrics.collectors import Collectors, or_nan
 from darts_server.observers import GroupObserver, RewardObserver, VoteObserver
-from darts_server.types import (
-    CohortRecord,
-    DiscardReason,
-    GroupRecord,
-    Outcome,
-    SelectedAs,
-    TurnKind,
-    VoteOutcome,
-)
+from darts_server.records import CohortRecord, GroupRecord
+from darts_server.types import DiscardReason, Outcome, SelectedAs, TurnKind, VoteOutcome
 
 LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CANDIDATE_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)

@@ -3,7 +3,8 @@
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from darts_server.metrics.collectors import Collectors
-from darts_server.types import UpdateOutcome, UpdateRecord
+from darts_server.records import UpdateRecord
+from darts_server.types import UpdateOutcome
 
 PHASE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 

@@ -5,7 +5,8 @@ from enum import Enum, auto
 
 from darts_server.exceptions import IllegalMove
 from darts_server.policy.events import Failed, Finished, Lost, Progress, Scored, Started
-from darts_server.types import Checkpoint, DiscardReason, FinishReason, SelectedAs
+from darts_server.records import Checkpoint
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
 
 
 class State(Enum):

@@ -6,10 +6,11 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, NotFound
+from darts_server.records import CandidateRecord
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import caller
-from darts_server.types import CandidateRecord, Sample
+from darts_server.types import Sample
 
 FIELD = "trajectory_id"
 MAX_INDEX_DIGITS = 9

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from darts_server.engine.port import CandidateResult, OutputT, TokenSlice
-from darts_server.types import VersionSpans
+from darts_server.records import VersionSpans
 
 NOTHING = TokenSlice((), None)
 

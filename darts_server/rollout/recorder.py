@@ -1,4 +1,4 @@
-"""Record a running group, for the :class:`~darts_server.types.GroupRecord` that observers get."""
+"""Record a running group, for the :class:`~darts_server.records.GroupRecord` that observers get."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,17 +8,17 @@ from darts_server.policy.group import Group
 from darts_server.policy.group_weights import sampled_from, selection_weights
 from darts_server.policy.replay import replay
 from darts_server.policy.selection.rules import Shadow
-from darts_server.rollout.allocation.cohort import Cohort
-from darts_server.serving.admission import caller
-from darts_server.types import (
+from darts_server.records import (
     CandidateRecord,
     GroupRecord,
-    Outcome,
     ShadowRecord,
     TrajectoryRecord,
     VersionSpans,
     extend_spans,
 )
+from darts_server.rollout.allocation.cohort import Cohort
+from darts_server.serving.admission import caller
+from darts_server.types import Outcome
 
 
 @dataclass(slots=True)

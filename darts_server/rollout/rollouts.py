@@ -10,6 +10,7 @@ from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupObserver, GroupObservers
 from darts_server.policy.allocation.brownout import Brownout, reduce_candidates
+from darts_server.records import GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.carried import CarriedCandidate
@@ -25,7 +26,7 @@ from darts_server.rollout.start_queue import StartQueue
 from darts_server.rollout.turns.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
-from darts_server.types import GroupRecord, RequestOptions
+from darts_server.types import RequestOptions
 
 NO_OPTIONS = RequestOptions()
 

@@ -23,6 +23,7 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.policy.selection.rules import SelectionRule
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.allocation.extra import ExtraCandidates
 from darts_server.rollout.allocation.membership import CohortMembership
@@ -32,7 +33,7 @@ from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.deliveries import Deliveries
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
-from darts_server.types import GONE, CandidateRecord, DiscardReason, GroupRecord
+from darts_server.types import GONE, DiscardReason
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from vllm.tracing import extract_trace_context, instrument_manual
 
 from darts_server.observers import GroupObserver
-from darts_server.types import GroupRecord
+from darts_server.records import GroupRecord
 
 NAME = "darts_group"
 NANOSECONDS = 1_000_000_000

@@ -6,8 +6,9 @@ from contextlib import contextmanager, nullcontext
 
 from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.observers import Observers
+from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
-from darts_server.types import UpdateOutcome, UpdateRecord
+from darts_server.types import UpdateOutcome
 from darts_server.weights.phases import Update
 from darts_server.weights.port import Groups, Model, UpdateObserver
 from darts_server.weights.rules import Rule, UpdateSettings

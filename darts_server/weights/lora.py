@@ -7,7 +7,7 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import Forbidden, InvalidRequest, NotFound
-from darts_server.types import UpdateRecord
+from darts_server.records import UpdateRecord
 from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.lora_config import LoraConfig, LoraLayers, check_lora, dump_config, parse_config
 from darts_server.weights.lora_files import CONFIG, TENSORS, LoraFiles, read_config, stream_tensors

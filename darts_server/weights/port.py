@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Protocol
 
-from darts_server.types import UpdateRecord
+from darts_server.records import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
 

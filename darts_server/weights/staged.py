@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from darts_server.exceptions import Conflict, InvalidRequest, NotFound, UpdateRunning
-from darts_server.types import UpdateOutcome, UpdateRecord
+from darts_server.records import UpdateRecord
+from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.phases import Update
 from darts_server.weights.rules import Rule

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from darts_server.exceptions import Conflict
-from darts_server.types import UpdateRecord
+from darts_server.records import UpdateRecord
 from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.phases import Update
 from darts_server.weights.port import Model

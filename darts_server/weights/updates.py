@@ -9,8 +9,8 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import Conflict, UpdateFailed, UpdateRunning
+from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
-from darts_server.types import UpdateRecord
 from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.export import WeightsExport, open_weights
 from darts_server.weights.external import ExternalUpdates

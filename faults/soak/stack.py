@@ -12,6 +12,7 @@ from darts_server.metrics import QualityMetrics, RolloutMetrics
 from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.quality.evaluation import WINDOW
+from darts_server.records import GroupRecord
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.length_bias import LengthBias
@@ -28,7 +29,6 @@ from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.store.backend import MAX_IN_MEMORY
-from darts_server.types import GroupRecord
 from faults.soak.engine import QUICK, WIDTH, Engine, LocalFinder, LocalHead, Texts, VirtualLoop, random_scripts
 
 MODEL = "scripted"

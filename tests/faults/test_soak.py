@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from darts_server.observers import GroupObserver
-from darts_server.types import GroupRecord
+from darts_server.records import GroupRecord
 from faults.soak.__main__ import scaled_retention
 from faults.soak.run import Soaked, soak
 from faults.soak.stack import Stack

@@ -21,6 +21,7 @@ from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.policy.shaping import Shaping
+from darts_server.records import UpdateRecord
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.learned.statistics import Statistics
@@ -33,7 +34,7 @@ from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
 from darts_server.settings import load
 from darts_server.store import Store
-from darts_server.types import RequestOptions, UpdateOutcome, UpdateRecord
+from darts_server.types import RequestOptions, UpdateOutcome
 from darts_server.weights.states import State
 from darts_server.weights.updates import Updates
 from tests.rollout.helpers import collect

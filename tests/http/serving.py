@@ -16,13 +16,13 @@ from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.shaping.group_id import STATE_KEY, GroupIdHeader
+from darts_server.records import TrajectoryRecord
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.settings import load
 from darts_server.store import Store
-from darts_server.types import TrajectoryRecord
 from darts_server.weights.updates import Updates
 from tests.rollout.learned.test_prompts import FINISHED, record
 

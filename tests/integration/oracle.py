@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from itertools import combinations
 
-from darts_server.types import CandidateRecord, FinishReason, GroupRecord
+from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.types import FinishReason
 
 Outcome = tuple[int, bool]
 """Length in tokens, and whether the candidate finished before the length limit."""

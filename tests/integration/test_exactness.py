@@ -20,7 +20,8 @@ from darts_server.engine.port import TokenSlice
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.types import GroupRecord, Outcome
+from darts_server.records import GroupRecord
+from darts_server.types import Outcome
 from darts_server.vllm.engine import VllmEngine
 from darts_server.vllm.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine

@@ -5,21 +5,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from darts_server.metrics import AccessMetrics, RolloutMetrics, RolloutSources, WeightMetrics
-from darts_server.types import (
-    CandidateRecord,
-    ChosenOption,
-    CohortRecord,
-    DiscardReason,
-    FinishReason,
-    GroupRecord,
-    Outcome,
-    SelectedAs,
-    ShadowRecord,
-    TurnKind,
-    UpdateOutcome,
-    UpdateRecord,
-    VoteOutcome,
-)
+from darts_server.records import CandidateRecord, ChosenOption, CohortRecord, GroupRecord, ShadowRecord, UpdateRecord
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs, TurnKind, UpdateOutcome, VoteOutcome
 
 
 def candidate(

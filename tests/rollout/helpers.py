@@ -9,6 +9,7 @@ from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.observers import GroupObserver
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.policy.voting.answers import create_extractor
+from darts_server.records import CohortRecord, GroupRecord, TrajectoryRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.documents import Scalar
@@ -19,7 +20,7 @@ from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.answer_search import Pattern
-from darts_server.types import CohortRecord, GroupRecord, RequestOptions, TrajectoryRecord
+from darts_server.types import RequestOptions
 
 SHAPINGS = {
     "uniform": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED),

@@ -8,11 +8,12 @@ from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import EngineDead
 from darts_server.policy.selection.tail_rules import CutTail
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue
-from darts_server.types import CandidateRecord, FinishReason, GroupRecord, SelectedAs
+from darts_server.types import FinishReason, SelectedAs
 from tests.rollout.helpers import Recorder, collect
 
 pytestmark = pytest.mark.anyio

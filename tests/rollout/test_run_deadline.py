@@ -12,9 +12,10 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.policy.deadline import QUANTILE, Deadline
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.records import CandidateRecord, CohortRecord, GroupRecord
 from darts_server.rollout.plan import Planner
 from darts_server.rollout.run import GroupRun
-from darts_server.types import CandidateRecord, CohortRecord, FinishReason, GroupRecord, Outcome, SelectedAs
+from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.policy.oracle import Fate, chosen, cut_lengths
 from tests.rollout.helpers import Harness, collect
 

@@ -11,7 +11,8 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineDead, GroupAborted
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.types import DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs, ShadowRecord
+from darts_server.records import GroupRecord, ShadowRecord
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Harness, collect, lengths
 
 pytestmark = pytest.mark.anyio

@@ -17,6 +17,6 @@ def test_the_help_of_vllms_flags_names_replicas(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="0"):
         parse(["--help=data-parallel-size"])
     assert "--replicas N" in " ".join(capsys.readouterr().out.split())
-    parser = make_arg_parser(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
+    parser = make_arg_parser(FlexibleArgumentParser())
     names = {action.dest for action in parser._actions}
     assert MORE_HELP.keys() <= names

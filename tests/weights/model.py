@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from darts_server.exceptions import Conflict, InvalidRequest
-from darts_server.types import UpdateRecord
+from darts_server.records import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet, read_tensors
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.checkpoint import FILE, write
 from benchmarks.gpu.models import Shape
 from benchmarks.gpu.tables import Table, Value
 from darts_server.exceptions import UpdateUnsupported
-from darts_server.types import UpdateRecord
+from darts_server.records import UpdateRecord
 from darts_server.vllm.weights import VllmModel
 from darts_server.weights.rules import Rule
 from darts_server.weights.staging import Staging

@@ -16,8 +16,9 @@ from darts_server.http.resources.trajectories import (
     TrajectoryId,
     Weight,
 )
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.observers.reward_matching import GroupRewards
-from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
+from darts_server.types import FinishReason, Outcome
 
 
 class CandidateAnswer(BaseModel):

@@ -35,10 +35,11 @@ from darts_server.http.resources.trajectories import (
     sample_fields,
 )
 from darts_server.identifiers import Name
+from darts_server.records import CandidateRecord
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.results import AbortedSample, GroupResult, Unfinished
-from darts_server.types import CandidateRecord, FinishReason
+from darts_server.types import FinishReason
 
 MAX_PROMPTS = 100_000
 

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field
 
-from darts_server.types import CandidateRecord, DiscardReason, FinishReason, Sample
+from darts_server.records import CandidateRecord
+from darts_server.types import DiscardReason, FinishReason, Sample
 from darts_server.types import SelectedAs as Selection
 
 TrajectoryId = Annotated[str, Field(description="The group's id, a colon, the candidate's index.")]

@@ -7,9 +7,10 @@ from pydantic import BaseModel, Discriminator, Field, StrictInt, Tag, field_vali
 from darts_server.http.body import Body
 from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, sample_fields
 from darts_server.identifiers import Name
+from darts_server.records import CandidateRecord
 from darts_server.rollout.voting.ballots import Ballot
 from darts_server.rollout.voting.runner import VoteRequest, VoteResult
-from darts_server.types import CandidateRecord, PromptSpec
+from darts_server.types import PromptSpec
 
 TokenIds = list[Annotated[StrictInt, Field(ge=0)]]
 

@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
-from darts_server.types import UpdateRecord
+from darts_server.records import UpdateRecord
 from darts_server.weights.rules import Rule
 from darts_server.weights.staged import EXPIRE_SECONDS, StagedUpdate
 from darts_server.weights.updates import UpdateOptions, Updates

@@ -16,6 +16,7 @@ from darts_server.policy.auto.chooser import Choice
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Plan as SimulatedPlan
+from darts_server.records import ChosenOption, CohortRecord, GroupRecord
 from darts_server.rollout.allocation.auto import AutoCohorts
 from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
@@ -23,7 +24,6 @@ from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.rollout.learned.documents import Parse, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import UNSHAPED, Plan
-from darts_server.types import ChosenOption, CohortRecord, GroupRecord
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from darts_server.policy.auto.forecast import MAX_SAMPLES, Expectation
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.simulation.machine import Machine, StepTime
+from darts_server.records import CohortRecord
 from darts_server.rollout.learned.documents import Parse, Restores, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.types import CohortRecord
 
 KIND = "auto"
 PARSERS: dict[str, Parse] = {KIND: lambda value: AutoState(**value)}

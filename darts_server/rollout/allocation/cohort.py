@@ -10,8 +10,9 @@ from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.policy.shaping import Shaping
+from darts_server.records import ChosenOption, CohortRecord, GroupRecord
 from darts_server.rollout.plan import Plan
-from darts_server.types import ChosenOption, CohortRecord, DiscardReason, FinishReason, GroupRecord, Outcome
+from darts_server.types import DiscardReason, FinishReason, Outcome
 
 
 class CohortMember(Protocol):

@@ -8,8 +8,9 @@ import numpy as np
 
 from darts_server.policy.deadline import Deadline, DeadlineLosses, RecentCompletionLengths, RightAnswer
 from darts_server.policy.shaping import Shaping
+from darts_server.records import GroupRecord
 from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
-from darts_server.types import GroupRecord, Outcome
+from darts_server.types import Outcome
 
 KEY = "all"
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from darts_server.engine.port import TokenSlice
+from darts_server.records import GroupRecord, VersionSpans
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.run import GroupRun
-from darts_server.types import GroupRecord, Sample, VersionSpans
+from darts_server.types import Sample
 
 
 @dataclass(frozen=True, slots=True)

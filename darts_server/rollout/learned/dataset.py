@@ -8,10 +8,11 @@ from darts_server.policy.lengths.estimate import LengthEstimate, estimate_length
 from darts_server.policy.lengths.profile import LengthProfile, ProfileState
 from darts_server.policy.lengths.ratios import ratios_to_mean
 from darts_server.policy.lengths.stats import DatasetStats, PromptStats
+from darts_server.records import GroupRecord
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import DocumentStore, Parse, Restores, StoredValues
 from darts_server.rollout.learned.prompts import observations
-from darts_server.types import GroupRecord, Outcome
+from darts_server.types import Outcome
 
 STEP_GROUPS = 256
 """Groups that count as a step while the weight version does not change: a usual number of prompts."""

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from darts_server.exceptions import StateError
 from darts_server.policy.lengths.estimate import Observation
 from darts_server.policy.lengths.stats import PromptStats, make_prompt_key, update_stats
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.documents import Document, DocumentStore, UnusableLog, parse_document
-from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome
+from darts_server.types import FinishReason, Outcome
 
 logger = logging.getLogger(__name__)
 

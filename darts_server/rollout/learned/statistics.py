@@ -1,12 +1,12 @@
 """Everything that is learned from rollouts, as one value."""
 
 from darts_server.observers import GroupObserver
+from darts_server.records import GroupRecord
 from darts_server.rollout.learned.dataset import Dataset
 from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
-from darts_server.types import GroupRecord
 
 
 class Statistics(GroupObserver):

@@ -6,8 +6,9 @@ import numpy as np
 
 from darts_server.observers import GroupObserver
 from darts_server.policy.lengths.estimate import complete_sample
+from darts_server.records import GroupRecord
 from darts_server.rollout.learned.prompts import observations
-from darts_server.types import GroupRecord, Outcome
+from darts_server.types import Outcome
 
 MAX_GROUPS = 256
 """Number of groups that it covers: one step or a few."""

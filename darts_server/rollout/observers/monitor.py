@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from darts_server.observers import GroupObserver
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.run import GroupRun
-from darts_server.types import CandidateRecord, GroupRecord
 
 MAX_GROUPS = 256
 """Ended groups that a new viewer gets, and likewise running ones: the last step or two."""

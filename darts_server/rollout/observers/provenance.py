@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from darts_server.observers import GroupObserver
-from darts_server.types import GroupRecord
+from darts_server.records import GroupRecord
 
 DEFAULT_KEPT = 10_000
 """Number of groups: the last dozens of training steps."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from darts_server.types import GroupRecord, Outcome, TrajectoryRecord
+from darts_server.records import GroupRecord, TrajectoryRecord
+from darts_server.types import Outcome
 
 FINGERPRINT_BYTES = 16
 TOKEN_TYPE = "i"

@@ -13,10 +13,10 @@ from operator import add
 from darts_server.identifiers import from_header
 from darts_server.observers import GroupObserver, RewardObserver
 from darts_server.policy.reward_stats import Moments, RewardStats, single_length
+from darts_server.records import GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
 from darts_server.rollout.observers.returned_groups import ReturnedGroup, ReturnedGroups, ReturnedTrajectory
-from darts_server.types import GroupRecord, TrajectoryRecord
 
 REWARDS_PER_TURN = 64
 """Rewards handled in one turn of the event loop: ten milliseconds if each is given with 8,192 tokens."""

@@ -16,6 +16,7 @@ from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.quality.evaluation import Evaluation, ScoreMetrics
 from darts_server.quality.report import TrainerReport
 from darts_server.quality.types import HeadStatus, Score
+from darts_server.records import GroupRecord
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.learned.documents import DocumentStore
@@ -30,7 +31,7 @@ from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingSc
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings, head_input, head_width, logprob_score
 from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.rollout.pruning.status import StatusLog, point_status
-from darts_server.types import GroupRecord, PruningStatus
+from darts_server.types import PruningStatus
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from typing import Generic
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, ServerStopping, StateError
 from darts_server.observers import QueueObserver
+from darts_server.records import UpdateRecord
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner, check_terms
 from darts_server.rollout.queue.consumers import Consumers
 from darts_server.rollout.queue.entries import AckOutcome, WaitsFor
@@ -27,7 +28,6 @@ from darts_server.rollout.queue.starting import Starter
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import Caller
 from darts_server.store.transactions import TransactionStore
-from darts_server.types import UpdateRecord
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,10 @@ from darts_server.engine.scripted import settle
 from darts_server.http.resources.monitor import MonitorAnswer, MonitorSources, event_chunks, routes, stream_events
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.policy.reward_stats import RewardStats, single_length
+from darts_server.records import UpdateRecord
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.monitor import Viewer
-from darts_server.types import UpdateOutcome, UpdateRecord
+from darts_server.types import UpdateOutcome
 from darts_server.weights.states import State
 from darts_server.weights.updates import Updates
 from tests.rollout.helpers import Documents, Harness, lengths

@@ -2,9 +2,10 @@
 
 from darts_server.http.resources.groups import GroupAnswer
 from darts_server.http.resources.rollouts_models import GroupOut
+from darts_server.records import CandidateRecord
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.observers.reward_matching import GroupRewards
-from darts_server.types import CandidateRecord, DiscardReason, FinishReason, Sample, SelectedAs
+from darts_server.types import DiscardReason, FinishReason, Sample, SelectedAs
 from tests.rollout.learned.test_prompts import record
 
 CHOSEN = CandidateRecord(0, 2, FinishReason.STOP, SelectedAs.BALANCED, None, False, 0.0, 1.0, 3, 3, 0.25, 0.5)

@@ -15,11 +15,12 @@ from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState, OptionState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
+from darts_server.records import CohortRecord
 from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import AUTO, Planner
 from darts_server.rollout.spec import GroupSpec
-from darts_server.types import CohortRecord, DiscardReason, Outcome, RequestOptions
+from darts_server.types import DiscardReason, Outcome, RequestOptions
 from tests.rollout.helpers import Documents, Harness, collect
 
 pytestmark = pytest.mark.anyio

@@ -9,10 +9,11 @@ import pytest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.shaping import BudgetKind, Shaping
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.budgets import Budgets
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome
+from darts_server.types import DiscardReason, FinishReason, Outcome
 from tests.rollout.helpers import Documents
 
 SIZE = 8

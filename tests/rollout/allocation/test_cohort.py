@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from darts_server.policy.deadline import Deadline
+from darts_server.records import CohortRecord
 from darts_server.rollout.allocation.cohort import Cohort, CohortTerms
-from darts_server.types import CohortRecord
 
 pytestmark = pytest.mark.anyio
 SURE = Deadline(exploration=0.0)

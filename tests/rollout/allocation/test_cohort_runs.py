@@ -11,13 +11,14 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineRefused
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.records import CohortRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import MIN_COHORT
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
-from darts_server.types import CohortRecord, FinishReason, GroupRecord, Outcome
+from darts_server.types import FinishReason, Outcome
 from tests.rollout.allocation.test_cohort import SURE, RecordingMember, turn
 from tests.rollout.helpers import Documents, Harness, collect, lengths, new_allocator
 

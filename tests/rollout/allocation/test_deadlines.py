@@ -8,8 +8,9 @@ import pytest
 
 from darts_server.policy.deadline import MIN_RIGHT, Deadline
 from darts_server.policy.shaping import Shaping
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.deadlines import Deadlines
-from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, SelectedAs
+from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
 SIZE = 8

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, settle, slice_from
+from darts_server.records import GroupRecord
 from darts_server.rollout.batches.events import (
     BatchDone,
     BatchFailed,
@@ -19,7 +20,7 @@ from darts_server.rollout.batches.events import (
     TrajectorySelected,
 )
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.types import DiscardReason, GroupRecord
+from darts_server.types import DiscardReason
 from tests.rollout.batches.streams import (
     POLICIES,
     Events,

@@ -8,6 +8,7 @@ from typing import Any
 from darts_server.engine.port import CandidateResult, Probe, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.records import GroupRecord
 from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
@@ -16,7 +17,7 @@ from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Ticket
-from darts_server.types import GroupRecord, RequestOptions
+from darts_server.types import RequestOptions
 from tests.policy.oracle import Fate
 from tests.rollout.helpers import Documents, Recorder
 

@@ -8,10 +8,11 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, ServerStopping
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
+from darts_server.records import CohortRecord
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.serving.admission import Caller as From
 from darts_server.serving.admission import caller as caller_of
-from darts_server.types import CohortRecord, DiscardReason, Outcome
+from darts_server.types import DiscardReason, Outcome
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import (
     POLICIES,

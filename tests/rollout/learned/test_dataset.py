@@ -2,8 +2,9 @@
 
 import pytest
 
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.dataset import Dataset
-from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, SelectedAs
+from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
 pytestmark = pytest.mark.anyio

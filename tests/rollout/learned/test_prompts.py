@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from darts_server.exceptions import StateError
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.prompts import Prompts, key_of
-from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
 

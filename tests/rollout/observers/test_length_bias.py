@@ -2,8 +2,9 @@
 
 import pytest
 
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.observers.length_bias import MAX_GROUPS, LengthBias
-from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome, SelectedAs
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 
 def group(*returned: int, stopped: tuple[int, ...] = (), outcome: Outcome = Outcome.COMPLETED) -> GroupRecord:

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from darts_server.records import GroupRecord
 from darts_server.rollout.observers.provenance import Provenance, response_id
 from darts_server.serving.admission import Caller
-from darts_server.types import GroupRecord
 from tests.rollout.learned.test_prompts import FINISHED, record
 
 

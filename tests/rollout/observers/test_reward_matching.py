@@ -16,6 +16,7 @@ from darts_server.observers import RewardObserver
 from darts_server.policy.deadline import MEMORY, Deadline
 from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats, single_length
 from darts_server.policy.shaping import Shaping
+from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.learned.rewards import DATASET_KIND, KEY, PROMPT_KIND, Rewards, summarize
 from darts_server.rollout.observers.returned_groups import fingerprint
@@ -27,7 +28,7 @@ from darts_server.rollout.observers.reward_matching import (
     RewardReport,
 )
 from darts_server.store import Store
-from darts_server.types import CandidateRecord, FinishReason, GroupRecord, Outcome, SelectedAs, TrajectoryRecord
+from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import SHAPINGS, Documents, Harness, collect, lengths
 
 pytestmark = pytest.mark.anyio

@@ -15,6 +15,7 @@ from darts_server.policy.events import Scored
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
+from darts_server.records import CandidateRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.submission import Submission
@@ -22,7 +23,7 @@ from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.spec import GroupSpec
-from darts_server.types import CandidateRecord, DiscardReason, PromptSpec, RequestOptions, SelectedAs
+from darts_server.types import DiscardReason, PromptSpec, RequestOptions, SelectedAs
 from tests.rollout.batches.test_submission import Texts, play
 from tests.rollout.helpers import Harness, lengths
 from tests.rollout.pruning.fake_scorer import EarlyStateEngine, FakeScorer, create_script

@@ -8,9 +8,10 @@ import pytest
 from darts_server.engine.scripted import ScriptedEngine, settle
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.resources.rollouts_models import GroupOut
+from darts_server.records import Checkpoint
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.results import GroupResult
-from darts_server.types import Checkpoint, DiscardReason, PromptSpec
+from darts_server.types import DiscardReason, PromptSpec
 from tests.rollout.batches.test_submission import play
 from tests.rollout.helpers import Harness
 from tests.rollout.pruning.fake_scorer import EarlyStateEngine, FakeScorer, create_script

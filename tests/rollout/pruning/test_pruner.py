@@ -10,11 +10,12 @@ from darts_server.engine.port import HiddenState
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.roulette import GroupRoulette, PromptForecast, Roulette
 from darts_server.policy.pruning.survival import Pruning
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.pruning.pruner import MISSING_STATE_TOKENS, STEP_GROUPS
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
 from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.rollout.pruning.status import STATUS_REASONS
-from darts_server.types import CandidateRecord, DiscardReason, FinishReason, GroupRecord, Outcome, PruningStatus
+from darts_server.types import DiscardReason, FinishReason, Outcome, PruningStatus
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
 from tests.rollout.pruning.bench import FAST, Bench

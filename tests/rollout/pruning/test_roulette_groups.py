@@ -15,12 +15,13 @@ from darts_server.policy.pruning.roulette import Loss, PromptForecast, Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.reward_stats import Moments, RewardStats
 from darts_server.policy.shaping import Shaping
+from darts_server.records import Checkpoint, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.forecasts import CACHE_SECONDS, PRIOR_TRAJECTORIES, Forecasts
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.pruning.checkpoints import Checkpoints
 from darts_server.rollout.spec import GroupSpec
-from darts_server.types import Checkpoint, DiscardReason, GroupRecord
+from darts_server.types import DiscardReason
 from tests.rollout.helpers import Documents, Harness
 from tests.rollout.pruning.fake_scorer import FakeScorer
 

@@ -22,6 +22,7 @@ from darts_server.exceptions import (
     TooLarge,
     WeightsLost,
 )
+from darts_server.records import UpdateRecord
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.queue import leases, ledger
@@ -32,7 +33,7 @@ from darts_server.rollout.queue.puts import Put, terms_of
 from darts_server.rollout.queue.queue import PromptQueue
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.store.transactions import Changes, TransactionStore
-from darts_server.types import PromptSpec, UpdateOutcome, UpdateRecord
+from darts_server.types import PromptSpec, UpdateOutcome
 from tests.rollout.batches.test_submission import POLICIES, Texts
 from tests.rollout.helpers import Harness
 

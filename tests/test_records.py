@@ -1,8 +1,8 @@
-"""Values that all rooms share."""
+"""Records that observers get."""
 
 import pytest
 
-from darts_server.types import VersionSpans, extend_spans
+from darts_server.records import VersionSpans, extend_spans
 
 
 @pytest.mark.parametrize(
