@@ -15,13 +15,18 @@ REFUSAL = {"error": {"message": "too large"}}
 
 @dataclass
 class FakeWeights:
-    """Stages weights and switches as a server does. ``refuses``: what: ``stage``, ``switch``, ``back``."""
+    """Stages weights and switches as a server does. ``refuses``: what: ``stage``, ``switch``, ``back``, ``keep``.
+
+    With ``cut`` it cuts the connection of a switch and goes on with it, when ``cut`` is set.
+    """
 
     server: FakeServer
     served: bytes = b"old"
     version: int = 3
     staged: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+    previous: set[str] = field(default_factory=set)
     refuses: str = ""
+    cut: asyncio.Event | None = None
     number: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     stage_gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,6 +69,10 @@ class FakeWeights:
         await self.stage_gate.wait()
         if self.refuses == "stage":
             return JSONResponse(REFUSAL, 413)
+        if self.server.retry_after:
+            return JSONResponse({"error": {"message": "stopping"}}, 503)
+        if self.staged.keys() - self.previous:
+            return JSONResponse({"error": {"message": "weights are staged already"}}, 409)
         assert request.query_params.get("stage") == "true" or (await request.json())["stage"]
         return self.answer(self.keep(body, int(request.query_params.get("version", self.version + 1))))
 
@@ -81,18 +90,28 @@ class FakeWeights:
 
     async def switch(self, request: Request) -> Response:
         name = request.url.path.rpartition("/")[2].removesuffix(":switch")
-        is_back = "keep_previous" not in request.query_params
+        is_back, keeps = name in self.previous, "keep_previous" in request.query_params
         await self.gate.wait()
         if self.refuses == ("back" if is_back else "switch"):
             return JSONResponse({"error": {"message": f"no {self.refuses}"}}, 503)
+        if keeps and self.refuses == "keep":
+            return JSONResponse({"error": {"message": "in no file", "param": "keep_previous"}}, 409)
         weights, version = self.staged.pop(name)
+        if self.cut is not None:
+            self.server.abort_connections()
+            await self.cut.wait()
         before = self.served, self.version
         self.served, self.version = weights, int(request.query_params.get("version", version))
         self.is_initial = False
-        return self.answer(None if is_back else self.keep(*before))
+        if not keeps:
+            return self.answer(None)
+        kept = self.keep(*before)
+        self.previous.add(kept)
+        return self.answer(kept)
 
     async def drop(self, request: Request) -> Response:
-        self.staged.pop(request.url.path.rpartition("/")[2])
+        if self.staged.pop(request.url.path.rpartition("/")[2], None) is None:
+            return JSONResponse({"error": {"message": "they are being switched, or were"}}, 409)
         return self.answer(None)
 
     def answer(self, name: str | None) -> Response:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from darts_server.ingress.replicas import joining
-from darts_server.ingress.replicas.joining import read_weights
-from darts_server.ingress.replicas.member import ServedWeights, State
+from darts_server.ingress.replicas.joining import Joining, read_weights
+from darts_server.ingress.replicas.member import Member, ServedWeights, State
+from darts_server.ingress.replicas.replica import Answer, Disconnected, Outgoing
 from tests.ingress.fake_weights import PATH, FakeWeights, install, state
 from tests.ingress.servers import RunningIngress, fake_servers, ingress, until
 
@@ -202,6 +203,160 @@ async def test_lora_adapters_that_are_pushed_to_all_servers_let_them_serve_again
             each.restart(f"second-{each.server.name}")
         await until(lambda: states(running) == [State.OUTDATED] * 2)
         assert not any(map(running.fleet.joining.misses_updates, running.fleet.members))
+
+
+async def test_a_server_whose_answer_to_a_switch_was_lost_serves_only_the_weights_of_the_others() -> None:
+    async with cluster(7, 7, 7) as (running, weights):
+        weights[1].cut = asyncio.Event()
+        failed = await running.client.put(PATH, content=b"newer")
+        assert failed.status_code == 502
+        assert f"{running.fleet.members[1].name} did not answer, and may serve either" in failed.text
+        await until(lambda: states(running)[0] is states(running)[2] is State.SERVING)
+        await until(lambda: states(running)[1] is State.SERVING)  # it serves the earlier ones still
+        weights[1].read_gate.clear()
+        weights[0].read_gate.clear()
+        weights[2].read_gate.clear()
+        weights[1].cut.set()
+        await until(lambda: weights[1].version == 8)
+        await until(lambda: states(running)[1] is State.JOINING)
+        assert (await running.post(ROUTE, {"prompt": "p", "n": 2})).json()["server"] != "b"
+        weights[1].cut = None
+        for each in weights:
+            each.read_gate.set()
+        await until(lambda: all_serve(running))
+        assert [(each.served, each.version) for each in weights] == [(b"new", 7)] * 3
+
+
+async def test_a_server_that_cannot_go_back_does_not_serve_before_it_has_the_weights_of_the_others() -> None:
+    async with cluster(7, 7, 7) as (running, weights):
+        weights[0].refuses, weights[1].refuses = "back", "switch"
+        weights[1].read_gate.clear()
+        weights[2].read_gate.clear()
+        assert "could not go back" in (await running.client.put(PATH, content=b"newer")).text
+        assert states(running) == [State.JOINING, State.SERVING, State.SERVING]
+        assert running.fleet.joining.misses_updates(running.fleet.members[0])
+        weights[1].read_gate.set()
+        weights[2].read_gate.set()
+        await until(lambda: all_serve(running))
+        assert [(each.served, each.version) for each in weights] == [(b"new", 7)] * 3
+
+
+async def test_where_all_answers_to_a_switch_were_lost_the_newest_weights_count() -> None:
+    async with cluster(7, 7) as (running, weights):
+        cuts = [asyncio.Event(), asyncio.Event()]
+        weights[0].cut, weights[1].cut = cuts
+        cuts[0].set()
+        assert (await running.client.put(PATH, content=b"newer")).status_code == 502
+        weights[0].cut = None
+        await until(lambda: states(running)[0] is State.SERVING)
+        assert (weights[0].version, weights[1].version) == (8, 7)
+        cuts[1].set()
+        weights[1].cut = None
+        await until(lambda: all_serve(running))
+        assert [(each.served, each.version) for each in weights] == [(b"newer", 8)] * 2
+
+
+class Unconnected:
+    """A replica that cannot be reached."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def send(self, request: Outgoing) -> Answer:
+        raise Disconnected(self.name)
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
+
+
+def started_over() -> tuple[Joining, Member, Member]:
+    """Return what an ingress knows at its start of a server that missed its first poll, and of one that did not."""
+
+    async def check(_: Member) -> None:
+        """Nothing changes."""
+
+    silent, restarted = Member(Unconnected("silent")), Member(Unconnected("restarted"))
+    silent.missed = 1
+    silent.change(State.LOST)
+    restarted.weights = ServedWeights("b", 0, True, "none")
+    restarted.change(State.JOINING)
+    return Joining([silent, restarted], check, asyncio.Lock()), silent, restarted
+
+
+async def test_an_ingress_that_starts_waits_for_servers_that_do_not_answer() -> None:
+    compared, silent, restarted = started_over()
+    await compared.admit()
+    assert restarted.state is State.JOINING
+    silent.weights = ServedWeights("a", 7, False, "none")
+    silent.change(State.JOINING)
+    await compared.admit()
+    assert compared.current == silent.weights
+    assert (silent.state, restarted.state) == (State.SERVING, State.JOINING)
+    await until(lambda: restarted.state is State.OUTDATED)  # as neither can be reached
+
+
+async def test_newer_weights_than_those_of_the_others_are_not_replaced_by_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_SECONDS", 0.0)
+    compared, silent, restarted = started_over()
+    await compared.admit()
+    assert restarted.state is State.SERVING  # the other one took too long
+    silent.weights = ServedWeights("a", 7, False, "none")
+    silent.change(State.JOINING)
+    await compared.admit()
+    assert silent.state is State.OUTDATED
+    assert "older: push a full set" in silent.detail
+
+
+async def test_a_copy_that_failed_leaves_nothing_staged() -> None:
+    async with cluster(7, 7) as (running, weights):
+        weights[0].refuses = "switch"
+        weights[0].restart("second")
+        await until(lambda: states(running)[0] is State.OUTDATED)
+        assert not weights[0].staged
+        staged = next(got for got in weights[0].server.received if got.method == "PUT")
+        assert "expires_after=60" in staged.query
+        weights[0].refuses = ""
+        assert (await running.client.put(PATH, content=b"newer")).status_code == 200
+        await until(lambda: all_serve(running))
+
+
+async def test_weights_of_an_update_that_failed_are_not_copied() -> None:
+    async with cluster(7, 7, 7) as (running, weights):
+        weights[1].read_gate.clear()
+        weights[0].restart("second")
+        await until(lambda: weights[1].server.running == 1)  # the copy has begun
+        weights[2].refuses = "switch"
+        assert (await running.client.put(PATH, content=b"newer")).status_code == 502
+        assert weights[1].version == 7
+        weights[1].read_gate.set()
+        await until(lambda: states(running)[0] is State.OUTDATED)
+        assert "they were updated meanwhile" in running.fleet.members[0].detail
+        assert weights[0].is_initial
+        assert not weights[0].staged
+
+
+async def test_an_update_goes_on_without_a_server_that_stops_in_order() -> None:
+    async with cluster(7, 7) as (running, weights):
+        weights[0].server.health, weights[0].server.retry_after = 503, "5"
+        answer = await running.client.put(PATH, content=b"newer")
+        assert answer.status_code == 200, answer.text
+        assert [each.version for each in weights] == [7, 8]
+        weights[0].server.health, weights[0].server.retry_after = 200, ""
+        await until(lambda: all_serve(running))  # if it goes on after all, it does so with the weights of the others
+        assert [(each.served, each.version) for each in weights] == [(b"newer", 8)] * 2
+
+
+async def test_an_update_goes_on_without_a_server_that_begins_to_stop() -> None:
+    async with cluster(7, 7) as (running, weights):
+        weights[0].stage_gate.clear()
+        update = asyncio.create_task(running.client.put(PATH, content=b"newer"))
+        await until(lambda: any(got.method == "PUT" for got in weights[0].server.received))
+        weights[0].server.health, weights[0].server.retry_after = 503, "5"
+        weights[0].stage_gate.set()
+        assert (await update).status_code == 200
+        assert [each.version for each in weights] == [7, 8]
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,31 @@ async def test_one_that_cannot_go_back_is_named() -> None:
         assert (weights[0].served, weights[1].served) == (b"new", b"old")
 
 
+async def test_weights_that_cannot_be_kept_are_replaced_without_a_way_back() -> None:
+    async with ingress_over(2) as (running, servers):
+        weights = install(servers)
+        weights[0].refuses = "keep"
+        answer = await running.client.put(PATH, content=b"new")
+        assert answer.status_code == 200, answer.text
+        assert state(weights) == [(b"new", 4)] * 2
+
+
+async def test_a_lora_adapter_is_switched_without_a_way_back() -> None:
+    async with ingress_over(3) as (running, servers):
+        weights = install(servers)
+        for each in weights:
+            each.server.on("PUT", f"{PATH}/lora/x", each.stage)
+        answer = await running.client.put(f"{PATH}/lora/x?config=c", content=b"new")
+        assert answer.status_code == 200, answer.text
+        assert state(weights) == [(b"new", 4)] * 3
+        weights[1].refuses = "switch"
+        answer = await running.client.put(f"{PATH}/lora/x?config=c", content=b"newer")
+        names = [running.fleet.members[number].name for number in (0, 2)]
+        assert f"{', '.join(names)} serve version 5, and cannot go back" in answer.text
+        assert not any("keep_previous" in got.query for server in servers for got in server.received)
+        assert state(weights) == [(b"newer", 5), (b"new", 4), (b"newer", 5)]
+
+
 async def test_new_requests_wait_while_the_servers_switch_and_those_of_running_groups_do_not() -> None:
     async with ingress_over(2) as (running, servers):
         weights = install(servers)

@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
 from urllib.parse import parse_qs
 
 from starlette.requests import Request
@@ -17,18 +15,14 @@ from darts_server.exceptions import InvalidRequest, ReplicaLost, ReplicasDiffer,
 from darts_server.http.body import chunks_of
 from darts_server.ingress.call import to_response
 from darts_server.ingress.everyone.broadcast import BroadcastResult, broadcast, broadcast_each
-from darts_server.ingress.everyone.controls import merge, message_of
 from darts_server.ingress.everyone.copies import Copies
 from darts_server.ingress.everyone.hold import Hold
+from darts_server.ingress.everyone.switch import MODEL, Staged, Switch, control, refusals_of, required, staged_by
 from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.member import Member, State
 from darts_server.ingress.replicas.replica import Outgoing
 from darts_server.ingress.routing.router import no_replica
 
-logger = logging.getLogger(__name__)
-
-MODEL = "/darts/v1/weights"
-STAGED = f"{MODEL}/staged"
 FALSE = ("false", "0", "no", "off", "f", "n")
 """As the servers read it."""
 MAX_BYTES = 1 << 50
@@ -37,15 +31,6 @@ DROP_SECONDS = 60.0
 JUDGE_SECONDS = 60.0
 NEVER_STAGED = "of-no-server"
 """No id of staged weights. To remove them a caller needs the permission that an update needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """Weights that a replica has staged."""
-
-    member: Member
-    id: str
-    version: int
 
 
 class Weights:
@@ -76,7 +61,7 @@ class Weights:
 
         Servers judge callers; what is sent to them here changes nothing.
         """
-        result = await broadcast(members, _control(outgoing, "DELETE", NEVER_STAGED), JUDGE_SECONDS)
+        result = await broadcast(members, control(outgoing, "DELETE", NEVER_STAGED), JUDGE_SECONDS)
         for answer in result.refused.values():
             if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 response = to_response(answer)
@@ -84,7 +69,7 @@ class Weights:
                 return response
         if result.failures:
             raise ReplicaLost(
-                f"nothing was changed, as some servers do not answer: {_refusals(result, only_lost=True)}"
+                f"nothing was changed, as some servers do not answer: {refusals_of(result, only_lost=True)}"
             )
         return None
 
@@ -99,40 +84,45 @@ class Weights:
         self._is_updating = True
         try:
             async with self._fleet.changing:  # also a replica that joins may change its weights
-                return await self._update_all(self._members(outgoing), outgoing, pushed)
+                return await self._update_all(outgoing, pushed)
         finally:
             self._is_updating = False
 
-    async def _update_all(
-        self, members: Sequence[Member], outgoing: Outgoing, pushed: AsyncIterator[bytes] | None
-    ) -> Response:
+    async def _update_all(self, outgoing: Outgoing, pushed: AsyncIterator[bytes] | None) -> Response:
+        await asyncio.gather(*map(self._fleet.check, self._fleet.members))  # one may be stopping, or was lost just now
+        members = self._members(outgoing)
         staged: list[Staged] = []
-        is_switched = False
+        switch: Switch | None = None
         try:
             result = await (self._stage(members, outgoing) if pushed is None else self._push(members, outgoing, pushed))
-            staged += _staged(result, members)
-            if len(staged) < len(members):
+            staged += staged_by(result, members)
+            members = await required(self._fleet, members, result)
+            if not members or not result.accepted.keys() >= {member.name for member in members}:
                 return _not_staged(result, members)
             async with self._hold.held():
-                response = await self._switch(outgoing, staged)
-                is_switched = True
-                return response
+                switch = Switch(self._fleet, outgoing, staged)
+                return await switch.run()
         finally:
-            await self._drop(outgoing, staged)
+            await self._drop(outgoing, staged if switch is None else switch.staged)
             await asyncio.gather(*map(self._fleet.check, members))
-            if is_switched:
-                self._fleet.joining.updated(members)
+            if switch is not None:
+                self._fleet.joining.settle(members, switch.agreeing)
 
     def _members(self, outgoing: Outgoing) -> list[Member]:
-        """All replicas: one that is left out would go on with other weights. Those that join get the weights then."""
+        """All replicas: one that is left out would go on with other weights. Those that join get the weights then.
+
+        Those that stop in order are left out: they refuse weights, and leave.
+        """
         if not self._fleet.reachable:
             raise no_replica(self._fleet)
-        if missing := self._fleet.unreachable:
+        if missing := [member for member in self._fleet.unreachable if not member.is_stopping]:
             raise ReplicaLost(
                 f"the weights were not changed, because {', '.join(m.name for m in missing)} cannot be reached and "
                 "would go on with the old ones; restart it, or the ingress without it in --server-list"
             )
-        members = [member for member in self._fleet.members if member.state is not State.JOINING]
+        members = [
+            member for member in self._fleet.members if member.state is not State.JOINING and not member.is_stopping
+        ]
         if not members:
             raise no_replica(self._fleet)
         outdated = [member.name for member in members if self._fleet.joining.misses_updates(member)]
@@ -178,72 +168,16 @@ class Weights:
             {name: why for one in each for name, why in one.failures.items()},
         )
 
-    async def _switch(self, outgoing: Outgoing, staged: list[Staged]) -> Response:
-        """Switch all replicas to what they have staged, or none.
-
-        ``staged``: then has what they have staged still, and need no more.
-        """
-        version = max(each.version for each in staged)
-        query = f"version={version}&keep_previous=true"
-        result = await broadcast_each(
-            [(each.member, _control(outgoing, "POST", f"{each.id}:switch?{query}")) for each in staged]
-        )
-        members = [each.member for each in staged]
-        previous = _staged(result, members)
-        if len(result.accepted) == len(staged):
-            staged[:] = previous
-            return merge({name: _without_staged(answer) for name, answer in result.accepted.items()})
-        staged[:] = [each for each in staged if each.member.name not in result.accepted]
-        back = await broadcast_each(
-            [(each.member, _control(outgoing, "POST", f"{each.id}:switch")) for each in previous]
-        )
-        refusals = _refusals(result)
-        stuck = [name for name in result.accepted if name not in back.accepted]
-        staged += _staged(back, members)
-        if stuck:
-            logger.error("%s serve version %d of the weights, the other servers do not", ", ".join(stuck), version)
-            raise ReplicasDiffer(
-                f"{', '.join(stuck)} serve version {version}, and could not go back; the others kept theirs, as some "
-                f"could not switch ({refusals}); send a full set of weights"
-            )
-        raise ReplicasDiffer(f"all servers serve the weights that they had, as some could not switch: {refusals}")
-
     async def _drop(self, outgoing: Outgoing, staged: Sequence[Staged]) -> None:
         """Remove staged weights. What cannot be removed expires."""
-        await broadcast_each([(each.member, _control(outgoing, "DELETE", each.id)) for each in staged], DROP_SECONDS)
-
-
-def _control(outgoing: Outgoing, method: str, what: str) -> Outgoing:
-    headers = [(name, value) for name, value in outgoing.headers if name.lower() != b"content-type"]
-    return Outgoing(method, f"{STAGED}/{what}", headers)
-
-
-def _staged(result: BroadcastResult, members: Sequence[Member]) -> list[Staged]:
-    """What the replicas that accepted a request have staged."""
-    found = []
-    for member in members:
-        if (answer := result.accepted.get(member.name)) is not None:
-            body = json.loads(answer.body)["staged"]
-            if body is not None:
-                found.append(Staged(member, body["id"], body["version"]))
-    return found
-
-
-def _without_staged(answer: Any) -> Any:
-    body = json.loads(answer.body)
-    return replace(answer, body=json.dumps({**body, "staged": None}).encode())
+        await broadcast_each([(each.member, control(outgoing, "DELETE", each.id)) for each in staged], DROP_SECONDS)
 
 
 def _not_staged(result: BroadcastResult, members: Sequence[Member]) -> Response:
     """Answer an update that was not staged everywhere."""
     if len(result.refused) == len(members):
         return to_response(next(iter(result.refused.values())))
-    raise ReplicasDiffer(f"no server has switched, as some did not take the weights: {_refusals(result)}")
-
-
-def _refusals(result: BroadcastResult, *, only_lost: bool = False) -> str:
-    refused = result.failures | ({} if only_lost else {name: message_of(each) for name, each in result.refused.items()})
-    return "; ".join(f"{name}: {why}" for name, why in refused.items())
+    raise ReplicasDiffer(f"no server has switched, as some did not take the weights: {refusals_of(result)}")
 
 
 def _is_full_set(outgoing: Outgoing) -> bool:

@@ -49,6 +49,11 @@ class ServedWeights:
         """
         return 0 if self.is_initial else self.version, self.is_initial
 
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Newer weights have a higher one; those of a start have the lowest."""
+        return not self.is_initial, self.model[0]
+
     def __str__(self) -> str:
         return f"version {self.version}" + (" (of its start)" if self.is_initial else "")
 
@@ -67,6 +72,9 @@ class Member:
         """``None``: it does not say which it serves, and its weights are not compared."""
         self.admitted = ""
         """The start of the server whose weights are those of the others."""
+        self.pinned: ServedWeights | None = None
+        """The only weights with which it may be admitted: what an update that failed did to it is not certain, and it
+        may still switch. ``None`` otherwise: then its weights may change while it is admitted."""
         self.is_stopping = False
         """Whether its latest answer says that it stops in order: what it does not end is not to blame for it."""
         self.in_flight = 0
@@ -81,7 +89,9 @@ class Member:
     @property
     def is_admitted(self) -> bool:
         """Whether its weights are those of the others."""
-        return self.weights is None or self.weights.start == self.admitted
+        if self.weights is None:
+            return True
+        return self.weights.start == self.admitted and self.pinned in (None, self.weights)
 
     @property
     def serves(self) -> bool:
