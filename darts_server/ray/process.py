@@ -12,18 +12,21 @@ from random import SystemRandom
 
 from darts_server.ingress.replicas.fleet import HEALTH
 from darts_server.ingress.replicas.http import HttpReplica
-from darts_server.ingress.replicas.replica import ReplicaFailure
+from darts_server.ingress.replicas.replica import NoResources, ReplicaFailure
 from darts_server.ingress.replicas.whole import fetch
 
 PORTS, MAX_TRIES = range(20_000, 30_000), 100
 """The system gives these to no connection, so that a port stays free until the server binds it."""
 POLL_SECONDS = 0.5
 REQUEST_SECONDS = 10.0
+WATCH_SECONDS = 2.0
+MAX_UNANSWERED = 6
+"""Health requests in a row without an answer, about a minute, after which a server counts as hung."""
 HTTP_OK = 200
 
 
 class ServerEnded(Exception):
-    """The server has exited by itself."""
+    """The server has exited by itself, or hangs."""
 
 
 class ServerProcess:
@@ -33,6 +36,7 @@ class ServerProcess:
         self.url = url
         self.pid = process.pid
         self._process = process
+        self._unanswered = 0
 
     def check_running(self) -> None:
         """
@@ -42,6 +46,32 @@ class ServerProcess:
         if (code := self._process.poll()) is not None:
             self._kill_group()
             raise ServerEnded(f"the server of this replica has exited with code {code}; its log says why")
+
+    def check_answering(self) -> None:
+        """
+        Raises:
+            ServerEnded: it did not answer `watch` for long.
+        """
+        if self._unanswered >= MAX_UNANSWERED:
+            raise ServerEnded(f"the server has not answered {self._unanswered} health requests in a row")
+
+    async def watch(self) -> None:
+        """Request the server's health until cancelled. Any status is an answer: it may be stopping, or be busy."""
+        replica = HttpReplica(self.url)
+        try:
+            while True:
+                await asyncio.sleep(WATCH_SECONDS)
+                try:
+                    async with asyncio.timeout(REQUEST_SECONDS):
+                        await fetch(replica, HEALTH)
+                except NoResources:
+                    continue  # this process lacks them, which says nothing of the server
+                except (ReplicaFailure, TimeoutError):
+                    self._unanswered += 1
+                else:
+                    self._unanswered = 0
+        finally:
+            await replica.aclose()
 
     async def wait_until_healthy(self) -> None:
         """Wait until the server answers, which may take as long as its model takes to load.

@@ -24,6 +24,7 @@ class Server:
 
     _process: ServerProcess | None = None
     _announcing: asyncio.Task[None] | None = None
+    _watching: asyncio.Task[None] | None = None
 
     async def __init__(self, spec: ServerSpec, directory: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         self._directory = directory
@@ -41,6 +42,7 @@ class Server:
             await self.stop()
             raise
         self._url = self._process.url
+        self._watching = asyncio.create_task(self._process.watch())
 
     def check_health(self) -> None:
         """Ray Serve calls it, and replaces a replica that raises.
@@ -50,11 +52,13 @@ class Server:
         """
         if self._process is not None:
             self._process.check_running()
+            self._process.check_answering()
 
     async def stop(self) -> None:
         """Stop the server in order."""
-        if self._announcing is not None:
-            self._announcing.cancel()
+        for task in (self._announcing, self._watching):
+            if task is not None:
+                task.cancel()
         if self._process is not None:
             await self._process.stop(self._grace + STOP_SECONDS)
         with suppress(Exception):  # the directory may be gone already; what is not renewed expires

@@ -21,6 +21,8 @@ PARALLEL = {
 """vLLM's flags whose product is the number of GPUs of a server, and their short forms."""
 EXECUTOR = "--distributed-executor-backend"
 RAY_EXECUTOR = "ray"
+CONFIG = "--config"
+"""vLLM's file of flags."""
 NO_TLS = "replicas are reached over HTTP; put a proxy with TLS in front of the ingress"
 REFUSED = {"--uds": "replicas are reached over TCP", "--ssl-keyfile": NO_TLS, "--ssl-certfile": NO_TLS}
 ARGUMENTS = ("model", "replicas", "flags", "gpus", "cpus", "host")
@@ -100,6 +102,11 @@ def read_application(
     for flag, why in REFUSED.items():
         if value_of(arguments, flag) is not None:
             raise InvalidSetting(f"{flag} cannot be used with replicas: {why}")
+    if resources.gpus is None and value_of(arguments, CONFIG) is not None:
+        raise InvalidSetting(
+            "a server with --config may be divided over several GPUs, and how many is not read from that file: give "
+            "--gpus-per-replica too (gpus in a configuration file of Ray Serve)"
+        )
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     settings.add_flags(parser)
     flags = vars(parser.parse_known_args(arguments)[0])

@@ -182,6 +182,7 @@ async def test_enough_groups_stop_the_others_on_all_replicas() -> None:
         body = (await running.post(PATH, {"prompts": metadata, "group_size": 2, "num_groups": 3})).json()
         assert len(body["groups"]) == 3
         assert len(body["unfinished"]) == 3
+        assert all(each["error"] is None for each in body["unfinished"])
         assert all(each["metadata"] == {"at": each["number"]} for each in body["unfinished"])
         assert {each["number"] for each in body["unfinished"] + body["groups"]} == set(range(6))
         await until(lambda: all(each.closed for each in batches))

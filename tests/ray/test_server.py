@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from darts_server.ray import process as process_module
 from darts_server.ray import server as server_module
 from darts_server.ray.directory import Directory
 from darts_server.ray.process import ServerEnded
@@ -96,6 +97,28 @@ async def test_a_replica_whose_server_died_is_unhealthy_and_leaves_at_once() -> 
     with pytest.raises(ServerEnded, match="code -9"):
         server.check_health()
     await server.stop()
+
+
+async def test_a_replica_whose_server_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(process_module, "REQUEST_SECONDS", 0.5)
+    server = await started(Handle())
+    server.check_health()
+    process_of(server).suspend()
+    await until(lambda: is_unhealthy(server))
+    with pytest.raises(ServerEnded, match="health requests in a row"):
+        server.check_health()
+    process_of(server).resume()
+    await until(lambda: not is_unhealthy(server))
+    await server.stop()
+
+
+def is_unhealthy(server: Server) -> bool:
+    try:
+        server.check_health()
+    except ServerEnded:
+        return True
+    return False
 
 
 async def test_a_replica_whose_server_does_not_start_fails_and_leaves() -> None:

@@ -87,6 +87,12 @@ def test_flags_that_replicas_cannot_have_are_refused_before_anything_starts(flag
         read_application(["m", *flags], 2, None, Resources())
 
 
+def test_a_file_of_flags_needs_the_number_of_gpus() -> None:
+    with pytest.raises(InvalidSetting, match="--gpus-per-replica"):
+        read_application(["m", "--config", "flags.yaml"], 2, None, Resources())
+    assert read_application(["m", "--config=flags.yaml"], 2, None, Resources(2.0)).server.resources.gpus == 2.0
+
+
 def test_the_model_comes_first() -> None:
     with pytest.raises(InvalidSetting, match="serve MODEL --replicas N"):
         read_application(["--max-model-len", "9", "m"], 2, None, Resources())

@@ -45,7 +45,12 @@ class Event:
     @property
     def has_tokens(self) -> bool:
         """Whether a group that failed has anything that was generated."""
-        return any(candidate["length"] for candidate in self.json().get("aborted") or ())
+        return bool(self.aborted_tokens)
+
+    @property
+    def aborted_tokens(self) -> int:
+        """Tokens that the candidates of a group had generated when it was aborted."""
+        return sum(candidate["length"] for candidate in self.json().get("aborted") or ()) if self.failed else 0
 
     def lengths(self) -> tuple[list[int], list[int]]:
         """Return the lengths of a group's trajectories, and of what was discarded.

@@ -124,4 +124,4 @@ def _end(divided: DividedBatch) -> dict[str, Any]:
 
 def _unfinished(batch: Batch, number: int) -> dict[str, Any]:
     key, metadata = batch.keys.get(number, ""), batch.metadata.get(number)
-    return {"number": number, "prompt_key": key, "metadata": metadata, "carry": "drop"}
+    return {"number": number, "prompt_key": key, "metadata": metadata, "carry": "drop", "error": None}

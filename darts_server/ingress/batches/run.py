@@ -220,7 +220,7 @@ class DividedBatch:
                         await self._check_serves(member)
                     event = event.renumbered(numbers[event.number])
                     if event.name == GROUP:
-                        seen += sum(map(sum, event.lengths()))
+                        seen += sum(map(sum, event.lengths())) + event.aborted_tokens
                         self._open.discard(event.number)
                     else:
                         self._open.add(event.number)

@@ -57,6 +57,7 @@ async def following(
     """Let servers join and leave a fleet in this block. ``create``: a replica at an address."""
     servers = ListedServers(fleet, list_servers, create)
     await servers.update()
+    await fleet.joining.admit()  # otherwise the first requests would find no server
     task = asyncio.create_task(servers.follow(interval))
     try:
         yield
