@@ -187,7 +187,22 @@ async def test_a_pause_with_wait_waits_for_groups(server: Server, trainer: Train
     assert max_difference(server, perturbed(4)) < 1e-5
 
 
-async def test_a_pause_with_abort_fails_groups(server: Server, trainer: Trainer) -> None:
+def check_handed_back(answer: httpx.Response, words: str, version: int) -> None:
+    """Check for a batch of one group that is no group, with what its candidates had generated."""
+    assert answer.status_code == 200, answer.text
+    [group] = answer.json()["groups"]
+    assert group["error"]["code"] == 503
+    assert words in group["error"]["message"]
+    assert (group["trajectories"], group["discarded"]) == ([], [])
+    assert len(group["aborted"]) == group["candidates"] >= 4
+    for candidate in group["aborted"]:
+        assert (candidate["finish_reason"], len(candidate["token_ids"])) == ("abort", candidate["length"])
+        assert candidate["version_spans"] == ([[version, candidate["length"]]] if candidate["length"] else [])
+    assert answer.json()["usage"]["returned"] == 0
+    assert answer.json()["usage"]["generated"] > 0
+
+
+async def test_a_pause_with_abort_hands_groups_back(server: Server, trainer: Trainer) -> None:
     """Unshaped requests end as in vLLM. A group that is sent again runs with the new weights."""
     version = status(server)["version"]
     body = {"model": "tiny:raw", "prompt": PROMPT, "n": 8, "max_tokens": 300, "ignore_eos": True}
@@ -214,8 +229,7 @@ async def test_a_pause_with_abort_fails_groups(server: Server, trainer: Trainer)
             trainer.resume()
 
         answer = await run_during_group(server, update)
-        assert answer.status_code == 503
-        assert "mode=abort" in answer.json()["error"]["message"]
+        check_handed_back(answer, "mode=abort", version)
         await unshaped
         assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
         assert versions(await again[0]) == {version + 1}
@@ -238,12 +252,11 @@ def test_calls_that_contradict_an_update_are_refused(server: Server, trainer: Tr
     assert len(sample(server)) == 4
 
 
-async def test_aborting_all_requests_fails_groups_as_wholes(server: Server, trainer: Trainer) -> None:
+async def test_aborting_all_requests_hands_groups_back_as_wholes(server: Server, trainer: Trainer) -> None:
     answers: list[httpx.Response] = []
     answer = await run_during_group(server, lambda: answers.append(trainer.post("/abort_requests")))
     assert (answers[0].status_code, answers[0].json()["status"]) == (200, "aborted")
-    assert answer.status_code == 503
-    assert "all requests were aborted" in answer.json()["error"]["message"]
+    check_handed_back(answer, "all requests were aborted", status(server)["version"])
     assert len(sample(server)) == 4
 
 
