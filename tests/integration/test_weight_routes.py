@@ -112,6 +112,8 @@ async def run_during_group(server: Server, do: Any) -> httpx.Response:
         before = server.metric("darts_candidates_started_total")
         request = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP))
         await asyncio.to_thread(waiting.wait_started, server, before + 1)
+        # Some steps more, so that the group has generated something.
+        await asyncio.to_thread(waiting.wait_counted, server, GENERATED, server.metric(GENERATED) + 64)
         await asyncio.to_thread(do)
         return await request
 
