@@ -90,6 +90,7 @@ LONG_ROUNDS: Mapping[str, Policy] = {
     "uniform": "uniform",
     "darts_cut": "darts_cut",
     "cap, lost 0.1": POLICIES["cap, lost 0.1"].policy,
+    "cap, unguarded": POLICIES["cap, unguarded"].policy,
 }
 # Tail batching by the server, and tokens of older weights; also run only if they are named.
 CARRY_OVER: Mapping[str, Method] = {
