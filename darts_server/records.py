@@ -82,6 +82,8 @@ class GroupRecord:
     error: str | None = None
     cohort_deadline: int | None = None
     """Deadline of its cohort in tokens; ``None`` if there is none, or if the group was complete before it was known."""
+    max_lost_share: float | None = None
+    """Share of right answers that its deadline may take; ``None`` if its policy has no deadlines."""
     stretch: float = 1.0
     """Factor that ``cohort_deadline`` contains, so that it does not discard too many right answers."""
     bound: int | None = None

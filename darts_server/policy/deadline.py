@@ -7,7 +7,7 @@ longer. Groups that come one at a time use the completion lengths of the groups 
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, log
 
 from darts_server.policy.checks import check_count, check_number
@@ -20,8 +20,12 @@ WINDOW = 256
 ROUNDING = 1e-9
 """Taken off a rank before rounding up: in floating point 0.55 * 100 is 55 and a little."""
 MEMORY = 5_000
-"""Right answers after which older ones have faded. With 64 groups of 8 each, the stretch that leaves 2 % beyond then
-has a standard error of some 5 %; with a tenth of the memory some 20 %."""
+"""Right answers of explored groups after which older ones have faded."""
+LOST_REMEMBERED = 25
+"""Lost answers in the memory of recent groups, at the largest share that may be lost: the fewest from which a share is
+known well enough, so that the stretch follows a policy whose answers become shorter as fast as it can."""
+MIN_SHARE = 0.002
+"""A smaller share of lost answers is remembered as long as this one."""
 MIN_RIGHT = 50
 """Right answers below which the share of lost ones is noise: at 2 %, one of fifty."""
 MAX_FIRST_GROUPS = 256
@@ -106,33 +110,49 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class RightAnswer:
-    """A right answer of an explored group.
+class Answer:
+    """A returned trajectory with a reward.
 
     ``overrun``: its length relative to the one that would have discarded it without a stretch, the deadline or, if its
-    group would have waited for it, the bound; 0 without a deadline. ``weight``: how many candidates it stands for, 1 /
+    group would have waited for it, the bound; 0 without a deadline. ``is_right``: whether it was right as it was
+    returned. ``cut``: whether it was truncated by its deadline. ``weight``: how many candidates it stands for, 1 /
     (its probability to be returned).
     """
 
     overrun: float
+    is_right: bool
+    cut: bool = False
     weight: float = 1.0
+
+
+Histogram = Sequence[float]
+"""Weights of answers by overrun. Bin 0 holds those up to 1, bin k those from there up to `RATIO_STEP`^k, and `LAST_BIN`
+all longer ones."""
+EMPTY: Histogram = (0.0,) * (LAST_BIN + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class DeadlineLosses:
-    """How many right answers deadlines would have taken from explored groups, by their reported rewards.
+    """How many right answers deadlines take away, by reported rewards.
+
+    Recent groups show how many answers are right before their deadline, and how many are cut there. Explored groups,
+    which are few, show how many of those that are longer would have been right, and at which length. So the share that
+    is lost follows a policy whose answers become shorter with every batch, not only with those that explore.
 
     The stretch is read off the answers' lengths, so it depends on how many were seen and not on how many groups or
     batches they came in. Plain fields: ``DeadlineLosses(**json)`` restores it.
 
-    ``right``: number of right answers, older ones faded. ``weights``: their weights by overrun, faded likewise. Bin 0
-    holds those up to 1, bin k those from there up to `RATIO_STEP`^k, and `LAST_BIN` all longer ones.
-    ``is_rewarded``: whether rewards of a group with a deadline were reported. ``first_groups``: those that were to
-    explore for want of right answers.
+    ``right``, ``cut``: answers of recent groups that were right, and those that were cut and not right, by the length
+    at which they were. ``explored``: number of right answers of explored groups. ``explored_right``, ``explored_all``:
+    these groups' right answers and all answers. ``is_rewarded``: whether rewards of a group with a deadline were
+    reported. ``first_groups``: those that were to explore for want of right answers.
     """
 
-    right: float = 0.0
-    weights: Sequence[float] = (0.0,) * (LAST_BIN + 1)
+    right: Histogram = EMPTY
+    cut: Histogram = EMPTY
+    explored: float = 0.0
+    explored_right: Histogram = EMPTY
+    explored_all: Histogram = EMPTY
     is_rewarded: bool = False
     first_groups: int = 0
 
@@ -140,10 +160,13 @@ class DeadlineLosses:
         if type(self.is_rewarded) is not bool:
             raise ValueError(f"is_rewarded must be true or false, got {self.is_rewarded!r:.40}")
         check_count("first_groups", self.first_groups)
-        if len(self.weights) != LAST_BIN + 1:
-            raise ValueError(f"weights must be {LAST_BIN + 1} numbers, got {len(self.weights)}")
-        for name, value in (("right", self.right), *(("weights", weight) for weight in self.weights)):
-            check_number(name, value)
+        check_number("explored", self.explored)
+        for name in ("right", "cut", "explored_right", "explored_all"):
+            weights = getattr(self, name)
+            if len(weights) != LAST_BIN + 1:
+                raise ValueError(f"{name} must be {LAST_BIN + 1} numbers, got {len(weights)}")
+            for weight in weights:
+                check_number(name, weight)
 
     @property
     def should_explore_first(self) -> bool:
@@ -151,46 +174,95 @@ class DeadlineLosses:
 
         Otherwise deadlines would be guarded only after the first cohort that explores at random, the twentieth or so.
         """
-        return self.is_rewarded and self.right < MIN_RIGHT and self.first_groups < MAX_FIRST_GROUPS
+        return self.is_rewarded and self.explored < MIN_RIGHT and self.first_groups < MAX_FIRST_GROUPS
 
-    def with_answers(self, answers: Sequence[RightAnswer]) -> "DeadlineLosses":
-        """Return the losses after the right answers of one more explored group."""
-        keep = max(0.0, 1 - len(answers) / MEMORY)
-        weights = [keep * weight for weight in self.weights]
-        for answer in answers:
-            weights[_bin(answer.overrun)] += answer.weight
-        return DeadlineLosses(keep * self.right + len(answers), tuple(weights), self.is_rewarded, self.first_groups)
+    def with_answers(self, answers: Sequence[Answer], explored: bool, max_share: float) -> "DeadlineLosses":
+        """Return the losses after the answers of one more group, whose deadline may take ``max_share``.
+
+        The smaller that share, and the more candidates an answer stands for, the more answers must be remembered.
+        """
+        right = [answer for answer in answers if answer.is_right]
+        cut = [answer for answer in answers if answer.cut and not answer.is_right]
+        heaviest = max((answer.weight for answer in answers), default=1.0)
+        fade = (len(right) + len(cut)) * max(max_share, MIN_SHARE) / (LOST_REMEMBERED * heaviest)
+        losses = replace(
+            self,
+            right=_added(self.right, ((_bin(a.overrun), a.weight) for a in right), fade),
+            cut=_added(self.cut, ((_nearest_edge(a.overrun), a.weight) for a in cut), fade),
+        )
+        if not explored:
+            return losses
+        fade = len(right) / MEMORY
+        return replace(
+            losses,
+            explored=max(0.0, 1 - fade) * self.explored + len(right),
+            explored_right=_added(self.explored_right, ((_bin(a.overrun), a.weight) for a in right), fade),
+            explored_all=_added(self.explored_all, ((_bin(a.overrun), a.weight) for a in answers), fade),
+        )
 
     def share(self, stretch: float) -> float | None:
         """Share of right answers beyond a deadline with that stretch; ``None`` before there are `MIN_RIGHT` of them."""
-        total = sum(self.weights)
-        if self.right < MIN_RIGHT or not total:
+        weights = self._expected()
+        if weights is None:
             return None
         place = log(stretch) / log(RATIO_STEP)
         whole = floor(place)
         # Within a bin, answers are taken to be spread evenly in the logarithm of their length.
-        beyond = sum(self.weights[whole + 1 :]) - (place - whole) * sum(self.weights[whole + 1 : whole + 2])
-        return beyond / total
+        beyond = sum(weights[whole + 1 :]) - (place - whole) * sum(weights[whole + 1 : whole + 2])
+        return beyond / sum(weights)
 
     def stretch(self, max_share: float) -> float:
         """Return the smallest factor on the deadline, from 1 to `MAX_STRETCH`, that takes at most ``max_share``."""
-        total = sum(self.weights)
-        if self.right < MIN_RIGHT or not total:
+        weights = self._expected()
+        if weights is None:
             return 1.0
-        allowed, beyond = max_share * total, self.weights[LAST_BIN]
+        allowed, beyond = max_share * sum(weights), weights[LAST_BIN]
         if beyond > allowed:
             return MAX_STRETCH
         for number in range(LAST_BIN - 1, 0, -1):
-            weight = self.weights[number]
+            weight = weights[number]
             if beyond + weight > allowed:
                 return float(min(RATIO_STEP ** (number - (allowed - beyond) / weight), MAX_STRETCH))
             beyond += weight
         return 1.0
 
+    def _expected(self) -> list[float] | None:
+        """Return the right answers of recent groups as if nothing had been cut; ``None`` while too few were explored.
+
+        What was cut at bin c becomes longer as explored answers beyond c did, of which some were right. One more is
+        counted, as often right as all are, in the next bin: so an answer that is longer than any explored one counts
+        too, and moves the deadline by small steps until exploration shows more.
+        """
+        if self.explored < MIN_RIGHT or not sum(self.right):
+            return None
+        mean_right = sum(self.explored_right) / sum(self.explored_all)
+        beyond = sum(self.explored_all)
+        expected, per_explored, one_more = [], 0.0, 0.0
+        for right, cut, explored_right, explored in zip(
+            self.right, self.cut, self.explored_right, self.explored_all, strict=True
+        ):
+            expected.append(right + per_explored * explored_right + one_more * mean_right)
+            beyond = max(0.0, beyond - explored)  # rounding must not make it negative
+            one_more = cut / (beyond + 1)
+            per_explored += one_more
+        return expected
+
+
+def _added(histogram: Histogram, answers: Iterable[tuple[int, float]], fade: float) -> Histogram:
+    weights = [max(0.0, 1 - fade) * weight for weight in histogram]
+    for number, weight in answers:
+        weights[number] += weight
+    return tuple(weights)
+
 
 def _bin(overrun: float) -> int:
     # The margin keeps an answer at the upper end of a bin in it, whatever the logarithm is rounded to.
     return 0 if overrun <= 1 else min(ceil(log(overrun) / log(RATIO_STEP) - ROUNDING), LAST_BIN)
+
+
+def _nearest_edge(overrun: float) -> int:
+    """Return the bin whose upper end is nearest: what was cut there is longer than that, but for rounding."""
+    return 0 if overrun <= 1 else min(round(log(overrun) / log(RATIO_STEP)), LAST_BIN - 1)
 
 
 class RecentCompletionLengths:

@@ -130,6 +130,7 @@ class GroupRecorder:
             tail_wait=self._tail_wait(group, now),
             error=None if error is None else str(error),
             cohort_deadline=group.deadline if would_be is None else would_be.tokens,
+            max_lost_share=None if rule is None else rule.max_lost_share,
             bound=group.bound if would_be is None else would_be.bound,
             stretch=1.0 if rule is None else rule.stretch,
             completion_length=group.completion_length if group.is_open else None,

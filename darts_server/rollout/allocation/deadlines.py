@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from darts_server.policy.deadline import Deadline, DeadlineLosses, RecentCompletionLengths, RightAnswer
+from darts_server.policy.deadline import Answer, Deadline, DeadlineLosses, RecentCompletionLengths
 from darts_server.policy.shaping import Shaping
-from darts_server.records import GroupRecord
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
 from darts_server.types import Outcome
 
@@ -77,16 +77,22 @@ class Deadlines:
             self._lengths.save(name, lengths.state)
 
     def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
-        """Learn from an explored group which of its candidates, by index, were correct.
+        """Learn from a group which of its candidates, by index, were correct.
 
-        Other groups say only that rewards are reported.
+        From one that was not explored only if its trajectories have weights: else some candidates can never be
+        returned, and what the deadline took away does not show.
         """
         losses = self.losses
         if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
             losses = replace(losses, is_rewarded=True)
-        if record.explored:
-            right = [c for c in record.selected if correct.get(c.index)]
-            losses = losses.with_answers([RightAnswer(_overrun(record, c.tokens), c.weight or 1.0) for c in right])
+        has_weights = all(c.weight is not None for c in record.selected)
+        if record.max_lost_share is not None and (record.explored or has_weights):
+            answers = [
+                Answer(_overrun(record, c), correct.get(c.index, False), c.cut, c.weight or 1.0)
+                for c in record.selected
+                if c.cut or c.index in correct
+            ]
+            losses = losses.with_answers(answers, record.explored, record.max_lost_share)
         self._save(losses)
 
     def _save(self, losses: DeadlineLosses) -> None:
@@ -94,12 +100,14 @@ class Deadlines:
             self._losses.save(KEY, asdict(losses))
 
 
-def _overrun(record: GroupRecord, tokens: int) -> float:
+def _overrun(record: GroupRecord, candidate: CandidateRecord) -> float:
     """Return the length of an answer relative to the deadline that discards it, without a stretch.
 
-    That is the bound for an answer that its group would wait for, and 0 without a deadline.
+    That is the bound for an answer that its group would wait for, and 0 without a deadline. What was cut had become
+    longer than its group would wait for, unless it was cut at the bound.
     """
     if record.cohort_deadline is None or record.bound is None:  # these two are known together
         return 0.0
-    is_needed = record.completion_length is None or tokens <= record.completion_length
-    return tokens * record.stretch / (record.bound if is_needed else record.cohort_deadline)
+    needed = record.completion_length
+    is_needed = needed is None or (candidate.tokens <= needed and not candidate.cut)
+    return candidate.tokens * record.stretch / (record.bound if is_needed else record.cohort_deadline)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.deadline import MIN_RIGHT, Deadline
+from darts_server.policy.deadline import MIN_RIGHT, RATIO_STEP, Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.deadlines import Deadlines
@@ -37,8 +37,25 @@ def explored(deadline: int | None, *lengths: int, stretch: float = 1.0) -> Group
         bound=None if deadline is None else 2 * deadline,
         stretch=stretch,
         completion_length=45,
+        max_lost_share=0.02,
         explored=True,
     )
+
+
+def cut(deadline: int, *lengths: int, weight: float | None = 1.0, stretch: float = 1.0) -> GroupRecord:
+    """A group whose candidates were cut at its deadline; the others ended before."""
+    record = explored(deadline, *lengths, stretch=stretch)
+    candidates = [
+        replace(
+            c,
+            tokens=min(c.tokens, deadline),
+            cut=c.tokens > deadline,
+            selected_as=SelectedAs.SHORT if c.tokens <= deadline else SelectedAs.LONG_TRUNCATED,
+            weight=weight,
+        )
+        for c in record.candidates
+    ]
+    return replace(record, candidates=candidates, explored=False)
 
 
 def report(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: int = MIN_RIGHT) -> None:
@@ -73,6 +90,63 @@ def test_answers_that_a_group_waits_for_are_lost_beyond_the_bound_alone() -> Non
     assert waiting.losses.stretch(0.02) == 1
 
 
+def test_the_stretch_falls_again_where_nothing_is_cut_any_more() -> None:
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    report(deadlines, explored(50, *[40] * 7, 90), right=True)
+    assert deadlines.losses.stretch(0.1) > 1.7, "an eighth is beyond"
+    report(deadlines, cut(100, *[40] * 8, stretch=2.0), right=True, times=500)
+    assert deadlines.losses.stretch(0.1) == 1
+
+
+def test_as_many_of_the_cut_answers_count_as_right_as_explored_ones_of_their_length() -> None:
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    for number in range(100):
+        deadlines.learn_rewards(explored(50, *[40] * 7, 90), {**dict.fromkeys(range(7), True), 7: number < 50})
+    for _ in range(500):
+        deadlines.learn_rewards(cut(50, *[40] * 6, 70, 80), dict.fromkeys(range(6), True))
+    assert deadlines.losses.share(1.0) == pytest.approx(1 / 7, rel=0.05), "of two that were cut one"
+    assert deadlines.losses.share(90 / 50 * RATIO_STEP) == pytest.approx(0, abs=0.01)
+
+
+def test_what_was_cut_is_not_lost_if_it_is_right_as_it_is() -> None:
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    report(deadlines, explored(50, *[40] * 7, 90), right=True)
+    report(deadlines, cut(50, *[40] * 7, 90), right=True, times=500)
+    assert deadlines.losses.share(1.0) == pytest.approx(0, abs=0.005)
+
+
+def test_a_sampled_cut_answer_counts_by_its_weight() -> None:
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    report(deadlines, explored(50, *[40] * 7, 90), right=True)
+    record = cut(50, *[40] * 7, 90)
+    record = replace(record, candidates=[replace(c, weight=3.0 if c.cut else 1.0) for c in record.candidates])
+    for _ in range(500):
+        deadlines.learn_rewards(record, {**dict.fromkeys(range(7), True), 7: False})
+    assert deadlines.losses.share(1.0) == pytest.approx(3 / 10, rel=0.03)
+
+
+def test_what_was_cut_while_its_group_waited_was_longer_than_that() -> None:
+    """Its group needed 80 tokens and the deadline was at 50, so it is lost by stretches below 80 / 50 at least."""
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    report(deadlines, explored(50, *[40] * 7, 90), right=True)
+    record = replace(cut(80, *[40] * 6, 80, 200), cohort_deadline=50, bound=100, completion_length=80)
+    for _ in range(500):
+        deadlines.learn_rewards(record, {**dict.fromkeys(range(7), True), 7: False})
+    assert deadlines.losses.share(1.5) == pytest.approx(1 / 8, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [cut(50, *[40] * 7, 90, weight=None), replace(cut(50, *[40] * 7, 90), max_lost_share=None)],
+)
+def test_groups_without_deadlines_or_weights_say_nothing_of_what_is_lost(record: GroupRecord) -> None:
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    report(deadlines, explored(50, *[40] * 7, 90), right=True)
+    before = deadlines.losses
+    report(deadlines, record, right=True)
+    assert deadlines.losses == before
+
+
 def learned(*, cut: bool, needed: int | None, outcome: Outcome = Outcome.COMPLETED) -> object:
     documents = Documents()
     record = explored(50, *[40] * 8)
@@ -97,6 +171,7 @@ def test_groups_that_were_cut_before_they_had_a_completion_length_are_counted() 
         (explored(90, *[40] * 7, 90), True),
         (explored(30, *[40] * 7, 45), True),
         (replace(explored(50, *[40] * 7, 90), explored=False), True),
+        (cut(50, *[40] * 7, 90), False),
         (explored(None, *[40] * 7, 90), True),
     ],
 )
@@ -129,7 +204,7 @@ def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
     report(deadlines, unexplored, right=True, times=16)
     assert Deadlines(documents, np.random.default_rng(0)).should_explore(rule, 16), "also after a restart"
     assert not deadlines.should_explore(Deadline(exploration=0.0), 1)
-    assert deadlines.losses.stretch(0.02) == 1, "unexplored groups show nothing beyond their deadline"
+    assert deadlines.losses.stretch(0.02) == 1, "nothing was explored"
     report(deadlines, explored(50, *[40] * 7, 90), right=True, times=8)
     assert not deadlines.should_explore(rule, 16)
     assert deadlines.losses.stretch(0.02) > 1
