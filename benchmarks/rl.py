@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.rl_auto import auto_table
 from benchmarks.rl_methods import BASE, NAMED_ONLY, OWN_SERVER, PRUNING, STARTS, caps, every_name, methods
-from benchmarks.rl_picture import picture
+from benchmarks.rl_picture import picture, tradeoff
 from benchmarks.rl_question import COSTS, question
 from benchmarks.rl_table import Runs, tables
 from darts_client import Client
@@ -244,9 +244,10 @@ def report(plan: Plan, out: Path) -> str:
     if not starts:
         return f"no run in {out} is complete"
     picture(starts, out / "learning.png")
+    tradeoff(starts, out / "tradeoff.png")
     answers = (question(starts, {start: caps(start) for start in starts}, axis) for axis in COSTS)
     of_starts = (tables(start, runs) for start, runs in starts.items())
-    parts = [f"Picture: {out / 'learning.png'}", *of_starts, *answers, auto_table(starts)]
+    parts = [f"Pictures: {out / 'learning.png'}, {out / 'tradeoff.png'}", *of_starts, *answers, auto_table(starts)]
     return "\n\n".join(part for part in parts if part is not None)
 
 

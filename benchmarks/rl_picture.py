@@ -1,14 +1,15 @@
-"""Draw what was learned under each policy of `benchmarks.rl`, step by step."""
+"""Draw what was learned under each policy of `benchmarks.rl`: step by step, and against what it cost."""
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.rl_methods import caps
-from benchmarks.rl_table import Runs
+from benchmarks.rl_methods import BASE, caps
+from benchmarks.rl_table import Difference, Runs, final_rights, last_third, trainings
 from examples.tiny_rl.train_log import Entry
 
 # Colours that colour-blind readers can tell apart; dashes separate policies that wait for long trajectories.
@@ -31,6 +32,8 @@ STYLES = {
 }
 OTHER_STYLE = ("#999999", "--")
 CAP_STYLES = (("#999999", ":"), ("#999999", "-."), ("#999999", "--"))  # from the lowest
+COLOURS = {"cap": "#CC79A7", "cap, unguarded": "#CC79A7", "cap, lost 0.1": "#882255", "darts_cut, lost 0.1": "#882255"}
+COSTS = (0.2, 0.3, 0.5, 0.7, 1.0)
 SHOWN = {"right": "share of right answers", "length_mean": "mean length (tokens)", "length_std": "std within a prompt"}
 
 
@@ -62,6 +65,60 @@ def picture(starts: Mapping[str, Runs], path: Path) -> None:
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=5, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def tradeoff(starts: Mapping[str, Runs], path: Path) -> None:
+    """Draw a panel for each start: how right each policy's model is at the end, against what a step cost.
+
+    Cost is in decode steps of the engine in the last third of a run, where no policy is still learning about its
+    prompts: relative to `off`, in logarithms. Bars are standard errors, see `Difference`.
+    """
+    columns = min(2, len(starts))
+    rows = ceil(len(starts) / columns)
+    figure = Figure(figsize=(5.6 * columns, 3.5 * rows + 0.9), dpi=100, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for panel in panels.flat[len(starts) :]:
+        panel.remove()
+    entries: dict[str, Any] = {}
+    for (start, runs), axes in zip(starts.items(), panels.flat, strict=False):
+        for policy in runs:
+            colour, marker = _marker(policy)
+            right = Difference.of(final_rights(runs, policy), final_rights(runs, BASE))
+            cost = late_decode_steps(runs, policy) / late_decode_steps(runs, BASE)
+            drawn = axes.errorbar(cost, right.mean, right.error, fmt=marker, color=colour, elinewidth=0.8, markersize=6)
+            entries.setdefault("fixed max_tokens" if policy in caps(start) else policy, drawn)
+            if policy in caps(start):
+                label = policy.rpartition(" ")[2]  # the limit in tokens
+                axes.annotate(label, (cost, right.mean), (4, 4), textcoords="offset points", fontsize=8, color=colour)
+        axes.axhline(0, color="#222222", linewidth=0.8)
+        seeds = len(runs[BASE])
+        axes.set(xscale="log", xlim=(0.17, 1.5), title=f"{start}, {seeds} seed{'s' * (seeds > 1)}")
+        axes.set_xticks(COSTS, [f"{cost:g}" for cost in COSTS], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.grid(color="#EEEEEE")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels[-1]:
+        axes.set_xlabel("decode steps of a training step, off = 1")
+    for row in panels:
+        row[0].set_ylabel("right answers, minus off")
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _marker(policy: str) -> tuple[str, str]:
+    """Return colour and shape: those with long rounds are triangles, other controls squares."""
+    name = policy.removesuffix(", long rounds")
+    colour = STYLES.get(name, COLOURS.get(name, OTHER_STYLE[0]))
+    is_control = policy.startswith(BASE) and name == policy
+    shape = "^" if name != policy else "s" if is_control else "D" if policy == "auto, all rules" else "o"
+    return colour if isinstance(colour, str) else colour[0], shape
+
+
+def late_decode_steps(runs: Runs, policy: str) -> float:
+    """Return the mean over seeds of the decode steps of a training step in the last third."""
+    return fmean(step.decode_steps for entries in runs[policy].values() for step in last_third(trainings(entries)))
 
 
 def means(runs: Mapping[int, Sequence[Entry]], name: str) -> tuple[list[int], list[float]]:
