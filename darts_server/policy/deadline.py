@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, log
 
-from darts_server.policy.checks import check_count, check_number
+import numpy as np
+
+from darts_server.policy.checks import LARGEST, check_count, check_number
 
 QUANTILE = 0.9
 EXPLORATION = 0.05
@@ -162,11 +164,10 @@ class DeadlineLosses:
         check_count("first_groups", self.first_groups)
         check_number("explored", self.explored)
         for name in ("right", "cut", "explored_right", "explored_all"):
-            weights = getattr(self, name)
-            if len(weights) != LAST_BIN + 1:
-                raise ValueError(f"{name} must be {LAST_BIN + 1} numbers, got {len(weights)}")
-            for weight in weights:
-                check_number(name, weight)
+            weights = np.array(getattr(self, name))
+            are_numbers = weights.shape == (LAST_BIN + 1,) and weights.dtype.kind in "if"
+            if not are_numbers or not ((weights >= 0) & (weights <= LARGEST)).all():
+                raise ValueError(f"{name} must be {LAST_BIN + 1} numbers in [0, {LARGEST:g}]")
 
     @property
     def should_explore_first(self) -> bool:

@@ -1,7 +1,7 @@
 """Deadlines of cohorts: learned from earlier groups, and stretched where they cost too many correct answers."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ class Deadlines:
         """
         losses = self.losses
         if rule.exploration > 0 and losses.should_explore_first:
-            self._save(replace(losses, first_groups=losses.first_groups + groups))
+            self._save(losses, replace(losses, first_groups=losses.first_groups + groups))
             return True
         return self._rng.random() < rule.exploration
 
@@ -82,7 +82,7 @@ class Deadlines:
         From one that was not explored only if its trajectories have weights: else some candidates can never be
         returned, and what the deadline took away does not show.
         """
-        losses = self.losses
+        before = losses = self.losses
         if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
             losses = replace(losses, is_rewarded=True)
         has_weights = all(c.weight is not None for c in record.selected)
@@ -93,11 +93,12 @@ class Deadlines:
                 if c.cut or c.index in correct
             ]
             losses = losses.with_answers(answers, record.explored, record.max_lost_share)
-        self._save(losses)
+        self._save(before, losses)
 
-    def _save(self, losses: DeadlineLosses) -> None:
-        if losses != self.losses:
-            self._losses.save(KEY, asdict(losses))
+    def _save(self, before: DeadlineLosses, losses: DeadlineLosses) -> None:
+        if losses != before:
+            # Not by `asdict`, which copies every number: this is done for each rewarded group.
+            self._losses.save(KEY, {name: getattr(losses, name) for name in losses.__slots__})
 
 
 def _overrun(record: GroupRecord, candidate: CandidateRecord) -> float:
