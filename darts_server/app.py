@@ -48,6 +48,7 @@ from darts_server.records import GroupRecord
 from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.carried import CarryLimits
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
+from darts_server.rollout.batches.saved import SavedPrompts
 from darts_server.rollout.learned.prompts import KIND
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.length_bias import LengthBias
@@ -169,7 +170,10 @@ async def _serve(settings: Settings, args: Namespace, access: Access, stores: St
             extend(application, rooms, settings, access, stores.learned, supervision.lifecycle, engine.model_name)
             closing.enter_context(LoopLag(ServingMetrics(engine.model_name).loop_lagged))
             rooms.queue.open()
-            await server.serve(engine.llm, application, args, sock, [rooms.batches, rooms.queue], supervision)
+            try:
+                await server.serve(engine.llm, application, args, sock, [rooms.batches, rooms.queue], supervision)
+            finally:
+                await rooms.batches.close()
     return exit_code(engine.llm, supervision.lifecycle)
 
 
@@ -219,6 +223,7 @@ def make_rooms(
     carry_limits = CarryLimits(
         settings.carried_prompts, settings.kept_bytes // 2, settings.carried_tokens, settings.max_staleness
     )
+    queue_store = stores.queue.open()
     batches: VllmBatches = BatchRegistry(
         rollouts,
         engine.renderer,
@@ -226,6 +231,7 @@ def make_rooms(
         retention,
         settings.poll_interval,
         carry_limits=carry_limits,
+        saved=SavedPrompts(queue_store, engine.source),
     )
     queue_sources = QueueSources(
         count=lambda state: queue.meter.totals()[EntryState(state)],
@@ -235,7 +241,7 @@ def make_rooms(
         rollouts,
         engine.renderer,
         control.new_planner,
-        stores.queue.open(),
+        queue_store,
         encode_group,
         QueueLimits(settings.queue_prompts, settings.queue_bytes // 2),
         settings.max_staleness,

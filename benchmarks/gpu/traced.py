@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
-from darts_server.engine.port import CandidateResult, Probe, RunningCandidate, TokenSlice
+from darts_server.engine.port import NOTHING, CandidateResult, Probe, RunningCandidate, TokenSlice
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import VllmPort
@@ -94,8 +94,13 @@ class TracedEngine:
     async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice) -> TracedCandidate:
         raise NotImplementedError
 
-    def aborted_output(self, request: PromptRequest) -> RequestOutput:
-        return self._port.aborted_output(request)
+    def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
+        return self._port.aborted_output(request, prefix)
+
+    def finished_output(
+        self, request: PromptRequest, tokens: TokenSlice, finish_reason: FinishReason, text: str
+    ) -> RequestOutput:
+        raise NotImplementedError
 
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return self._port.truncate(request, output, tokens)

@@ -140,8 +140,8 @@ class Group:
     went to the shortest (K) where the others were sampled from the rest, else None; `sampled_from` (S) is of how many
     that were not pruned the trajectories are a sample, else None; `deadline` is the length in tokens at which the tail
     was cut. `partial` holds what pruned candidates had generated, if that was requested. `seconds` is the duration.
-    `error`: why the group failed; then it has no trajectories. `aborted`: of a group that was aborted, what its
-    candidates had generated; they are no group, as none of them was selected.
+    `error`: why the group failed; then it has no trajectories. `aborted`: of a group that was aborted, or that ran when
+    the server stopped, what its candidates had generated; they are no group, as none of them was selected.
     """
 
     group_id: str | None

@@ -45,6 +45,9 @@ class TokenSlice:
     logprobs_requested: bool = True
 
 
+NOTHING = TokenSlice((), None)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HiddenState:
     """The model's final hidden state at the last of a candidate's first ``tokens`` tokens. ``vector``: [width]."""
@@ -163,8 +166,14 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """Truncate an output to its first ``tokens`` tokens, as if the request's ``max_tokens`` had been ``tokens``."""
         ...
 
-    def aborted_output(self, request: RequestT_contra) -> OutputT:
-        """Return the output of a candidate that was aborted before it generated anything."""
+    def aborted_output(self, request: RequestT_contra, prefix: TokenSlice = NOTHING) -> OutputT:
+        """Return the output of a candidate that was aborted before it started, or went on from ``prefix``."""
+        ...
+
+    def finished_output(
+        self, request: RequestT_contra, tokens: TokenSlice, finish_reason: FinishReason, text: str
+    ) -> OutputT:
+        """Return the output of a candidate that finished with these tokens and this text on another engine."""
         ...
 
     def tokens_from(self, output: OutputT, start: int) -> TokenSlice:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from darts_server.engine.port import CandidateResult, HiddenState, Probe, TokenSlice
+from darts_server.engine.port import NOTHING, CandidateResult, HiddenState, Probe, TokenSlice
 from darts_server.exceptions import CandidateFailed, EngineDead
 from darts_server.types import FinishReason
 
@@ -162,8 +162,11 @@ class ScriptedEngine:
     def truncate(self, request: str, output: list[int], tokens: int) -> list[int]:
         return output[:tokens]
 
-    def aborted_output(self, request: str) -> list[int]:
-        return []
+    def aborted_output(self, request: str, prefix: TokenSlice = NOTHING) -> list[int]:
+        return list(prefix.token_ids)
+
+    def finished_output(self, request: str, tokens: TokenSlice, finish_reason: FinishReason, text: str) -> list[int]:
+        return list(tokens.token_ids)
 
     def tokens_from(self, output: list[int], start: int) -> TokenSlice:
         return slice_from(output, start)

@@ -4,22 +4,31 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Generic
 
-from darts_server.engine.port import CandidateResult, OutputT, TokenSlice
+from darts_server.engine.port import NOTHING, CandidateResult, OutputT, TokenSlice
 from darts_server.records import VersionSpans
+from darts_server.types import FinishReason
 
-NOTHING = TokenSlice((), None)
+
+@dataclass(frozen=True, slots=True)
+class SavedEnd:
+    """How a candidate has finished, as it is saved: without the engine's own output."""
+
+    finish_reason: FinishReason
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedCandidate(Generic[OutputT]):
     """A candidate of a stopped group.
 
-    ``prefix``: what it had generated. ``version_spans``: of these tokens. ``result``: ``None`` unless it has finished.
+    ``prefix``: what it had generated. ``version_spans``: of these tokens. ``result``: ``None`` unless it has finished
+    on this engine; ``saved_end``: unless it has on an earlier one.
     """
 
     prefix: TokenSlice = field(default=NOTHING)
     version_spans: VersionSpans = ()
     result: CandidateResult[OutputT] | None = None
+    saved_end: SavedEnd | None = None
 
     @property
     def tokens(self) -> int:

@@ -1,12 +1,17 @@
 """Shutdown of a server: when it stops accepting work, why, and what happens to running work."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from darts_server.exceptions import DartsError, ServerStopping
 
+logger = logging.getLogger(__name__)
+
+HAND_BACK_SECONDS = 5.0
+"""For what running work has generated to be put together: the text of some million tokens."""
 ANSWER_SECONDS = 2.0
 """For errors to reach their callers; on the same machine that takes milliseconds."""
 POLL_SECONDS = 0.05
@@ -53,6 +58,10 @@ class Drainable(Protocol):
         """Cancel work that has no connected caller."""
         ...
 
+    async def hand_back(self, reason: DartsError) -> None:
+        """End work whose callers can take it unfinished, or for which it is kept, with what it has generated."""
+        ...
+
     def fail(self, error: DartsError) -> None:
         """Fail all running work with this error."""
         ...
@@ -70,13 +79,17 @@ class RunningWork(Protocol):
         """Stop waiting for further requests, and cancel work that has no connected caller."""
         ...
 
+    async def hand_back(self, reason: DartsError) -> None:
+        """End work whose callers can take it unfinished, or for which it is kept, with what it has generated."""
+        ...
+
     def fail(self, error: DartsError) -> None:
         """Fail all running work with this error."""
         ...
 
 
 class Shutdown:
-    """Drain running work after a stop, fail what is left, and exit.
+    """Drain running work after a stop, hand back what has not ended, fail what is left, and exit.
 
     Args:
         grace: seconds that running work may take after a stop by signal.
@@ -106,14 +119,23 @@ class Shutdown:
         self._work.drain()
 
     async def run(self) -> None:
-        """Wait for the stop, give running work its grace time, fail what is left, and exit."""
+        """Wait for the stop, give running work its grace time, hand it back or fail it, and exit."""
         reason = await self._lifecycle.wait_for_stop()
         if isinstance(reason, ServerStopping):
             await self._wait_until_idle(self._grace)
+            if self._is_busy:
+                await self._hand_back(reason)
         if self._is_busy:
             self._work.fail(reason)
             await self._wait_until_idle(ANSWER_SECONDS)
         self._exit()
+
+    async def _hand_back(self, reason: DartsError) -> None:
+        try:
+            async with asyncio.timeout(HAND_BACK_SECONDS):
+                await self._work.hand_back(reason)
+        except Exception:  # it fails then, as other work does
+            logger.exception("running work could not be handed back")
 
     @property
     def _is_busy(self) -> bool:

@@ -365,8 +365,8 @@ class Settings(BaseSettings):
         None,
         ge=0,
         le=86400,
-        description="Seconds that running requests may take after a stop signal; then they get status "
-        "503. Default: vLLM's --shutdown-timeout, or 30.",
+        description="Seconds that running requests may take after a stop signal; then batches get what their groups "
+        "have generated, and other requests status 503. Default: vLLM's --shutdown-timeout, or 30.",
     )
     engine_watchdog: float = Field(
         300.0,

@@ -24,7 +24,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from darts_server.engine.port import CandidateResult, Engine, Probe, TokenSlice
+from darts_server.engine.port import NOTHING, CandidateResult, Engine, Probe, TokenSlice
 from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineError, EngineRefused, InvalidRequest
 from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.registry import BatchRegistry
@@ -37,7 +37,7 @@ from darts_server.vllm.compat.engine import BUSY, REFUSALS
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.deferred import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.new_states import change_new_states, changing_state
-from darts_server.vllm.outputs import aborted_output, token_logprobs
+from darts_server.vllm.outputs import make_output, text_of, token_logprobs
 from darts_server.vllm.packed_outputs import receive_packed
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
@@ -244,8 +244,17 @@ class VllmEngine:
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return truncate_output(output, tokens, request.params, self._llm.tokenizer)
 
-    def aborted_output(self, request: PromptRequest) -> RequestOutput:
-        return aborted_output(request.prompt, request.params)
+    def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
+        if not prefix.token_ids:
+            return make_output(request.prompt, request.params)
+        tokenizer = self._llm.output_processor.tokenizer
+        text = text_of(request.prompt["prompt_token_ids"], request.params, tokenizer, prefix.token_ids)
+        return make_output(request.prompt, request.params, prefix, text=text)
+
+    def finished_output(
+        self, request: PromptRequest, tokens: TokenSlice, finish_reason: FinishReason, text: str
+    ) -> RequestOutput:
+        return make_output(request.prompt, request.params, tokens, finish_reason.value, text)
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
         completion = output.outputs[0]

@@ -1,4 +1,4 @@
-"""Build vLLM's request outputs: merge candidates into one response, or make one of an aborted candidate."""
+"""Build vLLM's request outputs: merge candidates into one response, or make one of what was generated before."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.logprobs import SampleLogprobs
+from vllm.logprobs import Logprob, SampleLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from darts_server.engine.port import NOTHING, TokenSlice
 
 ABORTED = "abort"
 """vLLM's finish reason of requests that were aborted."""
@@ -32,19 +34,27 @@ def to_choice(request_id: str, output: RequestOutput, index: int, *, last: bool)
     return choice
 
 
-def aborted_output(prompt: Any, params: SamplingParams) -> RequestOutput:
-    """Make the output of a request that was aborted while it waited: no tokens, and vLLM's finish reason for it."""
+def make_output(
+    prompt: Any, params: SamplingParams, tokens: TokenSlice = NOTHING, finish_reason: str = ABORTED, text: str = ""
+) -> RequestOutput:
+    """Make the output of a request, with no other log-probs than those of its tokens.
+
+    By default that of one that was aborted while it waited.
+    """
     inputs: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+    values = tokens.logprobs or ()
     completion = CompletionOutput(
         index=0,
-        text="",
-        token_ids=[],
-        cumulative_logprob=None if params.logprobs is None else 0.0,
-        logprobs=None if params.logprobs is None else [],
-        finish_reason=ABORTED,
+        text=text,
+        token_ids=list(tokens.token_ids),
+        cumulative_logprob=None if params.logprobs is None else float(sum(values)),
+        logprobs=None
+        if params.logprobs is None
+        else [{token: Logprob(value)} for token, value in zip(tokens.token_ids, values, strict=True)],
+        finish_reason=finish_reason,
     )
     return RequestOutput(
-        request_id="aborted",  # `to_choice` and `merge_outputs` set the caller's
+        request_id="made",  # `to_choice` and `merge_outputs` set the caller's
         prompt=inputs.get("prompt"),
         prompt_token_ids=inputs.get("prompt_token_ids") or [],
         prompt_logprobs=None,
@@ -56,6 +66,15 @@ def aborted_output(prompt: Any, params: SamplingParams) -> RequestOutput:
 def token_logprobs(logprobs: SampleLogprobs, tokens: Sequence[int]) -> list[float]:
     """Return the log-prob of each sampled token. vLLM's entry for a position also has the top tokens' log-probs."""
     return [position[token].logprob for position, token in zip(logprobs, tokens, strict=True) if position]
+
+
+def text_of(
+    prompt_token_ids: Sequence[int], params: SamplingParams, tokenizer: TokenizerLike | None, token_ids: Sequence[int]
+) -> str:
+    """Return the text of a request that was aborted after these tokens."""
+    detokenizer = new_detokenizer(prompt_token_ids, params, tokenizer)
+    detokenizer.update(list(token_ids), False)
+    return detokenizer.get_next_output_text(finished=True, delta=False)
 
 
 def new_detokenizer(

@@ -17,7 +17,7 @@ import psutil
 from fastapi import FastAPI
 
 from darts_server.exceptions import DartsError, EngineDead, EngineHung, ServerStopping
-from darts_server.serving.lifecycle import Drainable, Lifecycle, Shutdown
+from darts_server.serving.lifecycle import HAND_BACK_SECONDS, Drainable, Lifecycle, Shutdown
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.watchdog import cause_of_death, wait_until_hung
 
@@ -44,12 +44,12 @@ class Supervision:
 
 
 def set_grace_seconds(args: Namespace, grace: float | None) -> float:
-    """Choose the grace time, ours before vLLM's ``--shutdown-timeout``, and set the latter to the same.
+    """Choose the grace time, ours before vLLM's ``--shutdown-timeout``, and set the latter to what callers wait.
 
-    A signal that is sent to the process group reaches the engine too, which then runs on for as long as callers wait.
+    A signal that is sent to the process group reaches the engine too, which then runs on until work was handed back.
     """
     seconds = grace if grace is not None else float(args.shutdown_timeout or GRACE_SECONDS)
-    args.shutdown_timeout = math.ceil(seconds)
+    args.shutdown_timeout = math.ceil(seconds + HAND_BACK_SECONDS)
     return seconds
 
 
@@ -154,6 +154,9 @@ class _EngineWork:
             work.drain()
         if self._llm.rollouts is not None:
             self._llm.rollouts.joiner.drain()
+
+    async def hand_back(self, reason: DartsError) -> None:
+        await asyncio.gather(*(work.hand_back(reason) for work in self._work))
 
     def fail(self, error: DartsError) -> None:
         for work in self._work:

@@ -1,8 +1,11 @@
-"""Learned statistics survive a server that is killed."""
+"""Learned statistics survive a server that is killed, and what groups have generated one that ends in order."""
 
 import os
 import signal
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -74,3 +77,125 @@ def test_a_killed_server_has_its_statistics_again_after_a_restart(serve: Serve, 
         httpx.put(f"{server.url}/darts/v1/state", content=saved, timeout=60).raise_for_status()
         restored = httpx.get(f"{server.url}/darts/v1/prompts/{next(iter(before['prompt']))}").json()
         assert restored["groups"] <= 3, "as saved, without the last groups"
+
+
+ROLLOUTS = "/darts/v1/rollouts"
+SAMPLING = {"max_tokens": 280, "temperature": 0, "logprobs": True}
+GREEDY = {"group_size": 1, "sampling": SAMPLING | {"ignore_eos": True}, "policy": {"name": "off"}}
+SEEDED = {"group_size": 8, "sampling": SAMPLING | {"temperature": 1, "seed": 7}, "policy": {"name": "off"}}
+"""Most candidates of each group finish within 70 tokens, the last two run much longer."""
+Groups = dict[str, dict[str, Any]]
+
+
+def problems(*numbers: int) -> list[dict[str, Any]]:
+    return [{"text": f"{number}a+2b*3c-4d+5e*6f-7g+8h*9i-1a+3b*2c>"} for number in numbers]
+
+
+def post(server: Server, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body or {}, timeout=120)
+
+
+def by_key(body: dict[str, Any]) -> Groups:
+    return {group["prompt_key"]: group for group in body["groups"]}
+
+
+def whole(server: Server, body: dict[str, Any]) -> Groups:
+    return by_key(post(server, ROLLOUTS, body).json())
+
+
+@contextmanager
+def running(server: Server, at_least: int, *bodies: dict[str, Any]) -> Iterator[list["Future[httpx.Response]"]]:
+    """Run batches, and begin the block when each of their groups has a candidate with so many tokens."""
+    groups = sum(len(body["prompts"]) for body in bodies)
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = [pool.submit(post, server, ROLLOUTS, body) for body in bodies]
+        began = time.monotonic()
+        while True:
+            live = httpx.get(f"{server.url}/darts/v1/live").json()["groups"]
+            busy = [group for group in live if group.get("outcome") is None]
+            tokens = [max(candidate["tokens"] for candidate in group["candidates"]) for group in busy]
+            if len(busy) == groups and min(tokens) > at_least:
+                break
+            assert time.monotonic() - began < 60, busy
+            time.sleep(0.01)
+        assert not any(answer.done() for answer in answers)
+        yield answers
+
+
+def check_prefix(candidate: dict[str, Any], uncut: dict[str, Any]) -> None:
+    """Check what a candidate had generated when it was aborted."""
+    length = candidate["length"]
+    assert candidate["finish_reason"] == "abort" or candidate["token_ids"] == uncut["token_ids"]
+    assert candidate["token_ids"] == uncut["token_ids"][:length]
+    assert candidate["logprobs"] == pytest.approx(uncut["logprobs"][:length], abs=1e-3)
+    assert uncut["text"].startswith(candidate["text"])
+    assert candidate["version_spans"] == ([[0, length]] if length else [])
+
+
+def check_same(group: dict[str, Any], uncut: dict[str, Any]) -> None:
+    """Check that a group is whole, and the one that would have come without any stop."""
+    assert (group["error"], group["aborted"]) == (None, None)
+    assert len(group["trajectories"]) == len(uncut["trajectories"])
+    for one, other in zip(group["trajectories"], uncut["trajectories"], strict=True):
+        assert (one["token_ids"], one["text"]) == (other["token_ids"], other["text"])
+        assert one["finish_reason"] == other["finish_reason"]
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
+        assert one["version_spans"] == [[0, one["length"]]]
+
+
+def test_what_groups_have_generated_outlives_aborts_and_a_server_that_ends_in_order(
+    serve: Serve, tmp_path: Path
+) -> None:
+    flags = ("--state-dir", str(tmp_path / "state"), "--grace-seconds", "0", "--max-num-seqs", "64")
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    one, eight = GREEDY | {"prompts": problems(4, 5, 6)}, SEEDED | {"prompts": problems(1, 2, 3)}
+    kept = {"carry": "resume"}
+    with serve(DARTS, tmp_path / "first.log", *flags, env=environment) as server:
+        greedy, seeded = whole(server, one), whole(server, eight)
+        with running(server, 20, one, one | kept) as (dropped, carried):
+            assert post(server, "/abort_requests").status_code == 200
+        body = dropped.result().json()
+        assert [len(group["aborted"]) for group in body["groups"]] == [1] * 3
+        for group in body["groups"]:
+            assert (group["trajectories"], group["error"]["code"]) == ([], 503)
+            for candidate, uncut in zip(group["aborted"], greedy[group["prompt_key"]]["trajectories"], strict=True):
+                check_prefix(candidate, uncut)
+        body = carried.result().json()
+        assert (body["groups"], body["carried"]) == ([], 3)
+        assert all("aborted" in prompt["error"]["message"] for prompt in body["unfinished"])
+
+        unshaped = {"model": "tiny:raw", "prompt": "7a-5b*4>", "max_tokens": 300, "ignore_eos": True}
+        with ThreadPoolExecutor(2) as pool, running(server, 70, eight | kept, eight) as waiting:
+            more = pool.submit(post, server, ROLLOUTS, one | kept | {"prompts": [], "carried": True})
+            raw = pool.submit(post, server, "/v1/completions", unshaped)
+            time.sleep(0.2)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(60) == 0, server.log_tail()
+        stopped, handed_back = (answer.result().json() for answer in waiting)
+        for group in handed_back["groups"]:
+            assert "stopping" in group["error"]["message"]
+            assert group["trajectories"] == []
+            for candidate, uncut in zip(group["aborted"], seeded[group["prompt_key"]]["trajectories"], strict=True):
+                check_prefix(candidate, uncut)
+                assert candidate["length"] >= min(70, uncut["length"])
+        finishes = {candidate["finish_reason"] for group in handed_back["groups"] for candidate in group["aborted"]}
+        assert finishes >= {"abort", "stop"}
+        unfinished = stopped["unfinished"] + more.result().json()["unfinished"]
+        assert {(prompt["carry"], prompt["error"]["code"]) for prompt in unfinished} == {("resume", 503)}
+        assert raw.result().status_code == 503, "no partial answer of vLLM's routes without a pause or an abort"
+
+    with serve(DARTS, tmp_path / "second.log", *flags, env=environment) as server:
+        found = whole(server, one | kept)
+        assert len(found) == 3
+        for prompt_key, group in found.items():
+            check_same(group, greedy[prompt_key])
+        found = whole(server, eight | kept | {"prompts": [], "carried": True})
+        assert len(found) == 3
+        for prompt_key, group in found.items():
+            assert (group["error"], len(group["trajectories"])) == (None, 8)
+            for one, uncut in zip(group["trajectories"], seeded[prompt_key]["trajectories"], strict=True):
+                assert one["token_ids"][:70] == uncut["token_ids"][:70]
+                if uncut["length"] <= 70:  # it had finished
+                    assert (one["text"], one["finish_reason"]) == (uncut["text"], uncut["finish_reason"])
+                    assert one["logprobs"] == pytest.approx(uncut["logprobs"], abs=1e-3)
+        assert post(server, ROLLOUTS, eight | {"prompts": [], "carried": True}).status_code == 400, "none is left"

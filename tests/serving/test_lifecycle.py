@@ -34,11 +34,17 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 
 @dataclass
 class Work:
-    """``lasts``: polls until it has finished. ``stuck``: it does not stop when it fails."""
+    """``lasts``: polls until it has finished. ``stuck``: it does not stop when it fails.
+
+    ``returns``: seconds that it takes to hand it back; ``None`` if it cannot be. ``broken``: raised then.
+    """
 
     lasts: int = 0
     stuck: bool = False
+    returns: float | None = None
+    broken: Exception | None = None
     drained: int = 0
+    handed_back: list[DartsError] = field(default_factory=list)
     failed: list[DartsError] = field(default_factory=list)
 
     @property
@@ -48,6 +54,14 @@ class Work:
 
     def drain(self) -> None:
         self.drained += 1
+
+    async def hand_back(self, reason: DartsError) -> None:
+        self.handed_back.append(reason)
+        if self.broken is not None:
+            raise self.broken
+        if self.returns is not None:
+            await asyncio.sleep(self.returns)
+            self.lasts = 0
 
     def fail(self, error: DartsError) -> None:
         self.failed.append(error)
@@ -92,6 +106,23 @@ async def test_work_that_exceeds_the_grace_time_fails_and_its_callers_get_their_
     assert await shut_down(Work(lasts=1000, stuck=True), Lifecycle()) == GRACE + ANSWER_SECONDS
 
 
+async def test_work_that_exceeds_the_grace_time_is_handed_back_and_does_not_fail() -> None:
+    work, lifecycle = Work(lasts=1000, returns=1.0), Lifecycle()
+    assert await shut_down(work, lifecycle) == GRACE + 1.0
+    assert (work.handed_back, work.failed) == ([lifecycle.stop_reason], [])
+    work = Work(lasts=10, returns=1.0)
+    await shut_down(work, Lifecycle())
+    assert work.handed_back == [], "it has finished"
+
+
+@pytest.mark.parametrize("work", [Work(lasts=1000, broken=ValueError("a bug")), Work(lasts=1000, returns=1e6)])
+async def test_work_that_cannot_be_handed_back_in_time_fails(work: Work, caplog: pytest.LogCaptureFixture) -> None:
+    lifecycle = Lifecycle()
+    await shut_down(work, lifecycle)
+    assert work.failed == [lifecycle.stop_reason]
+    assert "could not be handed back" in caplog.text
+
+
 async def test_a_tracked_request_counts_as_work() -> None:
     lifecycle = Lifecycle()
     with lifecycle.track_request():
@@ -104,6 +135,7 @@ async def test_a_dead_engine_gets_no_grace_time() -> None:
     assert await shut_down(work, lifecycle, error) == 0
     assert work.failed == [error]
     assert not work.drained
+    assert not work.handed_back
 
 
 async def test_the_first_stop_reason_is_kept() -> None:

@@ -46,11 +46,12 @@ class CarryLimits:
 class CarriedGroup(Generic[OutputT]):
     """What the candidates of an undecided group have generated.
 
-    ``terms``: of its batch; only one with the same can go on with it. ``saturated``: see `Allocation`. ``tail_seed``:
-    with the same numbers the same candidates are selected as if the group had not been stopped.
+    ``terms``: of its batch; only one with the same can go on with it, also on another server. ``saturated``: see
+    `Allocation`. ``tail_seed``: with the same numbers the same candidates are selected as if the group had not been
+    stopped.
     """
 
-    terms: object
+    terms: str
     saturated: bool
     tail_seed: Sequence[int]
     candidates: Sequence[CarriedCandidate[OutputT]]
@@ -80,6 +81,10 @@ class CarriedPrompts:
     def __init__(self, limits: CarryLimits | None = None) -> None:
         self.limits = limits or CarryLimits()
         self._kept: dict[str | None, list[CarriedPrompt]] = {}
+
+    def __iter__(self) -> Iterator[tuple[str | None, CarriedPrompt]]:
+        """Iterate over all prompts with the names of their callers, of each the oldest first."""
+        return ((owner, prompt) for owner, kept in self._kept.items() for prompt in kept)
 
     def count(self, owner: str | None) -> int:
         """Return how many prompts of a caller are kept."""

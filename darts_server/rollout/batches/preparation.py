@@ -1,5 +1,6 @@
 """Check the prompts of a batch, and allocate candidates to them: what happens before any of it starts."""
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ class PreparedBatch(Generic[RequestT]):
     ticket: Ticket
 
     @property
-    def terms(self) -> object:
+    def terms(self) -> str:
         """What must be the same for a group to go on in another batch."""
         return terms_of(self.plan, self.sampling)
 
@@ -145,13 +146,13 @@ def _allocate(
     return allocations
 
 
-def terms_of(plan: Plan, sampling: Mapping[str, object]) -> object:
-    """What must be the same for a group to go on in another batch."""
-    return plan.policy, plan.shaping, plan.size, dict(sampling)
+def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:
+    """What must be the same for a group to go on in another batch, maybe of another server."""
+    return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"
 
 
 def _resumed(
-    batch: BatchRequest, terms: object, carried: CarriedPrompt | None, limits: CarryLimits, version: int
+    batch: BatchRequest, terms: str, carried: CarriedPrompt | None, limits: CarryLimits, version: int
 ) -> CarriedGroup[Any] | None:
     """Return what a prompt's candidates go on from; ``None`` if it starts again."""
     group = None if carried is None or batch.carry is not Carry.RESUME else carried.group

@@ -1,6 +1,7 @@
 """Start batches, and find them again by id or by idempotency key."""
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,15 +16,20 @@ from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
+from darts_server.rollout.batches.saved import SavedPrompts, portable
 from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import RETRY_SECONDS, caller
 from darts_server.types import Sample
 
+logger = logging.getLogger(__name__)
+
 KEY_HEADER = "Idempotency-Key"
 SEND_LESS = "send less per request, or without that header"
 CANDIDATE_BYTES = 300
 """Memory of a candidate's record."""
+CLOSE_SECONDS = 5.0
+"""For cancelled batches to end: that takes as long as it takes to stop their candidates."""
 GROUP_BYTES = 2000
 """Memory of a group without its candidates."""
 
@@ -99,6 +105,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         interval: seconds between two polls of what candidates have generated.
         clock: monotonic seconds.
         carry_limits: of what is carried over from batch to batch.
+        saved: where that is kept from the end of this server to the start of the next; ``None`` for nowhere.
     """
 
     def __init__(
@@ -110,6 +117,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         interval: float = 0.02,
         clock: Callable[[], float] = time.monotonic,
         carry_limits: CarryLimits | None = None,
+        saved: SavedPrompts | None = None,
     ) -> None:
         self._rollouts = rollouts
         self._renderer = renderer
@@ -118,7 +126,12 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._interval = interval
         self._clock = clock
         self._carried = CarriedPrompts(carry_limits)
+        self._saved = saved
+        if saved is not None:
+            for owner, prompt in saved.take(rollouts.weight_version):
+                self._carried.put(owner, [prompt])
         self._running: dict[str, BatchRun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._durable: dict[str, _DurableBatch] = {}
         self._ended: dict[str, None] = {}  # ids of durable batches that have ended, the oldest first
         self._by_key: dict[tuple[str | None, str], _KeyedRequest] = {}
@@ -181,6 +194,33 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                     "the server is stopping, and no caller was connected to the batch; send it to another server"
                 )
 
+    async def hand_back(self, reason: DartsError) -> None:
+        """End all batches with what their groups have generated; their callers get it.
+
+        Prompts that are carried over are kept for the next server instead, if they can be saved for it.
+        """
+        keep = self._saved is not None and self._saved.is_durable
+        for batch in list(self._running.values()):
+            batch.interrupt(reason, keep=keep)
+        await self._wait_for_ends()
+
+    async def close(self) -> None:
+        """Cancel what still runs, and save the prompts that are kept."""
+        for batch in list(self._running.values()):
+            batch.cancel("the server has stopped")
+        await self._wait_for_ends(CLOSE_SECONDS)
+        if self._saved is None or not self._saved.is_durable:
+            return
+        try:
+            prompts = [(owner, await portable(prompt, self._renderer)) for owner, prompt in self._carried]
+            await asyncio.to_thread(self._saved.save, prompts)
+        except Exception:
+            logger.exception("prompts that were carried over could not be saved, and are lost")
+
+    async def _wait_for_ends(self, timeout: float | None = None) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
+
     def fail(self, error: DartsError) -> None:
         """End all streamed batches with that error. The others are answered when their groups have ended."""
         for batch in list(self._running.values()):
@@ -199,6 +239,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             clock=self._clock,
         )
         self._running[batch.batch_id] = batch
+        self._tasks.add(batch.task)
+        batch.task.add_done_callback(self._tasks.discard)
         if key is not None:
             self._durable[batch.batch_id] = _DurableBatch(batch, key.scoped)
             self._handle_idle(batch)

@@ -78,11 +78,13 @@ class BatchRun:
         self.end: BatchEnd | None = None
         """How it ended; ``None`` while it runs."""
         self._ended = asyncio.Event()
+        self._submission: Submission[Any, Any] | None = submission
         self._on_idle = on_idle
         self._on_end = on_end
         self._clock = clock
         self._started_at = clock()
-        self._task = asyncio.get_running_loop().create_task(self._run(submission), name=f"darts-{self.batch_id}")
+        self.task = asyncio.get_running_loop().create_task(self._run(submission), name=f"darts-{self.batch_id}")
+        """Runs it, and ends a little after it, when prompts that it has taken are given back."""
 
     def listen(self, after: int = 0) -> "Listener":
         """Create a listener that gets the events after event number ``after``."""
@@ -110,8 +112,16 @@ class BatchRun:
             return False
         self._finish(BatchFailed(error))
         # In a later turn of the loop: a task that is cancelled before its first turn never runs its cleanup.
-        asyncio.get_running_loop().call_soon(self._task.cancel)
+        asyncio.get_running_loop().call_soon(self.task.cancel)
         return True
+
+    def interrupt(self, error: DartsError, *, keep: bool) -> None:
+        """End the batch with what its groups have generated, see `Submission.interrupt`.
+
+        One that still waits for the engine has generated nothing, and fails.
+        """
+        if self._submission is not None and not self._submission.interrupt(error, keep=keep):
+            self.fail(error)
 
     def remove_listener(self) -> None:
         self.listeners -= 1
@@ -136,6 +146,7 @@ class BatchRun:
                 generated = submission.generated_tokens
                 self._finish(BatchDone(self.batch_id, results, submission.unfinished, seconds, generated, carried))
         finally:
+            self._submission = None  # a batch that is kept must not keep its prompts
             if isinstance(self.end, BatchFailed):  # its caller has no more than the groups that it was streamed
                 submission.give_back(delivered=self.answer_format.stream is not StreamMode.OFF)
 

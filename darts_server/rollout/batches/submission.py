@@ -61,6 +61,8 @@ class Submission(Generic[RequestT, OutputT]):
         self._kept = kept
         self._owner = caller.get().name
         self._dropped: set[int] = set()
+        self._is_running = False
+        self._interrupted_by: DartsError | None = None
 
     @classmethod
     async def prepare(
@@ -93,6 +95,18 @@ class Submission(Generic[RequestT, OutputT]):
         """Stop the group of a prompt, or do not start it; its result has a `GroupAborted`. The others go on."""
         self._dropped.add(number)
         self._rollouts.abort(self.group_id(number))
+
+    def interrupt(self, error: DartsError, *, keep: bool) -> bool:
+        """End all groups with what they have generated; whether they run.
+
+        ``keep``: whether prompts may be carried over. Otherwise all groups have the error, and what was generated.
+        """
+        if not keep and self._carry is not Carry.DROP:
+            self._carry, self._on_abort = Carry.DROP, OnAbort.RETURN
+        self._interrupted_by = error
+        for run in list(self._runs.values()):
+            run.interrupt(error, self._on_abort)
+        return self._is_running
 
     @property
     def unfinished(self) -> list[Unfinished]:
@@ -144,6 +158,7 @@ class Submission(Generic[RequestT, OutputT]):
         missing = self._wanted
         try:
             async with self._rollouts.gate.enter():
+                self._is_running = True
                 for group in self._in_order():
                     tasks[group.number] = asyncio.create_task(self._run(group, observer))
                 for next_result in asyncio.as_completed(tasks.values()):
@@ -238,6 +253,8 @@ class Submission(Generic[RequestT, OutputT]):
             run = self._runs[group.number] = self._start(group, early=observer is not None)
             if observer is not None:
                 observer.group_started(group.number, run)
+            if self._interrupted_by is not None:
+                run.interrupt(self._interrupted_by, self._on_abort)
             try:
                 async with aclosing(run.trajectories()) as trajectories:
                     async for trajectory in trajectories:

@@ -163,7 +163,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def _carry_candidate(self, index: int) -> CarriedCandidate[OutputT]:
         result = self._results.get(index)
         if result is None:  # it has not reached the engine
-            return self._carried.get(index, CarriedCandidate())
+            return self._carried_at(index)
         return CarriedCandidate(
             compact(self._engine.tokens_from(result.output, 0)),
             self._recorder.version_spans(index, result.tokens),
@@ -225,12 +225,15 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Return the output of a request that was aborted before anything was generated for it."""
         return self._engine.aborted_output(request)
 
+    def _carried_at(self, index: int) -> CarriedCandidate[OutputT]:
+        return self._carried.get(index, CarriedCandidate())
+
     # --- running one candidate ----------------------------------------------
 
     async def _run(self, index: int) -> None:
-        carried: CarriedCandidate[OutputT] = self._carried.get(index, CarriedCandidate())
-        if carried.result is not None:
-            self._finish_carried(index, carried, carried.result)
+        carried = self._carried_at(index)
+        if (result := self._carried_result(index)) is not None:
+            self._finish_carried(index, carried, result)
             return
         try:
             await self._starts.candidate(carried.tokens)
@@ -273,6 +276,15 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         if index in self._aborts or not self._is_running(index):  # since before the engine had started it
             running.stop()
 
+    def _carried_result(self, index: int) -> CandidateResult[OutputT] | None:
+        """Return the result of a candidate that had finished before its group was carried over."""
+        carried = self._carried_at(index)
+        if (end := carried.saved_end) is None:
+            return carried.result
+        request, _ = self.requests.of(index)
+        output = self._engine.finished_output(request, carried.prefix, end.finish_reason, end.text)
+        return CandidateResult(carried.tokens, end.finish_reason, output)
+
     def _finish_carried(self, index: int, carried: CarriedCandidate[OutputT], result: CandidateResult[OutputT]) -> None:
         """Handle the result of a candidate that had finished before its group was carried over."""
         self._callbacks.on_start()
@@ -313,9 +325,12 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._callbacks.on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
 
     def _set_aborted(self, index: int) -> None:
-        """Return an aborted candidate that has generated nothing."""
+        """Return an aborted candidate that has generated nothing, but for what it had before."""
         if index in self.aborted:
-            self.outputs.set(index, self.aborted_output(self.requests.of(index)[0]))
+            carried, (request, _) = self._carried_at(index), self.requests.of(index)
+            if carried.last_version is not None:
+                self._recorder.candidate_started(index, carried.last_version, carried.version_spans)
+            self.outputs.set(index, self._engine.aborted_output(request, carried.prefix))
 
     def _finish_task(self, index: int, task: asyncio.Task[None]) -> None:
         """Report an unexpected error of a candidate's task, which nothing awaits."""

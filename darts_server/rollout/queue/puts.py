@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from darts_server.exceptions import TooLarge
+from darts_server.rollout.prompt_documents import encode_prompt
 from darts_server.rollout.queue.entries import JobId, Terms
 from darts_server.rollout.queue.new_entries import NewEntries, NewPrompt, Numbers, build_entries
-from darts_server.rollout.queue.prompts import digest_of, encode_prompt, encode_terms
+from darts_server.rollout.queue.prompts import digest_of, encode_terms
 from darts_server.types import PromptSpec
 
 MAX_TERMS_BYTES = 1 << 20

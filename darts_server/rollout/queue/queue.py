@@ -249,6 +249,9 @@ class PromptQueue(Generic[RequestT, OutputT]):
         self._wake_up()
         self._consumers.notify_all()
 
+    async def hand_back(self, reason: DartsError) -> None:
+        """Do nothing: `drain` has stopped what ran, and its prompts start again with the next server."""
+
     def fail(self, error: DartsError) -> None:
         """Stop everything."""
         self.drain()

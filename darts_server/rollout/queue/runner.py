@@ -26,9 +26,9 @@ from darts_server.rollout.batches.preparation import FIELD
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.submission import Submission
+from darts_server.rollout.prompt_documents import decode_prompt
 from darts_server.rollout.queue.entries import PROMPT, Entry, Job
 from darts_server.rollout.queue.ledger import Ledger
-from darts_server.rollout.queue.prompts import decode_prompt
 from darts_server.rollout.queue.saving import Saver
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import Caller, caller

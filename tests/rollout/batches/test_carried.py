@@ -226,7 +226,7 @@ def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_batches(s
                     await harness.engine.step()
                 if batch.end is None:
                     registry.cancel(batch.batch_id)
-            await asyncio.wait([batch._task])
+            await asyncio.wait([batch.task])
             if isinstance(batch.end, BatchDone):
                 answered.update(decided(batch.end))
                 carried = batch.end.carried
@@ -389,7 +389,7 @@ def test_prompts_of_earlier_batches_are_older_than_those_of_later_ones() -> None
         assert names(registry._carried._kept[None]) == ["30", "70"]
         batch = await registry.open(resumed("30"), WHOLE)
         registry.cancel(batch.batch_id)
-        await asyncio.wait([batch._task])
+        await asyncio.wait([batch.task])
         assert names(registry._carried._kept[None]) == ["30", "70"], "as it was"
 
     run_on_stepped_clock(scenario())

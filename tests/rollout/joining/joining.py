@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from darts_server.engine.port import CandidateResult, Probe, TokenSlice
+from darts_server.engine.port import NOTHING, CandidateResult, Probe, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import GroupRecord
@@ -17,7 +17,7 @@ from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Ticket
-from darts_server.types import RequestOptions
+from darts_server.types import FinishReason, RequestOptions
 from tests.policy.oracle import Fate
 from tests.rollout.helpers import Documents, Recorder
 
@@ -118,8 +118,11 @@ class SigningEngine:
         assert output.tokens >= tokens
         return SignedOutput(output.request, output.index, tokens)
 
-    def aborted_output(self, request: str) -> SignedOutput:
+    def aborted_output(self, request: str, prefix: TokenSlice = NOTHING) -> SignedOutput:
         return SignedOutput(request, 0, 0)
+
+    def finished_output(self, request: str, tokens: TokenSlice, finish_reason: FinishReason, text: str) -> SignedOutput:
+        raise NotImplementedError
 
     def tokens_from(self, output: SignedOutput, start: int) -> TokenSlice:
         return TokenSlice(range(start, output.tokens), None)

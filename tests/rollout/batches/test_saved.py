@@ -1,0 +1,358 @@
+"""Prompts that are carried over from a server to the next one, on the scripted engine."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from darts_server.engine.port import TokenSlice
+from darts_server.engine.scripted import Script, settle
+from darts_server.exceptions import ServerStopping, StateDamaged
+from darts_server.http.resources.queue_models import encode_group
+from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, Carry
+from darts_server.rollout.batches.events import BatchDone
+from darts_server.rollout.batches.preparation import terms_of
+from darts_server.rollout.batches.registry import BatchRegistry
+from darts_server.rollout.batches.run import BatchRun
+from darts_server.rollout.batches.saved import KIND, SavedPrompts
+from darts_server.rollout.carried import CarriedCandidate, SavedEnd
+from darts_server.rollout.plan import Limits, Planner
+from darts_server.store.transactions import TransactionStore
+from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, RequestOptions
+from tests.rollout.batches.streams import (
+    SHAPINGS,
+    by_candidate,
+    idempotency_key,
+    random_script,
+    read_events,
+    run_on_stepped_clock,
+    token_stream,
+)
+from tests.rollout.batches.test_aborted import WHOLE, begin, finish, key, lengths_of, request
+from tests.rollout.batches.test_submission import Texts
+from tests.rollout.helpers import Harness
+
+STOPPING = ServerStopping("the server is stopping", 30)
+
+
+def by_text(text: str, index: int) -> Script:
+    return Script(int(text) + index)
+
+
+def carried_prompt(text: str, version: int = 0) -> CarriedPrompt:
+    finished: CarriedCandidate[list[int]] = CarriedCandidate(
+        TokenSlice([0, 1, 2**31 - 1], [0.0, -1e-300, -7.5]),
+        ((version, 3),),
+        saved_end=SavedEnd(FinishReason.LENGTH, "ab\u00e9\ud83d"),
+    )
+    running: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice([5, 6], None), ((version, 2),))
+    group = CarriedGroup("terms", True, (1 << 63, 3), [finished, running, CarriedCandidate()])
+    spec = PromptSpec(token_ids=[1, 2], key=text, metadata=b'{"of": "\xc3\xa9"}')
+    return CarriedPrompt(spec, (text, "content"), group)
+
+
+def plain(prompt: CarriedPrompt) -> object:
+    """Everything that a prompt has, as values that can be compared."""
+    if prompt.group is None:
+        return prompt
+    candidates = [
+        (list(c.prefix.token_ids), c.prefix.logprobs and list(c.prefix.logprobs), c.version_spans, c.saved_end)
+        for c in prompt.group.candidates
+    ]
+    group = prompt.group
+    return prompt.prompt, prompt.identity, group.terms, group.saturated, list(group.tail_seed), candidates
+
+
+def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) -> None:
+    prompts = [("one", carried_prompt(f"p{number}")) for number in range(12)]
+    prompts.append((None, CarriedPrompt(PromptSpec(text="x"), ("x", "x"))))
+    with TransactionStore(tmp_path) as store:
+        SavedPrompts(store, "model").save(prompts)
+    with TransactionStore(tmp_path) as store:
+        saved = SavedPrompts(store, "model")
+        assert saved.is_durable
+        taken = saved.take(0)
+        assert [(owner, plain(prompt)) for owner, prompt in taken] == [(owner, plain(p)) for owner, p in prompts]
+        assert saved.take(0) == [], "also if this server is killed"
+
+
+@pytest.mark.parametrize(("model", "version"), [("other", 0), ("model", 1)])
+def test_what_other_weights_have_generated_is_not_used(model: str, version: int) -> None:
+    with TransactionStore() as store:
+        assert not SavedPrompts(store, "model").is_durable
+        SavedPrompts(store, "model").save([(None, carried_prompt("a")), (None, carried_prompt("b", 1))])
+        taken = [prompt for _, prompt in SavedPrompts(store, model).take(version)]
+    assert [prompt.identity[0] for prompt in taken] == ["a", "b"]
+    assert [prompt.group is not None for prompt in taken] == [False, model == "model" and version == 1]
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"identity": None}, {"group": {"terms": ""}}])
+def test_a_prompt_that_cannot_be_read_is_lost_alone(
+    change: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with TransactionStore() as store:
+        saved = SavedPrompts(store, "model")
+        saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
+        document = json.loads(store.read(KIND, "00000000") or b"") | change
+        store.write({(KIND, "00000000"): json.dumps(document).encode()})
+        assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["b"]
+    assert "is lost" in caplog.text
+
+
+def test_tokens_without_their_log_probs_or_versions_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    prompt = carried_prompt("a")
+    assert prompt.group is not None
+    [first, *others] = prompt.group.candidates
+    for wrong in (replace(first, version_spans=((0, 2),)), replace(first, prefix=TokenSlice([1, 2, 3], [0.0]))):
+        with TransactionStore() as store:
+            saved = SavedPrompts(store, "model")
+            saved.save([(None, replace(prompt, group=replace(prompt.group, candidates=[wrong, *others])))])
+            assert saved.take(0) == []
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    with TransactionStore(tmp_path) as store:
+        SavedPrompts(store, "model").save([(None, carried_prompt("a"))])
+        store._connection.execute("UPDATE entries SET value = x'00'")
+    with TransactionStore(tmp_path) as store, pytest.raises(StateDamaged):
+        SavedPrompts(store, "model").take(0)
+
+
+def test_terms_are_equal_in_every_process() -> None:
+    for name, shaping in SHAPINGS.items():
+        plan = Planner({name: shaping}, name, Limits(64)).plan(4, RequestOptions())
+        assert plan is not None
+        assert " at 0x" not in terms_of(plan, {"b": 1, "a": [0.5]})
+        assert terms_of(plan, {"b": 1, "a": [0.5]}) == terms_of(plan, {"a": [0.5], "b": 1})
+
+
+class Server:
+    """One server after the other on the same folder, with the same scripts."""
+
+    def __init__(self, folder: Path | None, script: object = by_text, policy: str = "shortest") -> None:
+        self.harness = Harness(script)  # type: ignore[arg-type]
+        self._store = TransactionStore(folder)
+        planner = Planner(SHAPINGS, policy, Limits(64))
+        self.registry: BatchRegistry[str, list[int]] = BatchRegistry(
+            self.harness.rollouts,
+            Texts(),
+            lambda _: planner,
+            interval=0,
+            clock=asyncio.get_running_loop().time,
+            saved=SavedPrompts(self._store, "model"),
+        )
+
+    async def begin(self, steps: int, *texts: str, **more: object) -> BatchRun:
+        asked = request(*texts, **more)  # type: ignore[arg-type]
+        return await begin(self.harness, self.registry, asked, steps)
+
+    async def stop(self) -> None:
+        self.registry.drain()
+        await self.registry.hand_back(STOPPING)
+        await self.registry.close()
+        await settle()
+        assert self.harness.rollouts.running == len(self.harness.engine.running) == 0
+        assert self.harness.rollouts.admission.requests == 0
+
+
+@asynccontextmanager
+async def serving(folder: Path | None, script: object = by_text, policy: str = "shortest") -> AsyncIterator[Server]:
+    server = Server(folder, script, policy)
+    with server._store:
+        yield server
+
+
+def test_groups_that_run_when_the_server_stops_are_handed_back_to_those_who_wait() -> None:
+    async def scenario() -> None:
+        async with serving(None) as server:
+            batch = await server.begin(15, "10", "30", "40")
+            await server.stop()
+            done = await batch.wait()
+            assert [(key(r), len(r.samples)) for r in done.results if r.error is None] == [("10", 4)]
+            handed_back = [result for result in done.results if result.error is not None]
+            assert [result.error for result in handed_back] == [STOPPING, STOPPING]
+            assert [lengths_of(result) for result in handed_back] == [dict.fromkeys(range(6), 15)] * 2
+            assert {r.record.error for r in handed_back if r.record is not None} == {"the server is stopping"}
+            assert done.generated == sum(r.generated_tokens for r in server.harness.recorder.records)
+
+    run_on_stepped_clock(scenario())
+
+
+@pytest.mark.parametrize("carry", [Carry.RESTART, Carry.RESUME])
+def test_without_a_folder_nothing_is_kept_for_later_and_callers_get_it(carry: Carry) -> None:
+    async def scenario() -> None:
+        async with serving(None) as server:
+            batch = await server.begin(15, "30", "40", carry=carry)
+            await server.stop()
+            done = await batch.wait()
+            assert (done.unfinished, done.carried) == ([], 0)
+            assert [lengths_of(result) for result in done.results] == [dict.fromkeys(range(6), 15)] * 2
+
+    run_on_stepped_clock(scenario())
+
+
+@pytest.mark.parametrize("carry", [Carry.RESTART, Carry.RESUME])
+def test_with_a_folder_the_next_server_goes_on(carry: Carry, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            first = await server.begin(15, "30", "12", "40", carry=carry)
+            await server.stop()
+            done = await first.wait()
+            assert [key(result) for result in done.results] == ["12"]
+            assert [(u.carry, u.error) for u in done.unfinished] == [(carry, STOPPING)] * 2
+            assert done.carried == 2
+            generated = sum(record.generated_tokens for record in server.harness.recorder.records)
+            assert done.generated == generated
+        async with serving(tmp_path) as server:
+            batch = await server.begin(0, carry=carry, carried=True)
+            begun = server.harness.engine.now
+            done = await finish(server.harness, batch)
+            assert sorted(map(key, done.results)) == ["30", "40"]
+            for result in done.results:
+                tokens = {index: len(sample.token_ids) for index, sample in result.samples.items()}
+                assert tokens == {index: int(key(result)) + index for index in range(4)}
+                assert result.record is not None
+                assert all(c.version_spans == ((0, c.tokens),) for c in result.record.selected)
+            steps = server.harness.engine.now - begun
+            assert steps <= 45 - (15 if carry is Carry.RESUME else 0)
+            await server.stop()
+        async with serving(tmp_path) as server:
+            assert server.registry._carried.count(None) == 0
+
+    run_on_stepped_clock(scenario())
+
+
+def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_took(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            await (await finish_after(server, 15)).wait()
+            server.harness.rollouts.gate.close()
+            batch = await server.begin(3, "12", carry=Carry.RESUME, carried=True)
+            await server.stop()
+            with pytest.raises(ServerStopping):
+                await batch.wait()
+        async with serving(tmp_path) as server:
+            assert [prompt.prompt.text for _, prompt in server.registry._carried] == ["30"]
+            assert all(prompt.group is not None for _, prompt in server.registry._carried)
+
+    async def finish_after(server: Server, steps: int) -> BatchRun:
+        batch = await server.begin(0, "30", "10", carry=Carry.RESUME, num_groups=1)
+        await finish(server.harness, batch)
+        return batch
+
+    run_on_stepped_clock(scenario())
+
+
+def test_groups_that_have_not_started_are_handed_back_too() -> None:
+    """A large batch starts its groups in several turns of the event loop."""
+
+    async def scenario() -> None:
+        async with serving(None) as server:
+            batch = await server.registry.open(request(*map(str, range(100, 400))), WHOLE)
+            batch.listen().__enter__()
+            for _ in range(4):
+                await asyncio.sleep(0)
+            assert 0 < len(server.harness.recorder.records) + server.harness.rollouts.running < 300
+            await server.stop()
+            done = await batch.wait()
+            assert len(done.results) == 300
+            assert {result.error for result in done.results} == {STOPPING}
+            assert all(result.aborted is not None for result in done.results)
+
+    run_on_stepped_clock(scenario())
+
+
+def test_candidates_that_were_to_go_on_are_handed_back_with_what_they_had() -> None:
+    """Before they have reached the engine again, and those that had finished."""
+
+    async def scenario() -> None:
+        async with serving(None) as server:
+            await finish(server.harness, await server.begin(0, "12", "16", "10", carry=Carry.RESUME, num_groups=1))
+            server.harness.engine.weight_version = 1
+            batch = await server.registry.open(request(carry=Carry.RESUME, carried=True), WHOLE)
+            batch.listen().__enter__()
+            await asyncio.sleep(0)
+            await server.stop()
+            done = await batch.wait()
+            assert [result.error for result in done.results] == [STOPPING] * 2
+            for result in done.results:
+                assert set(lengths_of(result).values()) == {12, 13} if key(result) == "12" else {13}
+                assert result.aborted is not None
+                for aborted in result.aborted.values():
+                    assert aborted.version_spans == ((0, len(aborted.sample.token_ids)),)
+
+    run_on_stepped_clock(scenario())
+
+
+def test_streams_end_in_order_and_a_batch_without_a_caller_is_cancelled() -> None:
+    async def scenario() -> None:
+        async with serving(None) as server:
+            batch = await server.registry.open(request("30"), token_stream(1))
+            alone = await server.registry.open(request("40"), WHOLE, idempotency_key())
+            listening = asyncio.create_task(read_events(batch))
+            await settle()
+            for _ in range(9):
+                await server.harness.engine.step()
+            await server.stop()
+            by_candidate(await listening)
+            assert isinstance(batch.end, BatchDone)
+            assert lengths_of(batch.end.results[0]) == dict.fromkeys(range(6), 9)
+            assert not isinstance(alone.end, BatchDone)
+
+    run_on_stepped_clock(scenario())
+
+
+def test_what_cannot_be_saved_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            await server.begin(15, "30", carry=Carry.RESUME)
+            server._store._connection.execute("DROP TABLE entries")
+            await server.stop()
+
+    with caplog.at_level(logging.ERROR):
+        run_on_stepped_clock(scenario())
+    assert "are lost" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_over_several_servers_are_those_of_one(seed: int, tmp_path: Path) -> None:
+    """The same trajectories, with every token generated once, however often the servers are restarted."""
+    policy = ["shortest", "sampled", "longest", "darts", "off", "cut"][seed]
+    rng = Random(seed)
+    texts = [str(number) for number in range(8)]
+
+    async def scenario() -> None:
+        script = random_script(seed, faults=0.0)
+        async with serving(None, script, policy) as server:
+            whole = await finish(server.harness, await server.begin(0, *texts, carry=Carry.RESUME))
+        expected = {key(r): {i: list(s.token_ids) for i, s in r.samples.items()} for r in whole.results}
+        found: dict[str, dict[int, list[int]]] = {}
+        names, started, ended = tuple(texts), 0, 0
+        while len(found) < len(texts):
+            async with serving(tmp_path, script, policy) as server:
+                batch = await server.begin(rng.randint(0, 9), *names, carry=Carry.RESUME, carried=not names)
+                await server.stop()
+                done = await batch.wait()
+                names = ()
+                for result in done.results:
+                    assert result.error is None
+                    assert key(result) not in found
+                    found[key(result)] = {i: list(s.token_ids) for i, s in result.samples.items()}
+                    assert encode_group(result)
+                records = server.harness.recorder.records
+                started += server.harness.recorder.started
+                ended += sum(len(record.candidates) for record in records)
+                assert {r.outcome for r in records} <= {Outcome.COMPLETED, Outcome.CANCELLED}
+                reasons = {c.reason for r in records if r.outcome is Outcome.CANCELLED for c in r.candidates}
+                assert reasons <= {DiscardReason.CARRIED}
+        assert started == ended
+        if policy != "cut":  # its deadline depends on which groups run together
+            assert found == expected
+
+    run_on_stepped_clock(scenario())
