@@ -13,11 +13,9 @@ caller, so that the order of callers says nothing about lengths.
 """
 
 import asyncio
-import logging
 import math
 import random
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol
@@ -26,43 +24,14 @@ from darts_server.engine.port import OutputT, RequestT
 from darts_server.observers import GroupObserver
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.plan import Plan
+from darts_server.rollout.join_requests import JoinedRequest, JoinRequest
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.short_groups import ShortGroups
 from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.serving.admission import Ticket
 
-logger = logging.getLogger(__name__)
-
 NAMED_TIMEOUTS = 12
 """A minute, by default."""
-WINDOW = 64
-"""Groups of which the log says how many were sealed short."""
-OFTEN, SELDOM = 0.25, 0.1
-"""Shares of these from which it is said, and below which it may be said once more."""
-
-
-class ShortGroups:
-    """Log once when groups are often sealed with fewer requests than planned."""
-
-    def __init__(self) -> None:
-        self._newest: deque[bool] = deque(maxlen=WINDOW)
-        self._is_logged = False
-
-    def add(self, *, full: bool, planned: int) -> None:
-        self._newest.append(not full)
-        count = sum(self._newest)
-        if len(self._newest) == WINDOW and count >= OFTEN * WINDOW and not self._is_logged:
-            self._is_logged = True
-            logger.warning(
-                "%d of the last %d groups of single requests were sealed with fewer than %d, after --group-wait: send "
-                "all requests of a prompt at once, name groups (X-Darts-Group: id=NAME, or sessions that match "
-                "--group-pattern), raise --group-wait, or lower --group-size",
-                count,
-                WINDOW,
-                planned,
-            )
-        elif count < SELDOM * WINDOW:
-            self._is_logged = False
 
 
 class Groups(Protocol[RequestT, OutputT]):
@@ -85,23 +54,6 @@ class Groups(Protocol[RequestT, OutputT]):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class JoinRequest(Generic[RequestT]):
-    """One request that becomes part of a group.
-
-    ``join_key``: equal for requests that may join the same group. ``ticket``: holds its candidate, which the group
-    takes over, as it runs on if this caller disconnects. ``name``: the caller's name for the group, if any.
-    """
-
-    request: RequestT
-    request_id: str
-    plan: Plan
-    prompt_key: str
-    join_key: str
-    ticket: Ticket
-    name: str | None = None
-
-
 @dataclass(slots=True)
 class _Seat(Generic[RequestT, OutputT]):
     """``caller``: ``None`` after it has disconnected. ``output``: the trajectory that was drawn for the seat.
@@ -111,6 +63,7 @@ class _Seat(Generic[RequestT, OutputT]):
 
     request: RequestT
     request_id: str
+    own_id: str | None
     caller: asyncio.Future[OutputT] | None
     output: OutputT | None = None
     answered: bool = False
@@ -171,6 +124,11 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             for group in groups:
                 group.abort(request_id)
 
+    def find(self, name: str, may_see: Callable[[str | None], bool]) -> list[JoinedRequest[RequestT, OutputT]]:
+        """Find the requests that wait and have that name: the engine's id, or the caller's own."""
+        groups = (group for groups in self._groups.values() for group in groups if may_see(group.owner))
+        return [request for group in groups for request in group.find(name)]
+
     def drain(self) -> None:
         """Close all groups with the requests that have arrived, and from now on every group with its first one."""
         self._draining = True
@@ -186,7 +144,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             if not group.is_closed:
                 return group, group.add(request)
         for group in groups:
-            if (vacant := group.take_vacant(request.request_id)) is not None:
+            if (vacant := group.take_vacant(request)) is not None:
                 return group, vacant
         group = _JoinedGroup(
             self._runner,
@@ -246,6 +204,11 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     @property
+    def owner(self) -> str | None:
+        """Name of its callers; ``None`` for those without a key."""
+        return self._run.owner
+
+    @property
     def is_closed(self) -> bool:
         """Whether no further request may join."""
         return self._closed.is_set()
@@ -253,7 +216,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
         """Add a seat for one more request, and start a candidate for it."""
         seat: _Seat[RequestT, OutputT] = _Seat(
-            request.request, request.request_id, asyncio.get_running_loop().create_future()
+            request.request, request.request_id, request.own_id, asyncio.get_running_loop().create_future()
         )
         self._seats.append(seat)
         self._run.add_request_id(request.request_id)
@@ -284,15 +247,15 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._start_extras = self.is_closed
         self._closed.set()
 
-    def take_vacant(self, request_id: str) -> _Seat[RequestT, OutputT] | None:
+    def take_vacant(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
         """Give the seat of a disconnected caller to a late one, while the group runs."""
         for seat in self._seats:
             if seat.caller is None and not seat.answered and not self._run.has_ended:
-                seat.request_id = request_id
+                seat.request_id, seat.own_id = request.request_id, request.own_id
                 seat.caller = asyncio.get_running_loop().create_future()
                 if seat.output is not None:
                     seat.caller.set_result(seat.output)
-                self._run.add_request_id(request_id)
+                self._run.add_request_id(request.request_id)
                 return seat
         return None
 
@@ -311,13 +274,31 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
 
     def abort(self, request_id: str) -> None:
         """Answer the caller with what its own candidate has generated so far. Its seat stays in the draw."""
+        for seat, caller in self._waiting():
+            if seat.request_id == request_id:
+                self._abort_seat(seat, caller)
+
+    def find(self, name: str) -> Iterator[JoinedRequest[RequestT, OutputT]]:
+        """Yield the requests that wait and have that name, see `GroupJoiner.find`."""
+        for seat, caller in self._waiting():
+            if name in (seat.request_id, seat.own_id):
+                index = self._run.runner.index_of(seat.request)
+                yield JoinedRequest(self._run, index, partial(self._abort_seat, seat, caller))
+
+    def _waiting(self) -> Iterator[tuple[_Seat[RequestT, OutputT], asyncio.Future[OutputT]]]:
+        """Yield the seats whose callers are not answered yet."""
         for seat in self._seats:
-            caller = seat.caller
-            if seat.request_id != request_id or caller is None or caller.done() or self._run.has_ended:
-                continue
-            seat.aborted = True
-            nothing = self._run.runner.aborted_output(seat.request)
-            self._run.runner.abort_request(seat.request).add_done_callback(partial(_pass_on, caller, nothing))
+            if seat.caller is not None and not seat.caller.done() and not self._run.has_ended:
+                yield seat, seat.caller
+
+    def _abort_seat(
+        self, seat: _Seat[RequestT, OutputT], caller: asyncio.Future[OutputT]
+    ) -> asyncio.Future[OutputT | None]:
+        seat.aborted = True
+        nothing = self._run.runner.aborted_output(seat.request)
+        output = self._run.runner.abort_request(seat.request)
+        output.add_done_callback(partial(_pass_on, caller, nothing))
+        return output
 
     def _stop_if_unattended(self) -> None:
         if not self._ended and not any(seat.is_waiting for seat in self._seats):

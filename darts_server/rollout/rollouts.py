@@ -21,6 +21,7 @@ from darts_server.rollout.plan import Plan, Planner
 from darts_server.rollout.poller import ProgressPoller
 from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.singles import SingleRequests
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue
 from darts_server.rollout.turns.turns import Turn, Turns
@@ -77,6 +78,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.statistics = statistics
         self.gate = gate or Gate()
         self.turns = Turns()
+        self.singles = SingleRequests(lambda: engine.weight_version)
         self.starts = StartQueue()
         self.admission = admission or Admission(lambda: engine.unfinished, engine.capacity)
         self.observers = GroupObservers([statistics])
@@ -285,6 +287,7 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     def weights_change(self) -> None:
         """Record what running candidates have generated so far, before the paused model gets other weights."""
+        self.singles.weights_change()
         for run in list(self._runs):
             run.runner.weights_change()
 

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from darts_server.exceptions import DartsError
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
-from darts_server.rollout.joining import JoinRequest
+from darts_server.rollout.join_requests import JoinRequest
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.rollout.turns.chat_history import ChatHistory, Message
@@ -35,6 +35,7 @@ from darts_server.vllm.requests import (
     note_named_prompt,
     note_shaped,
 )
+from darts_server.vllm.singles import VllmSingle
 from darts_server.vllm.turns import make_turn, remember_answers
 from darts_server.vllm.validation import check_group, check_request
 from darts_server.vllm.watchdog import Pulse, observe_outputs
@@ -157,9 +158,15 @@ class ShapingLLM(ControlledLLM):
             outputs = super().generate(prompt, params, request_id, **options)
             async with self.gate.enter(unshaped=True), aclosing(outputs):
                 ticket.mark_started()
-                with _unwrap_own_errors():
+                with _unwrap_own_errors(), self._abortable(params, request_id):
                     async for output in outputs:
                         yield output
+
+    def _abortable(self, params: SamplingParams, request_id: str) -> AbstractContextManager[None]:
+        """Let a request for one trajectory be aborted by its id while the block runs."""
+        if self.rollouts is None or params.n > 1 or current_beam_search() is not None:
+            return nullcontext()
+        return self.rollouts.singles.track(request_id, VllmSingle(self, request_id))
 
     async def _generate_group(
         self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket
@@ -249,8 +256,9 @@ def _join_request(
     plan: Plan, request: PromptRequest, prompt_key: str, name: str | None, ticket: Ticket
 ) -> JoinRequest[PromptRequest]:
     # Callers with different keys must not answer each other's requests.
-    join_key = f"{caller.get().name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
-    return JoinRequest(request, request.request_id, plan, prompt_key, join_key, ticket, name)
+    who = caller.get()
+    join_key = f"{who.name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
+    return JoinRequest(request, request.request_id, plan, prompt_key, join_key, ticket, name, who.request_id)
 
 
 def _releasing(outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket) -> AsyncGenerator[RequestOutput, None]:

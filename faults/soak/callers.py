@@ -14,7 +14,7 @@ from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.registry import IdempotencyKey
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.rollout.joining import JoinRequest
+from darts_server.rollout.join_requests import JoinRequest
 from darts_server.rollout.observers.reward_matching import Reward
 from darts_server.rollout.plan import OFF, Plan
 from darts_server.rollout.run import GroupRun

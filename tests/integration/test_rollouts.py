@@ -12,7 +12,7 @@ import pytest
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import Server
-from tests.integration.waiting import wait_idle
+from tests.integration.waiting import wait_counted, wait_idle
 
 pytestmark = pytest.mark.engine
 SIZE = 8
@@ -251,6 +251,46 @@ def test_a_trajectory_of_vllms_routes_is_aborted_by_its_request_id(server: Serve
     assert [choice["finish_reason"] for choice in answers[0].json()["choices"]] == ["length"] * 2
     [record] = httpx.get(f"{server.url}/darts/v1/groups/cmpl-abort/me-0").json()["groups"]
     assert record["candidates"][0]["reason"] == "aborted"
+    wait_idle(server)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("policy", "request_id"), [("off", "one/alone"), ("shortest", "joined")])
+def test_a_request_for_one_trajectory_is_aborted_by_its_request_id(
+    server: Server, policy: str, request_id: str, stream: bool
+) -> None:
+    body = {"model": "tiny", "prompt": prompts(1)[0], "max_tokens": 280, "ignore_eos": True, "logprobs": 1}
+    tokens = {"return_token_ids": True, "stream": stream, "seed": 5}
+    answers: list[httpx.Response] = []
+
+    def send() -> None:
+        shaping = {"X-Darts-Policy": policy, "X-Darts-Group": "id=aborted;size=2"}
+        headers = {"X-Request-Id": request_id, **(shaping if policy != "off" else {"X-Darts-Policy": "off"})}
+        url = f"{server.url}/v1/completions"
+        answers.append(httpx.post(url, json=body | tokens, headers=headers, timeout=60))
+
+    generated = server.metric("vllm:generation_tokens_total")
+    sending = Thread(target=send)
+    sending.start()
+    wait_counted(server, "vllm:generation_tokens_total", generated + 5)
+    aborted = abort(server, request_id)
+    sending.join()
+    assert aborted.status_code == 200, aborted.text
+    part = aborted.json()
+    assert (part["finish_reason"], part["length"]) == ("abort", len(part["token_ids"]))
+    assert 5 <= part["length"] < 280
+    assert part["version_spans"] == [[part["weight_version_end"], part["length"]]]
+    if stream:
+        chunks = [line[6:] for line in answers[0].text.splitlines() if line.startswith("data: {")]
+        choices = [choice for chunk in chunks for choice in json.loads(chunk)["choices"]]
+    else:
+        choices = answers[0].json()["choices"]
+    assert [token for choice in choices for token in choice["token_ids"] or ()] == part["token_ids"]
+    assert "".join(choice["text"] for choice in choices) == part["text"]
+    assert choices[-1]["finish_reason"] == "abort"
+    values = [value for choice in choices for value in (choice["logprobs"] or {}).get("token_logprobs", ())]
+    assert values == pytest.approx(part["logprobs"], abs=1e-4)
+    assert abort(server, request_id).status_code == 404
     wait_idle(server)
 
 

@@ -9,7 +9,7 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.submission import Submission
-from darts_server.rollout.joining import JoinRequest
+from darts_server.rollout.join_requests import JoinRequest
 from tests.rollout.batches.test_submission import SIZE, batch_request, script, submit
 from tests.rollout.helpers import Harness, collect, lengths
 

@@ -205,14 +205,20 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._aborts.answer(index, self.aborted_output(self.requests.of(index)[0]))
         return output
 
+    def index_of(self, request: RequestT) -> int | None:
+        """Return the candidate that runs for one of the group's requests; ``None`` if it does not run any more."""
+        for candidate in reversed(self._group.candidates):
+            if candidate.running and self.requests.of(candidate.index)[0] is request:
+                return candidate.index
+        return None
+
     def abort_request(self, request: RequestT) -> asyncio.Future[OutputT | None]:
         """Abort the candidate that was started for one of the group's requests, see `abort`.
 
         ``None`` if it does not run any more: then it may be another caller's.
         """
-        for candidate in reversed(self._group.candidates):
-            if candidate.running and self.requests.of(candidate.index)[0] is request:
-                return self.abort(candidate.index)
+        if (index := self.index_of(request)) is not None:
+            return self.abort(index)
         nothing: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
         nothing.set_result(None)
         return nothing

@@ -7,8 +7,9 @@ import pytest
 
 from darts_server.engine.scripted import settle
 from darts_server.observers import GroupObserver
-from darts_server.rollout.joining import NAMED_TIMEOUTS, WINDOW, ShortGroups
+from darts_server.rollout.joining import NAMED_TIMEOUTS
 from darts_server.rollout.plan import Limits
+from darts_server.rollout.short_groups import WINDOW, ShortGroups
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import SAMPLED, WAIT, JoiningHarness, SteppedLoop
 
