@@ -83,15 +83,23 @@ class TracedEngine:
     def probe_width(self) -> int | None:
         return self._port.probe_width
 
-    async def start(self, request: PromptRequest, index: int, probe: Probe | None = None) -> TracedCandidate:
+    @property
+    def has_priorities(self) -> bool:
+        return self._port.has_priorities
+
+    async def start(
+        self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
+    ) -> TracedCandidate:
         length, reason = self._lengths(request.request_id, index)
         sized = _Sized(request.prompt, request.params, request.request_id, request.options, length)
-        return TracedCandidate(await self._port.start(sized, index, probe), reason)
+        return TracedCandidate(await self._port.start(sized, index, probe, order), reason)
 
     def check_resumable(self, request: PromptRequest) -> None:
         raise InvalidRequest("carry", "'resume' does not work with the lengths of a trace")
 
-    async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice) -> TracedCandidate:
+    async def resume(
+        self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0
+    ) -> TracedCandidate:
         raise NotImplementedError
 
     def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:

@@ -128,14 +128,22 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         ...
 
     @property
+    def has_priorities(self) -> bool:
+        """Whether candidates that wait start by their ``order``, and not as they came."""
+        ...
+
+    @property
     def probe_width(self) -> int | None:
         """Width of the hidden states that it reports to a `Probe`; ``None`` if it cannot report any."""
         ...
 
     async def start(
-        self, request: RequestT_contra, index: int, probe: Probe | None = None
+        self, request: RequestT_contra, index: int, probe: Probe | None = None, order: float = 0.0
     ) -> RunningCandidate[OutputT]:
         """Start candidate ``index`` of a request.
+
+        ``order``: of candidates whose callers gave them the same priority those with the lowest start first, if it
+        `has_priorities`.
 
         Raises:
             CandidateFailed, EngineRefused, EngineBusy, EngineDead
@@ -150,12 +158,14 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """
         ...
 
-    async def resume(self, request: RequestT_contra, index: int, prefix: TokenSlice) -> RunningCandidate[OutputT]:
+    async def resume(
+        self, request: RequestT_contra, index: int, prefix: TokenSlice, order: float = 0.0
+    ) -> RunningCandidate[OutputT]:
         """Start candidate ``index`` of a request with what it had generated when it was stopped.
 
         ``prefix``: at least one token, with log-probs if the request asks for them. Counts, tokens and outputs include
         it. With a seed, the other tokens are sampled with a seed of their own, from the candidate's and the number of
-        tokens.
+        tokens. ``order``: see `start`.
 
         Raises:
             CandidateFailed, EngineRefused, EngineBusy, EngineDead

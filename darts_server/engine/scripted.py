@@ -44,8 +44,8 @@ class Script:
 class ScriptedCandidate:
     """A candidate whose output is the list of its token ids, ``[0, 1, 2, …]``, with log-probs 0, -1/8, -2/8, ….
 
-    ``started_at``: the engine's step at its start. ``generated``: tokens so far. ``stop_lag``: turns of the event loop
-    after which a stop is answered.
+    ``started_at``: the engine's step at its start, and later at which it got a slot. ``generated``: tokens so far.
+    ``stop_lag``: turns of the event loop after which a stop is answered. ``order``: of those that wait for a slot.
     """
 
     request: str
@@ -55,6 +55,8 @@ class ScriptedCandidate:
     generated: int = 0
     probe: Probe | None = None
     stop_lag: int = 0
+    order: float = 0.0
+    has_slot: bool = True
     _states: list[tuple[int, HiddenState]] = field(default_factory=list)
     _result: asyncio.Future[CandidateResult[list[int]]] = field(default_factory=asyncio.Future)
 
@@ -85,7 +87,7 @@ class ScriptedCandidate:
 
     def step(self, now: int) -> None:
         """Generate one token, unless the candidate is delayed or has finished."""
-        if not self.is_running or now <= self.started_at + self.script.delay:
+        if not self.is_running or not self.has_slot or now <= self.started_at + self.script.delay:
             return
         self.generated += 1
         self._take_state(now)
@@ -123,6 +125,9 @@ class ScriptedEngine:
         self.now = 0
         self.weight_version = 0
         self.capacity: int | None = None
+        self.slots: int | None = None
+        """How many candidates run at once; the others wait. ``None``: all run."""
+        self.has_priorities = False
         self.kv_tokens: int | None = None
         self.probe_width: int | None = None
         self.started: list[ScriptedCandidate] = []
@@ -141,21 +146,24 @@ class ScriptedEngine:
     def unfinished(self) -> int:
         return len(self.running)
 
-    async def start(self, request: str, index: int, probe: Probe | None = None) -> ScriptedCandidate:
+    async def start(
+        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
+    ) -> ScriptedCandidate:
         if self._dead:
             raise EngineDead("the scripted engine was killed")
         if self.start_error is not None:
             raise self.start_error
         script = self._script(request, index)
         candidate = ScriptedCandidate(request, index, script, self.now, probe=probe, stop_lag=self.stop_lag)
+        candidate.order, candidate.has_slot = order, self.slots is None
         self.started.append(candidate)
         return candidate
 
     def check_resumable(self, request: str) -> None:
         """Accept everything."""
 
-    async def resume(self, request: str, index: int, prefix: TokenSlice) -> ScriptedCandidate:
-        candidate = await self.start(request, index)
+    async def resume(self, request: str, index: int, prefix: TokenSlice, order: float = 0.0) -> ScriptedCandidate:
+        candidate = await self.start(request, index, order=order)
         candidate.generated = len(prefix.token_ids)
         return candidate
 
@@ -176,12 +184,21 @@ class ScriptedEngine:
 
     async def step(self) -> None:
         """Run one decode step of all running candidates, then let the waiting tasks react."""
+        self._give_slots()
         self.now += 1
         for candidate in self.running:
             candidate.step(self.now)
         for candidate in self.started:
             candidate.report_states(self.now)
         await settle()
+
+    def _give_slots(self) -> None:
+        waiting = [candidate for candidate in self.running if not candidate.has_slot]
+        if self.has_priorities:
+            waiting.sort(key=lambda candidate: candidate.order)
+        free = 0 if self.slots is None else self.slots - len(self.running) + len(waiting)
+        for candidate in waiting[:free]:
+            candidate.has_slot, candidate.started_at = True, self.now
 
     async def run(self, steps: int = 10_000) -> None:
         """Step until nothing runs.

@@ -24,6 +24,7 @@ from darts_server.rollout.run import GroupRun
 from darts_server.rollout.singles import SingleRequests
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue
+from darts_server.rollout.starting_order import NO_ORDER, StartingOrder, starting_order
 from darts_server.rollout.turns.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
@@ -221,13 +222,20 @@ class Rollouts(Generic[RequestT, OutputT]):
         survival = None
         if spec.pruning is not None:
             survival = spec.pruning.for_prompt(lambda: self._forecasts.of_prompt(spec.prompt_key))
-        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), survival, carried)
+        order = self.starting_order(spec.prompt_key)
+        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), survival, carried, order)
         self._runs[run] = None
         self._by_id.setdefault(spec.group_id, []).append(run)
         self._poller.add(run)
         if self._suspended:
             run.suspend()
         return run
+
+    def starting_order(self, prompt_key: str | None) -> StartingOrder:
+        """Return the place of a request that comes now among others, on an engine that has priorities."""
+        if not self._engine.has_priorities:
+            return NO_ORDER
+        return starting_order(self.statistics, self._context.clock, prompt_key)
 
     @property
     def running(self) -> int:

@@ -33,6 +33,7 @@ from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.deliveries import Deliveries
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
+from darts_server.rollout.starting_order import NO_ORDER, StartingOrder
 from darts_server.types import GONE, DiscardReason
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     ``on_end`` is called once when the group has ended, with any outcome, ``on_start`` for each candidate that has
     reached the engine or could not be started. ``survival``: with which probability candidates are kept; ``None`` to
-    prune and to score none. ``carried``: what its first candidates have generated already, by index.
+    prune and to score none. ``carried``: what its first candidates have generated already, by index. ``order``: of its
+    candidates among those of others that wait.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         on_start: Callable[[], None] = lambda: None,
         survival: SurvivalRule | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
+        order: StartingOrder = NO_ORDER,
     ) -> None:
         self.spec = spec
         self._engine = context.engine
@@ -74,7 +77,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._group = spec.new_group()
         self.recorder = GroupRecorder(spec.group_id, spec.policy, context.clock, spec.prompt_key)
         callbacks = CandidateCallbacks(on_start, self._feed, self._handle_bug)
-        self.runner = CandidateRunner(context, spec, self._group, self.recorder, callbacks, survival, carried)
+        self.runner = CandidateRunner(context, spec, self._group, self.recorder, callbacks, survival, carried, order)
         self.tokens = CandidateTokens(self._group, self.runner.running, self.runner.outputs, self.recorder)
         self._membership = CohortMembership(self, self._group)
         self._extra: ExtraCandidates | None = None  # while some may be given up

@@ -39,6 +39,7 @@ from darts_server.vllm.deferred import CachingTokenizer, Deferred, sampled_logpr
 from darts_server.vllm.new_states import change_new_states, changing_state
 from darts_server.vllm.outputs import make_output, text_of, token_logprobs
 from darts_server.vllm.packed_outputs import receive_packed
+from darts_server.vllm.priorities import FIELD, combined, has_priorities
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import Ranks
@@ -168,6 +169,10 @@ class VllmEngine:
         return len(self._llm.output_processor.request_states)
 
     @property
+    def has_priorities(self) -> bool:
+        return has_priorities(self._llm)
+
+    @property
     def probe_width(self) -> int | None:
         return self._probes.width
 
@@ -176,23 +181,25 @@ class VllmEngine:
         """The reason why :attr:`probe_width` is ``None``."""
         return self._probes.fault
 
-    async def start(self, request: PromptRequest, index: int, probe: Probe | None = None) -> VllmCandidate:
+    async def start(
+        self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
+    ) -> VllmCandidate:
         self._llm.gate.check()  # raises for groups that were admitted before the engine died
         with ExitStack() as cleanup:
             params = request.params_of(index) if probe is None else self._probed_params(request, index, probe, cleanup)
             deferred = self._defer(params, returns_logprobs=probe is None or not request.adds_logprobs(probe))
             with changing_state(deferred.begin):
-                return await self._add(request, index, request.prompt, params, cleanup, deferred)
+                return await self._add(request, index, request.prompt, params, order, cleanup, deferred)
 
     def check_resumable(self, request: PromptRequest) -> None:
         check_resumable(request.params)
 
-    async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice) -> VllmCandidate:
+    async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0) -> VllmCandidate:
         self._llm.gate.check()
         prompt, params = request.resumed(index, prefix.token_ids)
         whole = Resumption(request.prompt["prompt_token_ids"], request.params_of(index), prefix)
         with ExitStack() as cleanup, changing_state(partial(begin_with, whole, self._llm.output_processor.tokenizer)):
-            return await self._add(request, index, prompt, params, cleanup)
+            return await self._add(request, index, prompt, params, order, cleanup)
 
     def _defer(self, params: SamplingParams, *, returns_logprobs: bool) -> Deferred:
         """Defer what can be deferred of a candidate that is about to start."""
@@ -207,6 +214,7 @@ class VllmEngine:
         index: int,
         prompt: Any,
         params: SamplingParams,
+        order: float,
         cleanup: ExitStack,
         deferred: Deferred | None = None,
     ) -> VllmCandidate:
@@ -215,7 +223,7 @@ class VllmEngine:
         cleanup.callback(self._ranks.leave, request.request_id)
         try:
             collector = await self._llm.add_request(
-                _child_id(request, index), prompt, params, **self._options(request, rank)
+                _child_id(request, index), prompt, params, **self._options(request, rank, order)
             )
         except Exception as error:
             raise translate(error) from error
@@ -236,10 +244,13 @@ class VllmEngine:
             cleanup.callback(self._probes.unregister, number)
         return request.probed_params_of(index, probe, number)
 
-    def _options(self, request: PromptRequest, rank: int) -> Mapping[str, Any]:
-        if self._llm.vllm_config.parallel_config.data_parallel_size == 1 or request.options.get(RANK) is not None:
-            return request.options
-        return {**request.options, RANK: rank}
+    def _options(self, request: PromptRequest, rank: int, order: float) -> Mapping[str, Any]:
+        options = request.options
+        if self._llm.vllm_config.parallel_config.data_parallel_size > 1 and options.get(RANK) is None:
+            options = {**options, RANK: rank}
+        if self.has_priorities:
+            options = {**options, FIELD: combined(options.get(FIELD, 0), order)}
+        return options
 
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return truncate_output(output, tokens, request.params, self._llm.tokenizer)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.deferred import make_deferred
 from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
 from darts_server.vllm.outputs import merge_outputs, to_choice
+from darts_server.vllm.priorities import FIELD, combined, has_priorities
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.requests import (
     current_beam_search,
@@ -155,18 +156,35 @@ class ShapingLLM(ControlledLLM):
         self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any], ticket: Ticket
     ) -> AsyncGenerator[RequestOutput, None]:
         with ticket:
-            outputs = super().generate(prompt, params, request_id, **options)
+            outputs = super().generate(prompt, params, request_id, **self._in_order(options))
             async with self.gate.enter(unshaped=True), aclosing(outputs):
                 ticket.mark_started()
-                with _unwrap_own_errors(), self._abortable(params, request_id):
-                    async for output in outputs:
-                        yield output
+                with _unwrap_own_errors():
+                    if params.n == 1 and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
+                        outputs = self._abortable(request_id, outputs)
+                    async with aclosing(outputs):
+                        async for output in outputs:
+                            yield output
 
-    def _abortable(self, params: SamplingParams, request_id: str) -> AbstractContextManager[None]:
-        """Let a request for one trajectory be aborted by its id while the block runs."""
-        if self.rollouts is None or params.n > 1 or current_beam_search() is not None:
-            return nullcontext()
-        return self.rollouts.singles.track(request_id, VllmSingle(self, request_id))
+    def _in_order(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Give a request that is not shaped its place among the candidates of groups, if vLLM has priorities."""
+        if self.rollouts is None or not has_priorities(self):
+            return options
+        return {**options, FIELD: combined(options.get(FIELD, 0), self.rollouts.starting_order(None).of())}
+
+    async def _abortable(
+        self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Let a request for one trajectory be aborted by its id while its outputs are read."""
+        if self.rollouts is None or current_beam_search() is not None:
+            async for output in outputs:
+                yield output
+            return
+        single = VllmSingle(self)
+        with self.rollouts.singles.track(request_id, single):
+            async with aclosing(single.follow(outputs)) as followed:
+                async for output in followed:
+                    yield output
 
     async def _generate_group(
         self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket

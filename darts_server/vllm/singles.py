@@ -1,40 +1,50 @@
 """Requests for one trajectory that vLLM serves by itself, so that their callers can abort them."""
 
+from collections.abc import AsyncGenerator
+
+from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestState
 
 from darts_server.types import Sample
+from darts_server.vllm.new_states import change_new_states, changing_state
 from darts_server.vllm.outputs import token_logprobs
 
 
 class VllmSingle:
-    """Implements :class:`darts_server.rollout.singles.RunningRequest`. ``request_id``: as it was sent to vLLM."""
+    """Implements :class:`darts_server.rollout.singles.RunningRequest`."""
 
-    def __init__(self, llm: AsyncLLM, request_id: str) -> None:
+    def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._request_id = request_id
+        self._state: RequestState | None = None
+        change_new_states(llm.output_processor)
+
+    async def follow(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+        """Yield a request's outputs, from the first, with which vLLM has added it."""
+        with changing_state(self._set_state):
+            first = await anext(outputs, None)
+        if first is None:
+            return
+        yield first
+        async for output in outputs:
+            yield output
 
     def tokens(self) -> int | None:
-        found = self._find()
-        return None if found is None or found[1].detokenizer is None else found[1].detokenizer.num_output_tokens()
+        detokenizer = None if self._state is None else self._state.detokenizer
+        return None if detokenizer is None else detokenizer.num_output_tokens()
 
     async def abort(self) -> Sample | None:
-        found = self._find()
-        if found is None:
+        states = self._llm.output_processor.request_states
+        internal_id = next((name for name, state in states.items() if state is self._state), None)
+        if internal_id is None:
             return None
-        internal_id, state = found
-        sample = _sample(state)
+        sample = _sample(states[internal_id])
         # vLLM ends the request in this turn of the event loop, so its caller is answered with the same tokens.
         await self._llm.abort([internal_id], internal=True)
         return sample
 
-    def _find(self) -> tuple[str, RequestState] | None:
-        """Find the request by vLLM's own id; ``None`` before the engine has it, and after its end."""
-        processor = self._llm.output_processor
-        for internal_id in processor.external_req_ids.get(self._request_id, ()):
-            if (state := processor.request_states.get(internal_id)) is not None:
-                return internal_id, state
-        return None
+    def _set_state(self, state: RequestState) -> None:
+        self._state = state
 
 
 def _sample(state: RequestState) -> Sample | None:

@@ -20,6 +20,7 @@ from darts_server.rollout.pruning.checkpoints import Checkpoints
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec
+from darts_server.rollout.starting_order import NO_ORDER, StartingOrder
 from darts_server.types import DiscardReason
 
 
@@ -50,6 +51,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         callbacks: what the group does when something happens to one.
         survival: with which probability candidates are kept; ``None`` to prune and to score none.
         carried: what the first candidates have generated already.
+        order: of its candidates among those of others that wait.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         callbacks: CandidateCallbacks,
         survival: SurvivalRule | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
+        order: StartingOrder = NO_ORDER,
     ) -> None:
         self.requests = CandidateRequests(spec.request)
         self.outputs = CandidateOutputs(context.engine, self.requests)
@@ -82,6 +85,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._checkpoints = None if survival is None else Checkpoints(survival, self.running)
         self._engine = context.engine
         self._starts = context.starts
+        self._order = order
         self._keeps_results = spec.can_carry
         self._group = group
         self._recorder = recorder
@@ -262,10 +266,11 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._cohort.running -= 1
 
     async def _start_or_resume(self, index: int, carried: CarriedCandidate[OutputT]) -> RunningCandidate[OutputT]:
+        order = self._order.of(carried.tokens)
         if carried.tokens:
-            return await self._engine.resume(*self.requests.of(index), carried.prefix)
+            return await self._engine.resume(*self.requests.of(index), carried.prefix, order)
         probe = None if self.scorer is None else self.scorer.probe_for(index)
-        return await self._engine.start(*self.requests.of(index), probe)
+        return await self._engine.start(*self.requests.of(index), probe, order)
 
     def _add_running(self, index: int, running: RunningCandidate[OutputT], carried: CarriedCandidate[OutputT]) -> None:
         self.running[index] = running

@@ -94,6 +94,7 @@ class SigningEngine:
         self.capacity = engine.capacity
         self.kv_tokens = engine.kv_tokens
         self.probe_width = engine.probe_width
+        self.has_priorities = engine.has_priorities
         self.aborted = asyncio.Event()
         self.aborted.set()
 
@@ -105,13 +106,13 @@ class SigningEngine:
     def unfinished(self) -> int:
         return self._engine.unfinished
 
-    async def start(self, request: str, index: int, probe: Probe | None = None) -> SigningCandidate:
+    async def start(self, request: str, index: int, probe: Probe | None = None, order: float = 0.0) -> SigningCandidate:
         return SigningCandidate(await self._engine.start(request, index, probe), self.aborted)
 
     def check_resumable(self, request: str) -> None:
         raise NotImplementedError
 
-    async def resume(self, request: str, index: int, prefix: TokenSlice) -> SigningCandidate:
+    async def resume(self, request: str, index: int, prefix: TokenSlice, order: float = 0.0) -> SigningCandidate:
         raise NotImplementedError
 
     def truncate(self, request: str, output: SignedOutput, tokens: int) -> SignedOutput:
