@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
@@ -46,11 +46,13 @@ def make_trainer(
     model: Path = MODEL,
     lora: int | None = None,
     advantages: Literal["group", "unbiased"] = "group",
+    ahead: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> DartsGRPOTrainer:
     """Make TRL's trainer with the recipe of `train.py`.
 
-    ``lora``: rank of a LoRA adapter to train instead of all weights. ``advantages``: see `DartsGRPOTrainer`.
+    ``lora``: rank of a LoRA adapter to train instead of all weights. ``advantages``: see `DartsGRPOTrainer`, also for
+    what ``ahead`` may have, such as ``max_staleness``.
     ``changes``: arguments of ``GRPOConfig``.
     """
     held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts)
@@ -92,6 +94,7 @@ def make_trainer(
         processing_class=build_tokenizer(),
         advantages=advantages,
         peft_config=None if lora is None else LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"),
+        **(ahead or {}),
     )
 
 

@@ -1,7 +1,7 @@
 """vLLM's priority scheduling: the order in which requests start that wait for the engine."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def answered_first(server: Server, *requests: dict[str, Any]) -> str:
     with ThreadPoolExecutor(4) as pool:
         busy = pool.submit(post, server, "long", priority=-9)
         wait_counted(server, "vllm:generation_tokens_total", generated + 2)
-        waiting = {}
+        waiting: dict[str, Future[float]] = {}
         for request in requests:
             waiting[request["key"]] = pool.submit(post, server, **request)
             time.sleep(0.1)

@@ -255,7 +255,7 @@ def test_a_trajectory_of_vllms_routes_is_aborted_by_its_request_id(server: Serve
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("policy", "request_id"), [("off", "one/alone"), ("shortest", "joined")])
+@pytest.mark.parametrize(("policy", "request_id"), [("off", "one/alone"), ("uniform", "joined")])
 def test_a_request_for_one_trajectory_is_aborted_by_its_request_id(
     server: Server, policy: str, request_id: str, stream: bool
 ) -> None:

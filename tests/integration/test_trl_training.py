@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer trains against the server on a CPU, without NCCL."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from darts_client import Client
+from darts_client import BadRequest, Client
 from darts_client.advantages import unbiased_advantages
 from darts_server.demo.server import DARTS, Server
 from examples.tiny_rl.tokenizer import build_tokenizer
@@ -97,6 +98,43 @@ def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rew
     assert sum(step["darts/tokens_returned"] for step in steps) == round(returned)
     with Client(own.url) as client:
         assert client.state.load(tmp_path / f"checkpoint-{RECIPE.steps}" / "darts-state") >= RECIPE.pool
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "ahead", [{"prompts_ahead": 0.5}, {"max_staleness": 1}, {"prompts_ahead": 0.5, "max_staleness": 1}], ids=str
+)
+def test_prompts_that_are_started_ahead_are_each_trained_on_as_often_and_with_the_weights_that_they_say(
+    own: Server, tmp_path: Path, ahead: dict[str, Any]
+) -> None:
+    before = counters(own)
+    recipe = replace(RECIPE, steps=4)
+    trainer = make_trainer(own.url, "uniform", recipe, seed=3, out=tmp_path, ahead=ahead)
+    seen: Counter[str] = Counter()
+    inner = trainer._calculate_rewards
+
+    def counted(inputs: Any, *rest: Any) -> Any:
+        seen.update(row["prompt"] for row in inputs)
+        return inner(inputs, *rest)
+
+    trainer._calculate_rewards = counted  # type: ignore[method-assign]  # to look in between
+    trainer.train()
+    pool: Any = trainer.train_dataset
+    assert seen == Counter({row["prompt"]: recipe.steps * recipe.group_size for row in pool})
+
+    steps = [line for line in trainer.state.log_history if "loss" in line]
+    gaps = [step["sampling/sampling_logp_difference/max"] for step in steps]
+    assert len(gaps) == recipe.steps
+    assert gaps[0] < 1e-3
+    if "max_staleness" in ahead:  # the next batch is sampled while this one is trained on
+        assert min(gaps[1:]) > 1e-3
+    else:
+        assert max(gaps) < 1e-3, "prompts that were left over start again"
+    grew = {name: value - before[name] for name, value in counters(own).items()}
+    assert grew[UNKNOWN] == 0
+    assert grew[GROUPS] == recipe.steps * recipe.prompts
+    with Client(own.url) as client, pytest.raises(BadRequest):
+        list(client.rollouts([], group_size=2, max_tokens=4, carried=True))  # nothing is left over
 
 
 def test_an_adapter_is_trained_alone_and_served_merged(own: Server, tmp_path: Path) -> None:

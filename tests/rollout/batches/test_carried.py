@@ -398,7 +398,7 @@ def test_prompts_of_earlier_batches_are_older_than_those_of_later_ones() -> None
 def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
     def generated(name: str, tokens: int) -> CarriedPrompt:
         candidate: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(tokens), None), ((0, tokens),))
-        return replace(kept(name), group=CarriedGroup((), False, (1,), [candidate]))
+        return replace(kept(name), group=CarriedGroup("", False, (1,), [candidate]))
 
     prompts = CarriedPrompts(CarryLimits(tokens=10))
     prompts.put(None, [generated("a", 4), kept("b"), generated("c", 4), generated("d", 5)])

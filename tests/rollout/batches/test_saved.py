@@ -20,7 +20,7 @@ from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.preparation import terms_of
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.run import BatchRun
-from darts_server.rollout.batches.saved import KIND, SavedPrompts
+from darts_server.rollout.batches.saved import KIND, Owned, SavedPrompts
 from darts_server.rollout.carried import CarriedCandidate, SavedEnd
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.store.transactions import TransactionStore
@@ -70,7 +70,7 @@ def plain(prompt: CarriedPrompt) -> object:
 
 
 def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) -> None:
-    prompts = [("one", carried_prompt(f"p{number}")) for number in range(12)]
+    prompts: list[Owned] = [("one", carried_prompt(f"p{number}")) for number in range(12)]
     prompts.append((None, CarriedPrompt(PromptSpec(text="x"), ("x", "x"))))
     with TransactionStore(tmp_path) as store:
         SavedPrompts(store, "model").save(prompts)
