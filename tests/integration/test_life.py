@@ -75,7 +75,9 @@ async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_th
     errors = [event["error"]["code"] for answer in streamed[:-1] if "error" in (event := last_event(answer))]
     assert errors
     assert {*errors} == {503}
-    assert streamed[-1].text.rsplit("event: ", 1)[1].startswith("error")
+    check_handed_back(streamed[-1])
+    [body] = [answer.json() for answer in plain[-1:] if answer.status_code == 200] or [{"groups": []}]
+    assert all(whole_or_aborted(group) for group in body["groups"])
     assert psutil.wait_procs(engines, timeout=30)[1] == []
     with Store(tmp_path / "s") as store:
         [(_, stats)] = store.items("prompt")
@@ -97,6 +99,25 @@ async def check_refuses(client: httpx.AsyncClient) -> None:
         assert "stopping" in answer.json()["error"]["message"]
         assert int(answer.headers["Retry-After"]) > 0
     assert (await client.get("/darts/v1/policy")).status_code == 200
+
+
+def check_handed_back(answer: httpx.Response) -> None:
+    """Check that a stream of tokens ends in order, and that each of its groups is whole or says that it is not."""
+    assert answer.status_code == 200
+    events = [event.split("\n") for event in answer.text.split("\n\n") if "\nevent: " in f"\n{event}"]
+    named = [{line.partition(": ")[0]: line.partition(": ")[2] for line in event} for event in events]
+    assert named[-1]["event"] == "done"
+    assert json.loads(named[-1]["data"])["unfinished"] == []
+    groups = [json.loads(event["data"]) for event in named if event["event"] == "group"]
+    assert sorted(group["number"] for group in groups) == [0, 1, 2, 3]
+    assert all(map(whole_or_aborted, groups))
+
+
+def whole_or_aborted(group: dict[str, Any]) -> bool:
+    """Whether a group has all of its trajectories, or none, an error, and what its candidates had generated."""
+    if group["error"] is None:
+        return len(group["trajectories"]) == 8 and group["aborted"] is None
+    return group["error"]["code"] == 503 and group["trajectories"] == [] and group["aborted"] is not None
 
 
 def last_event(answer: httpx.Response) -> dict[str, Any]:

@@ -49,9 +49,11 @@ class CountingEngine(ScriptedEngine):
         self.most, self.most_of_a_key = 0, 0
         self._rng = rng
 
-    async def start(self, request: str, index: int, probe: Probe | None = None) -> ScriptedCandidate:
+    async def start(
+        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
+    ) -> ScriptedCandidate:
         await turns(self._rng.randint(0, 3))
-        candidate = await super().start(request, index, probe)
+        candidate = await super().start(request, index, probe, order)
         by_caller = Counter(each.request.partition("/")[0] for each in self.running)
         self.most = max(self.most, len(self.running))
         self.most_of_a_key = max(self.most_of_a_key, by_caller["one"], by_caller["other"])

@@ -116,8 +116,10 @@ class DeafCandidate(ScriptedCandidate):
 class Deaf(ScriptedEngine):
     """It does nothing about a stop, and dies at step 20."""
 
-    async def start(self, request: str, index: int, probe: Probe | None = None) -> ScriptedCandidate:
-        started = await super().start(request, index, probe)
+    async def start(
+        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
+    ) -> ScriptedCandidate:
+        started = await super().start(request, index, probe, order)
         deaf = DeafCandidate(started.request, started.index, started.script, started.started_at)
         self.started[self.started.index(started)] = deaf
         return deaf

@@ -61,8 +61,10 @@ def create_script(
 class EarlyStateEngine(ScriptedEngine):
     """Sends a hidden state before its ``start`` returns."""
 
-    async def start(self, request: str, index: int, probe: Probe | None = None) -> ScriptedCandidate:
-        candidate = await super().start(request, index, probe)
+    async def start(
+        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
+    ) -> ScriptedCandidate:
+        candidate = await super().start(request, index, probe, order)
         if probe is not None and candidate.script.hidden is not None:
             probe.on_state(HiddenState(4, np.asarray(candidate.script.hidden(4), dtype=np.float32)))
         return candidate
