@@ -231,7 +231,8 @@ def make_rooms(
         retention,
         settings.poll_interval,
         carry_limits=carry_limits,
-        saved=SavedPrompts(queue_store, engine.source),
+        saved=SavedPrompts(queue_store, engine.fingerprint),
+        has_initial_weights=lambda: updates.are_initial,
     )
     queue_sources = QueueSources(
         count=lambda state: queue.meter.totals()[EntryState(state)],

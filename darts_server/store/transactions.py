@@ -97,6 +97,15 @@ class TransactionStore(AbstractContextManager["TransactionStore"]):
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
 
+    def clear(self, kind: str) -> None:
+        """Delete everything of a kind, whatever its state; it is gone from the disk when this returns.
+
+        Raises:
+            StateError: nothing was changed.
+        """
+        with self._lock, translate_errors(self._path):
+            self._connection.execute("DELETE FROM entries WHERE kind = ?", (kind,))
+
     def close(self) -> None:
         with self._lock:
             self._closing.close()

@@ -10,6 +10,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from darts_server.serving.gate import Gate
 from darts_server.vllm.engine import VllmEngine, VllmRollouts
+from darts_server.vllm.fingerprint import fingerprint_of
 from darts_server.vllm.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.probe.receiver import probing
 from darts_server.vllm.prompt_renderer import VllmPromptRenderer
@@ -24,7 +25,7 @@ class RunningEngine:
     """A started engine.
 
     ``port``: runs candidates. ``renderer``: renders prompts. ``model``: takes new weights. ``source``: path or
-    name of its weights.
+    name of its weights. ``fingerprint``: of the model that it was started with, see `fingerprint_of`.
     """
 
     llm: ShapingLLM
@@ -33,6 +34,7 @@ class RunningEngine:
     model: VllmModel
     model_name: str
     source: str
+    fingerprint: str
     _steps: Steps
 
     def shape(self, rollouts: VllmRollouts, merge_options: MergeOptions, updates: Updates | None = None) -> None:
@@ -51,6 +53,7 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
     """Run the engine until the block ends. ``gate``: what every request passes."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    fingerprint = fingerprint_of(config)
     steps = Steps()
     llm = ShapingLLM.from_vllm_config(
         config,
@@ -71,7 +74,8 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
             llm.loras = model.loras
             renderer = VllmPromptRenderer(llm, args.chat_template)
             port = VllmEngine(llm, probes)
-            yield RunningEngine(llm, port, renderer, model, args.served_model_name[0], args.model, steps)
+            name = args.served_model_name[0]
+            yield RunningEngine(llm, port, renderer, model, name, args.model, fingerprint, steps)
     finally:
         if llm.rollouts is not None:
             llm.rollouts.statistics.flush()

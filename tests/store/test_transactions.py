@@ -89,3 +89,12 @@ def test_a_failed_write_changes_nothing(folder: Path | None) -> None:
         with pytest.raises(StateFull):
             store.write({("a", "1"): b"y", ("a", "2"): b"z" * 100_000})
         assert list(store.items("a")) == [("1", b"x")]
+
+
+def test_a_kind_is_cleared_whatever_its_state(tmp_path: Path) -> None:
+    with TransactionStore(tmp_path) as store:
+        store.write({("a", "1"): b"x", ("a", "2"): b"y", ("b", "1"): b"z"})
+        store._connection.execute("UPDATE entries SET value = x'00' WHERE kind = 'a'")
+        store.clear("a")
+    with TransactionStore(tmp_path) as store:
+        assert [*store.items("a"), *store.items("b")] == [("1", b"z")]

@@ -97,13 +97,16 @@ async def prepare_batch(
             name = f"{batch_id}-{len(requests)}"
             requests.append(await _request(renderer, batch, f"carried[{len(requests)}]", other.prompt, name))
             prompts.append(other.prompt)
-            identities.append(other.identity)
+            identities.append(_identity(renderer, other.prompt, requests[-1]))
             carried.append(other)
         check_numbers(batch, plan, len(prompts))
         if batch.carry is Carry.RESUME:
             check_resumable(rollouts, plan, requests)
         terms, keys = terms_of(plan, sampling), [key for key, _ in identities]
-        resumed = [_resumed(batch, terms, each, kept.limits, rollouts.weight_version) for each in carried]
+        resumed = [
+            _resumed(batch, terms, identity, each, kept.limits, rollouts.weight_version)
+            for identity, each in zip(identities, carried, strict=True)
+        ]
         chosen = await rollouts.allocator.choose(plan, keys, batch.num_groups)
         allocations = _allocate(rollouts, ticket, plan, keys, batch.budget, resumed, chosen)
     except BaseException:
@@ -152,12 +155,21 @@ def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:
 
 
 def _resumed(
-    batch: BatchRequest, terms: str, carried: CarriedPrompt | None, limits: CarryLimits, version: int
+    batch: BatchRequest,
+    terms: str,
+    identity: Identity,
+    carried: CarriedPrompt | None,
+    limits: CarryLimits,
+    version: int,
 ) -> CarriedGroup[Any] | None:
-    """Return what a prompt's candidates go on from; ``None`` if it starts again."""
-    group = None if carried is None or batch.carry is not Carry.RESUME else carried.group
-    usable = group is not None and group.terms == terms and group.staleness(version) <= limits.staleness
-    return group if usable else None
+    """Return what a prompt's candidates go on from; ``None`` if it starts again.
+
+    ``identity``: as it is rendered now. The server that generated its tokens may have had another chat template.
+    """
+    if carried is None or batch.carry is not Carry.RESUME or (group := carried.group) is None:
+        return None
+    usable = group.terms == terms and carried.identity == identity and len(group.candidates) >= batch.group_size
+    return group if usable and group.staleness(version) <= limits.staleness else None
 
 
 async def _request(

@@ -11,12 +11,12 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
-from darts_server.rollout.batches.carried import CarriedPrompts, CarryLimits
+from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.rollout.batches.saved import SavedPrompts, portable
+from darts_server.rollout.batches.saved import SavedPrompts
 from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import RETRY_SECONDS, caller
@@ -106,6 +106,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         clock: monotonic seconds.
         carry_limits: of what is carried over from batch to batch.
         saved: where that is kept from the end of this server to the start of the next; ``None`` for nowhere.
+        has_initial_weights: whether the weights are those that the server was started with, and never were others.
+            Those that the next one starts with have generated nothing else.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         clock: Callable[[], float] = time.monotonic,
         carry_limits: CarryLimits | None = None,
         saved: SavedPrompts | None = None,
+        has_initial_weights: Callable[[], bool] = lambda: True,
     ) -> None:
         self._rollouts = rollouts
         self._renderer = renderer
@@ -127,9 +130,9 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._clock = clock
         self._carried = CarriedPrompts(carry_limits)
         self._saved = saved
+        self._has_initial_weights = has_initial_weights
         if saved is not None:
-            for owner, prompt in saved.take(rollouts.weight_version):
-                self._carried.put(owner, [prompt])
+            self._restore(saved)
         self._running: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._durable: dict[str, _DurableBatch] = {}
@@ -212,10 +215,17 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         if self._saved is None or not self._saved.is_durable:
             return
         try:
-            prompts = [(owner, await portable(prompt, self._renderer)) for owner, prompt in self._carried]
-            await asyncio.to_thread(self._saved.save, prompts)
+            await self._saved.save_in_time(list(self._carried), self._renderer, with_tokens=self._has_initial_weights())
         except Exception:
             logger.exception("prompts that were carried over could not be saved, and are lost")
+
+    def _restore(self, saved: SavedPrompts) -> None:
+        """Keep the prompts that the last server has saved, those of each caller at once: that takes all of them."""
+        by_owner: dict[str | None, list[CarriedPrompt]] = {}
+        for owner, prompt in saved.take(self._rollouts.weight_version):
+            by_owner.setdefault(owner, []).append(prompt)
+        for owner, prompts in by_owner.items():
+            self._carried.put(owner, prompts)
 
     async def _wait_for_ends(self, timeout: float | None = None) -> None:
         if self._tasks:

@@ -1,7 +1,10 @@
 """Prompts that are carried over, on the disk: from the end of one server to the start of the next."""
 
+import asyncio
 import json
 import logging
+import math
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from darts_server.engine.port import PromptRenderer, TokenSlice
+from darts_server.exceptions import StateError
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
 from darts_server.rollout.carried import CarriedCandidate, SavedEnd, compact
 from darts_server.rollout.prompt_documents import decode_prompt, encode_prompt
@@ -22,6 +26,12 @@ KIND = "carried"
 FORMAT = 1
 TOKENS, LOGPROBS = "<i4", "<f8"
 """How they are on the disk."""
+WRITE_BYTES = 1 << 23
+"""Of documents that are written at once: about a tenth of a second."""
+PORTABLE_SECONDS, SAVE_SECONDS = 2.0, 4.0
+"""For all prompts at shutdown, before a supervisor ends it: to take outputs from the engine, and to write."""
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+"""Raised by documents that have other fields than ours."""
 
 Owned = tuple[str | None, CarriedPrompt]
 """A prompt, and the name of the caller that it is kept for."""
@@ -32,7 +42,7 @@ class SavedPrompts:
 
     Args:
         disk: where they are.
-        model: what is served. What another one has generated is not used.
+        model: fingerprint of what is served. What another one has generated is not used.
     """
 
     def __init__(self, disk: TransactionStore, model: str) -> None:
@@ -44,33 +54,106 @@ class SavedPrompts:
         """Whether what is saved outlives the server."""
         return self._disk.is_durable
 
-    def save(self, prompts: Iterable[Owned]) -> None:
-        """Save prompts, in their order. What their candidates have generated must be `portable`.
+    def save(self, prompts: Iterable[Owned], seconds: float = math.inf) -> int:
+        """Save prompts in their order; how many. What their candidates have generated must be `portable`.
+
+        ``seconds``: after them no other document is begun.
 
         Raises:
-            StateError: nothing was saved.
+            StateError: not all could be written.
         """
-        documents = (_encode(owner, prompt, self._model) for owner, prompt in prompts)
-        self._disk.write({(KIND, f"{place:08}"): document for place, document in enumerate(documents)})
+        until, saved, changes, size = time.monotonic() + seconds, 0, dict[tuple[str, str], bytes | None](), 0
+        for owner, prompt in prompts:
+            if time.monotonic() >= until:
+                break
+            changes[KIND, f"{saved:08}"] = document = _encode(owner, prompt, self._model)
+            saved, size = saved + 1, size + len(document)
+            if size >= WRITE_BYTES:
+                self._disk.write(changes)
+                changes, size = {}, 0
+        self._disk.write(changes)
+        return saved
+
+    async def save_in_time(
+        self, prompts: Sequence[Owned], renderer: PromptRenderer[Any, Any], *, with_tokens: bool
+    ) -> None:
+        """Save prompts at shutdown, as many as there is time for, and log how many of them are lost.
+
+        ``with_tokens``: otherwise they start again.
+        """
+        if with_tokens:
+            prompts = await _all_portable(prompts, renderer)
+        else:
+            prompts = [(owner, replace(prompt, group=None)) for owner, prompt in prompts]
+        saved = await asyncio.to_thread(self.save, prompts, SAVE_SECONDS)
+        if saved < len(prompts):
+            logger.error(
+                "%d prompts that were carried over are lost: they could not be saved in time", len(prompts) - saved
+            )
 
     def take(self, version: int) -> list[Owned]:
         """Remove and return what was saved: it must not come again if this server does not end in order.
 
+        What cannot be read or removed is logged, and not returned.
+
         ``version``: that this server starts with. Versions are counted from the start of a server, so tokens of any
         other one may be of any weights, and their prompts start again.
-
-        Raises:
-            StateError: they cannot be read, or not be removed.
         """
-        documents = sorted(self._disk.items(KIND))
-        self._disk.write({(KIND, key): None for key, _ in documents})
-        taken = []
-        for _, document in documents:
+        try:
+            documents = sorted(self._disk.items(KIND))
+        except StateError as error:
+            logger.error("prompts that were carried over are lost: %s", error)
+            documents = []
+        try:
+            self._disk.clear(KIND)
+        except StateError as error:
+            logger.error("prompts that were carried over are not used, as they cannot be removed: %s", error)
+            return []
+        return self._read([document for _, document in documents], version)
+
+    def _read(self, documents: Iterable[bytes], version: int) -> list[Owned]:
+        taken: list[Owned] = []
+        lost: list[Exception] = []
+        restarted: list[Exception] = []
+        for document in documents:
             try:
-                taken.append(_decode(document, self._model, version))
-            except (ValueError, TypeError, KeyError) as error:
-                logger.error("a prompt that was carried over is lost: this version cannot read it (%r)", error)
+                fields, (owner, prompt) = _decode(document)
+            except MALFORMED as error:
+                lost.append(error)
+                continue
+            try:
+                prompt = replace(prompt, group=self._group(fields, version))
+            except MALFORMED as error:
+                restarted.append(error)
+            taken.append((owner, prompt))
+        for errors, end in (lost, "are lost: this version cannot read them"), (restarted, "start again"):
+            if errors:
+                logger.error("%d prompts that were carried over %s (the first: %r)", len(errors), end, errors[0])
         return taken
+
+    def _group(self, fields: Mapping[str, Any], version: int) -> CarriedGroup[Any] | None:
+        """Return what was generated for a prompt, if the present weights are those that did."""
+        if fields["group"] is None or fields["model"] != self._model:
+            return None
+        group = _decode_group(fields["group"])
+        is_current = all(each == version for candidate in group.candidates for each, _ in candidate.version_spans)
+        return group if is_current else None
+
+
+async def _all_portable(prompts: Sequence[Owned], renderer: PromptRenderer[Any, Any]) -> list[Owned]:
+    """Make prompts portable, and those start again for which there is no time."""
+    ready: list[Owned] = []
+    try:
+        async with asyncio.timeout(PORTABLE_SECONDS):
+            for owner, prompt in prompts:
+                ready.append((owner, await portable(prompt, renderer)))
+                await asyncio.sleep(0)  # most need no turn of the event loop, and then the timeout would not be seen
+    except TimeoutError:
+        logger.error(
+            "%d prompts that were carried over start again: what was generated for them could not be saved in time",
+            len(prompts) - len(ready),
+        )
+    return ready + [(owner, replace(prompt, group=None)) for owner, prompt in prompts[len(ready) :]]
 
 
 async def portable(prompt: CarriedPrompt, renderer: PromptRenderer[Any, Any]) -> CarriedPrompt:
@@ -122,20 +205,26 @@ def _encode_candidate(candidate: CarriedCandidate[Any]) -> dict[str, Any]:
     }
 
 
-def _decode(document: bytes, model: str, version: int) -> Owned:
+def _decode(document: bytes) -> tuple[Mapping[str, Any], Owned]:
+    """Decode a document, and its prompt without what was generated for it."""
     fields = json.loads(document)
     if fields["format"] != FORMAT:
         raise ValueError(f"its format is {fields['format']}, not {FORMAT}")
     key, content = fields["identity"]
-    group = None if fields["group"] is None or fields["model"] != model else _decode_group(fields["group"])
-    if group is not None and any(each != version for c in group.candidates for each, _ in c.version_spans):
-        group = None
-    return fields["owner"], CarriedPrompt(decode_prompt(fields["prompt"].encode()), (key, content), group)
+    prompt = decode_prompt(fields["prompt"].encode())
+    if [prompt.token_ids, prompt.messages, prompt.text].count(None) != 2:
+        raise ValueError("it has no prompt")
+    return fields, (fields["owner"], CarriedPrompt(prompt, (key, content)))
 
 
 def _decode_group(fields: Mapping[str, Any]) -> CarriedGroup[Any]:
+    terms, saturated, tail_seed = fields["terms"], fields["saturated"], fields["tail_seed"]
     candidates = [_decode_candidate(candidate) for candidate in fields["candidates"]]
-    return CarriedGroup(fields["terms"], fields["saturated"], fields["tail_seed"], candidates)
+    if not (isinstance(terms, str) and isinstance(saturated, bool) and all(number >= 0 for number in tail_seed)):
+        raise ValueError("it has other terms or another seed than a group can have")
+    if len({candidate.prefix.logprobs is None for candidate in candidates if candidate.tokens}) > 1:
+        raise ValueError("some of its candidates have log-probs, and others not")
+    return CarriedGroup(terms, saturated, tail_seed, candidates)
 
 
 def _decode_candidate(fields: Mapping[str, Any]) -> CarriedCandidate[Any]:
@@ -143,7 +232,7 @@ def _decode_candidate(fields: Mapping[str, Any]) -> CarriedCandidate[Any]:
     logprobs = None if fields["logprobs"] is None else _unpacked(fields["logprobs"], LOGPROBS)
     spans = tuple((version, tokens) for version, tokens in fields["version_spans"])
     counts = {len(token_ids), sum(tokens for _, tokens in spans), *([] if logprobs is None else [len(logprobs)])}
-    if len(counts) > 1:
+    if len(counts) > 1 or any(tokens <= 0 for _, tokens in spans):
         raise ValueError("it has not as many log-probs or versions as tokens")
     end = None if fields["end"] is None else SavedEnd(FinishReason(fields["end"][0]), fields["end"][1])
     return CarriedCandidate(compact(TokenSlice(token_ids, logprobs)), spans, None, end)

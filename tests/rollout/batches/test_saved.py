@@ -3,7 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +12,20 @@ from random import Random
 
 import pytest
 
-from darts_server.engine.port import TokenSlice
+from darts_server.engine.port import CandidateResult, TokenSlice
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import ServerStopping, StateDamaged
+from darts_server.exceptions import ServerStopping
 from darts_server.http.resources.queue_models import encode_group
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, Carry
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.preparation import terms_of
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.run import BatchRun
-from darts_server.rollout.batches.saved import KIND, Owned, SavedPrompts
+from darts_server.rollout.batches.saved import KIND, PORTABLE_SECONDS, SAVE_SECONDS, Owned, SavedPrompts
 from darts_server.rollout.carried import CarriedCandidate, SavedEnd
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.store.transactions import TransactionStore
-from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, RequestOptions
+from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, RequestOptions, Sample
 from tests.rollout.batches.streams import (
     SHAPINGS,
     by_candidate,
@@ -45,13 +46,15 @@ def by_text(text: str, index: int) -> Script:
     return Script(int(text) + index)
 
 
-def carried_prompt(text: str, version: int = 0) -> CarriedPrompt:
+def carried_prompt(text: str, version: int = 0, *, with_logprobs: bool = True) -> CarriedPrompt:
     finished: CarriedCandidate[list[int]] = CarriedCandidate(
-        TokenSlice([0, 1, 2**31 - 1], [0.0, -1e-300, -7.5]),
+        TokenSlice([0, 1, 2**31 - 1], [0.0, -1e-300, -7.5] if with_logprobs else None),
         ((version, 3),),
         saved_end=SavedEnd(FinishReason.LENGTH, "ab\u00e9\ud83d"),
     )
-    running: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice([5, 6], None), ((version, 2),))
+    running: CarriedCandidate[list[int]] = CarriedCandidate(
+        TokenSlice([5, 6], [-0.1, -2.0] if with_logprobs else None), ((version, 2),)
+    )
     group = CarriedGroup("terms", True, (1 << 63, 3), [finished, running, CarriedCandidate()])
     spec = PromptSpec(token_ids=[1, 2], key=text, metadata=b'{"of": "\xc3\xa9"}')
     return CarriedPrompt(spec, (text, "content"), group)
@@ -72,6 +75,7 @@ def plain(prompt: CarriedPrompt) -> object:
 def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) -> None:
     prompts: list[Owned] = [("one", carried_prompt(f"p{number}")) for number in range(12)]
     prompts.append((None, CarriedPrompt(PromptSpec(text="x"), ("x", "x"))))
+    prompts.append((None, carried_prompt("y", with_logprobs=False)))
     with TransactionStore(tmp_path) as store:
         SavedPrompts(store, "model").save(prompts)
     with TransactionStore(tmp_path) as store:
@@ -92,7 +96,7 @@ def test_what_other_weights_have_generated_is_not_used(model: str, version: int)
     assert [prompt.group is not None for prompt in taken] == [False, model == "model" and version == 1]
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"identity": None}, {"group": {"terms": ""}}])
+@pytest.mark.parametrize("change", [{"format": 2}, {"identity": None}, {"prompt": None}, {"prompt": "{}"}])
 def test_a_prompt_that_cannot_be_read_is_lost_alone(
     change: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,26 +106,114 @@ def test_a_prompt_that_cannot_be_read_is_lost_alone(
         document = json.loads(store.read(KIND, "00000000") or b"") | change
         store.write({(KIND, "00000000"): json.dumps(document).encode()})
         assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["b"]
-    assert "is lost" in caplog.text
+    assert "1 prompts that were carried over are lost" in caplog.text
 
 
-def test_tokens_without_their_log_probs_or_versions_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def wrong_group(**change: object) -> CarriedPrompt:
+    """A prompt of which the first candidate, or the group, is not what a server saves."""
     prompt = carried_prompt("a")
     assert prompt.group is not None
     [first, *others] = prompt.group.candidates
-    for wrong in (replace(first, version_spans=((0, 2),)), replace(first, prefix=TokenSlice([1, 2, 3], [0.0]))):
-        with TransactionStore() as store:
-            saved = SavedPrompts(store, "model")
-            saved.save([(None, replace(prompt, group=replace(prompt.group, candidates=[wrong, *others])))])
-            assert saved.take(0) == []
+    if "of_group" in change:
+        return replace(prompt, group=replace(prompt.group, **change["of_group"]))  # type: ignore[arg-type]
+    candidates = [replace(first, **change), *others]  # type: ignore[arg-type]
+    return replace(prompt, group=replace(prompt.group, candidates=candidates))
 
 
-def test_damage_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version_spans": ((0, 2),)},
+        {"version_spans": ((0, 4), (1, -1))},
+        {"prefix": TokenSlice([1, 2, 3], [0.0])},
+        {"prefix": TokenSlice([1, 2, 3], None)},
+        {"saved_end": SavedEnd("never", "")},
+        {"of_group": {"terms": None}},
+        {"of_group": {"tail_seed": (-1,)}},
+    ],
+)
+def test_prompts_whose_tokens_are_inconsistent_start_again_and_the_log_says_so_once(
+    change: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with TransactionStore() as store:
+        saved = SavedPrompts(store, "model")
+        saved.save([(None, wrong_group(**change)), (None, carried_prompt("b")), (None, wrong_group(**change))])
+        taken = [prompt for _, prompt in saved.take(0)]
+    assert [(prompt.identity[0], prompt.group is None) for prompt in taken] == [("a", True), ("b", False), ("a", True)]
+    [message] = caplog.messages
+    assert message.startswith("2 prompts that were carried over start again")
+
+
+def test_damage_ends_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with TransactionStore(tmp_path) as store:
         SavedPrompts(store, "model").save([(None, carried_prompt("a"))])
         store._connection.execute("UPDATE entries SET value = x'00'")
-    with TransactionStore(tmp_path) as store, pytest.raises(StateDamaged):
-        SavedPrompts(store, "model").take(0)
+    with TransactionStore(tmp_path) as store:
+        assert SavedPrompts(store, "model").take(0) == []
+        assert "the checksum" in caplog.text
+        assert list(store.items(KIND)) == [], "the next start does not read it again"
+
+
+def test_what_cannot_be_removed_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    with TransactionStore() as store:
+        SavedPrompts(store, "model").save([(None, carried_prompt("a"))])
+        store._connection.execute("PRAGMA query_only = ON")
+        assert SavedPrompts(store, "model").take(0) == []
+        store._connection.execute("PRAGMA query_only = OFF")
+        assert len(SavedPrompts(store, "model").take(0)) == 1
+    assert "cannot be removed" in caplog.text
+
+
+def test_a_large_prompt_is_saved_beside_others(tmp_path: Path) -> None:
+    """More than is written at once."""
+    texts = ["a" * 3_000_000 + str(number) for number in range(5)]
+    with TransactionStore(tmp_path) as store:
+        saved = SavedPrompts(store, "model")
+        assert saved.save((None, CarriedPrompt(PromptSpec(text=text), (text, ""))) for text in texts) == 5
+        assert [prompt.prompt.text for _, prompt in saved.take(0)] == texts
+
+
+def test_what_there_is_no_time_for_is_lost_and_the_log_says_how_much(caplog: pytest.LogCaptureFixture) -> None:
+    with TransactionStore() as store:
+        saved = SavedPrompts(store, "model")
+        assert saved.save([(None, carried_prompt("a"))], seconds=0) == 0
+
+        class Slow(SavedPrompts):
+            def save(self, prompts: Iterable[Owned], seconds: float = 0.0) -> int:
+                assert seconds == SAVE_SECONDS
+                return super().save(list(prompts)[:2])
+
+        prompts: list[Owned] = [(None, carried_prompt(name)) for name in "abc"]
+        asyncio.run(Slow(store, "model").save_in_time(prompts, Texts(), with_tokens=True))
+        assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["a", "b"]
+    assert "1 prompts that were carried over are lost" in caplog.text
+
+
+def test_prompts_whose_texts_are_not_made_in_time_start_again(caplog: pytest.LogCaptureFixture) -> None:
+    class SlowTexts(Texts):
+        async def to_sample(self, output: list[int]) -> Sample:
+            await asyncio.sleep(10 * PORTABLE_SECONDS if len(output) > 1 else 0)
+            return await super().to_sample(output)
+
+    def finished(name: str, tokens: int) -> CarriedPrompt:
+        prompt = carried_prompt(name)
+        assert prompt.group is not None
+        candidate: CarriedCandidate[list[int]] = CarriedCandidate(
+            TokenSlice([1] * tokens, None),
+            ((0, tokens),),
+            CandidateResult(tokens, FinishReason.STOP, list(range(tokens))),
+        )
+        return replace(prompt, group=replace(prompt.group, candidates=[candidate]))
+
+    async def scenario() -> None:
+        with TransactionStore() as store:
+            saved = SavedPrompts(store, "model")
+            prompts: list[Owned] = [(None, finished(name, 1 + (name == "b"))) for name in "abc"]
+            await saved.save_in_time(prompts, SlowTexts(), with_tokens=True)
+            assert [prompt.group is not None for _, prompt in saved.take(0)] == [True, False, False]
+
+    asyncio.run(scenario())
+    assert "2 prompts that were carried over start again" in caplog.text
 
 
 def test_terms_are_equal_in_every_process() -> None:
@@ -135,17 +227,26 @@ def test_terms_are_equal_in_every_process() -> None:
 class Server:
     """One server after the other on the same folder, with the same scripts."""
 
-    def __init__(self, folder: Path | None, script: object = by_text, policy: str = "shortest") -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        script: object = by_text,
+        policy: str = "shortest",
+        texts: Texts | None = None,
+        *,
+        has_initial_weights: bool = True,
+    ) -> None:
         self.harness = Harness(script)  # type: ignore[arg-type]
         self._store = TransactionStore(folder)
         planner = Planner(SHAPINGS, policy, Limits(64))
         self.registry: BatchRegistry[str, list[int]] = BatchRegistry(
             self.harness.rollouts,
-            Texts(),
+            texts or Texts(),
             lambda _: planner,
             interval=0,
             clock=asyncio.get_running_loop().time,
             saved=SavedPrompts(self._store, "model"),
+            has_initial_weights=lambda: has_initial_weights,
         )
 
     async def begin(self, steps: int, *texts: str, **more: object) -> BatchRun:
@@ -162,8 +263,15 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(folder: Path | None, script: object = by_text, policy: str = "shortest") -> AsyncIterator[Server]:
-    server = Server(folder, script, policy)
+async def serving(
+    folder: Path | None,
+    script: object = by_text,
+    policy: str = "shortest",
+    texts: Texts | None = None,
+    *,
+    has_initial_weights: bool = True,
+) -> AsyncIterator[Server]:
+    server = Server(folder, script, policy, texts, has_initial_weights=has_initial_weights)
     with server._store:
         yield server
 
@@ -224,6 +332,51 @@ def test_with_a_folder_the_next_server_goes_on(carry: Carry, tmp_path: Path) -> 
             await server.stop()
         async with serving(tmp_path) as server:
             assert server.registry._carried.count(None) == 0
+
+    run_on_stepped_clock(scenario())
+
+
+class OtherTexts(Texts):
+    """Render prompts with another template."""
+
+    def prompt_key(self, request: str) -> str:
+        return f"other key of {request}"
+
+
+@pytest.mark.parametrize(
+    ("texts", "size", "has_initial_weights"), [(OtherTexts(), 4, True), (None, 5, True), (None, 4, False)]
+)
+def test_a_prompt_starts_again_where_its_tokens_are_those_of_another_prompt_or_other_weights(
+    texts: Texts | None, size: int, has_initial_weights: bool, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, has_initial_weights=has_initial_weights) as server:
+            await server.begin(15, "30", "40", carry=Carry.RESUME)
+            await server.stop()
+        async with serving(tmp_path, texts=texts) as server:
+            assert server.registry._carried.count(None) == 2
+            asked = replace(request(carry=Carry.RESUME, carried=True), group_size=size)
+            done = await finish(server.harness, await begin(server.harness, server.registry, asked, 0))
+            assert [result.error for result in done.results] == [None, None]
+            assert server.harness.engine.now == 40 + size - 1
+            assert all(result.prompt_key.startswith("other") == (texts is not None) for result in done.results)
+
+    run_on_stepped_clock(scenario())
+
+
+def test_thousands_of_prompts_are_restored_in_seconds(tmp_path: Path) -> None:
+    prompts: list[Owned] = [
+        (f"owner {number % 2}", CarriedPrompt(PromptSpec(token_ids=[number]), (str(number), "")))
+        for number in range(8000)
+    ]
+    with TransactionStore(tmp_path) as store:
+        SavedPrompts(store, "model").save(prompts)
+
+    async def scenario() -> None:
+        begun = time.process_time()
+        async with serving(tmp_path) as server:
+            assert time.process_time() - begun < 5
+            assert [*server.registry._carried] == sorted(prompts, key=lambda prompt: prompt[0] or "")
 
     run_on_stepped_clock(scenario())
 
