@@ -8,11 +8,12 @@ from typing import Any
 
 from darts_server.ray.process import ServerEnded, ServerProcess, start_server
 from darts_server.ray.settings import ServerSpec
+from darts_server.serving.lifecycle import END_SECONDS
 
 logger = logging.getLogger("ray.serve")
 
 ANNOUNCE_SECONDS = 2.0
-STOP_SECONDS = 10.0
+STOP_SECONDS = END_SECONDS
 """For a server to end after its running requests have ended, or were cut off."""
 
 

@@ -14,6 +14,8 @@ HAND_BACK_SECONDS = 5.0
 """For what running work has generated to be put together: the text of some million tokens."""
 ANSWER_SECONDS = 2.0
 """For errors to reach their callers; on the same machine that takes milliseconds."""
+END_SECONDS = 30.0
+"""From the end of the grace time to the end of the process, at most: what takes so long has a limit of its own."""
 POLL_SECONDS = 0.05
 RETRY_SECONDS = 30
 """``Retry-After`` of a stopping server: about the time in which another one starts."""

@@ -6,6 +6,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from darts_server.ray.settings import GRACE_SECONDS, gpus_of, read_arguments
+from darts_server.serving.lifecycle import END_SECONDS
 from tests.deploy.names import DEPLOY, ROOT
 from tests.deploy.test_dockerfiles import PROJECT, arguments
 from tests.deploy.test_kuberay import documents
@@ -43,7 +44,7 @@ def test_the_workers_have_room_for_all_servers_and_for_nothing_else() -> None:
 def test_pods_live_until_their_servers_have_stopped() -> None:
     spec = read_arguments(SERVE["applications"][0]["args"])
     assert spec.server.grace > GRACE_SECONDS
-    assert WORKERS["template"]["spec"]["terminationGracePeriodSeconds"] > spec.server.grace + 20
+    assert WORKERS["template"]["spec"]["terminationGracePeriodSeconds"] > spec.server.grace + END_SECONDS
 
 
 def test_the_port_is_that_of_ray_serves_proxy() -> None:

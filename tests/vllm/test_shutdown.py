@@ -14,7 +14,9 @@ from unittest.mock import Mock
 import pytest
 
 from darts_server.exceptions import EngineHung, ServerStopping
-from darts_server.serving.lifecycle import HAND_BACK_SECONDS, Lifecycle, Shutdown
+from darts_server.rollout.batches.registry import CLOSE_SECONDS
+from darts_server.rollout.batches.saved import PORTABLE_SECONDS, SAVE_SECONDS
+from darts_server.serving.lifecycle import ANSWER_SECONDS, END_SECONDS, HAND_BACK_SECONDS, Lifecycle, Shutdown
 from darts_server.vllm import shutdown
 
 
@@ -25,6 +27,13 @@ def test_both_grace_times_are_the_same_and_ours_goes_first(ours: float | None, v
     args = Namespace(shutdown_timeout=vllms)
     assert shutdown.set_grace_seconds(args, ours) == seconds
     assert seconds <= args.shutdown_timeout - HAND_BACK_SECONDS < seconds + 1, "the engine outlives what is handed back"
+
+
+def test_a_server_has_ended_by_the_time_that_a_supervisor_kills_it() -> None:
+    """Also if everything takes as long as it may, and learned state a second."""
+    handed_back = HAND_BACK_SECONDS + ANSWER_SECONDS + shutdown.CONNECTION_SECONDS
+    closed = CLOSE_SECONDS + PORTABLE_SECONDS + SAVE_SECONDS + shutdown.CHILD_GRACE_SECONDS
+    assert handed_back + closed + 1.0 < END_SECONDS
 
 
 def test_the_first_signal_stops_in_order_and_the_second_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
