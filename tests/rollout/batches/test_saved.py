@@ -127,7 +127,7 @@ def wrong_group(**change: object) -> CarriedPrompt:
         {"version_spans": ((0, 4), (1, -1))},
         {"prefix": TokenSlice([1, 2, 3], [0.0])},
         {"prefix": TokenSlice([1, 2, 3], None)},
-        {"saved_end": SavedEnd("never", "")},
+        {"saved_end": SavedEnd("never", "")},  # type: ignore[arg-type]
         {"of_group": {"terms": None}},
         {"of_group": {"tail_seed": (-1,)}},
     ],
