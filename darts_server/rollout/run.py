@@ -1,5 +1,6 @@
 """Run one group on an engine: feed its state machine, carry out its decisions, deliver to its caller."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -247,9 +248,20 @@ class GroupRun(Generic[RequestT, OutputT]):
         return [c.index for c in self._group.candidates if c.alive and c.index not in self._deliveries]
 
     async def aborted_outputs(self) -> dict[int, OutputT]:
-        """Return what the candidates of a group have generated that was aborted, with those that it had delivered."""
+        """Return what the candidates of a group have generated that was aborted, with those that it had delivered.
+
+        Without those that failed: their errors are of no concern to the others.
+        """
         delivered = (c.index for c in self._group.candidates if c.index in self._deliveries)
-        return {index: await self.runner.outputs.wait(index) for index in sorted({*self.runner.aborted, *delivered})}
+        indices = sorted({*self.runner.aborted, *delivered})
+        outputs = await asyncio.gather(*map(self.runner.outputs.wait, indices), return_exceptions=True)
+        found: dict[int, OutputT] = {}
+        for index, output in zip(indices, outputs, strict=True):
+            if isinstance(output, BaseException):
+                logger.warning("candidate %d of group %s failed: %r", index, self.spec.group_id, output)
+            else:
+                found[index] = output
+        return found
 
     def fail(self, error: BaseException) -> None:
         """End the group from outside; its caller gets the error."""

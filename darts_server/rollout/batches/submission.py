@@ -310,10 +310,11 @@ class Submission(Generic[RequestT, OutputT]):
     ) -> GroupResult | None:
         """Return what a group that was ended from outside has generated; ``None`` if its prompt is carried over."""
         assert run.interrupted is not None
+        # First: if enough others are complete before it has ended, it stays undecided.
+        self._undecided_because[group.number] = run.interrupted
         if self._carry is not Carry.DROP:
             if self._carry is Carry.RESUME:
                 await self._keep_generated(group, run)
-            self._undecided_because[group.number] = run.interrupted
             self._runs.pop(group.number)
             return None
         result = replace(result, record=run.record)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from darts_server.engine.scripted import Script, settle
+from darts_server.engine.port import Probe
+from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import GroupAborted
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, TrajectorySelected
@@ -29,6 +30,7 @@ from tests.rollout.batches.streams import (
 from tests.rollout.helpers import Harness
 
 SIZE = 4
+ABORTED = "the request was aborted while its group was running"
 WHOLE = AnswerFormat()
 NIGHTLY = pytest.mark.nightly
 
@@ -145,6 +147,52 @@ def test_a_candidate_that_its_caller_just_aborts_goes_to_that_caller_alone() -> 
         [result] = (await finish(harness, batch)).results
         assert len(await aborting or ()) == 9
         assert list(lengths_of(result)) == [0, 1, 3, 4, 5]
+
+    run_on_stepped_clock(scenario())
+
+
+class BreakingCandidate(ScriptedCandidate):
+    """Number 2 of its group breaks when it is stopped."""
+
+    def stop(self) -> int:
+        if self.index == 2:
+            self.fail(ZeroDivisionError("a bug in an adapter"))
+        return super().stop()
+
+
+class Breaking(ScriptedEngine):
+    async def start(
+        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
+    ) -> ScriptedCandidate:
+        started = await super().start(request, index, probe, order)
+        breaking = BreakingCandidate(started.request, started.index, started.script, started.started_at)
+        self.started[self.started.index(started)] = breaking
+        return breaking
+
+
+def test_a_candidate_that_fails_while_its_group_is_aborted_is_missing_alone() -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text, engine=Breaking)
+        batch = await begin(harness, new_registry(harness, "shortest"), request("20"), 9)
+        harness.rollouts.abort_all("now")
+        [result] = (await finish(harness, batch)).results
+        assert str(result.error) == "now"
+        assert lengths_of(result) == dict.fromkeys([0, 1, 3, 4, 5], 9)
+
+    run_on_stepped_clock(scenario())
+
+
+@pytest.mark.parametrize("carry", [Carry.DROP, Carry.RESUME])
+def test_a_group_that_was_aborted_says_why_also_if_enough_others_are_complete_before_it_has_ended(carry: Carry) -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        harness.engine.stop_lag = 200
+        registry = new_registry(harness, "shortest")
+        batch = await begin(harness, registry, request("5", "30", num_groups=1, carry=carry), 6)
+        harness.rollouts.abort(f"{batch.batch_id}-1")
+        done = await finish(harness, batch)
+        assert [(key(result), result.error) for result in done.results] == [("5", None)]
+        assert [(u.number, u.carry, str(u.error)) for u in done.unfinished] == [(1, carry, ABORTED)]
 
     run_on_stepped_clock(scenario())
 
