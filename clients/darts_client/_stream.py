@@ -177,7 +177,7 @@ class BatchReader:
 
         Raises:
             ProtocolError: the event must not come at this point of the stream.
-            StatusError: the batch, or every group of it, failed.
+            StatusError: the batch failed, or every group of it, with nothing else to return.
         """
         if not sse.data:  # httpx-sse dispatches an event without data for some comments
             return None
@@ -271,11 +271,16 @@ class BatchReader:
             raise ProtocolError(f"the batch has {self._prompts} groups, but reported {numbers}")
         self.is_over = True
         self.usage, self.unfinished, self.carried = done.usage, done.unfinished, done.carried
-        if self.failed and len(self.failed) == len(self._finished):
+        if self.failed and not self._has_results:
             [first, *_] = self.failed
             assert first.error is not None
             raise first.error
         return Done(done.usage, done.unfinished)
+
+    @property
+    def _has_results(self) -> bool:
+        """Whether there is anything beside errors: a whole group, or an unfinished prompt."""
+        return len(self.failed) < len(self._finished) or bool(self.unfinished)
 
     def _new_schedule(self) -> RetrySchedule:
         return RetrySchedule(self._retries, idempotent=self._is_durable, retry_timeouts=True)

@@ -129,6 +129,15 @@ def test_the_first_error_is_raised_if_all_groups_fail() -> None:
     assert batch.cancel_path is None
 
 
+def test_no_error_is_raised_if_all_groups_fail_but_prompts_are_unfinished() -> None:
+    batch = build_reader()
+    unfinished = done(0)[1]["unfinished"][0] | {"carry": "resume", "error": failed_group(0)["error"]}
+    read(batch, started(), ("group", failed_group(1)), ("done", done()[1] | {"unfinished": [unfinished]}))
+    assert [group.number for group in batch.failed] == [1]
+    assert [(prompt.number, prompt.carry) for prompt in batch.unfinished] == [(0, "resume")]
+    assert batch.is_over
+
+
 def test_an_error_event_is_raised_and_ends_the_batch() -> None:
     batch = build_reader()
     with pytest.raises(Overloaded, match="aborted") as caught:

@@ -98,7 +98,7 @@ async def _respond(request: Request, batch: BatchRun, after: int) -> Response:
 async def _answer(batch: BatchRun) -> Response:
     done = await batch.wait()
     errors = [result.error for result in done.results if result.error is not None and not result.has_tokens]
-    if errors and len(errors) == len(done.results):  # nothing to return
+    if errors and len(errors) == len(done.results) and not done.unfinished:  # nothing to return
         raise errors[0]
     # In a thread: a large answer takes seconds. The interpreter is free for the event loop between two trajectories.
     return Response(await asyncio.to_thread(_encode, batch, done), media_type="application/json")

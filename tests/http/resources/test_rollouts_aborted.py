@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import GroupAborted
+from darts_server.exceptions import EngineRefused, GroupAborted
 from darts_server.http.resources.rollouts import _answer
 from darts_server.http.resources.rollouts_events import encode_event
 from darts_server.rollout.batches.carried import Carry
@@ -78,6 +78,22 @@ def test_a_batch_whose_prompts_are_all_carried_over_has_no_groups_and_says_why()
         assert (body["groups"], body["carried"]) == ([], 1)
         [prompt] = body["unfinished"]
         assert (prompt["number"], prompt["carry"], prompt["error"]["message"]) == (0, "resume", "an update")
+
+    run_on_stepped_clock(scenario())
+
+
+def test_prompts_that_are_carried_over_are_returned_beside_groups_of_which_all_have_failed() -> None:
+    """Their caller would take them for lost otherwise, and send them again."""
+
+    async def scenario() -> None:
+        harness = Harness(lambda text, index: Script(int(text), error=EngineRefused("no") if text == "5" else None))
+        batch = await begin(harness, new_registry(harness, "shortest"), request("5", "30", carry=Carry.RESUME), 9)
+        harness.rollouts.abort_all("an update")
+        await finish(harness, batch)
+        body = await answer(batch)
+        assert [(group["number"], group["error"]["message"]) for group in body["groups"]] == [(0, "no")]
+        assert [(prompt["number"], prompt["carry"]) for prompt in body["unfinished"]] == [(1, "resume")]
+        assert body["carried"] == 1
 
     run_on_stepped_clock(scenario())
 
