@@ -279,8 +279,10 @@ class BatchReader:
 
     @property
     def _has_results(self) -> bool:
-        """Whether there is anything beside errors: a whole group, or an unfinished prompt."""
-        return len(self.failed) < len(self._finished) or bool(self.unfinished)
+        """Whether there is anything beside errors: a whole group, an aborted one's tokens, or an unfinished prompt."""
+        has_groups = len(self.failed) < len(self._finished)
+        has_tokens = any(candidate.token_ids for group in self.failed for candidate in group.aborted)
+        return has_groups or has_tokens or bool(self.unfinished)
 
     def _new_schedule(self) -> RetrySchedule:
         return RetrySchedule(self._retries, idempotent=self._is_durable, retry_timeouts=True)

@@ -138,6 +138,22 @@ def test_no_error_is_raised_if_all_groups_fail_but_prompts_are_unfinished() -> N
     assert batch.is_over
 
 
+@pytest.mark.parametrize("tokens", [[1, 2], []])
+def test_groups_that_were_all_aborted_are_returned_if_any_token_was_generated(tokens: list[int]) -> None:
+    candidate = {"trajectory_id": "g:0", "token_ids": tokens, "logprobs": [-0.5] * len(tokens), "text": "ab"}
+    aborted = failed_group(1, "an update") | {"aborted": [candidate | {"finish_reason": "abort"}]}
+    batch = build_reader()
+    events = started(), ("group", failed_group(0) | {"aborted": []}), ("group", aborted)
+    read(batch, *events)
+    if tokens:
+        read(batch, done(), first=4)
+        assert [[one.token_ids for one in group.aborted] for group in batch.failed] == [[], [(1, 2)]]
+    else:
+        with pytest.raises(ServerFault, match="too few"):
+            read(batch, done(), first=4)
+    assert batch.is_over
+
+
 def test_an_error_event_is_raised_and_ends_the_batch() -> None:
     batch = build_reader()
     with pytest.raises(Overloaded, match="aborted") as caught:
