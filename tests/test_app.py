@@ -1,20 +1,56 @@
-"""What is wired before the engine starts."""
+"""What the wiring connects, with an engine that runs nothing."""
 
-import os
-from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from prometheus_client import REGISTRY
 
-from darts_server import app
-from darts_server.settings import load
+from darts_server import app, settings
+from darts_server.engine.scripted import Script, ScriptedEngine
+from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
+from darts_server.rollout.batches.saved import SavedPrompts
+from darts_server.rollout.carried import CarriedCandidate
+from darts_server.serving.gate import Gate
+from darts_server.store import Store
+from darts_server.store.transactions import QueueFile
+from darts_server.types import PromptSpec
+from darts_server.weights.staging import Staging
+
+pytestmark = pytest.mark.anyio
 
 
-def test_keys_are_taken_from_the_environment_so_that_the_engine_does_not_inherit_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, key in {"VLLM_API_KEY": "one", "DARTS_ADMIN_API_KEY": "root"}.items():
-        monkeypatch.setenv(name, key)
-    access = app._access(load({}, None), Namespace(api_key=None, host="127.0.0.1", allowed_origins=[]))
-    assert access.keys.find(b"one")
-    assert access.admin_keys.find(b"root")
-    assert not {"one", "root"} & set(os.environ.values())
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def own_metrics() -> Iterator[None]:
+    """Unregister the metrics of the test: a process can have those of one server."""
+    before = set(REGISTRY._collector_to_names)
+    yield
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(tmp_path: Path) -> None:
+    llm, port = SimpleNamespace(gate=Gate()), ScriptedEngine(lambda *_: Script(1))
+    engine: Any = SimpleNamespace(
+        llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="m", source="m", fingerprint="of m"
+    )
+    group: CarriedGroup[Any] = CarriedGroup("terms", False, (1,), [CarriedCandidate()])
+    with Store() as store, QueueFile(tmp_path) as queue_file, Staging() as staging, ExitStack() as closing:
+        rooms = app.make_rooms(settings.load({}, None), engine, app.Stores(store, queue_file), staging, [], closing)
+        rooms.batches._carried.put(None, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"), group)])
+        has_group = []
+        for update in (lambda: None, lambda: rooms.updates._loaded.record(None)):
+            update()
+            await rooms.batches.close()
+            [(_, saved)] = SavedPrompts(queue_file.open(), "of m").take(port.weight_version)
+            has_group.append(saved.group is not None)
+    assert has_group == [True, False]

@@ -49,7 +49,7 @@ def full_app() -> Iterator[FastAPI]:
         built = build_app(args, tuple(tasks(SupportedTask)))
         port, llm = ScriptedEngine(lambda *_: Script(1)), SimpleNamespace(gate=Gate())
         engine: Any = SimpleNamespace(
-            llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="routes", source="routes"
+            llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="routes", source="routes", fingerprint=""
         )
         defaults = settings.load({"dialect": "areal,nemo-rl,prime-rl,skyrl"}, None)
         stores = app.Stores(store, closing.enter_context(QueueFile()))
