@@ -48,8 +48,9 @@ async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(tmp
         rooms = app.make_rooms(settings.load({}, None), engine, app.Stores(store, queue_file), staging, [], closing)
         rooms.batches._carried.put(None, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"), group)])
         has_group = []
-        for update in (lambda: None, lambda: rooms.updates._loaded.record(None)):
-            update()
+        for is_updated in (False, True):
+            if is_updated:
+                rooms.updates._loaded.record(None)
             await rooms.batches.close()
             [(_, saved)] = SavedPrompts(queue_file.open(), "of m").take(port.weight_version)
             has_group.append(saved.group is not None)
