@@ -18,7 +18,7 @@ def place_of_need(completion_place: int, candidates: int, mean_candidates: float
 class CohortDeadline:
     """The deadline of a cohort, once enough of its groups have reported how many tokens they need.
 
-    Groups may be any values that can be keys.
+    Groups may be any values that can be keys. One that starts again reports again, and what it reports last counts.
 
     Args:
         rule: how the deadline is computed, unless it is ``tokens``; ``None`` if there is none.
@@ -36,6 +36,15 @@ class CohortDeadline:
         self._needs: dict[object, int] = {}
         self._minimums: dict[object, int | None] = {}  # of groups that have not reported their need
 
+    def set_rule(self, rule: Deadline | None, tokens: int | None = None) -> None:
+        """Compute the deadline by a rule that was not known before, also from what was reported until now.
+
+        ``tokens``: the deadline where it is known from the start.
+        """
+        self.tokens = rule.fixed if tokens is None and rule is not None else tokens
+        self._rule = rule
+        self._determine()
+
     def report_need(self, group: object, tokens: int) -> None:
         """Record how many tokens a group needs: the length at its `place_of_need`."""
         self._needs[group] = tokens
@@ -43,15 +52,25 @@ class CohortDeadline:
         self._determine()
 
     def report_minimum(self, group: object, tokens: int | None) -> None:
-        """Record the least that a group can need; ``None`` if it cannot have enough valid candidates any more."""
-        self._minimums[group] = tokens
-        self._determine()
+        """Record the least that a group can need; ``None`` if it cannot have enough valid candidates any more.
+
+        It does not count if the group has reported its need before it started again.
+        """
+        if group not in self._needs:
+            self._minimums[group] = tokens
+            self._determine()
 
     def remove(self, group: object) -> None:
         """Remove a group that has ended. What it needs still counts, if it was reported."""
         self._minimums.pop(group, None)
         if group not in self._needs:
             self._reporting -= 1
+            self._determine()
+
+    def add(self, group: object) -> None:
+        """Count a group again that was removed, as it starts again."""
+        if group not in self._needs:
+            self._reporting += 1
             self._determine()
 
     def _determine(self) -> None:

@@ -115,8 +115,8 @@ class GroupRecorder:
         assert group.outcome is not None
         self.closed = True
         now = self._clock()
-        would_be = cohort if cohort is not None and cohort.terms.explored else None
-        rule = None if cohort is None else cohort.terms.deadline
+        would_be = cohort if cohort is not None and cohort.explored else None
+        rule = None if cohort is None else cohort.rule
         weights = selection_weights(group)
         return GroupRecord(
             group_id=self.group_id,

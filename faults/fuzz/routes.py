@@ -36,8 +36,19 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
             "chunk_tokens": 2,
         },
         {"prompts": [{"text": PROMPT}], "group_size": 2, "sampling": SHORT, "stream": "groups", "survivors": False},
+        {
+            "prompts": [{"text": PROMPT}],
+            "group_size": 2,
+            "sampling": SHORT,
+            "policy": {"name": "cap"},
+            "stream": "groups",
+            "cohort": {"groups": 24, "leads": True},
+        },
         {"prompts": [{"text": PROMPT}] * 2, "group_size": 2, "sampling": SHORT, "num_groups": 1, "carry": "restart"},
         {"prompts": [], "carried": True, "group_size": 2, "sampling": SHORT, "carry": "restart"},
+    ],
+    ("PUT", "/darts/v1/rollouts/{batch_id}/deadline"): [
+        {"tokens": 20, "waits_beyond": None, "explored": False, "stretch": 1.5, "bound": 2.0},
     ],
     ("POST", "/darts/v1/queue"): [
         {"prompts": [{"text": PROMPT, "key": "a", "id": "1"}], "group_size": 2, "sampling": SHORT},

@@ -52,6 +52,41 @@ def test_without_a_rule_the_deadline_is_what_was_known() -> None:
     assert cohort.tokens == 7
 
 
+def test_a_rule_may_become_known_after_the_reports() -> None:
+    cohort = CohortDeadline(None, 10)
+    for group in range(8):
+        cohort.report_need(group, 20)
+    cohort.report_minimum(8, 50)
+    assert [cohort.tokens, cohort.waits_beyond] == [None, None]
+    cohort.set_rule(Deadline(stretch=2.0))
+    assert [cohort.tokens, cohort.waits_beyond] == [None, 80]
+    cohort.report_need(9, 30)
+    assert cohort.tokens == 60
+    fixed = CohortDeadline(None, 10)
+    fixed.set_rule(Deadline(tokens=50))
+    assert fixed.tokens == 50
+    few = CohortDeadline(None, 2)
+    few.set_rule(None, 70)
+    few.report_need(0, 10)
+    assert few.tokens == 70
+
+
+def test_a_group_that_starts_again_counts_again_and_with_its_last_need() -> None:
+    cohort = CohortDeadline(Deadline(), 10)
+    for group in range(8):
+        cohort.report_need(group, 20)
+    cohort.remove(0)
+    cohort.remove(8)
+    cohort.add(0)
+    cohort.add(8)
+    cohort.report_minimum(0, None)
+    cohort.report_minimum(9, None)
+    assert cohort.tokens is None, "group 8 may be short"
+    cohort.report_need(0, 30)
+    cohort.report_need(8, 10)
+    assert cohort.tokens == 30
+
+
 def test_a_group_with_few_candidates_reports_the_same_share_of_them() -> None:
     assert [place_of_need(8, candidates, 12.0) for candidates in (8, 9, 12, 16)] == [6, 6, 8, 8]
     assert place_of_need(1, 1, 12.0) == 1

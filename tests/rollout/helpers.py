@@ -100,6 +100,7 @@ class Harness:
         store: Documents | None = None,
         scorer: CandidateScorer | None = None,
         engine: Callable[[Callable[[str, int], Script]], ScriptedEngine] = ScriptedEngine,
+        poll: float = 0,
     ) -> None:
         self.script = script
         self.limits = Limits(64)
@@ -110,7 +111,7 @@ class Harness:
             self.engine,
             Planner(shapings, "uniform", self.limits),
             Statistics(self.store, self.engine.capacity),
-            Intervals(poll=0, allocation=0),
+            Intervals(poll=poll, allocation=0),
             clock=lambda: self.engine.now,
             scorer=scorer,
         )

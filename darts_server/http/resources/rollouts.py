@@ -16,6 +16,8 @@ from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_events import stream_events
 from darts_server.http.resources.rollouts_models import (
     CancelledOut,
+    DeadlineIn,
+    DeadlineOut,
     GroupOut,
     RolloutsIn,
     RolloutsOut,
@@ -24,6 +26,7 @@ from darts_server.http.resources.rollouts_models import (
 )
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
+from darts_server.rollout.allocation.shared import CohortPart, SharedDeadline
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
 from darts_server.rollout.batches.request import BatchRequest
@@ -33,6 +36,7 @@ from darts_server.types import PromptSpec
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Enough for 1,024 prompts of 8,192 tokens, which are read in a second. Larger batches are sent in several requests."""
+MAX_DEADLINE_BYTES = 4096
 LAST_EVENT_HEADER = "Last-Event-ID"
 MAX_EVENT_DIGITS = 18
 """No batch has so many events."""
@@ -84,6 +88,16 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
     async def cancel(batch_id: str) -> CancelledOut:
         """Cancel a batch. Callers that wait for it get an error."""
         return CancelledOut(id=batch_id, cancelled=batches.cancel(batch_id))
+
+    @api.put("/rollouts/{batch_id}/deadline", openapi_extra=json_body(DeadlineIn))
+    async def set_deadline(batch_id: str, request: Request) -> DeadlineOut:
+        """For an ingress: set what is known of the deadline of a batch that was sent with ``cohort``.
+
+        A deadline that is set stays: another one is a conflict.
+        """
+        body = await parse_body(DeadlineIn, await read_body(request, MAX_DEADLINE_BYTES))
+        known = SharedDeadline(body.tokens, body.waits_beyond, body.explored, body.stretch, body.bound)
+        return DeadlineOut(id=batch_id, tokens=batches.set_deadline(batch_id, known))
 
     return api
 
@@ -137,6 +151,7 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
         carry=body.carry,
         carried=body.carried,
         hand_back=True,
+        part=None if body.cohort is None else CohortPart(body.cohort.groups, body.cohort.leads),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from darts_server.http.resources.rollouts_models import GroupOut, UnfinishedOut, error_object, usage_of
+from darts_server.http.resources.rollouts_models import CohortOut, GroupOut, UnfinishedOut, error_object, usage_of
 from darts_server.http.sse import EventStream, encode
 from darts_server.rollout.batches.events import (
     BatchDone,
@@ -12,6 +12,7 @@ from darts_server.rollout.batches.events import (
     CandidateDiscarded,
     Event,
     GroupEnded,
+    NeedsReported,
     TokenDelta,
     TrajectorySelected,
 )
@@ -56,9 +57,11 @@ def _name_and_data(event: Event, stream: StreamMode) -> tuple[str, dict[str, Any
         case GroupEnded(result):
             left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
             return "group", GroupOut.of(result).model_dump(mode="json", exclude=left_out)
-        case BatchStarted(batch_id, policy, groups, survivors, sampling):
-            what = {"id": batch_id, "policy": policy, "groups": groups}
-            return "batch", {**what, "survivors": survivors, "sampling": sampling}
+        case BatchStarted(batch_id, policy, groups, survivors, sampling, cohort):
+            what = {"id": batch_id, "policy": policy, "groups": groups, "survivors": survivors, "sampling": sampling}
+            return "batch", what if cohort is None else {**what, "cohort": CohortOut.of(cohort).model_dump()}
+        case NeedsReported(needs, minimums):
+            return "needs", {"needs": list(needs.items()), "minimums": list(minimums.items())}
         case BatchDone():
             usage = usage_of(event).model_dump(mode="json")
             left = [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in event.unfinished]

@@ -1,6 +1,7 @@
 """Request and response models of ``/darts/v1/rollouts``."""
 
 import json
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -36,6 +37,7 @@ from darts_server.http.resources.trajectories import (
 )
 from darts_server.identifiers import Name
 from darts_server.records import CandidateRecord
+from darts_server.rollout.allocation.cohort import CohortTerms
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.results import AbortedSample, GroupResult, Unfinished
@@ -71,6 +73,13 @@ class PromptIn(Body):
         if len(given) != 1:
             raise ValueError(f"give exactly one of token_ids, messages and text, got {given or 'none'}")
         return self
+
+
+class CohortIn(Body):
+    """The cohort of which a batch is a part."""
+
+    groups: int = Field(ge=1, le=MAX_PROMPTS, description="Number of groups of the whole cohort.")
+    leads: bool = Field(False, description="Whether this part decides if the cohort explores.")
 
 
 class RolloutsIn(Body):
@@ -111,6 +120,22 @@ class RolloutsIn(Body):
     chunk_tokens: int = Field(
         100, ge=1, description='Minimum tokens of a candidate per event. Only with "stream": "tokens".'
     )
+    cohort: CohortIn | None = Field(
+        None,
+        description="For an ingress, which divides a batch among servers: the prompts are a part of a cohort. Their "
+        "groups report what they need as `needs` events, and get their deadline by `PUT rollouts/{id}/deadline`.",
+    )
+
+    @field_validator("cohort")
+    @classmethod
+    def _check_cohort(cls, value: CohortIn | None, info: ValidationInfo) -> CohortIn | None:
+        if value is None:
+            return None
+        if not info.data.get("stream"):
+            raise ValueError('is only valid with "stream", whose events say what the groups need; omit it')
+        if info.data.get("carry") is not Carry.DROP or info.data.get("carried"):
+            raise ValueError('is not valid with "carry" and "carried"; omit it')
+        return value
 
     @field_validator("chunk_tokens")
     @classmethod
@@ -118,6 +143,25 @@ class RolloutsIn(Body):
         if info.data.get("stream") != "tokens":
             raise ValueError('is only valid with "stream": "tokens"; omit it')
         return value
+
+
+class DeadlineIn(Body):
+    """What is known of the deadline of a cohort of which a batch is a part."""
+
+    tokens: int | None = Field(None, ge=1, description="The deadline, once it is known.")
+    waits_beyond: int | None = Field(
+        None, ge=1, description="Groups that need more tokens shall report the least that they need."
+    )
+    explored: bool = Field(False, description="Whether all groups run past the deadline.")
+    stretch: float = Field(ge=1, description="Factor that is in the deadline.")
+    bound: float = Field(ge=1, description="How many times as long as the deadline a trajectory may become.")
+
+
+class DeadlineOut(BaseModel):
+    """``tokens``: the deadline in force, null while it is not known."""
+
+    id: str
+    tokens: int | None
 
 
 class CheckpointOut(BaseModel):
@@ -243,6 +287,20 @@ class UnfinishedOut(BaseModel):
             carry=unfinished.carry,
             error=None if unfinished.error is None else error_object(unfinished.error),
         )
+
+
+class CohortOut(BaseModel):
+    """How a part of a cohort was allocated: what the deadline of the whole cohort is computed by."""
+
+    rule: dict[str, Any]
+    few: bool
+    tokens: int | None
+    explored: bool
+
+    @classmethod
+    def of(cls, terms: CohortTerms) -> Self:
+        assert terms.deadline is not None, "a part has a rule"
+        return cls(rule=asdict(terms.deadline), few=terms.few, tokens=terms.tokens, explored=terms.explored)
 
 
 class RolloutsOut(BaseModel):

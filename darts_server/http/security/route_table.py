@@ -31,6 +31,7 @@ PUBLIC = {
 USE = {
     "/darts/v1/rollouts": "POST",
     "/darts/v1/rollouts/{batch_id}": "GET DELETE",
+    "/darts/v1/rollouts/{batch_id}/deadline": "PUT",
     "/darts/v1/queue": "GET POST",
     "/darts/v1/queue/groups": "GET",
     "/darts/v1/queue/ack": "POST",

@@ -21,6 +21,7 @@ from darts_server.rollout.allocation.auto import AutoCohorts
 from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
+from darts_server.rollout.allocation.shared import CohortPart
 from darts_server.rollout.learned.documents import Parse, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import UNSHAPED, Plan
@@ -147,15 +148,18 @@ class Allocator(GroupObserver):
         budget: int | None = None,
         chosen: CohortChoice | None = None,
         room: float = inf,
+        part: CohortPart | None = None,
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
 
         ``budget``: candidates in all. ``chosen``: by `choose`; without ``room`` for its candidates, `off` instead.
+        ``part``: of which cohort they are a part, if its deadline comes from outside. It has no effect under `auto`
+        and shadows, nor under policies without deadlines.
         """
         kind = (plan.policy, plan.size)
         if chosen is not None:
             return self._allocate_chosen(kind, chosen, prompt_keys, room)
-        return self._allocate(kind, plan.shaping, prompt_keys, budget)
+        return self._allocate(kind, plan.shaping, prompt_keys, budget, part)
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, if its policy has deadlines."""
@@ -194,7 +198,12 @@ class Allocator(GroupObserver):
             waiting.set_result(allocation)
 
     def _allocate(
-        self, kind: Kind, shaping: Shaping, keys: Sequence[str], total: int | None = None
+        self,
+        kind: Kind,
+        shaping: Shaping,
+        keys: Sequence[str],
+        total: int | None = None,
+        part: CohortPart | None = None,
     ) -> list[Allocation]:
         """``total``: candidates in all, where the caller requests a number."""
         groups, size = len(keys), kind[1]
@@ -204,11 +213,14 @@ class Allocator(GroupObserver):
             counts, scale = self._counts(kind, shaping, budget.mean, stds), self._scale()
         else:
             counts, scale = _spent(kind, shaping, total, stds), 1.0
-        # A few groups alone say little about how many tokens groups need.
-        few = groups < MIN_COHORT
         rule = self.deadlines.current_rule(shaping)
         if rule is not None:
             self._with_deadlines.add(kind)
+        if rule is None or shaping.shadow:
+            part = None
+        # A few groups alone say little about how many tokens groups need.
+        all_groups = groups if part is None else part.groups
+        few, decides = all_groups < MIN_COHORT, part is None or part.leads
         terms = CohortTerms(
             policy=kind[0],
             groups=groups,
@@ -217,14 +229,15 @@ class Allocator(GroupObserver):
             deadline=rule,
             tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
             few=few,
-            explored=rule is not None and self.deadlines.should_explore(rule, len(keys)),
+            explored=rule is not None and decides and self.deadlines.should_explore(rule, all_groups),
+            part=part,
         )
         cohort = Cohort(terms, self._on_cohort_end, self._clock)
         # Whether a prompt is saturated is decided before the load reduces its candidates: it says that its lengths are
         # spread, which the load does not change.
         return [
-            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count))
-            for count in counts
+            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count), number=number)
+            for number, count in enumerate(counts)
         ]
 
     def _allocate_chosen(self, kind: Kind, chosen: CohortChoice, keys: Sequence[str], room: float) -> list[Allocation]:

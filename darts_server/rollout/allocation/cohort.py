@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
+from darts_server.exceptions import Conflict
 from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.policy.shaping import Shaping
 from darts_server.records import ChosenOption, CohortRecord, GroupRecord
+from darts_server.rollout.allocation.shared import CohortPart, CohortReports, SharedDeadline
 from darts_server.rollout.plan import Plan
 from darts_server.types import DiscardReason, FinishReason, Outcome
 
@@ -37,6 +39,8 @@ class CohortTerms:
         few: whether these groups are too few to determine a deadline: then it is ``tokens``, or there is none.
         explored: whether its groups run past the deadline, to measure what the deadline costs.
         chosen: what `auto` does with it, and why; ``None`` under other policies.
+        part: of which cohort these groups are a part, whose deadline comes from outside; ``None`` if they are all.
+            Then ``few`` is said of the whole cohort.
     """
 
     policy: str
@@ -48,6 +52,7 @@ class CohortTerms:
     few: bool = False
     explored: bool = False
     chosen: ChosenOption | None = None
+    part: CohortPart | None = None
 
     def place(self, completion_place: int, candidates: int) -> int:
         """Which of a group's finished candidates, by length, says how many tokens the group needs."""
@@ -99,13 +104,22 @@ class Cohort:
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.terms = terms
-        self._deadline = CohortDeadline(None if terms.few else terms.deadline, terms.groups, terms.tokens)
+        self.rule = terms.deadline
+        """How its deadline is computed; ``None`` if its policy has none."""
+        self.explored = terms.explored
+        """Whether its groups run past the deadline."""
+        self.reports: CohortReports | None = None
+        """Receives what its groups report if it is a part of a cohort."""
+        if terms.part is None:
+            self._deadline = CohortDeadline(None if terms.few else terms.deadline, terms.groups, terms.tokens)
+        else:
+            self._deadline = CohortDeadline(None, terms.groups)
         self._on_start = on_start
         self._on_end = on_end
         self._clock = clock
         self._started_at: float | None = None
         self._unfinished = terms.groups
-        self._members: set[CohortMember] = set()
+        self._members: dict[CohortMember, int] = {}
         self._sum = _Sum()
         self.running = 0
         """Candidates of its groups that the engine runs or queues."""
@@ -123,17 +137,32 @@ class Cohort:
     @property
     def bound(self) -> int | None:
         """Length in tokens at which every candidate is cut; ``None`` while the deadline is not known."""
-        rule = self.terms.deadline
-        return None if rule is None or self.tokens is None else rule.bound_of(self.tokens)
+        return None if self.rule is None or self.tokens is None else self.rule.bound_of(self.tokens)
 
     @property
     def waits_beyond(self) -> int | None:
         """See `CohortDeadline.waits_beyond`."""
         return self._deadline.waits_beyond
 
-    def join(self, member: CohortMember) -> None:
-        """Add a group that has started."""
-        self._members.add(member)
+    def set_shared(self, known: SharedDeadline) -> None:
+        """Apply what is known of the deadline of the cohort of which this is a part. Once it is set it stays.
+
+        Raises:
+            Conflict: another deadline was set before.
+        """
+        assert self.rule is not None, "a part has a rule"
+        if self.tokens is not None:
+            if known.tokens not in (None, self.tokens):
+                raise Conflict("tokens", f"the deadline is {self.tokens} already, got {known.tokens}")
+            return
+        self.rule = replace(self.rule, stretch=known.stretch, bound=known.bound)
+        self.explored = known.explored
+        with self._sets_deadline():
+            self._deadline.tokens, self._deadline.waits_beyond = known.tokens, known.waits_beyond
+
+    def join(self, member: CohortMember, number: int = 0) -> None:
+        """Add a group that has started. ``number``: in a part of a cohort, its number there."""
+        self._members[member] = number
         if self._started_at is None:
             self._started_at = self._clock()
             self._on_start()
@@ -142,11 +171,15 @@ class Cohort:
 
     def report_need(self, member: CohortMember, tokens: int) -> None:
         """See `CohortDeadline.report_need`."""
+        if self.reports is not None and member in self._members:
+            self.reports.need_reported(self._members[member], tokens)
         with self._sets_deadline():
             self._deadline.report_need(member, tokens)
 
     def report_minimum(self, member: CohortMember, tokens: int | None) -> None:
         """See `CohortDeadline.report_minimum`."""
+        if self.reports is not None and member in self._members:
+            self.reports.minimum_reported(self._members[member], tokens)
         with self._sets_deadline():
             self._deadline.report_minimum(member, tokens)
 
@@ -154,7 +187,7 @@ class Cohort:
         """Remove a group that has ended, with any outcome."""
         if record is not None:
             self._sum.add(record)
-        self._members.discard(member)
+        self._members.pop(member, None)
         self._remove(member)
 
     def drop_group(self) -> None:
@@ -179,7 +212,7 @@ class Cohort:
                 asyncio.get_running_loop().call_soon(self._set_deadline, member)
 
     def _set_deadline(self, member: CohortMember) -> None:
-        if self.tokens is not None and member in self._members and not self.terms.explored:
+        if self.tokens is not None and member in self._members and not self.explored:
             assert self.bound is not None
             member.set_deadline(self.tokens, self.bound)
 
@@ -189,7 +222,7 @@ class Cohort:
             groups=self.terms.groups,
             mean_candidates=self.terms.mean_candidates,
             deadline=self.tokens,
-            explored=self.terms.explored,
+            explored=self.explored,
             predicted_seconds=self.terms.predicted_seconds,
             measured_seconds=0.0 if self._started_at is None else self._clock() - self._started_at,
             chosen=self.terms.chosen,
@@ -204,6 +237,7 @@ class Allocation:
     ``saturated``: whether its prompt was allocated the maximum, also if it gets fewer candidates because of the load.
     ``shaping``: chosen for its cohort, in place of its plan's; ``None`` for the plan's. ``share``: returns the share of
     the engine that the cohort has now, and so of the extra candidates while nothing was generated; ``None`` for all.
+    ``number``: of the group in its cohort.
     """
 
     candidates: int
@@ -211,6 +245,7 @@ class Allocation:
     saturated: bool = False
     shaping: Shaping | None = None
     share: Callable[[], float] | None = None
+    number: int = 0
 
     def rule(self, plan: Plan) -> SelectionRule:
         """Build the selection rule of the group."""

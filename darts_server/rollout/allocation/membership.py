@@ -7,7 +7,7 @@ from darts_server.engine.port import RunningCandidate
 from darts_server.policy.group import Group
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.records import GroupRecord
-from darts_server.rollout.allocation.cohort import Cohort, CohortMember
+from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortMember
 
 
 class CohortMembership:
@@ -29,11 +29,12 @@ class CohortMembership:
         self._place = 1
         self._beyond: int | None = None  # the limit for which a minimum was reported, see `Cohort.waits_beyond`
 
-    def join(self, cohort: Cohort, rule: SelectionRule, candidates: int) -> None:
-        """Join, before the group is opened with this rule and number of candidates."""
-        self.cohort = cohort
-        self.set_candidates(rule, candidates)
-        cohort.join(self._member)
+    def join(self, allocation: Allocation, rule: SelectionRule) -> None:
+        """Join the cohort of an allocation, if it has one, before the group is opened with it and this rule."""
+        if (cohort := allocation.cohort) is not None:
+            self.cohort = cohort
+            self.set_candidates(rule, allocation.candidates)
+            cohort.join(self._member, allocation.number)
 
     def set_candidates(self, rule: SelectionRule, candidates: int) -> None:
         """Set the number of candidates, on which it depends how long the candidates are that the group needs."""

@@ -15,6 +15,7 @@ from darts_server.rollout.batches.events import (
     CandidateDiscarded,
     Event,
     GroupEnded,
+    NeedsReported,
     TrajectorySelected,
 )
 from darts_server.rollout.batches.results import GroupResult
@@ -26,7 +27,16 @@ logger = logging.getLogger(__name__)
 MAX_POLL_SHARE = 0.1
 """Largest share of time spent on polling: for a very large batch one poll takes longer than the interval."""
 
-_Entry = BatchStarted | TokenRange | TrajectorySelected | CandidateDiscarded | GroupEnded | BatchDone | BatchFailed
+_Entry = (
+    BatchStarted
+    | NeedsReported
+    | TokenRange
+    | TrajectorySelected
+    | CandidateDiscarded
+    | GroupEnded
+    | BatchDone
+    | BatchFailed
+)
 
 
 class EventFeed:
@@ -34,7 +44,8 @@ class EventFeed:
 
     Events are created lazily: tokens are read when a listener has taken all events so far. So a stalled listener costs
     nothing, and then gets everything since in a few large deltas. The log holds references to tokens, not copies of
-    them, so that events can be replayed. Implements :class:`darts_server.rollout.batches.submission.BatchObserver`.
+    them, so that events can be replayed. Implements :class:`darts_server.rollout.batches.submission.BatchObserver` and
+    :class:`darts_server.rollout.allocation.shared.CohortReports`.
 
     Args:
         first: the first event.
@@ -56,6 +67,8 @@ class EventFeed:
         self._dropped = 0  # events that were removed from the front of the log
         self._groups: dict[int, _GroupCursor] = {}
         self._due: dict[int, None] = {}  # numbers of groups that may have new events, in order
+        self._needs: dict[int, int] = {}  # reported, and in no event yet
+        self._minimums: dict[int, int | None] = {}
         self._end: BatchEnd | None = None
         self._is_complete = False
         self._new_entries = self._entries()
@@ -81,6 +94,15 @@ class EventFeed:
         # In a completed group, a candidate that is neither selected nor discarded is one that a shadow still watches.
         group.close(DiscardReason.SHADOW if result.error is None else DiscardReason.CANCELLED)
         self._notify(result.number)
+
+    def need_reported(self, number: int, tokens: int) -> None:
+        self._minimums.pop(number, None)
+        self._needs[number] = tokens
+        self._notify()
+
+    def minimum_reported(self, number: int, tokens: int | None) -> None:
+        self._minimums[number] = tokens
+        self._notify()
 
     def batch_ended(self, end: BatchEnd) -> None:
         """Record the batch's end, after which nothing more is recorded."""
@@ -160,6 +182,7 @@ class EventFeed:
     def _entries(self) -> Iterator[_Entry | None]:
         """Yield all entries after the first, each created when it is requested; ``None`` when there is none yet."""
         while not isinstance(self._end, BatchFailed):
+            yield from self._report_entries()
             while self._due:
                 number = next(iter(self._due))
                 del self._due[number]
@@ -179,7 +202,14 @@ class EventFeed:
             for candidate in group.candidates():  # the group may have ended while these entries were read
                 yield from candidate.advance(self._chunk or 1)
             self._groups.pop(group.number, None)
+            yield from self._report_entries()  # its own are of no use after its end
             yield GroupEnded(group.result)
+
+    def _report_entries(self) -> Iterator[_Entry]:
+        if self._needs or self._minimums:
+            reported = NeedsReported(self._needs, self._minimums)
+            self._needs, self._minimums = {}, {}  # before others are reported, while the event is sent
+            yield reported
 
 
 class _GroupCursor:

@@ -108,7 +108,7 @@ async def prepare_batch(
             for identity, each in zip(identities, carried, strict=True)
         ]
         chosen = await rollouts.allocator.choose(plan, keys, batch.num_groups)
-        allocations = _allocate(rollouts, ticket, plan, keys, batch.budget, resumed, chosen)
+        allocations = _allocate(rollouts, ticket, plan, keys, batch, resumed, chosen)
     except BaseException:
         ticket.release()
         kept.put(caller.get().name, (), taken)
@@ -123,7 +123,7 @@ def _allocate(
     ticket: Ticket,
     plan: Plan,
     keys: Sequence[str],
-    budget: int | None,
+    batch: BatchRequest,
     resumed: Sequence[CarriedGroup[OutputT] | None],
     chosen: CohortChoice | None,
 ) -> list[Allocation]:
@@ -134,7 +134,7 @@ def _allocate(
     """
     usual, room = ticket.candidates, ticket.room
     ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
-    cohort = rollouts.allocator.allocate_cohort(plan, keys, budget, chosen, room)
+    cohort = rollouts.allocator.allocate_cohort(plan, keys, batch.budget, chosen, room, batch.part)
     allocations = [
         fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
         for fresh, group in zip(cohort, resumed, strict=True)

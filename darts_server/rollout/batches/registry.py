@@ -11,6 +11,7 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
+from darts_server.rollout.allocation.shared import SharedDeadline
 from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
@@ -184,10 +185,23 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         Raises:
             NotFound
         """
+        batch = self._running_or_kept(batch_id)
+        return batch.cancel("the batch was cancelled; send it again under another key to run it again")
+
+    def set_deadline(self, batch_id: str, known: SharedDeadline) -> int | None:
+        """Apply what is known of the deadline of a batch of the caller, durable or not; return the one in force.
+
+        Raises:
+            NotFound
+            Conflict: see `BatchRun.set_deadline`.
+        """
+        return self._running_or_kept(batch_id).set_deadline(known)
+
+    def _running_or_kept(self, batch_id: str) -> BatchRun:
         batch = self._running.get(batch_id)
         if batch is None or not caller.get().may_see(batch.owner):
-            batch = self.find(batch_id)
-        return batch.cancel("the batch was cancelled; send it again under another key to run it again")
+            return self.find(batch_id)
+        return batch
 
     def drain(self) -> None:
         """Cancel batches without a listener: no caller will find them again once the server has stopped."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest
+from darts_server.rollout.allocation.shared import CohortPart
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
@@ -33,6 +34,7 @@ class BatchRequest:
             carried over from earlier ones start first.
         carried: all other prompts of the caller that were carried over are part of this batch, after ``prompts``.
         hand_back: return what the candidates of groups have generated that are aborted, and not carried over.
+        part: of which cohort its groups are a part; ``None`` if they make a whole one.
     """
 
     prompts: Sequence[PromptSpec]
@@ -46,6 +48,7 @@ class BatchRequest:
     carry: Carry = Carry.DROP
     carried: bool = False
     hand_back: bool = False
+    part: CohortPart | None = None
 
     @property
     def on_abort(self) -> OnAbort:
@@ -108,6 +111,8 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
             f"must be {low} to {high} for {prompts} groups of {plan.size} under policy {plan.policy!r}, "
             f"got {batch.budget}; change it, or leave it out",
         )
+    if batch.part is not None and batch.part.groups < prompts:
+        raise InvalidRequest("cohort.groups", f"must be at least the {prompts} prompts, got {batch.part.groups}")
     if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
         raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
 

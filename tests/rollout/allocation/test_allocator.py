@@ -1,12 +1,15 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from darts_server.policy.allocation.brownout import reduce_candidates
+from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import MIN_COHORT
-from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.allocation.cohort import Allocation, CohortTerms
+from darts_server.rollout.allocation.shared import CohortPart
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.plan import Plan
 from tests.rollout.helpers import Documents, new_allocator
@@ -150,3 +153,34 @@ def test_the_cohorts_terms_have_the_scaled_mean() -> None:
     batch = allocator.allocate_cohort(Plan("darts", DARTS, SIZE), [f"p{i}" for i in range(8)])[0].cohort
     assert batch is not None
     assert batch.terms.mean_candidates == 10
+
+
+# --- parts of a cohort ------------------------------------------------------------
+
+EXPLORING = Shaping(redundancy=1.5, deadline=Deadline(exploration=1.0))
+
+
+def terms_of(shaping: Shaping, groups: int, part: CohortPart | None) -> CohortTerms:
+    allocator = new_allocator(prompts())
+    keys = [f"p{number}" for number in range(groups)]
+    allocations = allocator.allocate_cohort(Plan("cut", shaping, SIZE), keys, part=part)
+    assert [allocation.number for allocation in allocations] == list(range(groups))
+    assert allocations[0].cohort is not None
+    return allocations[0].cohort.terms
+
+
+@pytest.mark.parametrize(("groups", "few"), [(MIN_COHORT - 1, True), (MIN_COHORT, False)])
+def test_whether_groups_are_few_is_said_of_the_whole_cohort(groups: int, few: bool) -> None:
+    terms = terms_of(EXPLORING, 3, CohortPart(groups))
+    assert (terms.groups, terms.few, terms.part) == (3, few, CohortPart(groups))
+
+
+@pytest.mark.parametrize(("part", "explored"), [(None, True), (CohortPart(9, True), True), (CohortPart(9), False)])
+def test_of_a_cohorts_parts_only_the_one_that_leads_decides_to_explore(part: CohortPart | None, explored: bool) -> None:
+    assert terms_of(EXPLORING, 4, part).explored is explored
+
+
+@pytest.mark.parametrize("shaping", [DARTS, replace(EXPLORING, shadow=True)])
+def test_without_a_deadline_and_as_a_shadow_a_part_is_a_cohort_of_its_own(shaping: Shaping) -> None:
+    terms = terms_of(shaping, 4, CohortPart(99, True))
+    assert (terms.part, terms.few) == (None, True)

@@ -1,0 +1,42 @@
+"""Cohorts whose groups run on several servers: what each server is told of the whole, and what its groups report."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class CohortPart:
+    """A part of a cohort, on one of several servers. Its deadline comes from outside.
+
+    ``groups``: of the whole cohort. ``leads``: whether this part decides if the whole cohort explores.
+    """
+
+    groups: int
+    leads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDeadline:
+    """What is known of the deadline of a cohort that runs on several servers.
+
+    ``tokens``: the deadline; ``None`` while it is not known. ``waits_beyond``: see `CohortDeadline`. ``explored``:
+    whether all groups run past it. ``stretch``, ``bound``: see `Deadline`; those with which it is computed.
+    """
+
+    tokens: int | None = None
+    waits_beyond: int | None = None
+    explored: bool = False
+    stretch: float = 1.0
+    bound: float = 1.0
+
+
+class CohortReports(Protocol):
+    """Receives what the groups of a part report, by their numbers in it. Called synchronously."""
+
+    def need_reported(self, number: int, tokens: int) -> None:
+        """See `CohortDeadline.report_need`."""
+        ...
+
+    def minimum_reported(self, number: int, tokens: int | None) -> None:
+        """See `CohortDeadline.report_minimum`."""
+        ...
