@@ -61,6 +61,7 @@ ONE_SERVER = {
     "/darts/v1/queue/ack": ANY,
     "/darts/v1/queue/jobs/{job:path}": ANY,
     "/darts/v1/live": ANY,
+    "/darts/v1/rollouts/{batch_id}/deadline": ANY,
     "/darts": ANY,
     "/darts/": ANY,
     "/scale_elastic_ep": ANY,

@@ -11,7 +11,7 @@ import httpx
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from darts_server.ingress.process import make_app, make_fleet
 from darts_server.ingress.replicas.fleet import Fleet
@@ -40,10 +40,12 @@ class Received:
 
 @dataclass
 class FakeServer:
-    """Answers every route with its name, but for those in ``handlers``."""
+    """Answers every route with its name, but for those in ``handlers`` and in ``app``, whose paths have the prefix."""
 
     name: str = ""
     handlers: dict[tuple[str, str], Handler] = field(default_factory=dict)
+    app: ASGIApp | None = None
+    prefix: str = "/darts/v1"
     needs_key: bool = False
     health: int = 200
     retry_after: str = ""
@@ -73,14 +75,31 @@ class FakeServer:
             response = JSONResponse({"error": {"message": "key?"}}, 401)
         elif scope["path"] == "/v1/models":
             response = JSONResponse({"error": {"message": "use its IP address"}}, self.models)
+        elif self.app is not None and scope["path"].startswith(self.prefix):
+            await self._pass_on(self.app, request, send)
+            return
         else:
             response = await self._handle(request)
         await response(scope, receive, send)
 
-    async def _handle(self, request: Request) -> Response:
-        body = await request.body()
+    async def _pass_on(self, app: ASGIApp, request: Request, send: Send) -> None:
+        """Answer by an app."""
+        messages = [await request.receive()]
+        while messages[-1].get("more_body"):
+            messages.append(await request.receive())
+        self._record(request, b"".join(message.get("body", b"") for message in messages))
+
+        async def receive() -> Message:
+            return messages.pop(0) if messages else await request.receive()
+
+        await app(request.scope, receive, send)
+
+    def _record(self, request: Request, body: bytes) -> None:
         path = request.scope["raw_path"].decode()
         self.received.append(Received(request.method, path, request.url.query, dict(request.headers), body))
+
+    async def _handle(self, request: Request) -> Response:
+        self._record(request, await request.body())
         self.running += 1
         try:
             handler = self.handlers.get((request.method, request.url.path))

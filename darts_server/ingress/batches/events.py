@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 GROUP = "group"
+NEEDS = "needs"
+"""What groups of a part report, for the deadline of the batch. Callers do not get it."""
 _NUMBER = re.compile(rb'"number":(\d+)')
 _LENGTH = re.compile(rb'"length":(\d+)')
 

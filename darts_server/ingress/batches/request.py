@@ -46,10 +46,14 @@ class Batch:
             raise InvalidRequest("num_groups", f"must be 1 to {count}, the number of prompts, got {number!r}")
         return number
 
-    def part(self, numbers: Sequence[int], budget: int | None) -> bytes:
-        """Return the request for some of the prompts, whose groups are sent as they end."""
+    def part(self, numbers: Sequence[int], budget: int | None, *, leads: bool) -> bytes:
+        """Return the request for some of the prompts, whose groups are sent as they end.
+
+        ``leads``: whether this part decides if the batch explores.
+        """
         fields = {name: value for name, value in self.fields.items() if name not in ("num_groups", "budget")}
         fields["stream"] = self.fields.get("stream") or "groups"
+        fields["cohort"] = {"groups": len(self.prompts), "leads": leads}
         if budget is not None:
             fields["budget"] = budget
         head = json.dumps(fields).encode()
@@ -58,7 +62,11 @@ class Batch:
 
 def read_batch(body: bytes) -> Batch | None:
     """Read a batch; ``None`` if it is for one replica: it is invalid, or has fewer than two prompts, or goes on with
-    prompts that one replica keeps."""
+    prompts that one replica keeps.
+
+    Raises:
+        InvalidRequest: it has a field that ingresses add.
+    """
     found = find_objects(body, "prompts")
     if found is None or not 2 <= len(found.spans) <= MAX_PROMPTS:
         return None
@@ -70,6 +78,8 @@ def read_batch(body: bytes) -> Batch | None:
         return None
     if fields.pop("prompts", None) != [] or fields.get("carried") or fields.get("carry", DROP) != DROP:
         return None
+    if "cohort" in fields:
+        raise InvalidRequest("cohort", "is set by the ingress, for the parts of a batch; leave it out")
     keys = {number: prompt["key"] for number, prompt in enumerate(parsed) if isinstance(prompt.get("key"), str)}
     identities = [keys.get(number) or _identity(prompt) for number, prompt in enumerate(parsed)]
     metadata = {number: prompt["metadata"] for number, prompt in enumerate(parsed) if "metadata" in prompt}

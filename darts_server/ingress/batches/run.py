@@ -11,8 +11,9 @@ from http import HTTPStatus
 from typing import Any, NoReturn
 
 from darts_server.exceptions import ReplicaLost
+from darts_server.ingress.batches.deadline import BatchDeadline, sent_to
 from darts_server.ingress.batches.division import divide, share_budget
-from darts_server.ingress.batches.events import GROUP, Event, read_events
+from darts_server.ingress.batches.events import GROUP, NEEDS, Event, read_events
 from darts_server.ingress.batches.request import Batch
 from darts_server.ingress.everyone.hold import Hold, Start
 from darts_server.ingress.forwarding.forward import MAX_LOST, lost_in_turn, no_resources, ran_until_lost
@@ -46,6 +47,16 @@ class PartRefused(Exception):
         self.answer = answer
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Prompts, by their numbers in the batch, that run on one replica. ``leads``: see `BatchDeadline`."""
+
+    member: Member
+    numbers: Sequence[int]
+    budget: int | None
+    leads: bool
+
+
 @dataclass(slots=True)
 class DividedBatch:
     """One batch on several replicas.
@@ -69,10 +80,14 @@ class DividedBatch:
     returned: int = 0
     carried: int = 0
     began: float = field(default_factory=time.perf_counter)
+    _deadline: BatchDeadline = field(init=False)
     _losses: dict[int, list[str]] = field(default_factory=dict)
     """Replicas that were lost while they ran a prompt, by its number."""
     _open: set[int] = field(default_factory=set)
     """Prompts whose groups have begun to arrive, and not ended."""
+
+    def __post_init__(self) -> None:
+        self._deadline = BatchDeadline(len(self.batch.prompts))
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield the events of all replicas, with the numbers of the batch's prompts, until enough groups are complete.
@@ -106,9 +121,10 @@ class DividedBatch:
         """
         await self.hold.wait()
         parts = self._divide(left)
+        self._deadline.restart_groups()
         queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue(maxsize=8)
         start = self.hold.starting(len(parts))
-        tasks = [asyncio.create_task(self._part(*part, queue, start)) for part in parts]
+        tasks = [asyncio.create_task(self._part(part, queue, start)) for part in parts]
         try:
             running = len(tasks)
             while running:
@@ -126,7 +142,7 @@ class DividedBatch:
             await asyncio.wait(tasks)
             start.end()
 
-    def _divide(self, left: Sequence[int]) -> list[tuple[Member, list[int], int | None]]:
+    def _divide(self, left: Sequence[int]) -> list[Part]:
         serving = {member.name: member for member in self.fleet.serving}
         if not serving:
             raise no_replica(self.fleet)
@@ -146,7 +162,7 @@ class DividedBatch:
             for number in numbers:
                 if (key := self.batch.keys.get(number)) is not None:
                     self.router.remember_key(self.scope, key, name)
-            divided.append((serving[name], numbers, share))
+            divided.append(Part(serving[name], numbers, share, self._deadline.choose_leader()))
         return divided
 
     def _work(self, number: int) -> float:
@@ -156,23 +172,18 @@ class DividedBatch:
         length = self.router.lengths.of((self.scope, self.batch.identities[number]), limit)
         return length * (size if isinstance(size, int) else 1)
 
-    async def _part(
-        self,
-        member: Member,
-        numbers: Sequence[int],
-        budget: int | None,
-        queue: asyncio.Queue[Event | Exception | None],
-        start: Start,
-    ) -> None:
+    async def _part(self, part: Part, queue: asyncio.Queue[Event | Exception | None], start: Start) -> None:
         """Run a part on a replica, and queue its events; at last ``None``, or an error that ends the batch."""
+        member, numbers = part.member, part.numbers
         try:
             with member.loaded(sum(map(self._work, numbers))):
                 async with member.in_use():
-                    await self._run(member, numbers, budget, queue, start)
+                    await self._run(part, queue, start)
         except NoResources as error:
             await queue.put(no_resources(error))
             return
         except ReplicaFailure as error:
+            self._deadline.lose_groups(numbers)
             await self.fleet.check(member)
             if (again := self._count_loss(member, numbers, error)) is not None:
                 await queue.put(again)
@@ -185,17 +196,13 @@ class DividedBatch:
             return
         finally:
             start.part_started(member.name)  # or it never will
+            if part.leads:
+                self._deadline.lose_leader()
         await queue.put(None)
 
-    async def _run(
-        self,
-        member: Member,
-        numbers: Sequence[int],
-        budget: int | None,
-        queue: asyncio.Queue[Event | Exception | None],
-        start: Start,
-    ) -> None:
-        outgoing = replace(self.outgoing, body=self.batch.part(numbers, budget))
+    async def _run(self, part: Part, queue: asyncio.Queue[Event | Exception | None], start: Start) -> None:
+        member, numbers = part.member, part.numbers
+        outgoing = replace(self.outgoing, body=self.batch.part(numbers, part.budget, leads=part.leads))
         seen = 0
         async with AsyncExitStack() as stack:
             answer = await stack.enter_async_context(opened(member.replica, outgoing))
@@ -205,9 +212,18 @@ class DividedBatch:
             async for event in read_events(answer.chunks()):
                 if event.name == "batch":
                     start.part_started(member.name)
+                    said = event.json()
+                    terms = said.pop("cohort", None)
+                    self._deadline.start_part(terms, leads=part.leads)
+                    if terms is not None:
+                        await stack.enter_async_context(
+                            sent_to(member, said["id"], self._deadline, self.outgoing, self.fleet)
+                        )
                     if self.started is None:
-                        self.started = event.json()
+                        self.started = said
                         await queue.put(event)
+                elif event.name == NEEDS:
+                    self._report(numbers, event)
                 elif event.name == "done":
                     body = event.json()
                     seen = body["usage"]["generated"]
@@ -222,10 +238,17 @@ class DividedBatch:
                     if event.name == GROUP:
                         seen += sum(map(sum, event.lengths())) + event.aborted_tokens
                         self._open.discard(event.number)
+                        self._deadline.end_group(event.number)
                     else:
                         self._open.add(event.number)
                     await queue.put(event)
         raise Disconnected(f"{member.name} ended its answer too early")
+
+    def _report(self, numbers: Sequence[int], event: Event) -> None:
+        """Pass on what groups of a part have reported."""
+        body = event.json()
+        needs = [(numbers[at], tokens) for at, tokens in body["needs"]]
+        self._deadline.report(needs, [(numbers[at], tokens) for at, tokens in body["minimums"]])
 
     def _add_generated(self, tokens: int) -> None:
         self.generated += tokens
