@@ -58,8 +58,9 @@ def _name_and_data(event: Event, stream: StreamMode) -> tuple[str, dict[str, Any
             left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
             return "group", GroupOut.of(result).model_dump(mode="json", exclude=left_out)
         case BatchStarted(batch_id, policy, groups, survivors, sampling, cohort):
-            what = {"id": batch_id, "policy": policy, "groups": groups, "survivors": survivors, "sampling": sampling}
-            return "batch", what if cohort is None else {**what, "cohort": CohortOut.of(cohort).model_dump()}
+            what = {"id": batch_id, "policy": policy, "groups": groups}
+            of_part = {} if cohort is None else {"cohort": CohortOut.of(cohort).model_dump()}
+            return "batch", {**what, "survivors": survivors, "sampling": sampling, **of_part}
         case NeedsReported(needs, minimums):
             return "needs", {"needs": list(needs.items()), "minimums": list(minimums.items())}
         case BatchDone():
