@@ -39,7 +39,7 @@ from benchmarks.rl_auto import auto_table
 from benchmarks.rl_methods import BASE, NAMED_ONLY, OWN_SERVER, PRUNING, STARTS, caps, every_name, methods
 from benchmarks.rl_picture import picture, tradeoff
 from benchmarks.rl_question import COSTS, question
-from benchmarks.rl_table import Runs, tables
+from benchmarks.rl_table import Runs, summary, tables
 from darts_client import Client
 from darts_server.demo.server import DARTS, MODEL, serving
 from darts_server.store import Store
@@ -247,7 +247,13 @@ def report(plan: Plan, out: Path) -> str:
     tradeoff(starts, out / "tradeoff.png")
     answers = (question(starts, {start: caps(start) for start in starts}, axis) for axis in COSTS)
     of_starts = (tables(start, runs) for start, runs in starts.items())
-    parts = [f"Pictures: {out / 'learning.png'}, {out / 'tradeoff.png'}", *of_starts, *answers, auto_table(starts)]
+    parts = [
+        f"Pictures: {out / 'learning.png'}, {out / 'tradeoff.png'}",
+        *of_starts,
+        summary(starts),
+        *answers,
+        auto_table(starts),
+    ]
     return "\n\n".join(part for part in parts if part is not None)
 
 

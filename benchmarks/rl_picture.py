@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.rl_methods import BASE, caps
-from benchmarks.rl_table import Difference, Runs, final_rights, last_third, trainings
+from benchmarks.rl_table import Difference, Runs, final_rights, late_decode_steps
 from examples.tiny_rl.train_log import Entry
 
 # Colours that colour-blind readers can tell apart; dashes separate policies that wait for long trajectories.
@@ -114,11 +114,6 @@ def _marker(policy: str) -> tuple[str, str]:
     is_control = policy.startswith(BASE) and name == policy
     shape = "^" if name != policy else "s" if is_control else "D" if policy == "auto, all rules" else "o"
     return colour if isinstance(colour, str) else colour[0], shape
-
-
-def late_decode_steps(runs: Runs, policy: str) -> float:
-    """Return the mean over seeds of the decode steps of a training step in the last third."""
-    return fmean(step.decode_steps for entries in runs[policy].values() for step in last_third(trainings(entries)))
 
 
 def means(runs: Mapping[int, Sequence[Entry]], name: str) -> tuple[list[int], list[float]]:

@@ -105,6 +105,34 @@ def rights_at(points: Sequence[Point], budget: float, axis: str) -> Rights:
     return np.array([np.interp(budget, spent, prompt) for prompt in np.transpose([point.rights for point in points])])
 
 
+def summary(starts: Mapping[str, Runs]) -> str:
+    """Format how right each policy's model is at the end, and the decode steps of a training step, from all starts."""
+    policies = list(dict.fromkeys(policy for runs in starts.values() for policy in runs))
+    head = ["policy", *(column for start in starts for column in (f"{start}: right, minus off", "decode steps, late"))]
+    rows = []
+    for policy in policies:
+        row = [policy]
+        for runs in starts.values():
+            if policy not in runs:
+                row += ["", ""]
+                continue
+            final = final_rights(runs, policy)
+            right = f"{np.mean(final):.3f}" if policy == BASE else minus(final, final_rights(runs, BASE))
+            row += [right, f"{decode_steps(runs, policy):.0f}, {late_decode_steps(runs, policy):.0f}"]
+        rows.append(row)
+    return markdown(head, rows)
+
+
+def decode_steps(runs: Runs, policy: str) -> float:
+    """Return the mean decode steps of a training step."""
+    return fmean(step.decode_steps for entries in runs[policy].values() for step in trainings(entries))
+
+
+def late_decode_steps(runs: Runs, policy: str) -> float:
+    """Return the same for the last third of the runs."""
+    return fmean(step.decode_steps for entries in runs[policy].values() for step in last_third(trainings(entries)))
+
+
 def tables(title: str, runs: Runs) -> str:
     """Format both tables of one start."""
     return f"{title}: what was learned\n\n{learned_table(runs)}\n\n{title}: what it cost\n\n{cost_table(runs)}"
@@ -171,9 +199,8 @@ def cost_table(runs: Runs) -> str:
     rows = []
     for policy, seeds in runs.items():
         steps = [entry.training for entries in seeds.values() for entry in entries if entry.training is not None]
-        tokens = [f"{fmean(getattr(s, what) for s in steps):.0f}" for what in ("generated", "trained", "decode_steps")]
-        late = [step for entries in seeds.values() for step in last_third(trainings(entries))]
-        tokens.append(f"{fmean(step.decode_steps for step in late):.0f}")
+        tokens = [f"{fmean(getattr(s, what) for s in steps):.0f}" for what in ("generated", "trained")]
+        tokens += [f"{decode_steps(runs, policy):.0f}", f"{late_decode_steps(runs, policy):.0f}"]
         seconds = (f"{fmean(getattr(s.seconds, part) for s in steps):.2f}" for part in ("rollout", "train", "push"))
         pace = [step_seconds(entries) / step_seconds(runs[BASE][seed]) for seed, entries in seeds.items()]
         off_policy = f"{sum(s.off_policy * s.trained for s in steps) / sum(s.trained for s in steps):.1%}"
