@@ -166,6 +166,24 @@ async def test_without_a_server_that_was_lost_the_others_have_a_deadline_and_its
         assert cohorts[0].deadline is not None
 
 
+async def test_groups_that_start_again_without_a_deadline_determine_one_together() -> None:
+    def script(prompt: str, index: int) -> Script:
+        """Prompts of the server that is not lost fail before those of the other one need anything."""
+        return Script(3, error=CandidateFailed("broken")) if int(prompt) % 2 else with_tails(prompt, index)
+
+    async with cluster(2, script) as running:
+        call = asyncio.create_task(running.post(24))
+        dying, other = running.servers
+        await until(lambda: other.harness.recorder.cohorts != [])
+        running.is_paused = True
+        assert [prompt["text"] for prompt in dying.parts[0]["prompts"]] == [str(each) for each in range(0, 24, 2)]
+        assert dying.tokens < 8
+        await dying.server.kill()
+        running.is_paused = False
+        assert len(groups_of(await call)) == 24
+        assert [cohort.deadline for cohort in other.harness.recorder.cohorts] == [None, 28]
+
+
 async def test_prompts_of_a_server_that_is_lost_after_the_deadline_is_known_get_it_at_once() -> None:
     async with cluster(3, with_runaways) as running:
         call = asyncio.create_task(running.post(30))

@@ -77,3 +77,23 @@ async def check_single_requests(cluster: Cluster) -> None:
         for name in names:
             [group] = (await client.get(f"/darts/v1/groups/{name}")).json()["groups"]
             assert (group["outcome"], group["group_size"], len(group["members"])) == ("completed", SIZE, SIZE)
+
+
+async def check_one_deadline(cluster: Cluster) -> None:
+    """Check that a divided batch is cut at the same length on all servers, on each of which half of the groups is."""
+    batch = {
+        "prompts": [{"text": prompt} for prompt in prompts(12 * len(cluster.servers))],
+        "group_size": SIZE,
+        "sampling": {"max_tokens": 512, "temperature": 1.3},
+        "policy": {"name": "cap", "exploration": 0.0, "deadline_quantile": 0.5},
+    }
+    async with client_of(cluster) as client:
+        answer = await client.post("/darts/v1/rollouts", json=batch)
+    assert answer.status_code == 200, answer.text
+    cut: dict[str, list[int]] = {}
+    for group in answer.json()["groups"]:
+        part = cut.setdefault(group["group_id"].rpartition("-")[0], [])
+        part += [each["length"] for each in group["trajectories"] if each["cut"]]
+    assert len(cut) == len(cluster.servers)
+    # Groups that need longer trajectories than the deadline wait for these, up to the bound.
+    assert len({min(lengths) for lengths in cut.values()}) == 1, cut

@@ -15,12 +15,12 @@ import pytest
 from safetensors.numpy import load
 
 from darts_server.demo.server import DARTS, MODEL, Server
-from darts_server.policy.deadline import MIN_GROUPS
 from tests.integration.clusters import (
     START_SECONDS,
     Cluster,
     body,
     check_groups,
+    check_one_deadline,
     check_single_requests,
     client_of,
     prompts,
@@ -90,26 +90,7 @@ async def test_a_batch_is_divided_its_rewards_find_their_servers_and_weights_are
 
 
 async def test_a_divided_batch_is_cut_at_one_deadline(cluster: Cluster) -> None:
-    batch = {
-        "prompts": [{"text": prompt} for prompt in prompts(24)],
-        "group_size": SIZE,
-        "sampling": {"max_tokens": 512, "temperature": 1.3},
-        "policy": {"name": "cap", "exploration": 0.0, "deadline_quantile": 0.5},
-    }
-    before = [server.metric("darts_groups_total") for server in cluster.servers]
-    async with client_of(cluster) as client:
-        answer = (await client.post("/darts/v1/rollouts", json=batch)).json()
-    for server, count in zip(cluster.servers, before, strict=True):
-        assert server.metric("darts_groups_total") >= count + MIN_GROUPS
-    cut: dict[str, set[int]] = {}
-    for group in answer["groups"]:
-        lengths = {each["length"] for each in group["trajectories"] if each["cut"]}
-        batch_id = group["group_id"].rpartition("-")[0]
-        # A group that needs longer ones waits for these, up to the bound.
-        cut.setdefault(batch_id, set()).update(lengths)
-    assert len(cut) == len(cluster.servers)
-    first, second = (min(lengths) for lengths in cut.values())
-    assert first == second
+    await check_one_deadline(cluster)
 
 
 async def test_a_server_that_is_killed_in_the_middle_of_16_groups_is_not_noticed(

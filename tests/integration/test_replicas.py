@@ -16,6 +16,7 @@ from tests.integration.clusters import (
     Cluster,
     body,
     check_groups,
+    check_one_deadline,
     check_single_requests,
     client_of,
     prompts,
@@ -69,6 +70,10 @@ async def test_groups_are_exact_and_on_all_replicas(cluster: Cluster) -> None:
 
 async def test_single_requests_of_a_group_meet(cluster: Cluster) -> None:
     await check_single_requests(cluster)
+
+
+async def test_a_divided_batch_is_cut_at_one_deadline(cluster: Cluster) -> None:
+    await check_one_deadline(cluster)
 
 
 async def test_weights_switch_together_under_load(cluster: Cluster) -> None:

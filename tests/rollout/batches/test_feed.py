@@ -228,6 +228,44 @@ async def test_a_slow_reader_gets_what_a_group_needs_before_its_end() -> None:
     assert types == [NeedsReported, *[GroupEnded] * 4, BatchDone]
 
 
+async def test_what_a_group_needs_comes_before_its_end_if_both_happen_while_its_tokens_are_read() -> None:
+    harness = Harness(lengths(6))
+    batch = await new_registry(harness, "cut").open(part_request(2), token_stream(1))
+    with batch.listen() as listener:
+        assert await listener.next() is not None
+        for _ in range(4):
+            await harness.engine.step()
+        found = await listener.next()
+        assert found is not None
+        assert isinstance(found[1], TokenDelta)
+        await harness.engine.run()
+        await settle()
+        events = []
+        while (found := await listener.next()) is not None:
+            events.append(found[1])
+    [at] = [place for place, event in enumerate(events) if isinstance(event, NeedsReported)]
+    assert events[at] == NeedsReported({0: 6, 1: 6}, {})
+    assert at < min(place for place, event in enumerate(events) if isinstance(event, GroupEnded))
+
+
+async def test_a_need_that_is_reported_before_the_next_event_is_read_is_not_lost() -> None:
+    harness = Harness(lambda prompt, index: Script(6 if prompt == "0" else 12))
+    batch = await new_registry(harness, "cut").open(part_request(2), AnswerFormat(StreamMode.GROUPS))
+    with batch.listen() as listener:
+        found = [await listener.next()]
+        for _ in range(9):
+            await harness.engine.step()
+        found.append(await listener.next())
+        await harness.engine.run()
+        await settle()
+        found += [await listener.next() for _ in range(4)]
+    events = [each[1] for each in found if each is not None]
+    assert [event for event in events if isinstance(event, NeedsReported)] == [
+        NeedsReported({0: 6}, {}),
+        NeedsReported({1: 12}, {}),
+    ]
+
+
 async def test_a_group_that_may_need_less_again_says_so_and_its_need_replaces_it() -> None:
     harness = Harness(lambda prompt, index: Script(300 if prompt == "3" else 5))
     batch = await new_registry(harness, "cut").open(part_request(4), AnswerFormat(StreamMode.GROUPS))
