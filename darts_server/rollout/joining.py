@@ -283,7 +283,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         for seat, caller in self._waiting():
             if name in (seat.request_id, seat.own_id):
                 index = self._run.runner.index_of(seat.request)
-                yield JoinedRequest(self._run, index, partial(self._abort_seat, seat, caller))
+                yield JoinedRequest(self._run, index, partial(self._abort_seat, seat, caller, waits_on=True))
 
     def _waiting(self) -> Iterator[tuple[_Seat[RequestT, OutputT], asyncio.Future[OutputT]]]:
         """Yield the seats whose callers are not answered yet."""
@@ -292,13 +292,30 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                 yield seat, seat.caller
 
     def _abort_seat(
-        self, seat: _Seat[RequestT, OutputT], caller: asyncio.Future[OutputT]
+        self, seat: _Seat[RequestT, OutputT], caller: asyncio.Future[OutputT], *, waits_on: bool = False
     ) -> asyncio.Future[OutputT | None]:
+        """``waits_on``: whether the caller waits on if its candidate ends just then, and nothing is aborted."""
         seat.aborted = True
-        nothing = self._run.runner.aborted_output(seat.request)
         output = self._run.runner.abort_request(seat.request)
-        output.add_done_callback(partial(_pass_on, caller, nothing))
+        output.add_done_callback(partial(self._pass_on, seat, caller, waits_on))
         return output
+
+    def _pass_on(
+        self,
+        seat: _Seat[RequestT, OutputT],
+        caller: asyncio.Future[OutputT],
+        waits_on: bool,
+        aborting: asyncio.Future[OutputT | None],
+    ) -> None:
+        """Answer a caller with what its candidate has generated, if anything was aborted."""
+        if caller.done():
+            return
+        output = aborting.result()
+        if output is None and waits_on:
+            seat.aborted, output = False, seat.output
+            if output is None and not self._ended:
+                return  # it is answered as the others are
+        caller.set_result(self._run.runner.aborted_output(seat.request) if output is None else output)
 
     def _stop_if_unattended(self) -> None:
         if not self._ended and not any(seat.is_waiting for seat in self._seats):
@@ -365,10 +382,3 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         for seat in self._seats:
             if seat.caller is not None and not seat.caller.done():
                 seat.caller.set_exception(error)
-
-
-def _pass_on(caller: asyncio.Future[OutputT], nothing: OutputT, output: asyncio.Future[OutputT | None]) -> None:
-    """Answer a caller with what its candidate has generated, or with ``nothing``."""
-    if not caller.done():
-        result = output.result()
-        caller.set_result(nothing if result is None else result)

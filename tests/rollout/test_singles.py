@@ -1,5 +1,6 @@
 """Single requests that are aborted by their names, alone on the engine or joined to groups."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from darts_server.serving.admission import Caller, caller
 from darts_server.types import DiscardReason, Sample
 from tests.rollout.batches.test_submission import Texts
 from tests.rollout.helpers import Harness, lengths
-from tests.rollout.joining.joining import POLICIES, JoiningHarness, SignedOutput, SteppedLoop
+from tests.rollout.joining.joining import POLICIES, JoiningHarness, SignedOutput, SigningCandidate, SteppedLoop
 
 pytestmark = pytest.mark.anyio
 ABORTED = DiscardReason.ABORTED
@@ -122,4 +123,23 @@ async def test_a_joined_request_whose_candidate_has_ended_waits_on() -> None:
     await harness.advance_clock()
     await harness.steps(9)
     assert sorted(c.result.tokens for c in callers) == [2, 9]
+    await harness.assert_empty()
+
+
+async def test_a_joined_request_whose_candidate_finishes_as_it_is_aborted_is_answered_as_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = JoiningHarness(lambda *_: Script(4), POLICIES["shortest"])
+    aborter = TrajectoryAborter(harness.rollouts, Signed(), Provenance())  # type: ignore[arg-type]
+    callers = await harness.send_all(4)
+    await harness.steps(3)
+    # Its last token is under way when the engine gets the abort.
+    monkeypatch.setattr(SigningCandidate, "stop", lambda self: self.tokens() or 0)
+    aborting = asyncio.create_task(aborter.abort("c1"))
+    await settle()
+    await harness.steps(1)
+    with pytest.raises(Conflict, match="has finished"):
+        await aborting
+    await settle()
+    assert [c.result.tokens for c in callers] == [4, 4, 4, 4]
     await harness.assert_empty()
