@@ -170,6 +170,7 @@ async def _serve(settings: Settings, args: Namespace, access: Access, stores: St
             extend(application, rooms, settings, access, stores.learned, supervision.lifecycle, engine.model_name)
             closing.enter_context(LoopLag(ServingMetrics(engine.model_name).loop_lagged))
             rooms.queue.open()
+            rooms.batches.restore()
             try:
                 await server.serve(engine.llm, application, args, sock, [rooms.batches, rooms.queue], supervision)
             finally:

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from darts_server import app, settings
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
-from darts_server.rollout.batches.saved import SavedPrompts
+from darts_server.rollout.batches.saved import KIND, SavedPrompts
 from darts_server.rollout.carried import CarriedCandidate
 from darts_server.serving.gate import Gate
 from darts_server.store import Store
@@ -38,11 +38,26 @@ def own_metrics() -> Iterator[None]:
         REGISTRY.unregister(collector)
 
 
-async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(tmp_path: Path) -> None:
+def new_engine() -> Any:
     llm, port = SimpleNamespace(gate=Gate()), ScriptedEngine(lambda *_: Script(1))
-    engine: Any = SimpleNamespace(
+    return SimpleNamespace(
         llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="m", source="m", fingerprint="of m"
     )
+
+
+async def test_a_server_that_fails_to_start_leaves_what_is_carried_over_for_the_next_one(tmp_path: Path) -> None:
+    with Store() as store, QueueFile(tmp_path) as queue_file, Staging() as staging, ExitStack() as closing:
+        SavedPrompts(queue_file.open(), "of m").save([(None, CarriedPrompt(PromptSpec(text="a"), ("a", "a")))])
+        stores = app.Stores(store, queue_file)
+        rooms = app.make_rooms(settings.load({}, None), new_engine(), stores, staging, [], closing)
+        await rooms.batches.close()
+        assert len(list(queue_file.open().items(KIND))) == 1
+        rooms.batches.restore()
+        assert (rooms.batches._carried.count(None), list(queue_file.open().items(KIND))) == (1, [])
+
+
+async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(tmp_path: Path) -> None:
+    engine = new_engine()
     group: CarriedGroup[Any] = CarriedGroup("terms", False, (1,), [CarriedCandidate()])
     with Store() as store, QueueFile(tmp_path) as queue_file, Staging() as staging, ExitStack() as closing:
         rooms = app.make_rooms(settings.load({}, None), engine, app.Stores(store, queue_file), staging, [], closing)
@@ -52,6 +67,6 @@ async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(tmp
             if is_updated:
                 rooms.updates._loaded.record(None)
             await rooms.batches.close()
-            [(_, saved)] = SavedPrompts(queue_file.open(), "of m").take(port.weight_version)
+            [(_, saved)] = SavedPrompts(queue_file.open(), "of m").take(engine.port.weight_version)
             has_group.append(saved.group is not None)
     assert has_group == [True, False]

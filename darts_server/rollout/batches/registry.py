@@ -132,8 +132,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._carried = CarriedPrompts(carry_limits)
         self._saved = saved
         self._has_initial_weights = has_initial_weights
-        if saved is not None:
-            self._restore(saved)
         self._running: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._durable: dict[str, _DurableBatch] = {}
@@ -221,6 +219,17 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             batch.interrupt(reason, keep=keep)
         await self._wait_for_ends()
 
+    def restore(self) -> None:
+        """Keep the prompts that the last server has saved, and remove them from the disk, for `close` to save again.
+
+        Call it when the server is about to serve: one that fails to start must leave them for the next one.
+        """
+        by_owner: dict[str | None, list[CarriedPrompt]] = {}  # all of a caller at once: `put` copies what it has
+        for owner, prompt in [] if self._saved is None else self._saved.take(self._rollouts.weight_version):
+            by_owner.setdefault(owner, []).append(prompt)
+        for owner, prompts in by_owner.items():
+            self._carried.put(owner, prompts)
+
     async def close(self) -> None:
         """Cancel what still runs, and save the prompts that are kept."""
         for batch in list(self._running.values()):
@@ -232,14 +241,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             await self._saved.save_in_time(list(self._carried), self._renderer, with_tokens=self._has_initial_weights())
         except Exception:
             logger.exception("prompts that were carried over could not be saved, and are lost")
-
-    def _restore(self, saved: SavedPrompts) -> None:
-        """Keep the prompts that the last server has saved, those of each caller at once: that takes all of them."""
-        by_owner: dict[str | None, list[CarriedPrompt]] = {}
-        for owner, prompt in saved.take(self._rollouts.weight_version):
-            by_owner.setdefault(owner, []).append(prompt)
-        for owner, prompts in by_owner.items():
-            self._carried.put(owner, prompts)
 
     async def _wait_for_ends(self, timeout: float | None = None) -> None:
         if self._tasks:

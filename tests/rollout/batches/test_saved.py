@@ -248,6 +248,7 @@ class Server:
             saved=SavedPrompts(self._store, "model"),
             has_initial_weights=lambda: has_initial_weights,
         )
+        self.registry.restore()
 
     async def begin(self, steps: int, *texts: str, **more: object) -> BatchRun:
         asked = request(*texts, **more)  # type: ignore[arg-type]
