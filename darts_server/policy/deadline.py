@@ -234,10 +234,10 @@ class DeadlineLosses:
         counted, as often right as all are, in the next bin: so an answer that is longer than any explored one counts
         too, and moves the deadline by small steps until exploration shows more.
         """
-        if self.explored < MIN_RIGHT or not sum(self.right):
-            return None
-        mean_right = sum(self.explored_right) / sum(self.explored_all)
         beyond = sum(self.explored_all)
+        if self.explored < MIN_RIGHT or not sum(self.right) or not beyond:
+            return None
+        mean_right = sum(self.explored_right) / beyond
         expected, per_explored, one_more = [], 0.0, 0.0
         for right, cut, explored_right, explored in zip(
             self.right, self.cut, self.explored_right, self.explored_all, strict=True

@@ -274,6 +274,11 @@ def test_a_state_out_of_range_is_refused(state: dict[str, Any]) -> None:
         DeadlineLosses(**state)
 
 
+def test_a_state_without_explored_answers_stretches_nothing() -> None:
+    losses = DeadlineLosses(right=[1.0] * (LAST_BIN + 1), explored=float(MIN_RIGHT))
+    assert (losses.stretch(SHARE), losses.share(1.0)) == (1.0, None)
+
+
 def test_cohorts_explore_first_from_the_first_rewards_until_enough_answers_are_right() -> None:
     losses = DeadlineLosses()
     assert not losses.should_explore_first, "rewards may never be reported"
