@@ -1,6 +1,7 @@
 """Check the prompts of a batch, and allocate candidates to them: what happens before any of it starts."""
 
 import json
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from darts_server.rollout.plan import Plan
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import Ticket, caller
 from darts_server.types import PromptSpec
+
+logger = logging.getLogger(__name__)
 
 FIELD = "prompts"
 """Named where a batch has more candidates than are admitted."""
@@ -74,6 +77,8 @@ async def prepare_batch(
 ) -> PreparedBatch[RequestT]:
     """Check and allocate a batch. Prompts that were carried over are taken from ``kept``.
 
+    One that this server cannot render with any sampling parameters is dropped: it must not refuse all later batches.
+
     Raises:
         InvalidRequest: names the field; for a prompt, its number too.
         Overloaded, QuotaReached
@@ -93,11 +98,12 @@ async def prepare_batch(
         if batch.takes_carried:
             taken = kept.take(caller.get().name, identities, others=batch.carried)
         carried = list(match(identities, taken))
-        for other in _without(taken, carried):
-            name = f"{batch_id}-{len(requests)}"
-            requests.append(await _request(renderer, batch, f"carried[{len(requests)}]", other.prompt, name))
+        others, lost = await _carried_requests(renderer, batch, batch_id, _without(taken, carried))
+        taken = _without(taken, lost)
+        for other, request in others:
+            requests.append(request)
             prompts.append(other.prompt)
-            identities.append(_identity(renderer, other.prompt, requests[-1]))
+            identities.append(_identity(renderer, other.prompt, request))
             carried.append(other)
         check_numbers(batch, plan, len(prompts))
         if batch.carry is Carry.RESUME:
@@ -182,6 +188,44 @@ async def _request(
         if error.field.startswith("sampling"):
             raise
         raise InvalidRequest(f"{field}.{error.field}", error.message) from error
+
+
+async def _carried_requests(
+    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, batch_id: str, others: Sequence[CarriedPrompt]
+) -> tuple[list[tuple[CarriedPrompt, RequestT]], list[CarriedPrompt]]:
+    """Return the requests of prompts that follow those of the batch, and the prompts that cannot be rendered.
+
+    These were kept by a server with another chat template or a longer context.
+
+    Raises:
+        InvalidRequest: a prompt is not valid with the sampling parameters of this batch.
+    """
+    usable: list[tuple[CarriedPrompt, RequestT]] = []
+    lost: list[tuple[CarriedPrompt, InvalidRequest]] = []
+    for other in others:
+        number = len(batch.prompts) + len(usable)
+        name = f"{batch_id}-{number}"
+        try:
+            usable.append((other, await _request(renderer, batch, f"carried[{number}]", other.prompt, name)))
+        except InvalidRequest as error:
+            if await _is_renderable(renderer, other.prompt, name):
+                raise
+            lost.append((other, error))
+    if lost:
+        first, error = lost[0]
+        logger.error(
+            "%d prompts that were carried over are dropped: this server cannot render them (the first, %.64r: %.200s)",
+            *(len(lost), first.identity[0], error.message),
+        )
+    return usable, [other for other, _ in lost]
+
+
+async def _is_renderable(renderer: PromptRenderer[RequestT, OutputT], prompt: PromptSpec, request_id: str) -> bool:
+    try:
+        await renderer.make_request(prompt, {}, 1, request_id)
+    except InvalidRequest:
+        return False
+    return True
 
 
 def _identity(renderer: PromptRenderer[RequestT, OutputT], prompt: PromptSpec, request: RequestT) -> Identity:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -179,6 +180,52 @@ def test_a_refused_batch_takes_nothing(wrong: BatchRequest) -> None:
             await registry.open(wrong, WHOLE)
         done = await run_batch(harness, registry, request(carried=True))
         assert sorted(decided(done)) == ["30", "40"]
+
+    run_on_stepped_clock(scenario())
+
+
+class Picky(Texts):
+    """Renders no prompt ``"40"``, and ``"30"`` only without sampling parameters."""
+
+    async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
+        if prompt.text == "40" or (prompt.text == "30" and sampling):
+            raise InvalidRequest("text", f"{prompt.text} is refused")
+        return await super().make_request(prompt, {}, size, request_id)
+
+
+def test_a_carried_prompt_that_cannot_be_rendered_any_more_is_dropped_and_refuses_no_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        await run_batch(harness, registry, request("30", "10", "40", "50", num_groups=1))
+        registry._renderer = Picky()
+        with pytest.raises(InvalidRequest, match="30 is refused"):  # with these parameters
+            await registry.open(request("11", carried=True, sampling={"seed": 1}), WHOLE)
+        assert registry._carried.count(None) == 3
+        assert "dropped" not in caplog.text
+        done = await run_batch(harness, registry, request("11", carried=True, carry=Carry.DROP))
+        assert (decided(done), [result.number for result in done.results], done.carried) == (
+            ["11", "30", "50"],
+            [0, 1, 2],
+            0,
+        )
+        assert "1 prompts that were carried over are dropped" in caplog.text
+        assert "'key of 40': 40 is refused" in caplog.text
+
+    run_on_stepped_clock(scenario())
+
+
+def test_a_refused_batch_gives_back_only_what_can_be_rendered() -> None:
+    async def scenario() -> None:
+        harness = Harness(by_text)
+        registry = new_registry(harness, "shortest")
+        await run_batch(harness, registry, request("10", "40", "50", num_groups=1))
+        registry._renderer = Picky()
+        with pytest.raises(InvalidRequest, match="num_groups"):
+            await registry.open(request("11", carried=True, num_groups=3), WHOLE)
+        assert names([prompt for _, prompt in registry._carried]) == ["50"]
 
     run_on_stepped_clock(scenario())
 
