@@ -23,6 +23,7 @@ def fingerprint_of(config: VllmConfig) -> str:
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "max_model_len": model.max_model_len,
+        "config": [model.hf_config_path, repr(model.hf_overrides)],  # such as another rope scaling
         "load_format": str(config.load_config.load_format),
         "files": _files(Path(model.model)),
     }

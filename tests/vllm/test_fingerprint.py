@@ -16,6 +16,8 @@ MODEL: dict[str, Any] = {
     "quantization": None,
     "max_model_len": 1024,
     "hf_config": None,
+    "hf_config_path": None,
+    "hf_overrides": {},
 }
 
 
@@ -35,6 +37,8 @@ def fingerprint(load_format: str = "auto", **changed: Any) -> str:
         {"quantization": "fp8"},
         {"max_model_len": 512},
         {"load_format": "dummy"},
+        {"hf_config_path": "org/other"},
+        {"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}},
         {"hf_config": SimpleNamespace(_commit_hash="1f2e")},
     ],
 )
