@@ -146,7 +146,7 @@ async def _all_portable(prompts: Sequence[Owned], renderer: PromptRenderer[Any, 
     try:
         async with asyncio.timeout(PORTABLE_SECONDS):
             for owner, prompt in prompts:
-                ready.append((owner, await portable(prompt, renderer)))
+                ready.append((owner, await _portable_or_restarted(prompt, renderer)))
                 await asyncio.sleep(0)  # most need no turn of the event loop, and then the timeout would not be seen
     except TimeoutError:
         logger.error(
@@ -154,6 +154,14 @@ async def _all_portable(prompts: Sequence[Owned], renderer: PromptRenderer[Any, 
             len(prompts) - len(ready),
         )
     return ready + [(owner, replace(prompt, group=None)) for owner, prompt in prompts[len(ready) :]]
+
+
+async def _portable_or_restarted(prompt: CarriedPrompt, renderer: PromptRenderer[Any, Any]) -> CarriedPrompt:
+    try:
+        return await portable(prompt, renderer)
+    except Exception:  # one output without a text must not lose all prompts
+        logger.exception("the prompt %.64r that was carried over starts again", prompt.identity[0])
+        return replace(prompt, group=None)
 
 
 async def portable(prompt: CarriedPrompt, renderer: PromptRenderer[Any, Any]) -> CarriedPrompt:

@@ -189,21 +189,22 @@ def test_what_there_is_no_time_for_is_lost_and_the_log_says_how_much(caplog: pyt
     assert "1 prompts that were carried over are lost" in caplog.text
 
 
+def finished(name: str, tokens: int) -> CarriedPrompt:
+    prompt = carried_prompt(name)
+    assert prompt.group is not None
+    candidate: CarriedCandidate[list[int]] = CarriedCandidate(
+        TokenSlice([1] * tokens, None),
+        ((0, tokens),),
+        CandidateResult(tokens, FinishReason.STOP, list(range(tokens))),
+    )
+    return replace(prompt, group=replace(prompt.group, candidates=[candidate]))
+
+
 def test_prompts_whose_texts_are_not_made_in_time_start_again(caplog: pytest.LogCaptureFixture) -> None:
     class SlowTexts(Texts):
         async def to_sample(self, output: list[int]) -> Sample:
             await asyncio.sleep(10 * PORTABLE_SECONDS if len(output) > 1 else 0)
             return await super().to_sample(output)
-
-    def finished(name: str, tokens: int) -> CarriedPrompt:
-        prompt = carried_prompt(name)
-        assert prompt.group is not None
-        candidate: CarriedCandidate[list[int]] = CarriedCandidate(
-            TokenSlice([1] * tokens, None),
-            ((0, tokens),),
-            CandidateResult(tokens, FinishReason.STOP, list(range(tokens))),
-        )
-        return replace(prompt, group=replace(prompt.group, candidates=[candidate]))
 
     async def scenario() -> None:
         with TransactionStore() as store:
@@ -214,6 +215,21 @@ def test_prompts_whose_texts_are_not_made_in_time_start_again(caplog: pytest.Log
 
     asyncio.run(scenario())
     assert "2 prompts that were carried over start again" in caplog.text
+
+
+def test_a_prompt_whose_text_cannot_be_made_starts_again_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class BrokenTexts(Texts):
+        async def to_sample(self, output: list[int]) -> Sample:
+            if len(output) == 2:
+                raise RuntimeError("no such token")
+            return await super().to_sample(output)
+
+    with TransactionStore() as store:
+        saved = SavedPrompts(store, "model")
+        prompts: list[Owned] = [(None, finished(name, 1 + (name == "b"))) for name in "abc"]
+        asyncio.run(saved.save_in_time(prompts, BrokenTexts(), with_tokens=True))
+        assert [prompt.group is not None for _, prompt in saved.take(0)] == [True, False, True]
+    assert "no such token" in caplog.text
 
 
 def test_terms_are_equal_in_every_process() -> None:
