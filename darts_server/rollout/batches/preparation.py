@@ -212,10 +212,10 @@ async def _carried_requests(
                 raise
             lost.append((other, error))
     if lost:
-        first, error = lost[0]
+        first, why = lost[0]
         logger.error(
             "%d prompts that were carried over are dropped: this server cannot render them (the first, %.64r: %.200s)",
-            *(len(lost), first.identity[0], error.message),
+            *(len(lost), first.identity[0], why.message),
         )
     return usable, [other for other, _ in lost]
 
