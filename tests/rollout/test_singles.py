@@ -113,6 +113,20 @@ async def test_a_joined_request_that_is_aborted_by_its_name_is_answered_and_its_
     await harness.assert_empty()
 
 
+async def test_joined_requests_of_others_are_not_found() -> None:
+    harness = JoiningHarness(lambda *_: Script(9), POLICIES["shortest"])
+    aborter = TrajectoryAborter(harness.rollouts, Signed(), Provenance())  # type: ignore[arg-type]
+    token = caller.set(Caller("other"))
+    callers = await harness.send_all(4)
+    await harness.steps(3)
+    caller.reset(token)
+    with pytest.raises(NotFound):
+        await aborter.abort("c1")
+    await harness.steps(9)
+    assert [c.result.tokens for c in callers] == [9] * 4
+    await harness.assert_empty()
+
+
 async def test_a_joined_request_whose_candidate_has_ended_waits_on() -> None:
     harness = JoiningHarness(lambda *which: Script(2 if which == ("p:c0", 0) else 9), POLICIES["shortest"])
     aborter = TrajectoryAborter(harness.rollouts, Signed(), Provenance())  # type: ignore[arg-type]
