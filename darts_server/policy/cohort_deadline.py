@@ -1,8 +1,9 @@
 """The deadline that the groups of a cohort determine together, from what they report while they run."""
 
+from bisect import bisect_left, insort
 from math import ceil
 
-from darts_server.policy.deadline import Deadline
+from darts_server.policy.deadline import MIN_KNOWN, Deadline
 
 
 def place_of_need(completion_place: int, candidates: int, mean_candidates: float) -> int:
@@ -34,6 +35,7 @@ class CohortDeadline:
         self._rule = rule
         self._reporting = groups  # groups that have reported their need, or still may
         self._needs: dict[object, int] = {}
+        self._lengths: list[int] = []  # the needs, sorted: a report of one of thousands of groups must not sort them
         self._minimums: dict[object, int | None] = {}  # of groups that have not reported their need
 
     def set_rule(self, rule: Deadline | None, tokens: int | None = None) -> None:
@@ -47,7 +49,10 @@ class CohortDeadline:
 
     def report_need(self, group: object, tokens: int) -> None:
         """Record how many tokens a group needs: the length at its `place_of_need`."""
+        if (earlier := self._needs.get(group)) is not None:
+            del self._lengths[bisect_left(self._lengths, earlier)]
         self._needs[group] = tokens
+        insort(self._lengths, tokens)
         self._minimums.pop(group, None)
         self._determine()
 
@@ -77,8 +82,12 @@ class CohortDeadline:
         rule = self._rule
         if rule is None or self.tokens is not None:
             return
-        others = self._reporting - len(self._needs)
+        self.waits_beyond = None
+        known = len(self._lengths)
+        if known + 1 < min(rule.quantile, MIN_KNOWN) * self._reporting:  # one more for rounding
+            return
+        others = self._reporting - known
         minimums = [*self._minimums.values(), *[0] * (others - len(self._minimums))]
-        self.tokens = rule.of_cohort(self._needs.values(), minimums)
-        without_others = None if self.tokens is not None else rule.without_others(self._needs.values(), others)
+        self.tokens = rule.of_cohort(self._lengths, minimums)
+        without_others = None if self.tokens is not None else rule.without_others(self._lengths, others)
         self.waits_beyond = None if without_others is None else rule.bound_of(without_others)

@@ -1,5 +1,8 @@
 """The deadline that groups of a cohort determine together."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
 from darts_server.policy.deadline import Deadline
 
@@ -85,6 +88,43 @@ def test_a_group_that_starts_again_counts_again_and_with_its_last_need() -> None
     cohort.report_need(0, 30)
     cohort.report_need(8, 10)
     assert cohort.tokens == 30
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["need", "minimum", "none", "remove", "add"]), st.integers(0, 9), st.integers(1, 60)),
+        max_size=60,
+    ),
+    st.sampled_from([0.3, 0.5, 0.75, 0.9, 1.0]),
+)
+def test_what_is_known_follows_from_the_reports(reports: list[tuple[str, int, int]], quantile: float) -> None:
+    rule = Deadline(quantile)
+    cohort = CohortDeadline(rule, 10)
+    needs: dict[int, int] = {}
+    minimums: dict[int, int | None] = dict.fromkeys(range(10), 0)
+    for what, group, tokens in reports:
+        counts = group in needs or group in minimums
+        if what == "need" and counts:
+            cohort.report_need(group, tokens)
+            needs[group] = tokens
+            minimums.pop(group, None)
+        elif what in ("minimum", "none") and counts:
+            minimum = tokens if what == "minimum" else None
+            cohort.report_minimum(group, minimum)
+            minimums |= {} if group in needs else {group: minimum}
+        elif what == "remove" and counts:
+            cohort.remove(group)
+            minimums.pop(group, None)
+        elif what == "add" and not counts:
+            cohort.add(group)
+            minimums[group] = 0
+        expected = rule.of_cohort(needs.values(), minimums.values())
+        assert cohort.tokens == expected
+        if expected is not None:
+            assert cohort.waits_beyond is None
+            return
+        others = rule.without_others(needs.values(), len(minimums))
+        assert cohort.waits_beyond == (None if others is None else rule.bound_of(others))
 
 
 def test_a_group_with_few_candidates_reports_the_same_share_of_them() -> None:
