@@ -44,6 +44,8 @@ from darts_server.rollout.batches.results import AbortedSample, GroupResult, Unf
 from darts_server.types import FinishReason
 
 MAX_PROMPTS = 100_000
+LARGEST = 2**52
+"""Of lengths in tokens, and of factors on them: products are no larger than floats can be."""
 
 
 def _encode_object(value: object) -> bytes:
@@ -148,13 +150,13 @@ class RolloutsIn(Body):
 class DeadlineIn(Body):
     """What is known of the deadline of a cohort of which a batch is a part."""
 
-    tokens: int | None = Field(None, ge=1, description="The deadline, once it is known.")
+    tokens: int | None = Field(None, ge=1, le=LARGEST, description="The deadline, once it is known.")
     waits_beyond: int | None = Field(
-        None, ge=1, description="Groups that need more tokens shall report the least that they need."
+        None, ge=1, le=LARGEST, description="Groups that need more tokens shall report the least that they need."
     )
     explored: bool = Field(False, description="Whether all groups run past the deadline.")
-    stretch: float = Field(ge=1, description="Factor that is in the deadline.")
-    bound: float = Field(ge=1, description="How many times as long as the deadline a trajectory may become.")
+    stretch: float = Field(ge=1, le=LARGEST, description="Factor that is in the deadline.")
+    bound: float = Field(ge=1, le=LARGEST, description="How many times the deadline a trajectory may become.")
 
 
 class DeadlineOut(BaseModel):

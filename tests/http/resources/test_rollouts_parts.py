@@ -96,7 +96,9 @@ async def test_a_batch_that_is_no_part_takes_no_deadline(
     [
         ("tokens", 0),
         ("tokens", 2.5),
+        ("tokens", 10**400),
         ("waits_beyond", -1),
+        ("waits_beyond", 2**53),
         ("stretch", 0.5),
         ("bound", None),
         ("explored", 1),
@@ -105,6 +107,13 @@ async def test_a_batch_that_is_no_part_takes_no_deadline(
 )
 async def test_an_impossible_deadline_is_refused(client: httpx.AsyncClient, field: str, value: object) -> None:
     answer = await client.put("/rollouts/batch-1/deadline", json={**KNOWN, field: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("field", ["stretch", "bound"])
+async def test_a_number_without_bounds_is_refused(client: httpx.AsyncClient, field: str) -> None:
+    body = json.dumps({**KNOWN, field: 0}).replace(f'"{field}": 0', f'"{field}": 1e999')
+    answer = await client.put("/rollouts/batch-1/deadline", content=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
