@@ -1,5 +1,6 @@
 """Check every request, on vLLM's routes and ours: API keys, body limits, shutdown, and the form of errors."""
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from http import HTTPStatus
@@ -39,6 +40,8 @@ FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """What the names of headers begin with that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
 ACK = "/darts/v1/queue/ack"
+DEADLINE = re.compile(r"/darts/v1/rollouts/[^/]+/deadline")
+"""Of a batch that runs. Without it groups would run on for longer than they have to, and the server waits for them."""
 POLICY_VIOLATION = 1008
 """Close code of a websocket."""
 
@@ -166,9 +169,13 @@ def _trace(scope: Scope) -> dict[str, str]:
 
 
 def _is_refused_at_shutdown(scope: Scope) -> bool:
-    """Return whether a stopping server refuses the request. What it has can be fetched, acknowledged and rewarded."""
+    """Return whether a stopping server refuses the request.
+
+    What it has can be fetched, acknowledged and rewarded, and batches that run get their deadlines.
+    """
     path = get_route_path(scope)
-    return path in HEALTH or (scope.get("method") not in SAFE and path not in (REWARDS, ACK))
+    starts_work = scope.get("method") not in SAFE and path not in (REWARDS, ACK) and not DEADLINE.fullmatch(path)
+    return path in HEALTH or starts_work
 
 
 def _is_route(scope: Scope) -> bool:
