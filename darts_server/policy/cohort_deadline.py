@@ -38,6 +38,11 @@ class CohortDeadline:
         self._lengths: list[int] = []  # the needs, sorted: a report of one of thousands of groups must not sort them
         self._minimums: dict[object, int | None] = {}  # of groups that have not reported their need
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is not known, and what groups report may determine it."""
+        return self._rule is not None and self.tokens is None
+
     def set_rule(self, rule: Deadline | None, tokens: int | None = None) -> None:
         """Compute the deadline by a rule that was not known before, also from what was reported until now.
 

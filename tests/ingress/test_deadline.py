@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+from contextlib import aclosing
 from dataclasses import asdict
 from math import ceil
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
@@ -13,10 +14,18 @@ from starlette.types import Receive, Scope, Send
 
 from darts_server.engine.scripted import Script
 from darts_server.exceptions import CandidateFailed
-from darts_server.ingress.batches.deadline import BatchDeadline
+from darts_server.ingress.batches.deadline import BatchDeadline, sent_to
+from darts_server.ingress.batches.request import read_batch
+from darts_server.ingress.batches.run import DividedBatch
+from darts_server.ingress.everyone.hold import Hold
+from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.replicas.http import HttpReplica
+from darts_server.ingress.replicas.member import Member
+from darts_server.ingress.replicas.replica import Outgoing
+from darts_server.ingress.routing.router import Router
 from darts_server.policy.deadline import MIN_RIGHT, Answer, Deadline, DeadlineLosses
 from darts_server.rollout.allocation.shared import SharedDeadline
-from tests.ingress.scripted import EXPLORING, PATH, SIZE, SURE, Scripts, cluster
+from tests.ingress.scripted import EXPLORING, PATH, SIZE, SURE, Scripts, batch, cluster
 from tests.ingress.servers import until
 from tests.ingress.test_batches import parse
 
@@ -244,6 +253,50 @@ async def test_a_caller_that_disconnects_ends_the_exchange() -> None:
         call.cancel()
         await until(lambda: not any(each.harness.rollouts.running for each in running.servers))
         assert not any(task.get_name() == "darts-deadline" for task in asyncio.all_tasks())
+
+
+@pytest.mark.parametrize("stream", [{"stream": "groups"}, {"stream": "tokens", "chunk_tokens": 1}])
+async def test_a_caller_that_reads_nothing_does_not_delay_the_deadline(stream: dict[str, Any]) -> None:
+    def script(prompt: str, index: int) -> Script:
+        """Half of the groups end before the others need anything."""
+        return Script(3, error=CandidateFailed("broken")) if int(prompt) % 4 < 2 else with_tails(prompt, index)
+
+    async with cluster(2, script) as running:
+        body, fleet = read_batch(json.dumps(batch(40, **stream)).encode()), running.ingress.fleet
+        assert body is not None
+        divided = DividedBatch(body, Outgoing("POST", PATH), "", fleet, Router(fleet), Hold())
+        async with aclosing(divided.events()) as events:
+            await anext(events)
+            await until(lambda: all(each.deadlines and each.deadlines[-1]["tokens"] for each in running.servers), 10)
+            assert sum([event.name == "group" async for event in events]) == 40
+
+
+async def test_a_task_that_is_cancelled_while_it_stops_its_messages_ends() -> None:
+    is_stopping = asyncio.Event()
+
+    class SlowToStop(HttpReplica):
+        async def send(self, request: Outgoing) -> NoReturn:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_stopping.set()
+                await asyncio.sleep(0.05)
+            raise AssertionError
+
+    deadline = BatchDeadline(10)
+    deadline.start_part({**TERMS, "explored": True}, leads=True)
+    member = Member(SlowToStop("http://127.0.0.1:1"))
+
+    async def run() -> None:
+        async with sent_to(member, "batch-1", deadline, Outgoing("POST", PATH), Fleet([])):
+            await asyncio.sleep(0.01)
+        await asyncio.Event().wait()
+
+    running = asyncio.create_task(run())
+    await is_stopping.wait()
+    running.cancel()
+    await asyncio.wait([running], timeout=1)
+    assert running.cancelled()
 
 
 async def test_what_ingresses_add_is_refused_from_callers() -> None:

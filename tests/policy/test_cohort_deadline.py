@@ -130,3 +130,13 @@ def test_what_is_known_follows_from_the_reports(reports: list[tuple[str, int, in
 def test_a_group_with_few_candidates_reports_the_same_share_of_them() -> None:
     assert [place_of_need(8, candidates, 12.0) for candidates in (8, 9, 12, 16)] == [6, 6, 8, 8]
     assert place_of_need(1, 1, 12.0) == 1
+
+
+def test_a_deadline_is_awaited_while_what_groups_report_may_determine_it() -> None:
+    deadline = CohortDeadline(None, 10)
+    assert not deadline.is_awaited
+    deadline.set_rule(Deadline())
+    assert deadline.is_awaited
+    for group in range(10):
+        deadline.report_need(group, 5)
+    assert not deadline.is_awaited

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from http import HTTPStatus
 from typing import Any
@@ -46,6 +46,11 @@ class BatchDeadline:
         self._ended: set[int] = set()
         self._lost: set[int] = set()
         self._changed = asyncio.Event()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is not known, and what groups report may determine it."""
+        return self._rule is None or self._cohort.is_awaited
 
     def choose_leader(self) -> bool:
         """Whether the next part is to lead."""
@@ -142,8 +147,7 @@ async def sent_to(
         yield
     finally:
         sending.cancel()
-        with suppress(asyncio.CancelledError):
-            await sending
+        await asyncio.wait([sending])  # not awaited itself: it would not show whether this task is cancelled meanwhile
 
 
 async def _send(member: Member, batch_id: str, deadline: BatchDeadline, outgoing: Outgoing, fleet: Fleet) -> None:

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any, NoReturn
 
 from darts_server.exceptions import ReplicaLost
+from darts_server.ingress.batches.backlog import Backlog
 from darts_server.ingress.batches.deadline import BatchDeadline, sent_to
 from darts_server.ingress.batches.division import divide, share_budget
 from darts_server.ingress.batches.events import GROUP, NEEDS, Event, read_events
@@ -33,6 +34,8 @@ from darts_server.ingress.routing.router import Router, no_replica
 
 MAX_ROUNDS = 6
 """In each, the prompts of replicas that were lost are divided among the others."""
+ROOM = 8
+"""Events that wait for the caller, before its servers do."""
 _PROMPT = re.compile(rb"prompts\[(\d+)\]")
 
 
@@ -122,13 +125,13 @@ class DividedBatch:
         await self.hold.wait()
         parts = self._divide(left)
         self._deadline.restart_groups()
-        queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue(maxsize=8)
+        backlog = Backlog(ROOM)
         start = self.hold.starting(len(parts))
-        tasks = [asyncio.create_task(self._part(part, queue, start)) for part in parts]
+        tasks = [asyncio.create_task(self._part(part, backlog, start)) for part in parts]
         try:
             running = len(tasks)
             while running:
-                item = await queue.get()
+                item = await backlog.take()
                 if isinstance(item, Exception):
                     raise item
                 if item is None:
@@ -172,38 +175,38 @@ class DividedBatch:
         length = self.router.lengths.of((self.scope, self.batch.identities[number]), limit)
         return length * (size if isinstance(size, int) else 1)
 
-    async def _part(self, part: Part, queue: asyncio.Queue[Event | Exception | None], start: Start) -> None:
+    async def _part(self, part: Part, backlog: Backlog, start: Start) -> None:
         """Run a part on a replica, and queue its events; at last ``None``, or an error that ends the batch."""
         member, numbers = part.member, part.numbers
         try:
             with member.loaded(sum(map(self._work, numbers))):
                 async with member.in_use():
-                    await self._run(part, queue, start)
+                    await self._run(part, backlog, start)
         except NoResources as error:
-            await queue.put(no_resources(error))
+            backlog.add(no_resources(error))
             return
         except ReplicaFailure as error:
             self._deadline.lose_groups(numbers)
             await self.fleet.check(member)
             if (again := self._count_loss(member, numbers, error)) is not None:
-                await queue.put(again)
+                backlog.add(again)
                 return
             if self._open & set(numbers):
-                await queue.put(ReplicaLost(f"{error}; parts of its groups were streamed already: send the rest again"))
+                backlog.add(ReplicaLost(f"{error}; parts of its groups were streamed already: send the rest again"))
                 return
         except Exception as error:  # the batch ends with it
-            await queue.put(error)
+            backlog.add(error)
             return
         finally:
             start.part_started(member.name)  # or it never will
             if part.leads:
                 self._deadline.lose_leader()
-        await queue.put(None)
+        backlog.add(None)
 
-    async def _run(self, part: Part, queue: asyncio.Queue[Event | Exception | None], start: Start) -> None:
+    async def _run(self, part: Part, backlog: Backlog, start: Start) -> None:
         member, numbers = part.member, part.numbers
         outgoing = replace(self.outgoing, body=self.batch.part(numbers, part.budget, leads=part.leads))
-        seen = 0
+        seen, terms = 0, None
         async with AsyncExitStack() as stack:
             answer = await stack.enter_async_context(opened(member.replica, outgoing))
             stack.callback(lambda: self._add_generated(seen))
@@ -221,7 +224,7 @@ class DividedBatch:
                         )
                     if self.started is None:
                         self.started = said
-                        await queue.put(event)
+                        backlog.add(event)
                 elif event.name == NEEDS:
                     self._report(numbers, event)
                 elif event.name == "done":
@@ -241,7 +244,9 @@ class DividedBatch:
                         self._deadline.end_group(event.number)
                     else:
                         self._open.add(event.number)
-                    await queue.put(event)
+                    backlog.add(event)
+                    if terms is None or not self._deadline.is_awaited:  # else what groups need would wait behind it
+                        await backlog.wait_for_room()
         raise Disconnected(f"{member.name} ended its answer too early")
 
     def _report(self, numbers: Sequence[int], event: Event) -> None:
