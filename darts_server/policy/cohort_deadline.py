@@ -1,6 +1,7 @@
 """The deadline that the groups of a cohort determine together, from what they report while they run."""
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from math import ceil
 
 from darts_server.policy.deadline import MIN_KNOWN, Deadline
@@ -76,6 +77,10 @@ class CohortDeadline:
         if group not in self._needs:
             self._reporting -= 1
             self._determine()
+
+    def count_without(self, groups: Iterable[object]) -> int:
+        """Return how many have reported their need, or still may, once these are removed too."""
+        return self._reporting - sum(group not in self._needs for group in groups)
 
     def add(self, group: object) -> None:
         """Count a group again that was removed, as it starts again."""

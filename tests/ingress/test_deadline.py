@@ -363,6 +363,24 @@ def test_groups_that_were_lost_count_again_when_they_start_again() -> None:
     assert (deadline.known or SharedDeadline()).tokens == 45
 
 
+@pytest.mark.parametrize("fail_first", [True, False])
+def test_too_few_others_determine_no_deadline_without_groups_that_were_lost(fail_first: bool) -> None:
+    deadline = BatchDeadline(24)
+    deadline.start_part(TERMS, leads=True)
+    if not fail_first:
+        deadline.lose_groups(range(12, 24))
+    for number in range(9):
+        deadline.end_group(number)
+    if fail_first:
+        deadline.lose_groups(range(12, 24))
+    deadline.report([(9, 10), (10, 10), (11, 10)], [])
+    assert deadline.known is None, "three groups are too few"
+    deadline.restart_groups()
+    deadline.report([(number, 20) for number in range(12, 23)], [])
+    assert deadline.known is not None
+    assert deadline.known.tokens == 30
+
+
 async def test_a_replica_gets_only_the_latest_of_what_is_known() -> None:
     deadline = BatchDeadline(10)
     waiting = asyncio.create_task(deadline.next_after(None))

@@ -140,3 +140,11 @@ def test_a_deadline_is_awaited_while_what_groups_report_may_determine_it() -> No
     for group in range(10):
         deadline.report_need(group, 5)
     assert not deadline.is_awaited
+
+
+def test_groups_that_have_reported_count_without_being_there() -> None:
+    deadline = CohortDeadline(Deadline(), 10)
+    deadline.report_need(1, 5)
+    deadline.remove(1)
+    deadline.remove(2)
+    assert deadline.count_without([1, 3, 4]) == 7

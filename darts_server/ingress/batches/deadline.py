@@ -37,7 +37,6 @@ class BatchDeadline:
     def __init__(self, groups: int) -> None:
         self.known: SharedDeadline | None = None
         """What the replicas have to know; ``None`` while that is nothing."""
-        self._groups = groups
         self._cohort = CohortDeadline(None, groups)
         self._rule: Deadline | None = None
         self._explored = False
@@ -84,6 +83,8 @@ class BatchDeadline:
     def end_group(self, number: int) -> None:
         """Record that a group has ended, with any outcome."""
         self._ended.add(number)
+        if self._lost and self._cohort.count_without([number]) < MIN_GROUPS:
+            self.restart_groups()
         self._cohort.remove(number)
         self._update()
 
@@ -94,7 +95,7 @@ class BatchDeadline:
         they are enough to determine a deadline.
         """
         lost = {number for number in numbers if number not in self._ended}
-        if self._groups - len(self._lost | lost) >= MIN_GROUPS:
+        if self._cohort.count_without(lost) >= MIN_GROUPS:
             self._lost |= lost
             for number in lost:
                 self._cohort.remove(number)
@@ -103,7 +104,7 @@ class BatchDeadline:
         self._update()
 
     def restart_groups(self) -> None:
-        """Record that all groups that were lost start again."""
+        """Wait again for what all groups need that were lost: they start again, or the others have become too few."""
         for number in self._lost:
             self._cohort.add(number)
         self._lost.clear()
